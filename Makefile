@@ -1,0 +1,42 @@
+# Every target makes its own environment: it is installed anew when what it is made from has changed.
+
+PYTHON ?= python3
+VENV   := .venv
+RANKS  ?= 2
+ARGS   ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test lint format clean
+
+help:  ## Show what can be made.
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
+	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test.'
+
+train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this machine.
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+test: lint  ## Check style and types, then run the tests.
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(STAMP)  ## Check style, format and types.
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/mypy --strict fshard
+
+format: $(STAMP)  ## Sort imports and format every file.
+	$(BIN)/ruff check --quiet --fix --select I .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the environment, caches and build products.
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,test]'
+	@touch $@

@@ -1,0 +1,63 @@
+"""fshard: JAX-style functional sharding on PyTorch.
+
+The spec says where, the schedule says when, the runtime does it::
+
+    errors, tree    what every room needs
+    model/          modules as parameter trees and pure functions, units, initial values
+    optim/          update rules, fused on flat buffers
+    sharding/       WHERE: mesh, spec, rules, layout, plan
+    schedule/       WHEN: ops, build, check, text, memory
+    runtime/        HOW: communication, arena, engine, executor
+    state/          the train state, and its ways in and out of whole tensors
+    step, evaluate  a function, an optimizer and a plan become a step
+    launch          meshes of real processes
+"""
+
+from fshard import errors, optim
+from fshard.evaluate import EvalStep, make_eval_step
+from fshard.launch import make_mesh
+from fshard.metrics import Metrics
+from fshard.model import init
+from fshard.model.split import Model, split
+from fshard.model.unit import unit
+from fshard.runtime.loss import Mean
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.sharding.mesh import Mesh, abstract_mesh
+from fshard.sharding.plan import Plan, make_plan
+from fshard.sharding.rules import Rule
+from fshard.sharding.spec import P, fsdp
+from fshard.state.init import init_state, shard, unshard
+from fshard.state.train_state import TrainState
+from fshard.step import TrainStep, make_train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EvalStep",
+    "Mean",
+    "Mesh",
+    "Metrics",
+    "Model",
+    "P",
+    "Plan",
+    "Policy",
+    "Rule",
+    "Schedule",
+    "TrainState",
+    "TrainStep",
+    "abstract_mesh",
+    "errors",
+    "fsdp",
+    "init",
+    "init_state",
+    "make_eval_step",
+    "make_mesh",
+    "make_plan",
+    "make_train_step",
+    "optim",
+    "shard",
+    "split",
+    "unit",
+    "unshard",
+]

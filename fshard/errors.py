@@ -1,0 +1,169 @@
+"""Every error that fshard raises: the classes a caller can catch, and one message builder per failure.
+
+A message names the path or argument, gives the numbers, and ends with the remedy. Builders return the exception, so
+that the caller writes ``raise errors.unknown_axis(...)`` and the traceback starts where the failure is. Problems of
+one kind are reported together: builders take all of them and list each on a line of its own.
+"""
+
+from collections.abc import Iterable, Mapping
+
+
+class ShardError(Exception):
+    """Base of every error that fshard raises on purpose."""
+
+
+class PlanError(ShardError, ValueError):
+    """A mesh, a spec, a rule or a plan that cannot be."""
+
+
+class TreeError(ShardError, ValueError):
+    """A tree whose paths, shapes or dtypes are not the ones the plan has."""
+
+
+class BatchError(ShardError, ValueError):
+    """A batch that the step cannot take."""
+
+
+class LossError(ShardError, TypeError):
+    """A loss function that returns something no gradient can start from."""
+
+
+class UnitError(ShardError, RuntimeError):
+    """A unit that is not a pure function of its parameters and arguments."""
+
+
+class ScheduleError(ShardError, RuntimeError):
+    """A schedule that breaks its own rules, or that a rank left."""
+
+
+class CommError(ShardError, RuntimeError):
+    """A collective that failed or timed out. The process group cannot be used any more."""
+
+
+class PeerError(ShardError, RuntimeError):
+    """Another rank failed, so this rank gave up the same step. The state is as it was before the step."""
+
+
+class DonatedError(ShardError, RuntimeError):
+    """A state, or a tensor of it, that was given to a step and no longer exists."""
+
+
+class NonFiniteError(ShardError, ArithmeticError):
+    """The gradient norm is infinite or nan. The state is as it was before the step."""
+
+
+def lines(head: str, problems: Iterable[str], remedy: str) -> str:
+    """A message of one head line, one indented line per problem, and the remedy."""
+    body = "".join(f"\n  {problem}" for problem in problems)
+    return f"{head}{body}\n{remedy}"
+
+
+def bad_arguments(name: str, problems: Iterable[str]) -> PlanError:
+    """Arguments out of range: ``name`` is what was called, each problem names an argument, its value and its range."""
+    return PlanError(lines(f"{name}(...) cannot be built:", problems, "Give arguments inside these bounds."))
+
+
+def bad_rate(lr: object, step: int, value: object) -> PlanError:
+    """A learning rate that no update can use, or an update number that does not exist."""
+    if step < 1:
+        return PlanError(f"step = {step}: updates count from 1. Pass the number of the update that is being made.")
+    return PlanError(
+        f"the learning rate of update {step} is {value!r}, from {lr!r}: it must be a finite Python number >= 0. "
+        f"Schedules are called with the step, an int that is 0 for the first update; here {step - 1}."
+    )
+
+
+def wrong_leaves(what: str, problems: Iterable[str]) -> TreeError:
+    """A tree whose leaves are not the model's: each problem is ``path: what is wrong with it``."""
+    return TreeError(
+        lines(f"{what}: the tree does not fit the model:", problems, "Pass a tree with the model's paths and shapes.")
+    )
+
+
+def buffers_changed(paths: Iterable[str]) -> UnitError:
+    """Buffers that a call changed although it was not asked to return them."""
+    return UnitError(
+        lines(
+            "the call changed buffers, which a pure function must return and not write:",
+            paths,
+            "Call apply(params, ..., buffers=buffers), which returns (output, new_buffers), or split the module in "
+            "eval mode.",
+        )
+    )
+
+
+def bad_unit_pattern(pattern: object) -> PlanError:
+    """Something in ``units=`` that is neither a path pattern nor a module class."""
+    return PlanError(
+        f"units: {pattern!r} is a {type(pattern).__name__}; give paths with globs ('blocks.*') or subclasses of nn.Module"
+    )
+
+
+def no_such_unit(patterns: Iterable[object], modules: Iterable[tuple[str, str]]) -> PlanError:
+    """Patterns in ``units=`` that match no submodule; ``modules`` are the (path, class name) pairs that exist."""
+    missing = ", ".join(pattern.__name__ if isinstance(pattern, type) else repr(pattern) for pattern in patterns)
+    counts: dict[str, int] = {}
+    for path, kind in modules:
+        alike = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        counts[f"{alike}: {kind}"] = counts.get(f"{alike}: {kind}", 0) + 1
+    exist = [f"{line} ({count} times)" if count > 1 else line for line, count in counts.items()]
+    return PlanError(
+        lines(
+            f"units: {missing} matches no submodule. What exists:",
+            exist or ["nothing: the module has no submodules"],
+            "Give a path or a class from this list. The whole module cannot be a unit of itself.",
+        )
+    )
+
+
+def nested_units(pairs: Iterable[tuple[str, str]]) -> PlanError:
+    """Units that contain other units: (outer path, inner path) pairs."""
+    problems = (f"{outer} contains {inner}" for outer, inner in pairs)
+    return PlanError(lines("units cannot lie inside of each other:", problems, "Choose the outer or the inner ones."))
+
+
+def uncallable_unit(kinds: Mapping[str, str]) -> PlanError:
+    """Units without a forward, such as module lists: class name by path."""
+    problems = (f"{path}: {kind}; its children are {path}.*" for path, kind in kinds.items())
+    return PlanError(lines("units must be callable, but these have no forward:", problems, "Choose their children."))
+
+
+def cannot_copy(problems: Iterable[str]) -> UnitError:
+    """A module whose structure cannot be copied."""
+    return UnitError(
+        lines(
+            "the module cannot be split, since its structure cannot be copied:",
+            problems,
+            "Remove these attributes, give their class a __deepcopy__, or write the model as functions with fs.unit.",
+        )
+    )
+
+
+def bad_policy(problems: Iterable[str]) -> PlanError:
+    """A policy with values of the wrong type or out of range."""
+    remedy = "pass values of the types and ranges that fshard.Policy names"
+    return PlanError(lines("this policy cannot be:", problems, remedy))
+
+
+def bad_program(problems: Iterable[str]) -> PlanError:
+    """A program, its groups and the number of microbatches that no schedule can be built from."""
+    remedy = "a program names each call once, in order, and reads groups by their position among the groups"
+    return PlanError(lines("no schedule can be built from this program:", problems, remedy))
+
+
+def broken_lifetime(item: str, at: int, op: str, problem: str) -> ScheduleError:
+    """Ops that begin or end a lifetime of an arena item out of turn."""
+    remedy = "fshard.schedule.check shows which rule the ops break"
+    return ScheduleError(f"{item} at op {at}, '{op}': {problem}; {remedy}")
+
+
+def broken_schedule(problem: str, excerpt: Iterable[str]) -> ScheduleError:
+    """An op that breaks a rule, among its neighbours."""
+    remedy = "build the schedule anew from its program, or undo what was changed in its text"
+    return ScheduleError(lines(f"this schedule cannot run: {problem}", excerpt, remedy))
+
+
+def unreadable_schedule(number: int, line: str, problem: str) -> ScheduleError:
+    """A line that is no part of a schedule's text form."""
+    where = f"line {number} of the schedule's text, {line!r}"
+    return ScheduleError(f"{where}: {problem}; parse takes what str(schedule) gives")

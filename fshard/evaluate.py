@@ -1,0 +1,69 @@
+"""The eval step: forward only, on a schedule of its own, so that nothing of it can leak into training."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fshard.errors import PlanError
+from fshard.metrics import global_result
+from fshard.runtime.attempt import raise_failure
+from fshard.runtime.commit import FAILED
+from fshard.runtime.prepare import Workshop, lanes_of
+from fshard.runtime.runner import Runner
+from fshard.schedule.ops import Op
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.sharding.plan import Plan
+from fshard.state.train_state import TrainState
+
+
+class EvalStep:
+    """``evaluate(state, batch) -> result``. Made by ``fs.make_eval_step``."""
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, debug: bool) -> None:
+        self.plan = plan
+        self._runner = Runner(fn, Workshop(plan, policy, 1, False, debug, lanes_of(plan)))
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        """Evaluate on a batch. Neither the state nor a train step that uses it changes.
+
+        Args:
+            state: the state; its waiting update is finished first.
+            batch: this rank's part of the global batch.
+
+        Returns:
+            What the function returned, with 0-dim floating leaves and ``fs.Mean`` replaced by their global means.
+            Other leaves are this rank's own.
+        """
+        outcome = self._runner.run(batch, state.finished(), None)
+        lanes = self._runner.workshop.lanes
+        assert outcome.verdict is not None and lanes is not None
+        if outcome.verdict.worst == FAILED:
+            raise_failure(lanes.control, outcome.failure, list(outcome.verdict.status))
+        return global_result(lanes.control, outcome.aux[0], 1.0)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the latest evaluation."""
+        latest = self._runner.latest
+        if latest is None or latest.schedule is None:
+            raise PlanError("no schedule yet: it is found from a batch; evaluate once first")
+        return latest.schedule
+
+    @property
+    def record(self) -> tuple[Op, ...]:
+        """What the latest evaluation ran on this rank, op by op."""
+        return tuple(self._runner.record)
+
+
+def make_eval_step(
+    fn: Callable[..., Any], plan: Plan, *, policy: Policy | None = None, debug: bool = False
+) -> EvalStep:
+    """Make a function that evaluates sharded parameters: ``evaluate(state, batch) -> result``.
+
+    Args:
+        fn: ``fn(params, batch)``; it may return any pytree, and is run without gradients.
+        plan: the plan.
+        policy: prefetch depth and reshard after forward.
+        debug: fill every freed range with nan.
+    """
+    return EvalStep(fn, plan, Policy() if policy is None else policy, debug)

@@ -1,0 +1,41 @@
+"""Real meshes: joining the ranks that torchrun started."""
+
+import dataclasses
+import datetime
+from collections.abc import Sequence
+
+import torch
+
+from fshard.runtime.comm import LocalTransport, Processes, join
+from fshard.sharding.mesh import Mesh, resolve_sizes
+
+
+def make_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, timeout: float = 300.0) -> Mesh:
+    """The mesh of this job's ranks (``jax.make_mesh``).
+
+    Under torchrun it joins the process group: NCCL where CUDA is available, else gloo. In a process that has one
+    already it takes that. Without torchrun it is a mesh of one rank, so scripts and notebooks run everywhere.
+
+    Args:
+        sizes: ranks along each axis; one may be ``-1`` for what is left of the world.
+        axis_names: one name an axis.
+        timeout: seconds after which a collective that does not finish raises ``CommError``.
+
+    Returns:
+        The mesh as this rank sees it. ``mesh.close()`` leaves the process group; it is also a context manager.
+
+    Raises:
+        PlanError: the sizes do not fit the world.
+
+    >>> make_mesh((-1,), ("shard",)).size
+    1
+    """
+    joined = join(timeout)
+    if joined is None:
+        resolved = resolve_sizes(sizes, axis_names, 1)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return Mesh(resolved, tuple(axis_names), 0, device, LocalTransport())
+    rank, world, device, backend, owned = joined
+    mesh = Mesh(resolve_sizes(sizes, axis_names, world), tuple(axis_names), rank, device)
+    transport = Processes(mesh, backend, datetime.timedelta(seconds=timeout), owned)
+    return dataclasses.replace(mesh, transport=transport)

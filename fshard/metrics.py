@@ -1,0 +1,60 @@
+"""What a step tells about itself."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.runtime.comm import Lane
+from fshard.runtime.commit import average
+from fshard.runtime.loss import Mean, is_scalar, means_of
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a train step tells about itself. Tensors are 0-dim float32, equal on all ranks.
+
+    Attributes:
+        loss: the mean over the global batch, before the update.
+        grad_norm: the norm of the gradient over all leaves, before clipping.
+        aux: what the loss function returned beside the loss. ``fs.Mean`` leaves are global means; other leaves are
+            this rank's own, stacked along a new first dim if the step has several microbatches.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    aux: Mapping[str, Any] = field(default_factory=dict)
+
+
+def combine_aux(lane: Lane, parts: Sequence[Any]) -> Any:
+    """The auxiliary values of all microbatches and, where they are means, of all ranks."""
+    if not parts or not tree.leaves(parts[0]):
+        return parts[0] if parts else {}
+    means = iter(average(lane, [_sum(same) for same in zip(*map(means_of, parts), strict=True)]))
+    flat = [tree.flatten(part) for part in parts]
+    columns = zip(*[leaves for leaves, _ in flat], strict=True)
+    return tree.unflatten(flat[0][1], [_combine(column, means) for column in columns])
+
+
+def global_result(lane: Lane, result: Any, weight: float) -> Any:
+    """An evaluation's result: 0-dim floating leaves and ``fs.Mean`` as global means, others as they are."""
+    leaves, spec = tree.flatten(result)
+    as_means = [Mean(x * weight, weight) if is_scalar(x) else x for x in leaves]
+    return combine_aux(lane, [tree.unflatten(spec, as_means)])
+
+
+def _sum(means: Sequence[Mean]) -> Mean:
+    total = torch.stack([mean.total.detach().double() for mean in means]).sum()
+    return Mean(total, sum(float(mean.count) for mean in means))
+
+
+def _combine(column: Sequence[Any], means: Any) -> Any:
+    if isinstance(column[0], Mean):
+        return next(means)
+    column = [x.detach() if isinstance(x, Tensor) else x for x in column]
+    if len(column) == 1:
+        return column[0]
+    return torch.stack(column) if isinstance(column[0], Tensor) else column

@@ -1,0 +1,130 @@
+"""Which buffers a call changed.
+
+Buffers are bound as clones, so that those given are never written. A change is seen by the clone's version counter, or
+by its replacement in the module. Two things escape the counter: writes inside of ``vmap``, and the kernels of batch
+normalization, which write the running statistics without declaring it.
+
+A clone costs one small kernel a buffer and call. There is no cheaper way that is always right: a module may change any
+of its buffers in place, on any call.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+Place = tuple[dict[str, Any], str]
+"""A dict of some module (``_parameters`` or ``_buffers``) and a name in it."""
+
+
+class Tracker:
+    """Binds nothing; makes the clones for one module, and tells which of them a call changed.
+
+    Args:
+        module: the module whose calls are tracked.
+        places: for every buffer, the places that it fills in the module.
+    """
+
+    def __init__(self, module: nn.Module, places: Sequence[Sequence[Place]]) -> None:
+        number = {(id(entries), name): i for i, some in enumerate(places) for entries, name in some}
+        self._sources = [some[0] for some in places]
+        self._leaders: dict[int, int] = {}
+        self._watched = False
+        for owner in module.modules():
+            if owner._buffers and _writes_silently(owner):
+                self._watched = True
+            elif isinstance(owner, _BatchNorm):
+                # torch's own forward counts a batch exactly when it lets the kernel write the statistics.
+                leader = number.get((id(owner._buffers), "num_batches_tracked"))
+                for name in ("running_mean", "running_var"):
+                    i = number.get((id(owner._buffers), name))
+                    if i is not None and leader is not None:
+                        self._leaders[i] = leader
+
+    def clones(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Clones to bind, which have version counters."""
+        if torch.is_inference_mode_enabled() and buffers:
+            with torch.inference_mode(False):
+                return [buffer.clone() for buffer in buffers]
+        return [buffer.clone() for buffer in buffers]
+
+    def watch(self) -> "Watch | nullcontext[None]":
+        """What must be entered for the time of the call."""
+        return Watch() if self._watched else nullcontext()
+
+    def changed(
+        self, own: Sequence[Tensor], versions: Sequence[int], watch: "Watch | None"
+    ) -> Iterator[tuple[int, Any]]:
+        """The number and the new value of each buffer that changed; to be called while they are bound."""
+        now = [entries[name] for entries, name in self._sources]
+        moved = [
+            new is not old or new._version != version or _batched(new) or (watch is not None and id(new) in watch.written)
+            for new, old, version in zip(now, own, versions, strict=True)
+        ]
+        for i, new in enumerate(now):
+            if moved[i] or moved[self._leaders.get(i, i)]:
+                yield i, new
+
+
+class Watch(TorchFunctionMode):
+    """Notes the tensors whose values a batch normalization kernel writes.
+
+    Attributes:
+        written: the ids of the tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "batch_norm" in getattr(func, "__name__", ""):
+            # All spellings with this argument have it sixth; F.batch_norm's default is False.
+            training = kwargs.get("training", args[5] if len(args) > 5 else func is not nn.functional.batch_norm)
+            if training:
+                self.written |= {id(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
+        return func(*args, **kwargs)
+
+
+def _writes_silently(owner: nn.Module) -> bool:
+    """Whether a module of a class that is not torch's own calls batch normalization itself.
+
+    Told by the names in the code of its methods: a mode around every call would cost a microsecond an operation.
+    """
+    foreign = [kind for kind in type(owner).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
+    return any(
+        "batch_norm" in name
+        for kind in foreign
+        for method in vars(kind).values()
+        if isinstance(method, types.FunctionType)
+        for name in _names(method.__code__)
+    )
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _names(const)
+
+
+def _batched(tensor: Any) -> bool:
+    """Whether a tensor is inside of ``vmap``: writing to it there does not raise its version, so it counts as changed."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False

@@ -1,0 +1,220 @@
+"""Initial values addressed by global index: a slice of a leaf can be filled alone, and equals that of the whole.
+
+An initializer is a frozen function ``(key, shape, index) -> values``. It computes in float64 and rounds once to
+float32, so a value does not depend on how a mesh cuts the leaf. Names and meanings of arguments are those of
+``torch.nn.init``; the numbers drawn are not, because torch's generators are sequential.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from fshard.model import random
+
+Mode = Literal["fan_in", "fan_out", "fan_avg"]
+
+CHUNK = 1 << 20
+"""Elements that ``fill`` makes at once: it bounds the temporary memory to some tens of megabytes."""
+
+
+class Initializer(Protocol):
+    """What gives a leaf its first values."""
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        """The values of a leaf at some positions.
+
+        Args:
+            key: 64 bits; ``random.fold(seed, path)`` makes one.
+            shape: the whole leaf's shape, on no mesh.
+            index: int64, 1-D: positions in the flattened whole leaf.
+
+        Returns:
+            float32, 1-D, as long as ``index`` and on its device.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is ``value``."""
+
+    value: float
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        return torch.full(index.shape, self.value, dtype=torch.float32, device=index.device)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform between ``low`` and ``high``."""
+
+    low: float
+    high: float
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        drawn = random.uniform(key, index)
+        return drawn.mul_(self.high - self.low).add_(self.low).float()
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with this mean and standard deviation."""
+
+    std: float
+    mean: float = 0.0
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        return random.normal(key, index).mul_(self.std).add_(self.mean).float()
+
+
+@dataclass(frozen=True)
+class TruncNormal:
+    """Normal with this mean and standard deviation before it is cut off at the values ``a`` and ``b``."""
+
+    std: float
+    mean: float
+    a: float
+    b: float
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        low, high = (math.erf((cut - self.mean) / (self.std * math.sqrt(2))) for cut in (self.a, self.b))
+        # The middle of each of the 2**32 cells: the inverse error function is infinite at the ends.
+        middle = random.uniform(key, index).add_(2.0**-33)
+        drawn = middle.mul_(high - low).add_(low).erfinv_().mul_(self.std * math.sqrt(2)).add_(self.mean)
+        return drawn.clamp_(self.a, self.b).float()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Variance scaling: standard deviation ``gain / sqrt(fan)``, the fan read from the leaf's whole shape."""
+
+    gain: float
+    mode: Mode
+    law: Literal["uniform", "normal"]
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        fan = _fan(shape, self.mode)
+        std = self.gain / math.sqrt(fan) if fan > 0 else 0.0
+        if self.law == "normal":
+            return Normal(std)(key, shape, index)
+        bound = math.sqrt(3) * std
+        return Uniform(-bound, bound)(key, shape, index)
+
+
+@dataclass(frozen=True)
+class ZeroRow:
+    """Another initializer, with one row (a slice along dim 0) of zeros: the padding row of an embedding."""
+
+    inner: Initializer
+    row: int
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        width = math.prod(shape[1:])
+        return self.inner(key, shape, index).masked_fill_(index // width == self.row % shape[0], 0.0)
+
+
+def zeros() -> Initializer:
+    """All zeros."""
+    return Constant(0.0)
+
+
+def ones() -> Initializer:
+    """All ones."""
+    return Constant(1.0)
+
+
+def constant(value: float) -> Initializer:
+    """All ``value``."""
+    return Constant(value)
+
+
+def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
+    """Uniform in ``[low, high)``, before rounding to float32."""
+    return Uniform(low, high)
+
+
+def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
+    """Normal with this standard deviation and mean.
+
+    >>> fill(normal(std=0.02), key=1, shape=(4, 8), index=range(3, 6)).shape
+    torch.Size([3])
+    """
+    return Normal(std, mean)
+
+
+def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float = 0.0) -> Initializer:
+    """Normal, cut off at ``a`` and ``b``: values, as in ``torch.nn.init``, and not multiples of ``std``."""
+    if not a < b or std <= 0:
+        raise ValueError(f"trunc_normal needs a < b and std > 0, but got std={std}, a={a}, b={b}")
+    return TruncNormal(std, mean, a, b)
+
+
+def kaiming_uniform(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
+    """He et al. 2015, uniform; ``a`` is the negative slope of the leaky ReLU that follows."""
+    return Scaled(math.sqrt(2 / (1 + a * a)), mode, "uniform")
+
+
+def kaiming_normal(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
+    """He et al. 2015, normal; ``a`` is the negative slope of the leaky ReLU that follows."""
+    return Scaled(math.sqrt(2 / (1 + a * a)), mode, "normal")
+
+
+def xavier_uniform(gain: float = 1.0) -> Initializer:
+    """Glorot and Bengio 2010, uniform."""
+    return Scaled(gain, "fan_avg", "uniform")
+
+
+def xavier_normal(gain: float = 1.0) -> Initializer:
+    """Glorot and Bengio 2010, normal."""
+    return Scaled(gain, "fan_avg", "normal")
+
+
+def fill(
+    initializer: Initializer,
+    key: int,
+    shape: tuple[int, ...],
+    index: Tensor | range,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The values of a leaf at some positions, made in chunks, so that temporaries do not grow with the leaf.
+
+    Args:
+        initializer: what makes the values.
+        key: 64 bits; ``random.fold(seed, path)`` makes one.
+        shape: the whole leaf's shape.
+        index: positions in the flattened whole leaf: int64 and 1-D, or a ``range``, which takes no memory.
+        out: where to write: 1-D, as long as ``index``, any floating dtype. Default: a new float32 tensor.
+
+    Returns:
+        ``out``.
+    """
+    if out is None:
+        device = index.device if isinstance(index, Tensor) else None
+        out = torch.empty(len(index), dtype=torch.float32, device=device)
+    if out.shape != (len(index),):
+        raise ValueError(f"out has shape {tuple(out.shape)}, but index has {len(index)} positions")
+    with torch.no_grad():
+        for start, chunk in _chunks(index, out.device):
+            out[start : start + chunk.numel()] = initializer(key, tuple(shape), chunk)
+    return out
+
+
+def _chunks(index: Tensor | range, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, len(index), CHUNK):
+        part = index[start : start + CHUNK]
+        if isinstance(part, range):
+            yield start, torch.arange(part.start, part.stop, part.step, dtype=torch.int64, device=device)
+        else:
+            yield start, part
+
+
+def _fan(shape: tuple[int, ...], mode: Mode) -> float:
+    """The fan as ``torch.nn.init`` counts it: dim 0 is out, dim 1 is in, the rest is the receptive field."""
+    if len(shape) < 2:
+        raise ValueError(f"shape {shape} has no fan: it takes two dims. Use an initializer without a fan.")
+    fans = {"fan_in": shape[1], "fan_out": shape[0], "fan_avg": (shape[0] + shape[1]) / 2}
+    return fans[mode] * math.prod(shape[2:])

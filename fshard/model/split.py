@@ -1,0 +1,308 @@
+"""Split a module into a parameter tree and a pure function of it, with chosen submodules as units.
+
+The user's module is never touched. A private copy without memory (its parameters are on the meta device) keeps the
+code; ``Model.apply`` binds the tensors given to it into that copy and calls it. In the copy every unit is two modules:
+the *shell*, which stands where the unit stood and hands the call to a ``Unit``, and the *inner* module, which has the
+unit's hooks and forward and is run by that ``Unit``. They share parameters, buffers and children, so code outside of a
+unit that reads its weights finds the tensors that are bound.
+"""
+
+import copy
+import fnmatch
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard import errors, tree
+from fshard.model.bind import Binding, Body, Place, find_places, tied
+from fshard.model.defaults import deduce
+from fshard.model.init import Initializer
+from fshard.model.unit import Unit
+
+Pattern = str | type[nn.Module]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model:
+    """A module as data and a pure function. ``split`` makes one.
+
+    Attributes:
+        params: the module's own parameters, detached and not copied: a nested dict in the order of registration, with
+            a tied parameter once, under its first path.
+        buffers: the module's own buffers, likewise.
+        units: the paths of the units, in the order of registration.
+        aliases: for every further path of a tied parameter, the path under which ``params`` holds it.
+        frozen: the paths of parameters with ``requires_grad=False``.
+        inits: by path, torch's own initial values, where the module that owns the parameter is torch's own.
+    """
+
+    params: dict[str, Any]
+    buffers: dict[str, Any]
+    units: tuple[str, ...]
+    aliases: Mapping[str, str]
+    frozen: frozenset[str]
+    inits: Mapping[str, Initializer]
+    _body: Body = field(repr=False)
+
+    def apply(
+        self, params: Mapping[str, Any], /, *args: Any, buffers: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Call the module with these parameters: a pure function, which every transform of ``torch.func`` takes.
+
+        Training mode, hooks and everything else that is no tensor are as they were when the module was split. One
+        model serves one thread at a time.
+
+        Args:
+            params: a tree like ``self.params``; any dtype, and any device that the module's code can work on.
+            args: the module's positional arguments.
+            buffers: a tree like ``self.buffers``, which is the default. It is not written.
+            kwargs: the module's keyword arguments.
+
+        Returns:
+            What the module returns; with ``buffers``, the pair of that and the new buffers, detached. A buffer that
+            did not change is the tensor that was given (inside of ``vmap`` it may be an equal one).
+
+        Raises:
+            TreeError: leaves are missing, unknown or misshapen.
+            UnitError: a buffer changed, but ``buffers`` was not given.
+
+        >>> model = split(nn.Linear(2, 2))
+        >>> model.apply(model.params, torch.zeros(3, 2)).shape
+        torch.Size([3, 2])
+        """
+        leaves = self._body.params.leaves(params)
+        given = self._body.buffers.leaves(self.buffers if buffers is None else buffers)
+        out, changed = self._body.run(leaves, given, args, kwargs)
+        if buffers is None:
+            if changed:
+                raise errors.buffers_changed(changed)
+            return out
+        new = dict(zip(self._body.buffers.paths, given, strict=True))
+        new |= {path: _detached(buffer) for path, buffer in changed.items()}
+        return out, tree.nest(new)
+
+    def __repr__(self) -> str:
+        sizes = [leaf.numel() for _, leaf in tree.paths(self.params)]
+        return f"Model({len(sizes)} leaves, {sum(sizes):,} parameters, units={self.units})"
+
+
+def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
+    """Split a module into parameters and a pure function.
+
+    Args:
+        module: any module that can be deep-copied, on any device, meta among them. It is not changed, and
+            ``Model.params`` shares its memory.
+        units: which submodules are units, by path or by class. In a path pattern each part between dots is a glob:
+            ``"blocks.*"``, ``"*coder.layers.*"``.
+
+    Returns:
+        The model.
+
+    Raises:
+        PlanError: a pattern matches nothing, a unit cannot be called, or lies inside of another one.
+        UnitError: the module cannot be copied.
+
+    >>> model = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), units=("*",))
+    >>> model.units, [path for path, _ in tree.paths(model.params)]
+    (('0', '1'), ['0.weight', '0.bias', '1.weight', '1.bias'])
+    """
+    names = _chosen(module, [units] if isinstance(units, (str, type)) else list(units))
+    params, aliases = tied(module.named_parameters(remove_duplicate=False))
+    buffers, buffer_aliases = tied(module.named_buffers(remove_duplicate=False))
+    twin = _copied(module, params.values(), buffers.values())
+    at = Binding("params", find_places(twin, "_parameters", aliases), {p: leaf.shape for p, leaf in params.items()})
+    buffer_places = find_places(twin, "_buffers", buffer_aliases)
+    everywhere = {(id(entries), key): places for places in buffer_places.values() for entries, key in places}
+    for name in names:
+        _make_unit(twin.get_submodule(name), name, everywhere)
+    return Model(
+        params=tree.nest({path: leaf.detach() for path, leaf in params.items()}),
+        buffers=tree.nest(buffers),
+        units=names,
+        aliases=aliases,
+        frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
+        inits=deduce(module),
+        _body=Body(twin, at, Binding("buffers", buffer_places)),
+    )
+
+
+def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+    if isinstance(pattern, str):
+        globs, parts = pattern.split("."), path.split(".")
+        return len(globs) == len(parts) and all(map(fnmatch.fnmatchcase, parts, globs))
+    return isinstance(module, pattern)
+
+
+def _chosen(module: nn.Module, patterns: list[Pattern]) -> tuple[str, ...]:
+    """The paths of the units, each module under its first path, in the order of registration."""
+    every = [(path, below) for path, below in module.named_modules(remove_duplicate=False) if path]
+    for pattern in patterns:
+        if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
+            raise errors.bad_unit_pattern(pattern)
+    hits = [[below for path, below in every if _matches(pattern, path, below)] for pattern in patterns]
+    unmatched = [pattern for pattern, found in zip(patterns, hits, strict=True) if not found]
+    if unmatched:
+        raise errors.no_such_unit(unmatched, [(path, type(below).__name__) for path, below in every])
+    chosen = {id(below) for found in hits for below in found}
+    units = {path: below for path, below in module.named_modules() if path and id(below) in chosen}
+    idle = {path: type(unit).__name__ for path, unit in units.items() if _uncallable(unit)}
+    if idle:
+        raise errors.uncallable_unit(idle)
+    first = {id(unit): path for path, unit in units.items()}
+    nested = [
+        (path, first[id(below)])
+        for path, unit in units.items()
+        for below in unit.modules()
+        if below is not unit and id(below) in first
+    ]
+    if nested:
+        raise errors.nested_units(nested)
+    return tuple(units)
+
+
+def _uncallable(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def _copied(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[Tensor]) -> nn.Module:
+    """A deep copy whose parameters are on the meta device, and whose buffers are the module's own.
+
+    Binding writes to dicts only, so the module's buffers are as safe in the copy as anywhere.
+    """
+    problems = [
+        f"{path or 'the module itself'}: a compiled TorchScript module, whose parameters cannot be replaced"
+        for path, below in module.named_modules()
+        if isinstance(below, torch.jit.ScriptModule)
+    ]
+    problems += [
+        f"{path}: has no shape yet: call the module once before"
+        for path, leaf in [*module.named_parameters(), *module.named_buffers()]
+        if nn.parameter.is_lazy(leaf)
+    ]
+    if problems:
+        raise errors.cannot_copy(problems)
+    memo: dict[int, Any] = {id(leaf): _meta(leaf) for leaf in params}
+    memo |= {id(buffer): buffer for buffer in buffers}
+    for below in module.modules():
+        # torch does not copy a tensor that has a history; weight_norm leaves such an attribute behind.
+        plain = (value for value in vars(below).values() if isinstance(value, Tensor) and not value.is_leaf)
+        memo |= {id(value): value.detach().clone() for value in plain}
+    try:
+        twin = copy.deepcopy(module, dict(memo))
+    except Exception as error:
+        raise errors.cannot_copy(_culprits(module, memo) or [f"{type(module).__name__}: {error}"]) from error
+    _check_copy(module, twin, memo)
+    for below in twin.modules():
+        if isinstance(below, nn.RNNBase):
+            # On CUDA it would move the bound tensors into a buffer of its own, away from where their owner has them.
+            vars(below)["flatten_parameters"] = _nothing
+    return twin
+
+
+def _meta(leaf: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), requires_grad=leaf.requires_grad)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _culprits(module: nn.Module, memo: Mapping[int, Any]) -> list[str]:
+    """Which attributes of which submodules cannot be copied, and why."""
+    problems = []
+    for path, below in module.named_modules():
+        for name, value in vars(below).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception as error:
+                where = f"{path}.{name}" if path else name
+                problems.append(f"{where}: {type(value).__name__}: {error}")
+    return problems
+
+
+def _check_copy(module: nn.Module, twin: nn.Module, memo: Mapping[int, Any]) -> None:
+    """A class with a ``__deepcopy__`` of its own may copy less, or more, than its parameters' twins."""
+    ours = dict(twin.named_parameters(remove_duplicate=False))
+    theirs = dict(module.named_parameters(remove_duplicate=False))
+    wrong = [path for path in {**theirs, **ours} if ours.get(path) is not memo.get(id(theirs.get(path)))]
+    if wrong:
+        raise errors.cannot_copy([f"{path}: its module is copied in a way of its own" for path in wrong])
+
+
+def _make_unit(shell: nn.Module, name: str, everywhere: Mapping[tuple[int, str], list[Place]]) -> None:
+    """Make a module of the copy the shell of a unit.
+
+    The shell is the module that is already there, and the inner one is new: whatever else holds a reference to the
+    module, a list or a bound method, then calls the shell too.
+    """
+    inner: nn.Module = object.__new__(type(shell))
+    vars(inner).update(vars(shell))
+    for key, value in vars(inner).items():
+        if isinstance(value, types.MethodType) and value.__self__ is shell:
+            vars(inner)[key] = types.MethodType(value.__func__, inner)
+    body = Body(
+        inner,
+        Binding(f"params of {name}", _own_places(inner, "_parameters")),
+        Binding(f"buffers of {name}", _own_places(inner, "_buffers")),
+    )
+    unit = Unit(name, _function(body))
+    owners = {
+        path: everywhere[id(entries), key]
+        for path, (entries, key) in zip(body.buffers.paths, body.buffers.sources, strict=True)
+    }
+    for key in ("forward", "backward", "forward_pre", "backward_pre"):
+        vars(shell)[f"_{key}_hooks"] = {}
+    vars(shell)["forward"] = functools.wraps(inner.forward)(_dispatch(unit, body, owners))
+    if type(shell).__call__ is not nn.Module.__call__:
+        # A __call__ of the class's own belongs inside of the unit, once, and can only be undone on the class.
+        quiet = {"__call__": nn.Module.__call__, "__module__": type(shell).__module__}
+        shell.__class__ = type(type(shell).__name__, (type(shell),), quiet)
+
+
+def _own_places(module: nn.Module, kind: str) -> dict[str, list[Place]]:
+    named = module.named_parameters if kind == "_parameters" else module.named_buffers
+    return find_places(module, kind, tied(named(remove_duplicate=False))[1])
+
+
+def _function(body: Body) -> Callable[..., Any]:
+    """The pure function of a unit; one with buffers takes them after the parameters and returns those that changed."""
+
+    def plain(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        return body.run(body.params.leaves(params), (), args, kwargs)[0]
+
+    def stateful(params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        given = [buffers[path] for path in body.buffers.paths]
+        return body.run(body.params.leaves(params), given, args, kwargs)
+
+    return stateful if body.buffers.paths else plain
+
+
+def _dispatch(unit: Unit, body: Body, owners: Mapping[str, list[Place]]) -> Callable[..., Any]:
+    """The forward of a shell: hand what is bound now to the unit, and bind the buffers that come back."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return unit(body.params.current(), *args, **kwargs)
+
+    def stateful(*args: Any, **kwargs: Any) -> Any:
+        now = {
+            path: entries[key]
+            for path, (entries, key) in zip(body.buffers.paths, body.buffers.sources, strict=True)
+        }
+        out, changed = unit(body.params.current(), now, *args, **kwargs)
+        for path, buffer in changed.items():
+            for entries, key in owners[path]:
+                entries[key] = buffer
+        return out
+
+    return stateful if owners else plain
+
+
+def _detached(buffer: Any) -> Any:
+    return buffer.detach() if isinstance(buffer, Tensor) and buffer.requires_grad else buffer

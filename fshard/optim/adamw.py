@@ -1,0 +1,95 @@
+"""AdamW: Adam with weight decay that does not pass through the moments."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard import errors
+from fshard.optim import checks
+from fshard.optim.base import Rate, State, rate
+from fshard.optim.decay import Decay, decays
+
+
+@dataclass(frozen=True)
+class adamw:  # noqa: N801 - reads as the function it is in a train script
+    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019).
+
+    Equal to ``torch.optim.AdamW``.
+
+    Args:
+        lr: the learning rate, >= 0, or a function of the step.
+        betas: the decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment; above 0, or elements without a gradient become nan.
+        weight_decay: the fraction of a parameter that an update of learning rate 1 takes away, >= 0.
+        decay: which leaves decay: ``None`` for all, a regex over whole paths, a function of path and shape.
+
+    Raises:
+        PlanError: arguments out of range, all in one report.
+
+    >>> adamw(3e-4, weight_decay=0.1, decay=r".*weight").hyper("norm.bias", (8,))
+    0.0
+    """
+
+    lr: Rate
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decay: Decay = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        problems = checks.rate("lr", self.lr)
+        if isinstance(self.betas, tuple) and len(self.betas) == 2:
+            for i, beta in enumerate(self.betas):
+                problems += checks.number(f"betas[{i}]", beta, "[0, 1)")
+        else:
+            problems.append(f"betas = {self.betas!r}: must be a tuple of two numbers in [0, 1)")
+        problems += checks.number("eps", self.eps, "(0, inf)")
+        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
+        if problems:
+            raise errors.bad_arguments("adamw", problems)
+
+    def init(self, param: Tensor) -> State:
+        """Both moments, zero."""
+        return {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
+        """The leaf's weight decay."""
+        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: float,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One fused update in place; see ``Optimizer.update``."""
+        lr = rate(self.lr, step)
+        if not params:
+            return
+        # Kernels read the step from a tensor on their own device, and only read it: one serves every slice. A
+        # fill needs no copy from the host, so it never waits for the device.
+        count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+        torch._fused_adamw_(
+            params,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [count] * len(params),
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=hyper,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )

@@ -1,0 +1,98 @@
+"""What an optimizer is: the protocol that the step calls, and the learning rate of a step."""
+
+import math
+from collections.abc import Callable, Hashable
+from numbers import Real
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fshard import errors
+
+Rate = float | Callable[[int], float]
+"""A learning rate: a number, or a pure function of the step that counts from 0 for the first update."""
+
+State = dict[str, Tensor]
+"""An optimizer's buffers for one slice, each of its length and dtype; ``{}`` for a rule that keeps none."""
+
+
+class Optimizer(Protocol):
+    """Two pure functions, ``init`` and ``update``, and the hyper-parameters they are frozen with.
+
+    The split is that of Optax (``init``/``update``), except that ``update`` owns its arguments, as a donated
+    argument of a jitted JAX function is owned: it writes the new values where the old ones lay. Seen from
+    outside that is the pure function ``(params, grads, states, step) -> (params, states)``, whose inputs no
+    longer exist after the call. All it depends on is passed in, so equal inputs give equal results and a
+    state that was saved resumes exactly.
+    """
+
+    @property
+    def lr(self) -> Rate:
+        """The learning rate, or the function that gives it for a step."""
+
+    def init(self, param: Tensor) -> State:
+        """The state before the first update.
+
+        Args:
+            param: a flat shard, 1-D, on any device; only its length, dtype and device matter, meta will do.
+
+        Returns:
+            Fresh buffers of the same length, dtype and device.
+        """
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> Hashable:
+        """The hyper-parameters that differ between leaves; neighbours with equal ones share a kernel call.
+
+        Args:
+            path: the leaf's path in the parameter tree.
+            shape: the leaf's full shape.
+        """
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: Any,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One update, in place, of slices that share their hyper-parameters.
+
+        An element's new value depends on nothing but its own old value, gradient and state, so a shard may be
+        updated whole or cut in any way. Kernels round the elements at the end of a slice, where no full SIMD
+        vector is left, on another path: a cut can move the last bit, never more.
+
+        Args:
+            params: slices of flat shards, 1-D and contiguous, of one dtype and device; some may be empty.
+            grads: their gradients, of equal lengths and dtype. Spent by the call: with ``grad_scale`` they
+                may be left divided.
+            states: what ``init`` returned for them, sliced alike.
+            step: the number of this update, counted from 1.
+            hyper: the value that ``hyper`` returned for the leaves of these slices.
+            grad_scale: what gradients are divided by first: one float32 element on the slices' device.
+            found_inf: one float32 element on the same device. At exactly 1 nothing changes, at 0 the update
+                happens; no other value means anything, so a sum over ranks has to be clamped.
+        """
+
+
+def rate(lr: Rate, step: int) -> float:
+    """The learning rate of update number ``step``.
+
+    Args:
+        lr: a number or a schedule.
+        step: the number of the update, counted from 1. Schedules count from 0 and are asked for ``step - 1``.
+
+    Raises:
+        PlanError: there is no such update, or the schedule returned something else than a finite number >= 0.
+            Raised before anything is written.
+
+    >>> rate(lambda step: 1.0 / (step + 1), step=4)
+    0.25
+    """
+    value = lr(step - 1) if callable(lr) else lr
+    if step < 1 or not isinstance(value, Real) or not 0 <= value < math.inf:
+        raise errors.bad_rate(lr, step, value)
+    return float(value)

@@ -1,0 +1,46 @@
+"""Arguments out of range, described. Checks return their problems; a constructor reports all at once."""
+
+import re
+from numbers import Real
+from typing import Any
+
+
+def number(name: str, value: Any, interval: str = "[0, inf)") -> list[str]:
+    """No problem when the value is a real number inside the interval, which is written as in mathematics.
+
+    >>> number("beta", 0.9, "[0, 1)"), number("beta", 1, "[0, 1)")
+    ([], ['beta = 1: must lie in [0, 1)'])
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return [f"{name} = {value!r}: must be a number in {interval}"]
+    x = float(value)
+    low, high = map(float, interval[1:-1].split(","))
+    above = x >= low if interval.startswith("[") else x > low
+    below = x <= high if interval.endswith("]") else x < high
+    return [] if above and below else [f"{name} = {value!r}: must lie in {interval}"]
+
+
+def count(name: str, value: Any, least: int) -> list[str]:
+    """No problem when the value is an int, at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return [f"{name} = {value!r}: must be an int, a number of steps"]
+    return [] if value >= least else [f"{name} = {value}: must be at least {least}"]
+
+
+def rate(name: str, value: Any) -> list[str]:
+    """No problem when the value can be a learning rate: a finite number >= 0, or a function."""
+    if callable(value):
+        return []
+    return [f"{problem}, or a function of the step" for problem in number(name, value)]
+
+
+def decay(value: Any) -> list[str]:
+    """No problem when the value can say which leaves decay."""
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as e:
+            return [f"decay = {value!r}: not a regular expression: {e}"]
+    elif value is not None and not callable(value):
+        return [f"decay = {value!r}: must be None, a regex over paths, or a function of path and shape"]
+    return []

@@ -1,0 +1,1 @@
+"""HOW: communication, memory, and the loop that runs a schedule. No policy lives here."""

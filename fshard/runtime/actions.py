@@ -1,0 +1,213 @@
+"""What the ops of a schedule do to memory and communicators. One object for each engine, reset at every step."""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.clock import Clock, Mark
+from fshard.runtime.comm import Handle, Lane, Transport
+from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
+from fshard.runtime.update import Shard, Update
+from fshard.schedule.ops import Op
+from fshard.sharding.plan import Plan
+
+
+class Lanes:
+    """The communicators that a plan's groups need. Made collectively, in one order on all ranks."""
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        keys = {(g.gather_axes, g.sum_axes) for g in plan.groups}
+        gathers = sorted({gather for gather, _ in keys})
+        sums = sorted({total for _, total in keys})
+        self.control = transport.lane("control", plan.mesh.axis_names)
+        self.gather: dict[tuple[str, ...], Lane] = {axes: transport.lane("gather", axes) for axes in gathers}
+        self.scatter: dict[tuple[str, ...], Lane] = {axes: transport.lane("reduce", axes) for axes in gathers}
+        self.sum: dict[tuple[str, ...], Lane] = {axes: transport.lane("sum", axes) for axes in sums}
+
+
+class Actions:
+    """Performs ops. Holds what a step has in flight, and nothing that outlives it but memory.
+
+    Args:
+        plan: the plan.
+        slots: the groups' memory in the arena.
+        lanes: the communicators.
+        grads: the gradient shard of each trainable group, by group id.
+        poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
+    """
+
+    def __init__(self, plan: Plan, slots: Slots, lanes: Lanes, grads: Mapping[int, Tensor], poison: bool) -> None:
+        self.plan, self.slots, self.lanes, self.grads, self.poison = plan, slots, lanes, grads, poison
+        self.by_name = {slots.group.name: slots for slots in slots.groups}
+        self.clock: Clock = Clock()
+        self.verbs: dict[str, Callable[[GroupSlots, int], None]] = {
+            "update": self._update,
+            "gather": self._gather,
+            "wait": self._wait,
+            "free": self._free,
+            "reduce": self._reduce,
+            "collect": self._collect,
+        }
+        self.on_agree: Callable[[], None] = _nothing
+        self.on_commit: Callable[[], None] = _nothing
+        self.shards: list[Shard] = []
+        self.update: Update | None = None
+        self.handles: dict[str, Handle] = {}
+        self.readable: set[str] = set()
+        self.touched: set[int] = set()
+        self.summed: set[int] = set()
+
+    def start(self, shards: list[Shard], update: Update | None) -> None:
+        """Begin a step on these shards, with the update that the step before left."""
+        self.shards, self.update = shards, update
+        self.handles.clear()
+        self.readable.clear()
+        self.touched.clear()
+        self.summed.clear()
+        for slots in self.slots.groups:
+            if slots.full is None:
+                slots.bind_resident(shards[slots.group.id])
+
+    def perform(self, op: Op) -> None:
+        """Do one op that is not a compute op."""
+        if op.kind == "agree":
+            self.on_agree()
+        elif op.kind == "commit":
+            self.on_commit()
+        else:
+            self.verbs[op.kind](self.by_name[op.target], op.microbatch)
+
+    def live(self, group: str) -> bool:
+        """Whether units can read this group now."""
+        return group in self.readable or self.by_name[group].full is None
+
+    def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
+        """Put gradients of some leaves of a group into its flat gradient; what is missing is zero."""
+        slots = self.slots.groups[group]
+        if group not in self.touched:
+            self.touched.add(group)
+            whole = len(numbers) == len(slots.leaves) and all(grad is not None for grad in grads)
+            if whole:
+                views = [slots.grads[n] for n in numbers]
+                torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
+                if slots.gaps:
+                    torch._foreach_zero_(slots.gaps)
+                return
+            _full_grad(slots).zero_()
+        pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+
+    def settle_gradients(self) -> None:
+        """Make the gradients of resident groups that no unit touched zero."""
+        for slots in self.slots.groups:
+            if slots.group.trainable and slots.group.id not in self.touched and slots.group.id not in self.summed:
+                self.grads[slots.group.id].zero_()
+
+    def sumsq(self) -> float:
+        """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
+        groups = [g for g in self.plan.groups if g.trainable and self.grads[g.id].numel()]
+        if not groups:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm([self.grads[g.id] for g in groups])).double()
+        mesh = self.plan.mesh
+        shares = [mesh.axis_size(g.gather_axes + g.leaves[0].compute.axes) / mesh.size for g in groups]
+        squares = norms.square() * torch.tensor(shares, dtype=torch.float64, device=norms.device)
+        return math.fsum(squares.tolist())
+
+    def _update(self, slots: GroupSlots, microbatch: int) -> None:
+        if self.update is not None:
+            self.update.apply(slots.group.id)
+
+    def _gather(self, slots: GroupSlots, microbatch: int) -> None:
+        group = slots.group
+        target = slots.stage if slots.stage is not None else slots.full
+        assert target is not None
+        self.handles[f"gather {group.name}"] = self.lanes.gather[group.gather_axes].all_gather(
+            target, self.shards[group.id].param, self._now()
+        )
+
+    def _wait(self, slots: GroupSlots, microbatch: int) -> None:
+        group = slots.group
+        self.handles.pop(f"gather {group.name}").wait()
+        if slots.stage is not None:
+            unpack(group, slots.stage, slots.leaves)
+        self.readable.add(group.name)
+
+    def _free(self, slots: GroupSlots, microbatch: int) -> None:
+        self.readable.discard(slots.group.name)
+        if self.poison and slots.full is not None:
+            poison(slots.full)
+
+    def _reduce(self, slots: GroupSlots, microbatch: int) -> None:
+        group, grad = slots.group, _full_grad(slots)
+        if group.id not in self.touched:
+            grad.zero_()
+        self.touched.discard(group.id)
+        add = group.id in self.summed
+        shard, stage = self.grads[group.id], slots.reduce_stage
+        replicas = self.lanes.sum[group.sum_axes]
+        finish: Handle
+        if group.parts == 1:
+            work = replicas.all_reduce(grad, self._now())
+            finish = Fold(work, grad, shard, add)
+        else:
+            assert stage is not None
+            sent, spare = grad, stage
+            if group.staged:
+                sent, spare = stage[: group.numel], stage[group.numel :]
+                pack(group, slots.grads, sent)
+            lane = self.lanes.scatter[group.gather_axes]
+            direct = replicas.size == 1
+            target = shard if direct else spare[: group.chunk]
+            work = lane.reduce_scatter(target, sent, spare, add and direct, self._now())
+            finish = work if direct else Fold(work, target, shard, add, replicas)
+        self.summed.add(group.id)
+        self.handles[f"reduce {group.name}"] = finish
+
+    def _collect(self, slots: GroupSlots, microbatch: int) -> None:
+        self.handles.pop(f"reduce {slots.group.name}").wait()
+        if self.poison:
+            poison(_full_grad(slots))
+
+    def _now(self) -> tuple[Mark | None, ...]:
+        # Everything issued so far: later than the exact free of the range, never too early.
+        return (self.clock.mark(),)
+
+
+class Fold:
+    """The handle of a reduction whose sum is still to be added over replicas, or into the gradient shard."""
+
+    def __init__(self, work: Handle, part: Tensor, shard: Tensor, add: bool, replicas: Lane | None = None) -> None:
+        self.work, self.part, self.shard, self.add, self.replicas = work, part, shard, add, replicas
+
+    def wait(self) -> None:
+        """Wait for the sum, then bring it home."""
+        self.work.wait()
+        if self.replicas is not None:
+            self.replicas.all_reduce(self.part).wait()
+        if self.add:
+            self.shard.add_(self.part)
+        else:
+            self.shard.copy_(self.part)
+
+
+def poison(buffer: Tensor) -> None:
+    """Fill a range that nobody may read with nan (integers with their largest value)."""
+    if buffer.dtype.is_floating_point:
+        buffer.fill_(math.nan)
+    elif buffer.dtype is not torch.bool:
+        buffer.fill_(torch.iinfo(buffer.dtype).max)
+
+
+def _full_grad(slots: GroupSlots) -> Tensor:
+    assert slots.grad is not None, slots.group.name
+    return slots.grad
+
+
+def _nothing() -> None:
+    """No agreement, or no vote, is needed."""
+
+

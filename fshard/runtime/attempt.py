@@ -1,0 +1,137 @@
+"""One attempt at a step: from the agreement of all ranks to their vote, whatever happens in between on any of them.
+
+A rank whose program fails keeps issuing the collectives that its schedule still holds, with whatever data it has, and
+then votes ``FAILED``: no rank hangs, and every rank learns at the same point that this step did not happen.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import BatchError, CommError, PeerError, ScheduleError, lines
+from fshard.runtime.batch import digest, leading_dims
+from fshard.runtime.comm import Lane, exchange, exchange_text
+from fshard.runtime.commit import FAILED, OK, RETRY, Tally, Verdict
+from fshard.runtime.executor import Mispredicted, diverged
+
+FAILURE = "!"
+"""Begins the text of a rank that failed, where ranks exchange requests."""
+
+
+@dataclass
+class Outcome:
+    """What came of an attempt.
+
+    Attributes:
+        tally: what this rank brings to the vote.
+        verdict: what all ranks learned; None until they voted.
+        failure: what this rank's program raised.
+        aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
+        outer: the gradients that code outside of units has in the microbatch under way, by group.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    verdict: Verdict | None = None
+    failure: BaseException | None = None
+    aux: list[Any] = field(default_factory=list)
+    outer: dict[int, list[Tensor | None]] = field(default_factory=dict)
+
+
+def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: BaseException | None) -> list[int]:
+    """Compare this rank's schedule and batch with all others', before anything else is sent.
+
+    Args:
+        lane: the control lane over the whole mesh.
+        schedule: the digest of this rank's schedule.
+        batch: this rank's batch.
+        equal_rows: whether leading dims must be equal on all ranks.
+        failure: what went wrong on this rank before it could take part.
+
+    Returns:
+        The leading dim of each rank's batch if they are unequal, else nothing.
+
+    Raises:
+        ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
+    """
+    dims = () if failure else leading_dims(batch)
+    row = torch.tensor([FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1])
+    rows = exchange(lane, row)
+    if rows[:, 0].any():
+        raise_failure(lane, failure, [int(x) for x in rows[:, 0]])
+    if (rows[:, 1] != rows[0, 1]).any():
+        kinds = [f"rank {rank}: schedule {int(value):015x}" for rank, value in enumerate(rows[:, 1])]
+        raise ScheduleError(
+            lines(
+                "ranks are about to run different schedules:",
+                kinds,
+                "The program must be the same on all ranks; Python values in the batch that decide which units run "
+                "must be equal, and so must accumulate= and policy=.",
+            )
+        )
+    uneven = [int(x) for x in rows[:, 3]] if (rows[:, 2] != rows[0, 2]).any() else []
+    if equal_rows and uneven:
+        raise uneven_rows(uneven)
+    return uneven
+
+
+def uneven_rows(dims: list[int]) -> BatchError:
+    """The error of a mean loss over batches of different sizes."""
+    rows = [f"rank {rank}: {dim if dim >= 0 else 'no'} rows" for rank, dim in enumerate(dims)]
+    return BatchError(
+        lines(
+            "the leading dims of the batch differ between ranks, and a plain mean over them would be wrong:",
+            rows,
+            "Give every rank as many rows, or return fs.Mean(losses.sum(), count) from the loss function.",
+        )
+    )
+
+
+def raise_failure(lane: Lane, failure: BaseException | None, status: list[int]) -> None:
+    """Raise what went wrong: this rank's own failure, or what the first rank that failed says of its own."""
+    texts = exchange_text(lane, f"{type(failure).__name__}: {failure}" if failure else "")
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, code in enumerate(status) if code == FAILED]
+    rows = [f"rank {rank}: {texts[rank]}" for rank in failed]
+    raise PeerError(
+        lines(
+            f"{len(failed)} of {len(status)} ranks failed, so no rank made this step:",
+            rows,
+            "The state is as it was before the call and can be used.",
+        )
+    )
+
+
+def request(lane: Lane, text: str) -> None:
+    """Agree on what all ranks do next, where no schedule says it.
+
+    Raises:
+        ScheduleError: ranks ask for different things.
+        PeerError: a rank failed.
+    """
+    texts = exchange_text(lane, text)
+    failed = [rank for rank, theirs in enumerate(texts) if theirs.startswith(FAILURE)]
+    if failed:
+        if text.startswith(FAILURE):
+            return
+        rows = [f"rank {rank}: {texts[rank][1:]}" for rank in failed]
+        raise PeerError(lines("a rank failed, so no rank made this step:", rows, "The state can still be used."))
+    if len(set(texts)) > 1:
+        raise diverged(texts)
+
+
+def guarded(body: Callable[[], None], outcome: Outcome) -> int:
+    """Run a program; what it raises becomes part of the outcome. What all ranks raise together is raised at once."""
+    try:
+        body()
+    except (CommError, PeerError, ScheduleError):
+        raise
+    except Mispredicted:
+        return RETRY
+    except BaseException as error:  # Ctrl-C too: other ranks wait for this one's collectives
+        outcome.failure = error
+        return FAILED
+    return OK

@@ -1,0 +1,63 @@
+"""A rank's local batch: any pytree. What of it steers the program, how it is cut into microbatches."""
+
+import hashlib
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import BatchError, lines
+
+STEERING = (bool, int, str, bytes, type(None))
+"""Types of batch leaves that Python control flow may depend on. Floats are left out: they change from step to step."""
+
+
+def signature(batch: Any) -> Hashable:
+    """What of a batch may decide which units run: its structure and the leaves that are not tensors."""
+    leaves, spec = tree.flatten(batch)
+    steering = tuple((type(x).__name__, x) for x in leaves if isinstance(x, STEERING))
+    return str(spec), steering
+
+
+def leading_dims(batch: Any) -> tuple[int, ...]:
+    """The first dim of each tensor of a batch that has dims."""
+    return tuple(x.shape[0] for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim)
+
+
+def digest(value: object) -> int:
+    """62 bits that differ where the value's repr differs: the same on every rank and in every process."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
+
+
+def microbatches(batch: Any, count: int) -> list[Any]:
+    """A batch cut along the first dim of its tensors; 0-dim tensors and other leaves go to every part.
+
+    Raises:
+        BatchError: a first dim that ``count`` does not divide.
+    """
+    if count == 1:
+        return [batch]
+    leaves, spec = tree.flatten(batch)
+    odd = [
+        f"leaf {i} has shape {list(x.shape)}"
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor) and x.ndim and x.shape[0] % count
+    ]
+    if odd:
+        head = f"the batch cannot be cut into accumulate={count} equal microbatches along dim 0:"
+        raise BatchError(lines(head, odd, f"Give a multiple of {count} rows a rank."))
+    parts = [x.chunk(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
+    return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+
+
+def check_device(batch: Any, device: torch.device) -> None:
+    """Refuse tensors that lie elsewhere than the parameters.
+
+    Raises:
+        BatchError: naming the leaf and both devices.
+    """
+    for i, x in enumerate(tree.leaves(batch)):
+        if isinstance(x, Tensor) and x.device.type != device.type and x.ndim:
+            raise BatchError(f"leaf {i} of the batch is on {x.device}, the parameters are on {device}: move it there")

@@ -1,0 +1,54 @@
+"""Order between streams. On the host everything is in program order and a mark is nothing; on CUDA it is an event."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Block the host until the work before the mark is done."""
+
+
+class Clock:
+    """The host's clock: one thread, no streams, so there is nothing to order."""
+
+    asynchronous = False
+
+    def mark(self) -> Mark | None:
+        """A mark after everything issued so far on the compute stream."""
+        return None
+
+    def lane(self, after: Iterable[Mark | None]) -> AbstractContextManager[object]:
+        """Inside, work is issued beside the compute stream, once the marks are passed."""
+        return nullcontext()
+
+
+class CudaClock(Clock):
+    """One side stream a communicator, ordered against the compute stream by events. Not yet measured on hardware."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Mark | None:
+        """An event after everything issued so far on the current stream."""
+        event: Mark = torch.cuda.current_stream(self.stream.device).record_event()
+        return event
+
+    def lane(self, after: Iterable[Mark | None]) -> AbstractContextManager[object]:
+        """The side stream, made to wait for the marks first."""
+        for mark in after:
+            if isinstance(mark, torch.cuda.Event):
+                self.stream.wait_event(mark)
+        return torch.cuda.stream(self.stream)
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The clock of one communicator on a device."""
+    return CudaClock(device) if device.type == "cuda" else Clock()

@@ -1,0 +1,76 @@
+"""The end of a step: one exchange in which all ranks learn the loss, the norm, and whether all of them made it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.comm import Lane, exchange
+from fshard.runtime.loss import Mean, number
+
+OK, FAILED, RETRY = 0, 1, 2
+"""How a rank's own part of a step went; ``RETRY``: its program left the schedule."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one rank brings to the vote, summed over its microbatches."""
+
+    status: int = OK
+    sumsq: float = 0.0
+    total: float = 0.0
+    count: float = 0.0
+    weighted: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks learn. Equal on all of them, bit for bit: rows are added in rank order.
+
+    Attributes:
+        status: of each rank.
+        loss: the global mean.
+        norm: of the gradient of that mean, over all leaves and ranks.
+        scale: what the sums of gradients are multiplied by to become gradients of the mean.
+    """
+
+    status: tuple[int, ...]
+    loss: float
+    norm: float
+    scale: float
+
+    @property
+    def worst(self) -> int:
+        """``FAILED`` if any rank failed, else ``RETRY`` if any must, else ``OK``."""
+        return FAILED if FAILED in self.status else max(self.status)
+
+
+def vote(lane: Lane, tally: Tally, parts: int, copies: int) -> Verdict:
+    """Exchange the tallies of all ranks.
+
+    Args:
+        lane: the control lane over the whole mesh.
+        tally: this rank's.
+        parts: microbatches of the global batch, over ranks and accumulation: what gradients were divided by.
+        copies: how many ranks work on the same part.
+    """
+    mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted)]
+    rows = exchange(lane, torch.tensor(mine, dtype=torch.float64)).tolist()
+    status = tuple(int(row[0]) for row in rows)
+    sumsq, total, count = (math.fsum(row[i] for row in rows) for i in (1, 2, 3))
+    loss = total / count if count else math.nan
+    scale = 1.0
+    if any(row[4] for row in rows):
+        scale = parts * copies / count if count else math.nan
+    return Verdict(status, loss, scale * math.sqrt(sumsq) if sumsq >= 0 else math.nan, scale)
+
+
+def average(lane: Lane, means: Sequence[Mean]) -> list[Tensor]:
+    """The exact global means of auxiliary values: one exchange for all of them."""
+    if not means:
+        return []
+    mine = [number(part) for mean in means for part in (mean.total, mean.count)]
+    summed = exchange(lane, torch.tensor(mine, dtype=torch.float64)).sum(0).view(-1, 2)
+    return [(total / count).to(torch.float32) for total, count in summed]

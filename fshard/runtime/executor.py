@@ -1,0 +1,189 @@
+"""Executors: the loop over a schedule's ops, and the one that gathers on demand where no schedule is known yet.
+
+Neither has a policy of its own. A program that leaves the schedule by skipping calls costs nothing but time: their
+communication runs all the same, so that every rank issues the schedule's collectives in the schedule's order whatever
+its own program does. A call that the schedule does not hold ahead cannot be served so: it raises ``Mispredicted``, the
+step is given up on all ranks together, and runs again on demand.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from fshard.errors import CommError, ScheduleError
+from fshard.schedule.ops import Call, Op, Program
+from fshard.schedule.schedule import Schedule
+
+COMPUTE = frozenset(("forward", "backward"))
+EAGER = frozenset(("update", "gather", "free", "reduce"))
+"""Ops that never wait, so they are issued as soon as the compute op before them is over."""
+
+
+class Mispredicted(Exception):  # noqa: N818 - not an error: the step runs again
+    """The program called a unit that the schedule does not expect from here on."""
+
+
+Positions = Mapping[tuple[str, str, int, int], int]
+"""Where each compute op stands in a schedule, by kind, unit, call and microbatch."""
+
+
+class Actions(Protocol):
+    """What the ops of a schedule do."""
+
+    def perform(self, op: Op) -> None:
+        """Do one op that is not a compute op."""
+
+    def live(self, group: str) -> bool:
+        """Whether units can read this group now."""
+
+
+class Scheduled:
+    """Runs the ops of a schedule in its order. ``record`` is what ran."""
+
+    def __init__(self, schedule: Schedule, positions: Positions, actions: Actions) -> None:
+        self.schedule, self.ops, self.positions, self.actions = schedule, schedule.ops, positions, actions
+        self.cursor = 0
+        self.microbatch = 0
+        self.record: list[Op] = []
+
+    def reach(self, kind: str, unit: str, index: int) -> None:
+        """Run everything that stands before this compute op."""
+        position = self.positions.get((kind, unit, index, self.microbatch), -1)
+        if position < self.cursor:
+            raise Mispredicted(f"{kind} {unit} #{index} is not ahead in the schedule")
+        self._run_to(position)
+        self.record.append(self.ops[position])
+        self.cursor = position + 1
+
+    def agree(self) -> None:
+        """Run the first op, before which nothing can go wrong alone."""
+        self._run_to(1)
+
+    def settle(self) -> None:
+        """Issue the ops that need not wait."""
+        while self.cursor < len(self.ops) and self.ops[self.cursor].kind in EAGER:
+            self._run_to(self.cursor + 1)
+
+    def end_microbatch(self) -> None:
+        """Nothing to add: the schedule holds it."""
+
+    def finish(self) -> None:
+        """Run to the end of the schedule."""
+        self._run_to(len(self.ops))
+
+    def _run_to(self, position: int) -> None:
+        while self.cursor < position:
+            op = self.ops[self.cursor]
+            self.cursor += 1
+            if op.kind not in COMPUTE:
+                self._perform(op)
+
+    def _perform(self, op: Op) -> None:
+        try:
+            self.actions.perform(op)
+        except CommError as error:
+            raise CommError(f"op {self.cursor - 1} of {len(self.ops)}, '{op}': {error}") from error
+        self.record.append(op)
+
+
+class OnDemand:
+    """Gathers what a unit reads when it is called, and writes the program down for a schedule.
+
+    Everything gathered stays until the step is over, so this one step needs the memory of all parameters. All ranks
+    must call units in the same order; each gather is agreed on first.
+
+    Args:
+        reads: the groups of a unit by its name; asked when a unit is called.
+        agree: compares a request with all ranks; raises if they differ.
+        closing: the ops that end the step, reductions and commit.
+    """
+
+    def __init__(
+        self,
+        actions: Actions,
+        names: Sequence[str],
+        reads: Callable[[str], Sequence[int]],
+        agree: Callable[[str], None],
+        closing: Callable[[int], list[Op]],
+    ) -> None:
+        self.actions, self.names, self.reads, self.agree, self.closing = actions, names, reads, agree, closing
+        self.microbatch = 0
+        self.record: list[Op] = []
+        self.forward: list[Call] = []
+        self.backward: list[Call] = []
+        self.glue: dict[int, None] = {}
+
+    def reach(self, kind: str, unit: str, index: int) -> None:
+        """Gather what the unit reads, if it is not there."""
+        if unit != "root":
+            for group in self.reads(unit):
+                self.demand(group)
+            calls = self.forward if kind == "forward" else self.backward
+            if self.microbatch == 0:
+                calls.append(Call(unit, index))
+        self.record.append(Op(kind, unit, index, self.microbatch))
+
+    def touch(self, group: int) -> None:
+        """Code outside of units reads a leaf of this group."""
+        self.glue[group] = None
+        self.demand(group)
+
+    def demand(self, group: int) -> None:
+        """Make a group readable."""
+        name = self.names[group]
+        if not self.actions.live(name):
+            self.agree(f"gather {name}")
+            for kind in ("gather", "wait"):
+                self._perform(Op(kind, name))
+
+    def settle(self) -> None:
+        """Nothing runs ahead on demand."""
+
+    def end_microbatch(self) -> None:
+        """Reduce what the microbatch's backward left."""
+        self.agree(f"end of microbatch {self.microbatch}")
+        for op in self.closing(self.microbatch):
+            self._perform(op)
+
+    def finish(self) -> None:
+        """Vote."""
+        self._perform(Op("commit", ""))
+
+    def _perform(self, op: Op) -> None:
+        self.actions.perform(op)
+        self.record.append(op)
+
+
+class Tracing:
+    """Only writes down what the program does: the executor of a run on fake tensors."""
+
+    def __init__(self) -> None:
+        self.forward: list[Call] = []
+        self.backward: list[Call] = []
+        self.glue: dict[int, None] = {}
+
+    def reach(self, kind: str, unit: str, index: int) -> None:
+        """Note the call."""
+        (self.forward if kind == "forward" else self.backward).append(Call(unit, index))
+
+    def touch(self, group: int) -> None:
+        """Note that code outside of units reads this group."""
+        self.glue[group] = None
+
+    def settle(self) -> None:
+        """Nothing to run."""
+
+
+def program_of(seen: Tracing | OnDemand, reads: Mapping[str, Sequence[int]]) -> Program:
+    """The program that an executor saw: its calls, what each unit reads, and what the code between units reads."""
+    used = {call.unit for call in seen.forward}
+    table = {unit: tuple(groups) for unit, groups in reads.items() if unit in used}
+    return Program(tuple(seen.forward), tuple(seen.backward), {**table, "root": tuple(sorted(seen.glue))})
+
+
+def diverged(requests: Sequence[str]) -> ScheduleError:
+    """The error of ranks that asked for different things at once."""
+    rows = "".join(f"\n  rank {rank}: {text or 'failed'}" for rank, text in enumerate(requests))
+    return ScheduleError(
+        f"ranks left the common program:{rows}\nEvery rank must call the same units in the same order; what differs "
+        f"between ranks belongs into the batch's tensors, not into Python control flow"
+    )

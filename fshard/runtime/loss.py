@@ -1,0 +1,96 @@
+"""What a loss function may return: a scalar, an ``fs.Mean``, or either with a dict of auxiliary values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import LossError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean given as its parts, so that it stays exact over ranks and microbatches of unequal counts.
+
+    Args:
+        total: the sum over this rank's elements, 0-dim floating.
+        count: the number of elements, 0-dim tensor or number; it gets no gradient.
+
+    >>> import torch
+    >>> losses = torch.tensor([1.0, 3.0, 5.0])
+    >>> Mean(losses.sum(), losses.numel()).value
+    tensor(3.)
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+    @property
+    def value(self) -> Tensor:
+        """This rank's own mean."""
+        return self.total / self.count
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss read off a loss function's result. ``count`` is None for a plain scalar."""
+
+    total: Tensor
+    count: Tensor | float | None
+    aux: Any
+
+
+def read_loss(result: Any) -> Loss:
+    """Take the result of a loss function apart.
+
+    Raises:
+        LossError: it holds no 0-dim floating tensor that depends on the parameters, or aux is no dict.
+    """
+    head: Any = result
+    aux: Mapping[str, Any] = {}
+    if isinstance(result, tuple):
+        if len(result) != 2 or not isinstance(result[1], Mapping):
+            kinds = ", ".join(type(part).__name__ for part in result)
+            raise LossError(f"the loss function returned a tuple of ({kinds}): return a loss, or (loss, aux dict)")
+        head, aux = result
+    total = head.total if isinstance(head, Mean) else head
+    if not isinstance(total, Tensor):
+        raise LossError(f"the loss is {type(total).__name__}, not a tensor: return a scalar tensor or fs.Mean")
+    if total.ndim or not total.dtype.is_floating_point:
+        name = str(total.dtype).removeprefix("torch.")
+        raise LossError(
+            f"the loss has shape {list(total.shape)} and dtype {name}: reduce it to one floating-point number, "
+            f"with .mean(), or fs.Mean(losses.sum(), losses.numel()) where counts differ between ranks"
+        )
+    return Loss(total, head.count if isinstance(head, Mean) else None, aux)
+
+
+def check_differentiable(loss: Loss) -> None:
+    """Refuse a loss that no parameter can get a gradient from.
+
+    Raises:
+        LossError: it does not require grad.
+    """
+    if not loss.total.requires_grad:
+        raise LossError(
+            "the loss does not depend on any trainable parameter: it must be computed from params, "
+            "outside of torch.no_grad() and without .detach()"
+        )
+
+
+def means_of(aux: Any) -> list[Mean]:
+    """The ``Mean`` leaves of auxiliary values, in order."""
+    return [leaf for leaf in tree.leaves(aux) if isinstance(leaf, Mean)]
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a 0-dim floating tensor."""
+    return isinstance(value, Tensor) and value.ndim == 0 and value.dtype.is_floating_point
+
+
+def number(value: Tensor | float | None) -> float:
+    """A number as a Python float; None counts as zero. Reads the device."""
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value or 0.0)

@@ -1,0 +1,136 @@
+"""From a program to what runs it: a checked schedule, an engine, and their memory."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.actions import Actions, Lanes
+from fshard.runtime.comm import LocalTransport
+from fshard.runtime.engine import Engine
+from fshard.runtime.executor import COMPUTE
+from fshard.schedule.build import build
+from fshard.schedule.check import check
+from fshard.schedule.infos import group_infos, stage_numel
+from fshard.schedule.ops import Op, Program
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.sharding.plan import Plan
+
+ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program ready to run. ``schedule`` is None if it is gathered on demand.
+
+    Attributes:
+        weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
+        digest: equal on two ranks if their schedules are.
+    """
+
+    schedule: Schedule | None
+    engine: Engine
+    actions: Actions
+    weighted: bool | None
+    digest: int
+    positions: Mapping[tuple[str, str, int, int], int]
+
+
+@dataclass
+class Workshop:
+    """Makes and keeps what a step needs: communicators, gradient shards, one arena, and the programs met so far."""
+
+    plan: Plan
+    policy: Policy
+    accumulate: int
+    train: bool
+    poison: bool
+    lanes: Lanes | None
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    programs: dict[Hashable, Prepared] = field(default_factory=dict)
+    arena: Tensor | None = None
+
+    def schedule(self, program: Program) -> Schedule:
+        """The checked schedule of a program."""
+        schedule = build(program, group_infos(self.plan), self.policy, self.accumulate, self.train)
+        check(schedule)
+        return schedule
+
+    def scheduled(self, program: Program, weighted: bool | None) -> Prepared:
+        """A program with its schedule, made at the first call."""
+        key = (str(program), weighted)
+        if key not in self.programs:
+            schedule = self.schedule(program)
+            arena = self._arena(schedule.memory.arena_bytes)
+            self.programs[key] = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
+        return self.programs[key]
+
+    def on_demand(self) -> Prepared:
+        """What runs a program that is not known yet: every group has a place of its own."""
+        offsets, end = {}, 0
+        for info in group_infos(self.plan):
+            items = (
+                (f"param:{info.name}", info.full_bytes if info.gathered else 0),
+                (f"grad:{info.name}", info.grad_bytes if info.reduced else 0),
+                (f"stage:{info.name}", info.stage_bytes if info.reduced else 0),
+            )
+            for item, size in items:
+                if size:
+                    offsets[item], end = end, -(-(end + size) // ALIGN) * ALIGN
+        return self._prepare(None, None, self._new_arena(end), offsets)
+
+    def closing(self, microbatch: int) -> list[Op]:
+        """The reductions after a backward that ran on demand."""
+        names = [info.name for info in group_infos(self.plan) if info.reduced]
+        return [Op(kind, name, 0, microbatch) for kind in ("reduce", "collect") for name in names]
+
+    def _prepare(
+        self, schedule: Schedule | None, weighted: bool | None, arena: Tensor, offsets: Mapping[str, int]
+    ) -> Prepared:
+        assert self.lanes is not None
+        sinks: list[Actions] = []
+        engine = Engine(self.plan, lambda group, numbers, grads: sinks[0].sink(group, numbers, grads))
+        stages = {group.id: stage_numel(self.plan, group) for group in self.plan.groups}
+        engine.slots.place(arena, offsets, stages)
+        if self.train:
+            for slots in engine.slots.groups:
+                if slots.group.trainable and slots.grad is None:
+                    slots.bind_grad(self._grad(slots.group.id))
+                elif slots.group.trainable:
+                    self._grad(slots.group.id)
+        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.poison)
+        sinks.append(actions)
+        ops = schedule.ops if schedule else ()
+        positions = {(o.kind, o.target, o.index, o.microbatch): i for i, o in enumerate(ops) if o.kind in COMPUTE}
+        digest = int(schedule.hash[:15], 16) if schedule else 0
+        return Prepared(schedule, engine, actions, weighted, digest, positions)
+
+    def _grad(self, number: int) -> Tensor:
+        group = self.plan.groups[number]
+        if number not in self.grads:
+            self.grads[number] = torch.zeros(group.chunk, dtype=group.dtype, device=self.plan.mesh.device)
+        return self.grads[number]
+
+    def _arena(self, size: int) -> Tensor:
+        if self.arena is None or self.arena.numel() < size:
+            # Programs made before hold views of the old arena: they are made again when they come up.
+            self.programs.clear()
+            self.arena = self._new_arena(size)
+        return self.arena
+
+    def _new_arena(self, size: int) -> Tensor:
+        arena = torch.empty(size, dtype=torch.uint8, device=self.plan.mesh.device)
+        if self.poison:
+            arena.fill_(255)  # every floating-point dtype reads all ones as nan
+        return arena
+
+
+def lanes_of(plan: Plan) -> Lanes | None:
+    """The communicators of a plan; None on an abstract mesh of several ranks, which can plan but not run."""
+    transport: Any = plan.mesh.transport
+    if transport is None and plan.mesh.size == 1:
+        transport = LocalTransport()
+    return Lanes(plan, transport) if transport is not None else None

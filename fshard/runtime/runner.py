@@ -1,0 +1,189 @@
+"""The runner: finds the program of a function, prepares it once, and makes attempts at running it on all ranks."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fshard.errors import PlanError
+from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, uneven_rows
+from fshard.runtime.batch import check_device, microbatches, signature
+from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
+from fshard.runtime.executor import Mispredicted, OnDemand, Scheduled, program_of
+from fshard.runtime.loss import check_differentiable, number, read_loss
+from fshard.runtime.prepare import Prepared, Workshop
+from fshard.runtime.trace import Found, GlueWatch, trace
+from fshard.runtime.update import Shard, Update
+from fshard.schedule.ops import ROOT, Op
+
+Fn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step is given: the batch and its microbatches, the shards, and the update that still waits."""
+
+    batch: Any
+    parts: list[Any]
+    shards: list[Shard]
+    update: Update | None
+
+
+class Runner:
+    """Runs one function of ``(params, batch)`` on the ranks of a plan.
+
+    Args:
+        fn: the loss function, or for evaluation any function.
+        workshop: what it runs with; ``workshop.train`` says which of the two it is.
+    """
+
+    def __init__(self, fn: Fn, workshop: Workshop) -> None:
+        self.fn, self.workshop, self.plan = fn, workshop, workshop.plan
+        self.found: dict[Hashable, Found | None] = {}
+        self.record: list[Op] = []
+        self.latest: Prepared | None = None
+        self.parts = self.plan.data_size * workshop.accumulate
+
+    def look(self, batch: Any) -> Found | None:
+        """The program for batches like this one; None if only a real run can tell."""
+        key = signature(batch)
+        if key not in self.found:
+            part = microbatches(batch, self.workshop.accumulate)[0]
+            self.found[key] = trace(self.fn, self.plan, part, self.workshop.train)
+        return self.found[key]
+
+    def run(self, batch: Any, shards: list[Shard], update: Update | None) -> Outcome:
+        """Run the function on all ranks, again if its program was not the expected one.
+
+        Returns:
+            The outcome, with a verdict. A failure of this or of another rank is in it, not raised.
+
+        Raises:
+            BatchError, ScheduleError, PeerError, CommError: before or instead of a vote, on all ranks alike.
+        """
+        prepared, parts = self._prepare(batch)
+        work = Work(batch, parts, shards, update)
+        outcome = self._scheduled(prepared, work) if prepared else self._on_demand(work)
+        if outcome.verdict is not None and outcome.verdict.worst == RETRY:
+            outcome = self._on_demand(work)
+        return outcome
+
+    def _prepare(self, batch: Any) -> tuple[Prepared | None, list[Any]]:
+        if self.workshop.lanes is None:
+            raise PlanError("an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...)")
+        try:
+            check_device(batch, self.plan.mesh.device)
+            parts = microbatches(batch, self.workshop.accumulate)
+            found = self.look(batch)
+            return (self.workshop.scheduled(found.program, found.weighted) if found else None), parts
+        except Exception as error:
+            # Not raised before the other ranks, which wait in ``agree``, know of it.
+            agree(self.workshop.lanes.control, 0, batch, False, error)
+            raise
+
+    def _scheduled(self, prepared: Prepared, work: Work) -> Outcome:
+        assert self.workshop.lanes is not None and prepared.schedule is not None
+        lane, actions, outcome = self.workshop.lanes.control, prepared.actions, Outcome()
+        equal_rows = self.workshop.train and not prepared.weighted
+        actions.start(work.shards, work.update)
+        actions.on_agree = lambda: _ignore(agree(lane, prepared.digest, work.batch, equal_rows, None))
+        actions.on_commit = lambda: self._vote(prepared, outcome)
+        executor = Scheduled(prepared.schedule, prepared.positions, actions)
+        self.latest, self.record = prepared, executor.record
+        executor.agree()
+        status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
+        outcome.tally = replace(outcome.tally, status=status)
+        if status != OK and self.workshop.policy.update == "in_backward":
+            actions.update = None
+        executor.finish()
+        if not self.workshop.train:
+            self._vote(prepared, outcome)
+        return outcome
+
+    def _on_demand(self, work: Work) -> Outcome:
+        assert self.workshop.lanes is not None
+        lane, outcome, prepared = self.workshop.lanes.control, Outcome(), self.workshop.on_demand()
+        uneven = agree(lane, 0, work.batch, False, None)
+        if work.update is not None:
+            work.update.finish()
+        prepared.actions.start(work.shards, None)
+        prepared.actions.on_commit = lambda: self._vote(prepared, outcome)
+        names = [group.name for group in self.plan.groups]
+        reads = prepared.engine.reads
+        executor = OnDemand(
+            prepared.actions,
+            names,
+            lambda unit: list(reads[unit].groups),
+            lambda text: request(lane, text),
+            self.workshop.closing,
+        )
+        self.latest, self.record = prepared, executor.record
+        status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
+        if status == FAILED and outcome.failure is not None:
+            request(lane, f"{FAILURE}{type(outcome.failure).__name__}: {outcome.failure}")
+            raise outcome.failure
+        if uneven and self.workshop.train and not outcome.tally.weighted:
+            raise uneven_rows(uneven)
+        executor.finish()
+        program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
+        self.found[signature(work.batch)] = Found(program, outcome.tally.weighted)
+        return outcome
+
+    def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
+        engine = prepared.engine
+        try:
+            for index, part in enumerate(work.parts):
+                executor.microbatch = index
+                engine.start(executor)
+                executor.reach("forward", ROOT, 0)
+                executor.settle()
+                if self.workshop.train:
+                    self._microbatch(prepared, executor, part, outcome)
+                else:
+                    with torch.no_grad():
+                        outcome.aux.append(self._call(prepared, executor, part))
+                executor.reach("backward", ROOT, 0)
+                if self.workshop.train:
+                    engine.sink_outer(outcome.outer)
+                executor.end_microbatch()
+        finally:
+            engine.executor = None
+
+    def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any) -> Any:
+        engine = prepared.engine
+        if isinstance(executor, Scheduled):
+            return self.fn(engine.params(), part)
+        with GlueWatch(engine, executor):
+            return self.fn(engine.params(), part)
+
+    def _microbatch(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any, outcome: Outcome) -> None:
+        loss = read_loss(self._call(prepared, executor, part))
+        check_differentiable(loss)
+        weighted = loss.count is not None
+        before = outcome.tally
+        outcome.tally = Tally(
+            total=before.total + number(loss.total),
+            count=before.count + (number(loss.count) if weighted else 1.0),
+            weighted=weighted,
+        )
+        outcome.aux.append(loss.aux)
+        seed = torch.full_like(loss.total, 1.0 / self.parts)
+        outcome.outer = prepared.engine.outer_gradients(loss.total, seed)
+        if isinstance(executor, Scheduled):
+            known = executor.schedule.program.reads[ROOT]
+            if any(group not in known for group in outcome.outer):
+                raise Mispredicted("code outside of units reads a group that the schedule does not keep for it")
+
+    def _vote(self, prepared: Prepared, outcome: Outcome) -> None:
+        assert self.workshop.lanes is not None
+        tally = outcome.tally
+        if self.workshop.train and tally.status == OK:
+            prepared.actions.settle_gradients()
+            tally = replace(tally, sumsq=prepared.actions.sumsq())
+        copies = self.plan.mesh.size // self.plan.data_size
+        outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies)
+
+
+def _ignore(value: object) -> None:
+    """For a callback that returns nothing."""

@@ -1,0 +1,143 @@
+"""The arena and its static slots.
+
+Every gathered group has one offset in the arena for all its lifetimes, and its leaves are created once, as views of
+``arena.data[...]``. When a group is gathered again the saved tensors, closures and views that alias its leaves are
+valid again, so neither saved-tensor hooks nor storage resizing nor recomputation is needed. ``.data`` gives the leaves
+version counters of their own: a gather writes through the arena's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.model.unit import Slot, attach, slot_of
+from fshard.runtime.update import Shard
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Mesh
+
+
+class GroupSlots:
+    """The memory of one group while a step runs.
+
+    Attributes:
+        leaves: what units read, with ``_fshard_slot`` attached.
+        full: the gathered buffer, None if the group is resident.
+        stage: where rank-major data of a ``dim`` group arrive, before they are unpacked.
+        grad: the full flat gradient; None if frozen.
+        grads: a view of it for each leaf.
+        gaps: the views of it that no leaf covers.
+    """
+
+    def __init__(self, group: Group, mesh: Mesh, engine: Any) -> None:
+        self.group = group
+        self.full: Tensor | None = None
+        self.stage: Tensor | None = None
+        self.grad: Tensor | None = None
+        self.reduce_stage: Tensor | None = None
+        self.grads: list[Tensor] = []
+        self.gaps: list[Tensor] = []
+        self.bound: Shard | None = None
+        self.leaves: list[Tensor] = []
+        for leaf in group.leaves:
+            tensor = torch.empty(0, dtype=group.dtype, device=mesh.device).requires_grad_(leaf.trainable)
+            attach(tensor, Slot(engine, leaf.path))
+            self.leaves.append(tensor)
+
+    def bind(self, buffer: Tensor) -> None:
+        """Let the leaves be views of a full buffer. Their identity, and what refers to them, stays."""
+        for view, leaf in zip(leaf_views(self.group, buffer.data), self.leaves, strict=True):
+            leaf.data = view
+
+    def bind_resident(self, shard: Shard) -> None:
+        """Let the leaves of a group that is not gathered be views of its shard."""
+        if self.bound is not shard:
+            self.bind(shard.param)
+            self.bound = shard
+
+    def bind_grad(self, buffer: Tensor) -> None:
+        """Let the gradients be views of a full flat buffer."""
+        self.grad = buffer
+        self.grads = leaf_views(self.group, buffer)
+        self.gaps = [buffer[a:b] for a, b in self.group.gaps]
+
+
+class Slots:
+    """The slots of all groups of a plan over one arena."""
+
+    def __init__(self, groups: tuple[Group, ...], mesh: Mesh, engine: Any) -> None:
+        self.groups = [GroupSlots(group, mesh, engine) for group in groups]
+        self.by_path = {
+            leaf.path: tensor
+            for slots in self.groups
+            for leaf, tensor in zip(slots.group.leaves, slots.leaves, strict=True)
+        }
+        self.arena: Tensor | None = None
+
+    def place(self, arena: Tensor, offsets: Mapping[str, int], stage_numel: Mapping[int, int]) -> None:
+        """Cut the arena: ``param:``, ``grad:`` and ``stage:`` items at their offsets in bytes."""
+        self.arena = arena
+        for slots in self.groups:
+            group = slots.group
+            at = offsets.get(f"param:{group.name}")
+            if at is not None:
+                slots.full = cut(arena, at, group.numel, group.dtype)
+                slots.bind(slots.full)
+                if group.staged:
+                    slots.stage = cut(arena, at + slots.full.nbytes, group.numel, group.dtype)
+            at = offsets.get(f"grad:{group.name}")
+            if at is not None:
+                slots.bind_grad(cut(arena, at, group.numel, group.dtype))
+            at = offsets.get(f"stage:{group.name}")
+            if at is not None:
+                slots.reduce_stage = cut(arena, at, stage_numel[group.id], group.dtype)
+
+    def replace(self, slots: GroupSlots, number: int, leaf: Tensor) -> None:
+        """Put another tensor, such as a fake one, in the place of a leaf."""
+        slot = slot_of(slots.leaves[number])
+        assert slot is not None
+        attach(leaf, slot)
+        slots.leaves[number] = self.by_path[slot.path] = leaf
+
+    def storages(self) -> set[int]:
+        """The identities of every storage that a leaf may alias."""
+        return {leaf.untyped_storage()._cdata for slots in self.groups for leaf in slots.leaves}
+
+
+def cut(arena: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A 1-D view of ``numel`` elements at a byte offset of a uint8 arena."""
+    return arena[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+def leaf_views(group: Group, buffer: Tensor) -> list[Tensor]:
+    """Each leaf of a full flat buffer, in the shape that units read."""
+    return [
+        buffer[start : start + leaf.numel].view(leaf.compute_shape)
+        for start, leaf in zip(group.starts, group.leaves, strict=True)
+    ]
+
+
+def unpack(group: Group, stage: Tensor, leaves: list[Tensor]) -> None:
+    """Rank-major pieces of a ``dim`` group, ``(parts, chunk)``, to whole leaves."""
+    for whole, pieces in _dim_views(group, stage, leaves):
+        whole.copy_(pieces)
+
+
+def pack(group: Group, leaves: list[Tensor], stage: Tensor) -> None:
+    """Whole leaves to rank-major pieces: the inverse of ``unpack``. What no leaf covers becomes zero."""
+    stage.zero_()
+    for whole, pieces in _dim_views(group, stage, leaves):
+        pieces.copy_(whole)
+
+
+def _dim_views(group: Group, stage: Tensor, leaves: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    rows, out = stage.view(group.parts, group.chunk), []
+    for number, (leaf, tensor) in enumerate(zip(group.leaves, leaves, strict=True)):
+        begin, end = group.shard_range(number, 0)
+        dim = leaf.gather_dim or 0
+        local = list(leaf.compute_shape)
+        local[dim] //= group.parts
+        pieces = rows[:, begin:end].view(group.parts, *local).movedim(0, dim)
+        out.append((tensor.data.view(pieces.shape), pieces))
+    return out

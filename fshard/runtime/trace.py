@@ -1,0 +1,107 @@
+"""Finding a program: the loss is run once on fake tensors, and the engine writes down what it calls.
+
+Fake tensors have shapes and no data, so this needs neither memory nor communication, and every error that shows in
+shapes, writes or aliases is raised before anything real happened. A program whose Python control flow reads tensor
+values cannot run so; the first real step then finds the program on demand.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard import tree
+from fshard.model.unit import slot_of
+from fshard.runtime.engine import Engine
+from fshard.runtime.executor import OnDemand, Tracing, program_of
+from fshard.runtime.loss import check_differentiable, read_loss
+from fshard.schedule.ops import Program
+from fshard.sharding.plan import Plan
+
+VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What fake tensors raise where a program asks for a value."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A traced program, and whether its loss is an ``fs.Mean``."""
+
+    program: Program
+    weighted: bool
+
+
+class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which slot leaves code outside of units reads, and tells the executor before the read happens."""
+
+    def __init__(self, engine: Engine, executor: Tracing | OnDemand) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.engine, self.executor = engine, executor
+        self.places = engine.plan.places()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note slot leaves among the arguments, then run the op."""
+        if not self.engine.inside:
+            for leaf in tree.leaves((args, kwargs or {})):
+                slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
+                if slot is not None and slot.engine is self.engine:
+                    self.executor.touch(self.places[slot.path][0].id)
+        return func(*args, **(kwargs or {}))
+
+
+def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found | None:
+    """The program of a function on a batch, or None if it depends on tensor values.
+
+    Args:
+        fn: ``fn(params, batch)``.
+        plan: the plan.
+        batch: this rank's batch, or one microbatch of it.
+        train: whether ``fn`` returns a loss, of which the backward is traced too.
+
+    Raises:
+        LossError, UnitError: the function breaks a rule, or whatever it raises itself.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    engine = Engine(plan, _drop)
+    seen = Tracing()
+    try:
+        with mode:
+            _fake_leaves(engine, plan)
+        fake = tree.map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batch)
+        engine.start(seen)
+        with mode, GlueWatch(engine, seen):
+            result = fn(engine.params(), fake)
+            weighted = _backward(engine, result) if train else False
+    except VALUES_NEEDED:
+        return None
+    finally:
+        engine.executor = None
+    groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
+    return Found(program_of(seen, groups), weighted)
+
+
+def _fake_leaves(engine: Engine, plan: Plan) -> None:
+    for slots in engine.slots.groups:
+        for number, leaf in enumerate(slots.group.leaves):
+            fake = torch.empty(leaf.compute_shape, dtype=leaf.dtype, device=plan.mesh.device)
+            engine.slots.replace(slots, number, fake.requires_grad_(leaf.trainable))
+    engine.anchor = torch.zeros((), device=plan.mesh.device, requires_grad=True)
+
+
+def _backward(engine: Engine, result: Any) -> bool:
+    loss = read_loss(result)
+    check_differentiable(loss)
+    engine.outer_gradients(loss.total, torch.ones_like(loss.total))
+    return loss.count is not None
+
+
+def _drop(group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
+    """Fake gradients go nowhere."""

@@ -1,0 +1,107 @@
+"""Resident shards, and the optimizer updates that wait for the next forward to hide behind."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Mesh
+
+Segment = tuple[int, int, Hashable]
+"""A range of a shard, in elements, whose leaves have equal hyper-parameters."""
+
+
+class Shard:
+    """What a rank keeps of one group: its chunk of the parameters and of each optimizer state, 1-D, equally long."""
+
+    def __init__(self, param: Tensor, opt: dict[str, Tensor]) -> None:
+        self.param = param
+        self.opt = opt
+        self._cut: tuple[tuple[Segment, ...], list[tuple[Tensor, dict[str, Tensor]]]] = ((), [])
+
+    def slices(self, segments: tuple[Segment, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """The views that an optimizer updates, one pair a segment; made once, they are as old as the shard."""
+        if self._cut[0] is not segments:
+            views = [(self.param[a:b], {k: v[a:b] for k, v in self.opt.items()}) for a, b, _ in segments]
+            self._cut = (segments, views)
+        return self._cut[1]
+
+    def clone(self) -> "Shard":
+        """A shard of its own memory with the same values."""
+        return Shard(self.param.clone(), {name: value.clone() for name, value in self.opt.items()})
+
+
+def segments(group: Group, mesh: Mesh, hyper: Callable[[str, tuple[int, ...]], Hashable]) -> tuple[Segment, ...]:
+    """The ranges of this rank's shard that one kernel call can update: neighbours with equal hyper-parameters, merged.
+
+    Padding between merged leaves is updated with them: it holds zeros, gets zero gradients and stays zero.
+    """
+    part = mesh.index(group.gather_axes)
+    out: list[Segment] = []
+    for number, leaf in enumerate(group.leaves):
+        begin, end = group.shard_range(number, part)
+        value = hyper(leaf.path, leaf.shape)
+        if begin == end:
+            continue
+        if out and out[-1][2] == value:
+            out[-1] = (out[-1][0], end, value)
+        else:
+            out.append((begin, end, value))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where the reduced gradients of one train step lie: a chunk a trainable group, by group id."""
+
+    shards: dict[int, Tensor]
+
+    def slices(self, group: int, cut: Sequence[Segment]) -> list[Tensor]:
+        """The views of one group's gradients, one a segment."""
+        return [self.shards[group][a:b] for a, b, _ in cut]
+
+
+class Update:
+    """The optimizer update of one step, applied group by group when the schedule says so.
+
+    Args:
+        opt: the update rule.
+        number: the step's number, counted from 0.
+        shards: the shards to update, by group id.
+        grads: the gradient views of each trainable group, one a segment.
+        cuts: the segments of each trainable group.
+        scale: what gradients are divided by, or None for 1.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        number: int,
+        shards: list[Shard],
+        grads: dict[int, list[Tensor]],
+        cuts: dict[int, tuple[Segment, ...]],
+        scale: Tensor | None,
+    ) -> None:
+        self.opt, self.number, self.shards = opt, number, shards
+        self.grads, self.cuts, self.scale = grads, cuts, scale
+        self.waiting = dict.fromkeys(cuts)
+
+    def apply(self, group: int) -> None:
+        """Update one group, if that was not done yet."""
+        if group not in self.waiting:
+            return
+        views = self.shards[group].slices(self.cuts[group])
+        with torch.no_grad():
+            for (param, state), grad, (_, _, hyper) in zip(views, self.grads[group], self.cuts[group], strict=True):
+                self.opt.update(
+                    [param], [grad], [state], step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None
+                )
+        del self.waiting[group]
+
+    def finish(self) -> None:
+        """Update every group that was not updated yet."""
+        for group in list(self.waiting):
+            self.apply(group)

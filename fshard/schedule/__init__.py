@@ -1,0 +1,22 @@
+"""WHEN: the ops of one step in order, as a value: built, checked, printed, parsed. Pure Python."""
+
+from fshard.schedule.build import build
+from fshard.schedule.check import check
+from fshard.schedule.memory import Memory
+from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule, parse
+
+__all__ = [
+    "ROOT",
+    "Call",
+    "GroupInfo",
+    "Memory",
+    "Op",
+    "Policy",
+    "Program",
+    "Schedule",
+    "build",
+    "check",
+    "parse",
+]

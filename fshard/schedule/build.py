@@ -1,0 +1,203 @@
+"""Building a schedule: one rule that turns a program into ops.
+
+The compute ops of the step stand first: per microbatch ``forward root``, the forward calls, the backward
+calls, ``backward root``. Everything else is placed around them. Before compute k: gather what the computes k
+to k+prefetch read and is not there, each trainable group's update ahead of its first gather; wait for what k
+reads. After compute k: free what it read, unless the next window reads it again; reduce the gradients that it
+completed.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+
+
+def build(
+    program: Program, groups: Sequence[GroupInfo], policy: Policy, accumulate: int = 1, train: bool = True
+) -> Schedule:
+    """The schedule of one step.
+
+    Args:
+        program: what the loss function does. Its backward is left out where ``train`` is False.
+        groups: the groups, by id. Trainable ones that nobody reads are updated, and reduced as zeros, all
+            the same.
+        policy: how far to run ahead, and what to keep.
+        accumulate: microbatches in the step.
+        train: False for a schedule of forward only: no update, reduce, collect or commit. ``backward root``
+            is there all the same and marks the end of the code outside of units, whose groups are live until
+            then.
+
+    Returns:
+        The schedule, a function of the arguments alone. Time and size are linear in the program's reads.
+
+    Raises:
+        PlanError: the arguments do not belong together.
+
+    >>> from fshard.schedule.ops import Call
+    >>> group = GroupInfo("layer", 64, 32, 64, 0, gathered=True, reduced=True, trainable=True)
+    >>> program = Program((Call("layer"),), (Call("layer"),), {"layer": (0,)})
+    >>> [op.kind for op in build(program, [group], Policy())]  # doctest: +NORMALIZE_WHITESPACE
+    ['agree', 'update', 'gather', 'forward', 'wait', 'forward', 'backward', 'free', 'reduce', 'backward',
+     'collect', 'commit']
+    """
+    if not train:
+        program = replace(program, backward=())
+    bare = Schedule((), tuple(groups), program, policy, accumulate, train)
+    return replace(bare, ops=tuple(_Builder(bare).run()))
+
+
+class _Builder:
+    """The ops so far, and what they leave: which groups are there, what is in flight."""
+
+    def __init__(self, bare: Schedule) -> None:
+        self.groups, self.policy, self.train = bare.groups, bare.policy, bare.train
+        self.reads, self.accumulate = bare.program.reads, bare.accumulate
+        self.computes = _computes(bare.program, bare.accumulate)
+        self.uses: list[list[int]] = [[] for _ in self.groups]
+        for k, op in enumerate(self.computes):
+            for g in self.reads[op.target]:
+                self.uses[g].append(k)
+        self.passed = [0] * len(self.groups)  # how many of its uses lie behind
+        self.kept = [self._keeps(g) for g in range(len(self.groups))]
+        self.edge = 0  # computes before it have been asked for
+        self.state = [""] * len(self.groups)  # "", "coming" or "live"
+        self.updated: set[int] = set()
+        self.flying: deque[tuple[int, int]] = deque()  # reduces in flight, oldest first: (group, microbatch)
+        self.aloft: set[int] = set()  # their groups
+        self.begins, self.completes = _gradients(bare.program, self.groups)
+        self.ops: list[Op] = []
+
+    def run(self) -> list[Op]:
+        """All ops."""
+        self._emit("agree")
+        for g, uses in enumerate(self.uses):
+            if not uses:
+                self._update_first(g)
+        for k, op in enumerate(self.computes):
+            self._before(k, op)
+            self.ops.append(op)
+            self._after(k, op)
+        while self.flying:
+            self._collect()
+        if self.train:
+            self._emit("commit")
+        return self.ops
+
+    def _keeps(self, group: int) -> bool:
+        """Whether a group stays from its first use in the step to its last: any code may read root's."""
+        return not self.policy.reshard or group in self.reads[ROOT]
+
+    def _emit(self, kind: str, group: int = -1, microbatch: int = 0) -> None:
+        self.ops.append(Op(kind, self.groups[group].name if group >= 0 else "", 0, microbatch))
+
+    def _before(self, k: int, op: Op) -> None:
+        # What the window held one compute ago is still there, since nothing was freed that it reads: only its
+        # new end has to be asked for.
+        while self.edge <= min(k + self.policy.prefetch, len(self.computes) - 1):
+            for g in self.reads[self.computes[self.edge].target]:
+                self._request(g)
+            self.edge += 1
+        for g in self.reads[op.target]:
+            if self.state[g] == "coming":
+                self._emit("wait", g)
+                self.state[g] = "live"
+        if op.kind == "backward" and self.train:
+            for g in self.begins.get((op.target, op.index), ()):
+                self._collect_until_landed(g)
+
+    def _after(self, k: int, op: Op) -> None:
+        for g in self.reads[op.target]:
+            self.passed[g] += 1
+            if self.state[g] == "live" and not self._reused(g, k + 1 + self.policy.prefetch):
+                self._emit("free", g)
+                self.state[g] = ""
+        if op.kind == "backward" and self.train:
+            for g in self.completes.get((op.target, op.index), ()):
+                self._complete(g, op.microbatch)
+
+    def _reused(self, group: int, horizon: int) -> bool:
+        uses, passed = self.uses[group], self.passed[group]
+        return passed < len(uses) and (self.kept[group] or uses[passed] <= horizon)
+
+    def _request(self, group: int) -> None:
+        self._update_first(group)
+        if self.groups[group].gathered and not self.state[group]:
+            self._emit("gather", group)
+            self.state[group] = "coming"
+
+    def _update_first(self, group: int) -> None:
+        due = self.train and self.groups[group].trainable and self.policy.update == "deferred"
+        if due and group not in self.updated:
+            self._emit("update", group)
+            self.updated.add(group)
+
+    def _complete(self, group: int, microbatch: int) -> None:
+        """The group has its gradient of this microbatch."""
+        if not self.groups[group].reduced:
+            self._update_last(group, microbatch)
+            return
+        self._collect_until_landed(group)
+        if len(self.flying) == self.policy.reduces:
+            self._collect()
+        self._emit("reduce", group, microbatch)
+        self.flying.append((group, microbatch))
+        self.aloft.add(group)
+
+    def _collect_until_landed(self, group: int) -> None:
+        """A flat gradient's range holds one microbatch at a time: the reduce before must be over."""
+        while group in self.aloft:
+            self._collect()
+
+    def _collect(self) -> None:
+        group, microbatch = self.flying.popleft()
+        self.aloft.remove(group)
+        self._emit("collect", group, microbatch)
+        self._update_last(group, microbatch)
+
+    def _update_last(self, group: int, microbatch: int) -> None:
+        if self.policy.update == "in_backward" and microbatch == self.accumulate - 1:
+            self._emit("update", group)
+
+
+def _computes(program: Program, accumulate: int) -> list[Op]:
+    """The compute ops of a step, in order."""
+    once = [
+        Op("forward", ROOT),
+        *(Op("forward", call.unit, call.index) for call in program.forward),
+        *(Op("backward", call.unit, call.index) for call in program.backward),
+        Op("backward", ROOT),
+    ]
+    return [Op(op.kind, op.target, op.index, m) for m in range(accumulate) for op in once]
+
+
+Places = dict[tuple[str, int], list[int]]
+"""Groups by the backward op, (unit, call index), at which something happens to them."""
+
+
+def _gradients(program: Program, groups: Sequence[GroupInfo]) -> tuple[Places, Places]:
+    """Where each trainable group's gradient begins and where it is complete, within one microbatch.
+
+    A group that no backward op fills is complete, with zeros, at the end of the backward: ranks whose batches
+    lead to different gradients must still issue the same reduces.
+    """
+    first: dict[int, tuple[str, int]] = {}
+    last: dict[int, tuple[str, int]] = {}
+    for unit, index in (*((call.unit, call.index) for call in program.backward), (ROOT, 0)):
+        for g in program.reads[unit]:
+            first.setdefault(g, (unit, index))
+            last.pop(g, None)  # so that groups are in the order of their last reader
+            last[g] = unit, index
+    for g in range(len(groups)):
+        last.setdefault(g, (ROOT, 0))
+    begins, completes = defaultdict(list), defaultdict(list)
+    for g, place in first.items():
+        if groups[g].trainable and groups[g].reduced:
+            begins[place].append(g)
+    for g, place in last.items():
+        if groups[g].trainable:
+            completes[place].append(g)
+    return dict(begins), dict(completes)

@@ -1,0 +1,190 @@
+"""The words of a schedule: ops, and the program and groups that they speak of.
+
+=========  =======  =====================================================================================
+op         target   meaning
+=========  =======  =====================================================================================
+agree               ranks compare the schedule's hash and the signature of the batch; the first op
+update     group    apply the optimizer update to this rank's shard: the one that the previous step left
+                    (deferred), or this step's own (in_backward)
+gather     group    issue the all-gather into the group's slot of the arena
+wait       group    the gather is over: compute may read the slot
+free       group    the slot's range may be reused
+forward    unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
+backward   unit     the gradient of a call is computed; ``root``: everything outside of units is over, the
+                    outer gradient too where there is one
+reduce     group    issue the reduction of the group's flat gradient
+collect    group    the reduction is over: its result is added to this rank's gradient shard
+commit              the norm, and the vote of all ranks; the last op of a train step
+=========  =======  =====================================================================================
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fshard import errors
+
+T = TypeVar("T", bound=Hashable)
+
+ROOT = "root"
+"""The unit that stands for the code outside of units."""
+
+UNIT_KINDS = frozenset(("forward", "backward"))
+GROUP_KINDS = frozenset(("update", "gather", "wait", "free", "reduce", "collect"))
+STEP_KINDS = frozenset(("agree", "commit"))
+KINDS = UNIT_KINDS | GROUP_KINDS | STEP_KINDS
+
+MICROBATCH_KINDS = UNIT_KINDS | {"reduce", "collect"}
+"""Ops that belong to one microbatch. A gather may serve several, so it and the others carry 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of a schedule.
+
+    Args:
+        kind: one of ``KINDS``.
+        target: a unit's name for forward and backward, a group's for the others, empty for agree and commit.
+        index: for forward and backward, which call of the unit in one pass of the program.
+        microbatch: for forward, backward, reduce and collect, which microbatch of the step.
+
+    >>> print(Op("forward", "blocks.2", microbatch=1))
+    forward blocks.2 @1
+    """
+
+    kind: str
+    target: str = ""
+    index: int = 0
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        call = f" #{self.index}" if self.index else ""
+        microbatch = f" @{self.microbatch}" if self.microbatch else ""
+        return f"{self.kind} {self.target}".rstrip() + call + microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The ``index``-th call, from 0, of a unit in one pass of the program."""
+
+    unit: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.unit} #{self.index}" if self.index else self.unit
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one run of the loss function does, in order.
+
+    Args:
+        forward: the calls of units.
+        backward: those that receive gradients, in the order in which their gradients are computed.
+        reads: ids of the groups that each unit reads. ``reads["root"]`` are those read outside of units; a
+            missing entry means none.
+
+    Raises:
+        PlanError: a call is misnumbered, unknown, repeated, or of a unit that ``reads`` lacks.
+    """
+
+    forward: tuple[Call, ...]
+    backward: tuple[Call, ...]
+    reads: Mapping[str, tuple[int, ...]] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forward", tuple(self.forward))
+        object.__setattr__(self, "backward", tuple(self.backward))
+        problems = [*_call_problems(self.forward, self.backward, self.reads), *_read_problems(self.reads)]
+        if problems:
+            raise errors.bad_program(problems)
+        # One order whatever the given dict has: equal programs have equal texts.
+        called = dict.fromkeys(call.unit for call in self.forward)
+        names = dict.fromkeys((ROOT, *called, *sorted(self.reads)))
+        object.__setattr__(self, "reads", {name: tuple(self.reads.get(name, ())) for name in names})
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """What a schedule must know of a group. Sizes are bytes.
+
+    Args:
+        name: the name that ops carry.
+        full_bytes: the gathered buffer.
+        shard_bytes: what one rank keeps of it.
+        grad_bytes: the full flat gradient; 0 for a frozen group.
+        stage_bytes: further memory that a reduction needs while in flight.
+        gathered: False for a group that compute reads where it lies: it is not gathered, waited for or freed.
+        reduced: False for a group whose gradient needs no communication: it is not reduced or collected.
+        trainable: whether it has gradients and updates.
+
+    Raises:
+        PlanError: a size is negative, or the name is empty.
+    """
+
+    name: str
+    full_bytes: int
+    shard_bytes: int
+    grad_bytes: int
+    stage_bytes: int
+    gathered: bool
+    reduced: bool
+    trainable: bool
+
+    def __post_init__(self) -> None:
+        sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes)
+        if not self.name or min(sizes) < 0:
+            raise errors.bad_program(
+                [f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"]
+            )
+
+
+def checked(groups: Sequence[GroupInfo], program: Program, accumulate: int) -> None:
+    """Raise PlanError if the parts of a schedule do not belong together."""
+    problems = []
+    names = [group.name for group in groups]
+    problems += [f"{names.count(name)} groups have the name {name!r}" for name in _repeated(names)]
+    for unit, ids in program.reads.items():
+        beyond = [i for i in ids if i >= len(names)]
+        problems += [f"unit {unit!r} reads group {i}; there are {len(names)} groups" for i in beyond]
+    if type(accumulate) is not int or accumulate < 1:
+        problems.append(f"accumulate={accumulate!r} is not an int of at least 1")
+    if problems:
+        raise errors.bad_program(problems)
+
+
+def _call_problems(
+    forward: Sequence[Call], backward: Sequence[Call], reads: Mapping[str, Sequence[int]]
+) -> Iterable[str]:
+    counts: dict[str, int] = {}
+    for call in forward:
+        expected = counts.get(call.unit, 0)
+        if call.index != expected:
+            yield f"forward holds '{call}' where call #{expected} of that unit is due"
+        counts[call.unit] = expected + 1
+    for unit in counts:
+        if unit == ROOT:
+            yield f"a unit is named {ROOT!r}, the name of the code outside of units"
+        elif unit not in reads:
+            yield f"unit {unit!r} is called, but reads says nothing about it"
+        elif not unit:
+            yield "a unit has an empty name"
+    known = set(forward)
+    yield from (f"backward holds '{call}', forward does not" for call in backward if call not in known)
+    yield from (f"backward holds '{call}' twice" for call in _repeated(backward))
+
+
+def _read_problems(reads: Mapping[str, Sequence[int]]) -> Iterable[str]:
+    for unit, ids in reads.items():
+        yield from (f"unit {unit!r} reads group {i} twice" for i in _repeated(ids))
+        yield from (f"unit {unit!r} reads group {i}, which is negative" for i in ids if i < 0)
+
+
+def _repeated(items: Sequence[T]) -> list[T]:
+    seen: set[T] = set()
+    again: dict[T, None] = {}
+    for item in items:
+        if item in seen:
+            again[item] = None
+        seen.add(item)
+    return list(again)

@@ -1,0 +1,93 @@
+"""The schedule of one step, as a value."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+from fshard.schedule.memory import Memory, plan_memory
+from fshard.schedule.ops import GroupInfo, Op, Program, checked
+from fshard.schedule.policy import Policy
+from fshard.schedule.text import Parts, render, scan
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """The ops of one step in order, and what they speak of: a sequence of ops that prints, parses and
+    compares.
+
+    ``build`` makes them. The constructor only sees that its parts belong together; ``check`` sees that the
+    ops are right.
+
+    Args:
+        ops: the ops, in the order in which every rank runs them.
+        groups: the groups, by id.
+        program: what the loss function does.
+        policy: what the schedule was built from.
+        accumulate: microbatches in the step.
+        train: False for forward only.
+
+    Raises:
+        PlanError: a unit reads a group that does not exist, two groups have one name, or accumulate is below
+        1.
+    """
+
+    ops: tuple[Op, ...]
+    groups: tuple[GroupInfo, ...]
+    program: Program
+    policy: Policy
+    accumulate: int = 1
+    train: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ops", tuple(self.ops))
+        object.__setattr__(self, "groups", tuple(self.groups))
+        checked(self.groups, self.program, self.accumulate)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the text form, in hex: equal on two ranks if and only if their schedules are."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What the arena holds at each op, and where.
+
+        Raises:
+            ScheduleError: the ops open or close a lifetime twice.
+        """
+        return plan_memory(self.ops, self.groups, self.program)
+
+    def __str__(self) -> str:
+        return render(Parts(self.ops, self.groups, self.program, self.policy, self.accumulate, self.train))
+
+    def __repr__(self) -> str:
+        kind = "train" if self.train else "eval"
+        return (
+            f"<Schedule {kind}, {len(self.ops)} ops, {len(self.groups)} groups, "
+            f"{len(self.program.forward)} calls, accumulate={self.accumulate}, {self.policy}>"
+        )
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)
+
+    @overload
+    def __getitem__(self, key: int) -> Op: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Op, ...]: ...
+    def __getitem__(self, key: int | slice) -> Op | tuple[Op, ...]:
+        return self.ops[key]
+
+
+def parse(text: str) -> Schedule:
+    """The schedule with this text form: ``parse(str(schedule)) == schedule``.
+
+    Raises:
+        ScheduleError: a line cannot be read; it is named by its number and text.
+        PlanError: the values cannot be together.
+    """
+    return Schedule(*scan(text))

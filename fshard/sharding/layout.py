@@ -1,0 +1,207 @@
+"""Layout: leaves to groups, groups to flat buffers, buffers to ranks.
+
+A group's gathered buffer IS the concatenation of its full leaves, so an all-gather needs no copy on either side
+(veScale-FSDP's ragged shards, FSDP1's flat parameter). Leaves start at multiples of ``ALIGN`` elements; the end is
+padded until every rank has an equal chunk. Leaves that a positional spec cuts along a tensor dim cannot be
+concatenated that way: their groups have ``kind="dim"``, hold rank-major pieces while they travel, and are packed and
+unpacked by one copy a leaf.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.spec import P, Shape, axes_of
+
+ALIGN = 16
+"""Elements between the possible starts of two leaves: 64 bytes in float32, 32 in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of the parameter tree, and where it lives.
+
+    ``shape`` is the whole leaf's, ``compute_shape`` what a unit reads on one rank, after the gather.
+    """
+
+    path: str
+    shape: Shape
+    dtype: torch.dtype
+    trainable: bool
+    at_rest: P
+    compute: P
+    compute_shape: Shape
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements that a unit reads on one rank."""
+        return math.prod(self.compute_shape)
+
+    @property
+    def gather_axes(self) -> Axes:
+        """The axes over which the leaf is gathered for compute."""
+        return tuple(axis for axis in self.at_rest.axes if axis not in self.compute.axes)
+
+    @property
+    def gather_dim(self) -> int | None:
+        """The tensor dim along which it is gathered; None if it is flat-sharded or not gathered."""
+        dims = [i for i, e in enumerate(self.at_rest.dims) if any(a in self.gather_axes for a in axes_of(e))]
+        return dims[0] if dims else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a leaf: elements ``start`` to ``stop``, in row-major order, of a box in the whole leaf."""
+
+    offset: Shape
+    shape: Shape
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements held."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves of one unit with equal (axes, dtype, trainable, kind): one flat buffer, the grain of communication.
+
+    Attributes:
+        name: the unit's name, with ``/1``, ``/2``... for its further groups.
+        unit: the unit that owns the leaves; ``root`` for those of no unit.
+        leaves: in the order of the buffer.
+        starts: where each leaf begins in the full buffer, in elements.
+        kind: ``flat`` (the buffer is cut into equal ranges) or ``dim`` (each leaf is cut along one of its dims).
+        gather_axes: gathered over these for compute, and scattered over them after backward.
+        sum_axes: the data axes on which the leaf is replicated: gradients are all-reduced over them.
+        parts: the number of chunks, which is the size of ``gather_axes``.
+        chunk: elements of one rank's shard.
+    """
+
+    id: int
+    name: str
+    unit: str
+    leaves: tuple[Leaf, ...]
+    starts: tuple[int, ...]
+    kind: str
+    gather_axes: Axes
+    sum_axes: Axes
+    parts: int
+    chunk: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that all leaves share."""
+        return self.leaves[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the leaves get gradients."""
+        return self.leaves[0].trainable
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full buffer, padding included."""
+        return self.parts * self.chunk
+
+    @property
+    def staged(self) -> bool:
+        """Whether gathered data arrive in a different order than units read them, and pass a staging buffer."""
+        return self.kind == "dim" and self.parts > 1
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the full buffer that belong to no leaf."""
+        ends = [start + leaf.numel for start, leaf in zip(self.starts, self.leaves, strict=True)]
+        begins = [*self.starts[1:], self.numel]
+        return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)
+
+    def shard_range(self, number: int, part: int) -> tuple[int, int]:
+        """Where in its shard a part keeps what it has of a leaf: ``(begin, end)`` in elements, maybe empty."""
+        start, leaf = self.starts[number], self.leaves[number]
+        if self.kind == "dim":
+            return start // self.parts, start // self.parts + leaf.numel // self.parts
+        low = part * self.chunk
+        begin, end = max(start, low), min(start + leaf.numel, low + self.chunk)
+        return (begin - low, end - low) if begin < end else (0, 0)
+
+    def piece(self, number: int, mesh: Mesh, rank: int | None = None) -> Piece:
+        """What a rank (the mesh's own by default) holds of the leaf with this number."""
+        leaf = self.leaves[number]
+        flat = self.kind == "flat"
+        offset, shape = box(leaf.shape, leaf.compute if flat else leaf.at_rest, mesh, rank)
+        if not flat:
+            return Piece(offset, shape, 0, math.prod(shape))
+        part = mesh.index(self.gather_axes, rank)
+        begin, end = self.shard_range(number, part)
+        first = part * self.chunk - self.starts[number] + begin if end > begin else 0
+        return Piece(offset, shape, first, first + end - begin)
+
+    def local_shape(self, number: int, mesh: Mesh) -> Shape:
+        """The shape of this rank's tensor of a leaf: 1-D if it is flat-sharded, else the box that it holds."""
+        piece = self.piece(number, mesh)
+        return (piece.numel,) if self.leaves[number].at_rest.flat is not None else piece.shape
+
+
+def box(shape: Shape, spec: P, mesh: Mesh, rank: int | None = None) -> tuple[Shape, Shape]:
+    """The offset and shape of the part of a leaf that a spec's positional entries leave to a rank."""
+    offset, local = [0] * len(shape), list(shape)
+    for dim, entry in enumerate(spec.dims):
+        axes = axes_of(entry)
+        if axes:
+            local[dim] = shape[dim] // mesh.axis_size(axes)
+            offset[dim] = local[dim] * mesh.index(axes, rank)
+    return tuple(offset), tuple(local)
+
+
+def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, data_axes: Axes) -> tuple[Group, ...]:
+    """The groups of a plan, units in the order of their first leaf.
+
+    Inside a group, matrices come before vectors and scalars: optimizers that decay only matrices then need no more
+    than two kernel calls a group.
+    """
+    bins: dict[tuple[str, object], list[Leaf]] = {}
+    for path, leaf in leaves.items():
+        kind = "flat" if leaf.gather_dim is None else "dim"
+        key = (leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable)
+        bins.setdefault((owners[path], key), []).append(leaf)
+    groups: list[Group] = []
+    count: dict[str, int] = {}
+    for (unit, _), members in bins.items():
+        number = count[unit] = count.get(unit, -1) + 1
+        name = f"{unit}/{number}" if number else unit
+        groups.append(_group(len(groups), name, unit, members, mesh, data_axes))
+    return tuple(groups)
+
+
+def _group(number: int, name: str, unit: str, members: list[Leaf], mesh: Mesh, data_axes: Axes) -> Group:
+    ordered = sorted(members, key=lambda leaf: len(leaf.shape) < 2)
+    first = ordered[0]
+    parts = mesh.axis_size(first.gather_axes)
+    kind = "flat" if first.gather_dim is None else "dim"
+    step = ALIGN * (parts if kind == "dim" else 1)
+    starts, end = [], 0
+    for leaf in ordered:
+        starts.append(end)
+        end = _up(end + leaf.numel, step)
+    return Group(
+        id=number,
+        name=name,
+        unit=unit,
+        leaves=tuple(ordered),
+        starts=tuple(starts),
+        kind=kind,
+        gather_axes=first.gather_axes,
+        sum_axes=tuple(a for a in data_axes if a not in first.gather_axes and a not in first.compute.axes),
+        parts=parts,
+        chunk=_up(-(-end // parts), ALIGN),
+    )
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

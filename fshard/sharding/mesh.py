@@ -1,0 +1,137 @@
+"""A mesh: the ranks of a job laid out on named axes."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fshard.errors import PlanError
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a job on named axes, in row-major order, as seen from one of them.
+
+    A mesh is a value. Made by ``fs.make_mesh`` it also carries the transport that joins its ranks; made by
+    ``fs.abstract_mesh`` it carries none, and is good for planning without processes.
+
+    >>> mesh = abstract_mesh((2, 4), ("replica", "shard"), rank=6)
+    >>> mesh.coords(), mesh.ranks(("shard",)), mesh.ranks(("replica",))
+    ((1, 2), (4, 5, 6, 7), (2, 6))
+    """
+
+    sizes: tuple[int, ...]
+    axis_names: Axes
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    transport: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The size of each axis by its name."""
+        return dict(zip(self.axis_names, self.sizes, strict=True))
+
+    def axis_size(self, axes: Axes) -> int:
+        """The number of ranks along these axes together."""
+        shape = self.shape
+        return math.prod(shape[axis] for axis in axes)
+
+    def coords(self, rank: int | None = None) -> tuple[int, ...]:
+        """Where a rank (this one by default) lies on each axis."""
+        rest = self.rank if rank is None else rank
+        out = []
+        for size in reversed(self.sizes):
+            rest, here = divmod(rest, size)
+            out.append(here)
+        return tuple(reversed(out))
+
+    def index(self, axes: Axes, rank: int | None = None) -> int:
+        """A rank's position along these axes, the last axis running fastest."""
+        at = dict(zip(self.axis_names, self.coords(rank), strict=True))
+        shape, index = self.shape, 0
+        for axis in axes:
+            index = index * shape[axis] + at[axis]
+        return index
+
+    def ranks(self, axes: Axes, rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that differ from a rank only along these axes, ordered by their position along them."""
+        base = self.rank if rank is None else rank
+        strides = {name: math.prod(self.sizes[i + 1 :]) for i, name in enumerate(self.axis_names)}
+        at = dict(zip(self.axis_names, self.coords(base), strict=True))
+        corner = base - sum(at[axis] * strides[axis] for axis in axes)
+        steps = itertools.product(*([i * strides[axis] for i in range(self.shape[axis])] for axis in axes))
+        return tuple(corner + sum(step) for step in steps)
+
+    def partition(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
+        """Every set of ranks that communicates over these axes. Each rank is in just one."""
+        return tuple(dict.fromkeys(self.ranks(axes, r) for r in range(self.size)))
+
+    def close(self) -> None:
+        """Leave the process group, if ``make_mesh`` joined one. Collective; an abstract mesh does nothing."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int = 0, device: str = "cpu") -> Mesh:
+    """A mesh without processes, for planning (``jax.sharding.AbstractMesh``).
+
+    Args:
+        sizes: ranks along each axis, all positive.
+        axis_names: one name an axis.
+        rank: the rank as which to look at it.
+        device: where that rank's tensors would live.
+
+    Raises:
+        PlanError: names and sizes do not match, a name occurs twice, or the rank is outside of the mesh.
+    """
+    resolved = resolve_sizes(sizes, axis_names, None)
+    world = math.prod(resolved)
+    if not 0 <= rank < world:
+        raise PlanError(f"rank={rank} is outside of a mesh of {world} ranks: give a rank from 0 to {world - 1}")
+    return Mesh(resolved, tuple(axis_names), rank, torch.device(device))
+
+
+def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None) -> tuple[int, ...]:
+    """The sizes with their one ``-1`` replaced so that they multiply to ``world`` (any product if it is None).
+
+    Raises:
+        PlanError: no mesh of these sizes and names exists over ``world`` ranks.
+    """
+    sizes, names = tuple(sizes), tuple(names)
+    if len(sizes) != len(names) or len(set(names)) != len(names) or not names:
+        raise PlanError(f"a mesh needs one distinct name an axis: got sizes {sizes} and names {names}")
+    if any(not isinstance(n, int) or isinstance(n, bool) or (n < 1 and n != -1) for n in sizes):
+        raise PlanError(f"mesh sizes {sizes}: each is a positive int, or -1 once for what is left of the world")
+    known, open_ = math.prod(n for n in sizes if n != -1), sizes.count(-1)
+    if open_ > 1 or (open_ and world is None):
+        why = "there is no world to divide" if world is None else "only one axis can be left open"
+        raise PlanError(f"mesh sizes {sizes} hold -1 {open_} times, but {why}: give the sizes")
+    if open_ and world is not None:
+        if world % known:
+            raise PlanError(
+                f"mesh sizes {sizes} over {world} ranks: {world} is not a multiple of {known}, so no size fits the -1 "
+                f"of axis {names[sizes.index(-1)]!r}; start a multiple of {known} ranks or change the other sizes"
+            )
+        return tuple(world // known if n == -1 else n for n in sizes)
+    if world is not None and known != world:
+        raise PlanError(
+            f"mesh sizes {sizes} multiply to {known}, but the world has {world} ranks: start {known} ranks "
+            f"(torchrun --nproc-per-node {known}), or write -1 for one axis"
+        )
+    return sizes

@@ -1,0 +1,197 @@
+"""The plan: mesh, specs, units and groups. Everything static, shared by every step, transform and checkpoint."""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fshard import tree
+from fshard.errors import PlanError, TreeError, lines
+from fshard.sharding.layout import Group, Leaf, box, make_groups
+from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.rules import RuleLike, match
+from fshard.sharding.spec import P, axes_of
+from fshard.sharding.validate import check_specs
+
+ROOT = "root"
+"""The name of the unit that owns the leaves of no unit: the code between units."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every leaf of a model lives on a mesh. Made by ``fs.make_plan``; ``print(plan)`` is a table.
+
+    Attributes:
+        mesh: the mesh.
+        batch: how the batch is cut over the mesh; its axes are the data axes.
+        leaves: by path, in the order of the parameter tree.
+        groups: the flat buffers.
+        inits: initializers by path, where the model knows them.
+    """
+
+    mesh: Mesh
+    batch: P
+    leaves: Mapping[str, Leaf]
+    groups: tuple[Group, ...]
+    inits: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def data_axes(self) -> Axes:
+        """The axes over which the batch is cut and gradients are reduced."""
+        return self.batch.axes
+
+    @property
+    def data_size(self) -> int:
+        """The number of different parts of the global batch."""
+        return self.mesh.axis_size(self.data_axes)
+
+    def places(self) -> dict[str, tuple[Group, int]]:
+        """The group of each leaf by path, and the leaf's number in it."""
+        return {leaf.path: (group, i) for group in self.groups for i, leaf in enumerate(group.leaves)}
+
+    def check_tree(self, params: Mapping[str, Any], *, whole: bool, what: str = "params") -> dict[str, torch.Tensor]:
+        """The leaves of a parameter tree by path, in the plan's order.
+
+        Args:
+            params: a nested dict of tensors.
+            whole: whether leaves have their whole shape, or this rank's local one.
+            what: the argument's name, for the error.
+
+        Raises:
+            TreeError: leaves are missing, unknown, of another shape or no tensors; all in one report.
+        """
+        given = dict(tree.paths(params))
+        places = self.places()
+        wrong = [f"missing  {path}  {list(leaf.shape)}" for path, leaf in self.leaves.items() if path not in given]
+        wrong += [f"unknown  {path}" for path in given if path not in self.leaves]
+        for path, leaf in self.leaves.items():
+            value = given.get(path)
+            if path in given and not isinstance(value, torch.Tensor):
+                wrong.append(f"no tensor  {path}: {type(value).__name__}")
+            elif isinstance(value, torch.Tensor):
+                group, number = places[path]
+                shape = leaf.shape if whole else group.local_shape(number, self.mesh)
+                if tuple(value.shape) != shape:
+                    wrong.append(f"misshapen  {path}: {list(value.shape)}, the plan has {list(shape)}")
+        if wrong:
+            kind = "whole" if whole else "this rank's"
+            head = f"{what} has {len(given)} leaves and is not the plan's parameter tree of {len(self.leaves)}:"
+            raise TreeError(lines(head, wrong, f"Give a nested dict of {kind} tensors with just the plan's paths."))
+        return {path: given[path] for path in self.leaves}
+
+    def __str__(self) -> str:
+        from fshard.sharding.table import render
+
+        return render(self)
+
+
+def make_plan(
+    model: Any,
+    mesh: Mesh,
+    rules: Sequence[RuleLike],
+    *,
+    batch: P | None = None,
+    units: Sequence[str] = (),
+) -> Plan:
+    """Say where every leaf of a model lives.
+
+    Args:
+        model: what ``fs.split`` returned, or a nested dict of tensors (real or meta) for hand-written functions.
+        mesh: a real or an abstract mesh.
+        rules: ``(pattern, spec or tactic)`` pairs or ``fs.Rule``; ``re.fullmatch`` on paths, the first match wins.
+        batch: how the batch is cut; its axes are the data axes. A mesh of one axis has that one by default.
+        units: for a nested dict, patterns of the subtrees that form units, one path component a ``*``.
+
+    Returns:
+        The plan. It holds no tensor and needs no process group.
+
+    Raises:
+        PlanError: anything that cannot be, every problem of one kind in one report.
+
+    >>> import fshard as fs, torch
+    >>> params = {"w": torch.zeros(4, 2), "b": torch.zeros(2)}
+    >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan.groups[0].chunk
+    16
+    """
+    params = model if isinstance(model, Mapping) else model.params
+    tensors = dict(tree.paths(params))
+    if not tensors:
+        raise PlanError("the model has no parameters, so there is nothing to place")
+    wrong = [f"{path}: {type(t).__name__}" for path, t in tensors.items() if not isinstance(t, torch.Tensor)]
+    if wrong:
+        raise PlanError(lines("parameters are tensors, these are not:", wrong, "Keep other values out of the tree."))
+    batch = _batch_spec(batch, mesh)
+    specs = match(rules, {path: tuple(t.shape) for path, t in tensors.items()})
+    check_specs(specs, {path: tuple(t.shape) for path, t in tensors.items()}, mesh, batch.axes)
+    aliases: Mapping[str, str] = getattr(model, "aliases", {})
+    frozen: frozenset[str] = getattr(model, "frozen", frozenset())
+    leaves = {}
+    for path, tensor in tensors.items():
+        at_rest, compute = specs[path]
+        compute = at_rest.without(batch.axes) if compute is None else compute
+        shape = tuple(tensor.shape)
+        leaves[path] = Leaf(
+            path=path,
+            shape=shape,
+            dtype=tensor.dtype,
+            trainable=tensor.dtype.is_floating_point and path not in frozen,
+            at_rest=at_rest,
+            compute=compute,
+            compute_shape=box(shape, compute, mesh)[1],
+            aliases=tuple(a for a, canonical in aliases.items() if canonical == path),
+        )
+    owners = _owners(leaves, units) if isinstance(model, Mapping) else _owned_by(leaves, model.units)
+    groups = make_groups(leaves, owners, mesh, batch.axes)
+    return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})))
+
+
+def _batch_spec(batch: P | None, mesh: Mesh) -> P:
+    if batch is None:
+        if len(mesh.axis_names) > 1:
+            raise PlanError(f"a mesh with axes {mesh.axis_names} needs batch=P('...'), which names the data axes")
+        batch = P(mesh.axis_names[0])
+    bad = [axis for axis in batch.axes if axis not in mesh.axis_names]
+    if bad or len(set(batch.axes)) != len(batch.axes) or batch.flat is not None:
+        raise PlanError(
+            f"batch={batch} on a mesh with axes {mesh.axis_names}: name each data axis once, by tensor dim, "
+            f"such as batch=P({mesh.axis_names[0]!r})"
+        )
+    return batch
+
+
+def _owners(leaves: Mapping[str, Leaf], patterns: Sequence[str]) -> dict[str, str]:
+    """The owner of each leaf of a plain tree: the prefix of its path that one of the patterns matches."""
+    used: set[str] = set()
+    owners = {}
+    for path in leaves:
+        parts = path.split(".")
+        owners[path] = ROOT
+        for pattern in patterns:
+            depth = len(pattern.split("."))
+            if len(parts) > depth and all(map(fnmatch.fnmatchcase, parts, pattern.split("."))):
+                owners[path] = ".".join(parts[:depth])
+                used.add(pattern)
+                break
+    idle = [repr(pattern) for pattern in patterns if pattern not in used]
+    if idle:
+        raise PlanError(lines("patterns in units= match no subtree:", idle, f"Paths are like {next(iter(leaves))!r}."))
+    return owners
+
+
+def _owned_by(leaves: Mapping[str, Leaf], units: Sequence[str]) -> dict[str, str]:
+    """The owner of each leaf of a split module: the unit whose path is a prefix of the leaf's."""
+    known = set(units)
+    owners = {}
+    for path in leaves:
+        parts = path.split(".")
+        prefixes = (".".join(parts[:i]) for i in range(len(parts)))
+        owners[path] = next((prefix for prefix in prefixes if prefix in known), ROOT)
+    return owners
+
+
+def local_axes(leaf: Leaf) -> Axes:
+    """The axes on which a unit reads only a part of the leaf."""
+    return tuple(axis for entry in leaf.compute.dims for axis in axes_of(entry))

@@ -1,0 +1,86 @@
+"""Rules: which spec each leaf gets. ``re.fullmatch`` on paths, the first match wins, nothing is left to chance."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fshard.errors import PlanError, lines
+from fshard.sharding.spec import P, Shape, Tactic
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule: leaves whose whole path matches ``pattern`` live as ``at_rest`` says.
+
+    Args:
+        pattern: a regular expression for the whole path.
+        at_rest: a spec, or a tactic that makes one from the leaf's shape.
+        compute: the spec under which units read the leaf. By default the leaf is gathered over the data axes and stays
+            local on every other axis; expert-parallel leaves, which stay local on a data axis, say so here.
+    """
+
+    pattern: str
+    at_rest: P | Tactic
+    compute: P | None = None
+
+
+RuleLike = Rule | tuple[str, P | Tactic]
+
+
+def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, tuple[P, P | None]]:
+    """The ``(at_rest, compute)`` specs of every leaf.
+
+    Raises:
+        PlanError: a leaf that no rule matches, or a rule that decides no leaf; all of them in one report.
+    """
+    full = [_as_rule(rule, number) for number, rule in enumerate(rules)]
+    decided: dict[int, int] = dict.fromkeys(range(len(full)), 0)
+    touched: set[int] = set()
+    out: dict[str, tuple[P, P | None]] = {}
+    unmatched = []
+    for path, shape in shapes.items():
+        hits = [i for i, rule in enumerate(full) if re.fullmatch(rule.pattern, path)]
+        touched.update(hits)
+        if not hits:
+            unmatched.append(f"{path}  {list(shape)}")
+            continue
+        first = full[hits[0]]
+        decided[hits[0]] += 1
+        spec = first.at_rest if isinstance(first.at_rest, P) else first.at_rest(shape)
+        out[path] = (spec, first.compute)
+    if unmatched:
+        raise PlanError(
+            lines(
+                f"{len(unmatched)} of {len(shapes)} leaves are matched by none of the {len(full)} rules:",
+                unmatched,
+                "Say where they live: add a rule such as (r'.*', P()) for replicated at the end of the list.",
+            )
+        )
+    idle = [_idle(i, rule, i in touched) for i, rule in enumerate(full) if not decided[i]]
+    if idle:
+        raise PlanError(
+            lines(
+                f"{len(idle)} of {len(full)} rules decide no leaf:",
+                idle,
+                f"Patterns must match a whole path, such as {next(iter(shapes), 'w')!r}; remove the rule or mend it.",
+            )
+        )
+    return out
+
+
+def _as_rule(rule: RuleLike, number: int) -> Rule:
+    if isinstance(rule, tuple) and len(rule) == 2:
+        rule = Rule(*rule)
+    spec = rule.at_rest if isinstance(rule, Rule) else None
+    if not isinstance(rule, Rule) or not (isinstance(spec, P) or callable(spec)):
+        raise PlanError(f"rules[{number}] is {rule!r}: a rule is (pattern, P(...)), (pattern, tactic) or fs.Rule(...)")
+    try:
+        re.compile(rule.pattern)
+    except (re.error, TypeError) as error:
+        raise PlanError(f"rules[{number}]: {rule.pattern!r} is not a regular expression: {error}") from error
+    return rule
+
+
+def _idle(number: int, rule: Rule, shadowed: bool) -> str:
+    why = "every leaf it matches is taken by an earlier rule" if shadowed else "its pattern matches no path"
+    return f"rules[{number}] {rule.pattern!r}: {why}"

@@ -1,0 +1,83 @@
+"""``P``: where one leaf lives, and the tactics that choose it from a leaf's shape."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fshard.sharding.mesh import Axes
+
+Entry = str | tuple[str, ...] | None
+Shape = tuple[int, ...]
+
+
+def axes_of(entry: Entry) -> Axes:
+    """The axes that one entry of a spec names."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class P:
+    """Where one leaf lives (``jax.sharding.PartitionSpec``, and ``flat``).
+
+    Args:
+        *dims: for each tensor dim in order the axis, or the tuple of axes, that divides it, or None. Dims left out are
+            whole. ``P()`` is replicated.
+        flat: the axis or axes over which what is left of the leaf is flat-sharded: the leaf becomes a range of its
+            group's flat buffer, which is cut into equal chunks. It divides leaves of any size.
+
+    >>> P("tp", None, flat="shard")
+    P('tp', None, flat='shard')
+    """
+
+    dims: tuple[Entry, ...]
+    flat: Entry
+
+    def __init__(self, *dims: Entry, flat: Entry = None) -> None:
+        object.__setattr__(self, "dims", tuple(tuple(d) if isinstance(d, list) else d for d in dims))
+        object.__setattr__(self, "flat", tuple(flat) if isinstance(flat, list) else flat)
+
+    def __repr__(self) -> str:
+        parts = [repr(entry) for entry in self.dims]
+        if self.flat is not None:
+            parts.append(f"flat={self.flat!r}")
+        return f"P({', '.join(parts)})"
+
+    @property
+    def axes(self) -> Axes:
+        """Every axis that the spec names, in order, repeated where it repeats them."""
+        return tuple(axis for entry in (*self.dims, self.flat) for axis in axes_of(entry))
+
+    def without(self, axes: Axes) -> "P":
+        """The spec after the leaf was gathered over these axes."""
+
+        def keep(entry: Entry) -> Entry:
+            left = tuple(a for a in axes_of(entry) if a not in axes)
+            return None if not left else left[0] if len(left) == 1 else left
+
+        return P(*(keep(entry) for entry in self.dims), flat=keep(self.flat))
+
+
+Tactic = Callable[[Shape], P]
+"""What chooses a leaf's spec from its shape."""
+
+
+@dataclass(frozen=True)
+class fsdp:  # noqa: N801 - reads as the function it is in a rule
+    """The tactic of fully sharded data parallelism: flat-shard each leaf over an axis (ZeRO-3, FSDP).
+
+    Args:
+        axis: the axis, or a tuple of axes.
+        min_size: leaves of fewer elements are replicated instead.
+
+    >>> fsdp("shard", min_size=100)((8, 8)), fsdp("shard")((8, 8))
+    (P(), P(flat='shard'))
+    """
+
+    axis: Entry
+    min_size: int = 0
+
+    def __call__(self, shape: Shape) -> P:
+        """The spec for a leaf of this shape."""
+        return P(flat=self.axis) if math.prod(shape) >= self.min_size else P()

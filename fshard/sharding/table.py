@@ -1,0 +1,72 @@
+"""``print(plan)``: a table that a person can read."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from fshard.sharding.layout import Leaf
+from fshard.sharding.spec import axes_of
+
+if TYPE_CHECKING:
+    from fshard.sharding.plan import Plan
+
+SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+
+def typed_shape(leaf: Leaf) -> str:
+    """A leaf in JAX's manner: ``f32[4096@tp, 1024]``, with ``@flat(shard)`` behind it if it is flat-sharded."""
+    entries = (*leaf.at_rest.dims, *[None] * len(leaf.shape))
+    dims = [f"{n}@{'+'.join(axes_of(e))}" if e else str(n) for n, e in zip(leaf.shape, entries, strict=False)]
+    name = SHORT.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
+    flat = axes_of(leaf.at_rest.flat)
+    return f"{name}[{', '.join(dims)}]" + (f"@flat({'+'.join(flat)})" if flat else "")
+
+
+def human(n: float) -> str:
+    """Bytes for a person: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def render(plan: "Plan") -> str:
+    """The table of a plan: path, typed shape, group, bytes on this rank; then the totals."""
+    places = plan.places()
+    rows = [("path", "leaf", "group", "bytes a rank")]
+    total = 0
+    for path, leaf in plan.leaves.items():
+        group, number = places[path]
+        held = group.piece(number, plan.mesh).numel * leaf.dtype.itemsize
+        total += held
+        tied = "".join(f" (= {alias})" for alias in leaf.aliases)
+        kind = "" if leaf.trainable else " frozen"
+        rows.append((path + tied, typed_shape(leaf) + kind, group.name, f"{held:,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    text = [_row(row, widths) for row in rows]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in plan.leaves.values())
+    mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
+    head = f"mesh {mesh}, batch {plan.batch}, rank {plan.mesh.rank}, {plan.mesh.device.type}"
+    count = sum(math.prod(leaf.shape) for leaf in plan.leaves.values())
+    foot = (
+        f"{len(plan.leaves)} leaves in {len(plan.groups)} groups; {count:,} parameters, "
+        f"{human(whole)} whole, {human(total)} on rank {plan.mesh.rank}"
+    )
+    return "\n".join([head, *text, foot])
+
+
+def _row(row: tuple[str, ...], widths: list[int]) -> str:
+    path, leaf, group, held = row
+    return f"{path:<{widths[0]}}  {leaf:<{widths[1]}}  {group:<{widths[2]}}  {held:>{widths[3]}}"

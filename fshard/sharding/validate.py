@@ -1,0 +1,75 @@
+"""What a spec must satisfy before anything is laid out. Every problem of every leaf, in one report."""
+
+from collections.abc import Mapping
+
+from fshard.errors import PlanError, lines
+from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.spec import P, Shape, axes_of
+
+
+def check_specs(
+    specs: Mapping[str, tuple[P, P | None]], shapes: Mapping[str, Shape], mesh: Mesh, data_axes: Axes
+) -> None:
+    """Check every leaf's specs against its shape, the mesh and the data axes.
+
+    Raises:
+        PlanError: unknown axes, axes used twice, more entries than dims, dims that do not divide, and combinations
+            that no layout has; one line a problem.
+    """
+    problems = []
+    for path, (at_rest, compute) in specs.items():
+        shape = shapes[path]
+        found = _problems(at_rest, shape, mesh)
+        if not found and compute is not None:
+            found = _problems(compute, shape, mesh) or _compute_problems(at_rest, compute)
+        if not found:
+            found = _layout_problems(at_rest, at_rest.without(data_axes) if compute is None else compute, data_axes)
+        problems += [f"{path}  {list(shape)}  {at_rest}: {problem}" for problem in found]
+    if problems:
+        head = f"{len(problems)} problems with specs on the mesh {dict(mesh.shape)}:"
+        raise PlanError(lines(head, problems, "Mend the rules that give these specs."))
+
+
+def _problems(spec: P, shape: Shape, mesh: Mesh) -> list[str]:
+    unknown = [axis for axis in spec.axes if axis not in mesh.axis_names]
+    if unknown:
+        return [f"no axis {', '.join(map(repr, unknown))} in the mesh, which has {', '.join(mesh.axis_names)}"]
+    twice = sorted({axis for axis in spec.axes if spec.axes.count(axis) > 1})
+    if twice:
+        return [f"axis {', '.join(map(repr, twice))} is used twice; an axis can divide a leaf only once"]
+    if len(spec.dims) > len(shape):
+        return [f"{len(spec.dims)} entries for {len(shape)} dims; give at most one entry a dim, or flat="]
+    out = []
+    for dim, entry in enumerate(spec.dims):
+        parts = mesh.axis_size(axes_of(entry))
+        if shape[dim] % parts:
+            out.append(
+                f"dim {dim} has {shape[dim]} elements, which {parts} ranks of {entry!r} do not divide; "
+                f"pad the leaf, or use flat={entry!r}, which cuts any size"
+            )
+    return out
+
+
+def _compute_problems(at_rest: P, compute: P) -> list[str]:
+    left = at_rest.without(tuple(a for a in at_rest.axes if a not in compute.axes))
+    width = max(len(left.dims), len(compute.dims))
+    pad = (None,) * width
+    if (left.dims + pad)[:width] != (compute.dims + pad)[:width] or compute.flat is not None:
+        return [f"compute={compute} is not what is left of the spec after gathering some of its axes, {left}"]
+    return []
+
+
+def _layout_problems(at_rest: P, compute: P, data_axes: Axes) -> list[str]:
+    gathered = tuple(axis for axis in at_rest.axes if axis not in compute.axes)
+    stuck = [axis for axis in axes_of(at_rest.flat) if axis not in gathered]
+    if stuck:
+        return [
+            f"flat={at_rest.flat!r} is not gathered for compute, since the data axes are {data_axes}; flat-shard over "
+            f"a data axis, or cut a tensor dim by {stuck[0]!r}"
+        ]
+    dims = [i for i, entry in enumerate(at_rest.dims) if any(axis in gathered for axis in axes_of(entry))]
+    if len(dims) > 1 or (dims and at_rest.flat is not None):
+        return [f"it is gathered along several dims {dims} or along a dim and flat; gather over one flat=(...) instead"]
+    if dims and any(axis in compute.axes for axis in axes_of(at_rest.dims[dims[0]])):
+        return [f"dim {dims[0]} mixes gathered and local axes; put the gathered ones into flat="]
+    return []

@@ -1,0 +1,175 @@
+"""Train states from nothing or from whole tensors, and whole trees to shards and back."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import PlanError, lines
+from fshard.model.init import Initializer, fill
+from fshard.model.random import fold
+from fshard.runtime.comm import LocalTransport
+from fshard.runtime.update import Shard
+from fshard.sharding.layout import Group, Piece
+from fshard.sharding.plan import Plan
+from fshard.state.train_state import TrainState, local_view
+
+Inits = Sequence[tuple[str, Initializer]]
+
+
+def init_state(
+    plan: Plan, opt: Any, seed: int = 0, *, params: Mapping[str, Any] | None = None, init: Inits = ()
+) -> TrainState:
+    """The state before the first step. Local: no rank ever holds more than its own part.
+
+    Args:
+        plan: the plan.
+        opt: the optimizer, whose state starts for each shard.
+        seed: values depend on ``(seed, path, global index)`` alone, so they are the same on any mesh. It also seeds
+            the random numbers inside steps.
+        params: whole tensors to start from, instead of fresh values.
+        init: ``(pattern, initializer)`` rules on paths, the first match wins, before what the model's own modules say.
+
+    Raises:
+        PlanError: a leaf without an initializer, or a rule that matches nothing.
+        TreeError: ``params`` is not the plan's tree.
+    """
+    if params is not None:
+        flat = plan.check_tree(params, whole=True)
+
+        def value(path: str, piece: Piece) -> Tensor:
+            return take(flat[path].detach(), piece)
+    else:
+        inits = _initializers(plan, init)
+
+        def value(path: str, piece: Piece) -> Tensor:
+            shape = plan.leaves[path].shape
+            return fill(inits[path], fold(seed, path), shape, global_index(shape, piece, plan.mesh.device))
+
+    shards = []
+    for group in plan.groups:
+        param = _shard_of(plan, group, value)
+        shards.append(Shard(param, opt.init(param) if group.trainable else {}))
+    return TrainState(plan, 0, seed, shards)
+
+
+def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """This rank's part of a tree of whole tensors. Local; the inverse of ``unshard``.
+
+    Args:
+        full: a nested dict of whole tensors, the same on every rank.
+        plan: the plan.
+
+    Raises:
+        TreeError: leaves are missing, unknown or of another shape.
+    """
+    flat = plan.check_tree(full, whole=True, what="full")
+    out: dict[str, Tensor] = {}
+    for group in plan.groups:
+        buffer = _shard_of(plan, group, lambda path, piece: take(flat[path], piece))
+        for number, leaf in enumerate(group.leaves):
+            out[leaf.path] = local_view(plan, group, number, buffer)
+    return tree.nest({path: out[path] for path in plan.leaves})
+
+
+def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """The whole tensors of a sharded tree, on every rank. Collective; the inverse of ``shard``.
+
+    Args:
+        params: a nested dict of local tensors, such as ``state.params``.
+        plan: the plan.
+
+    Returns:
+        A nested dict of whole tensors that share no memory with ``params``.
+
+    Raises:
+        TreeError: ``params`` is not this rank's part of the plan's tree.
+    """
+    flat = plan.check_tree(params, whole=False)
+    out: dict[str, Tensor] = {}
+    for group in plan.groups:
+        axes = group.gather_axes + group.leaves[0].compute.axes
+        mine = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
+        part = plan.mesh.index(group.gather_axes)
+        for number, leaf in enumerate(group.leaves):
+            begin, end = group.shard_range(number, part)
+            mine[begin:end] = flat[leaf.path].detach().reshape(-1)
+        transport = plan.mesh.transport or LocalTransport()
+        rows = mine.new_empty(plan.mesh.axis_size(axes) * group.chunk)
+        transport.lane("unshard", axes).all_gather(rows, mine).wait()
+        shards = dict(zip(plan.mesh.ranks(axes), rows.view(-1, group.chunk), strict=True))
+        for number, leaf in enumerate(group.leaves):
+            out[leaf.path] = _whole(plan, group, number, shards)
+    return tree.nest({path: out[path] for path in plan.leaves})
+
+
+def take(whole: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece, 1-D."""
+    box = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
+    return box.reshape(-1)[piece.start : piece.stop]
+
+
+def global_index(shape: tuple[int, ...], piece: Piece, device: torch.device) -> Tensor:
+    """The row-major index in the whole leaf of each element of a piece, int64."""
+    index = torch.arange(piece.start, piece.stop, device=device)
+    if piece.shape == shape:
+        return index
+    out = torch.zeros_like(index)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        out += (index % piece.shape[dim] + piece.offset[dim]) * stride
+        index = index // piece.shape[dim]
+        stride *= shape[dim]
+    return out
+
+
+def _shard_of(plan: Plan, group: Group, value: Callable[[str, Piece], Tensor]) -> Tensor:
+    buffer = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
+    part = plan.mesh.index(group.gather_axes)
+    for number, leaf in enumerate(group.leaves):
+        begin, end = group.shard_range(number, part)
+        if end > begin:
+            buffer[begin:end] = value(leaf.path, group.piece(number, plan.mesh)).to(buffer)
+    return buffer
+
+
+def _whole(plan: Plan, group: Group, number: int, shards: Mapping[int, Tensor]) -> Tensor:
+    leaf = group.leaves[number]
+    whole = torch.empty(leaf.shape, dtype=group.dtype, device=plan.mesh.device)
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+    for rank, row in shards.items():
+        piece = group.piece(number, plan.mesh, rank)
+        begin, end = group.shard_range(number, plan.mesh.index(group.gather_axes, rank))
+        size = torch.Size(piece.shape).numel()
+        key = (piece.offset, piece.shape)
+        if key not in boxes:
+            boxes[key] = torch.empty(size, dtype=group.dtype, device=plan.mesh.device)
+        boxes[key][piece.start : piece.stop] = row[begin:end]
+    for (offset, shape), values in boxes.items():
+        whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = values.view(shape)
+    return whole
+
+
+def _initializers(plan: Plan, rules: Inits) -> dict[str, Initializer]:
+    out: dict[str, Initializer] = {}
+    used: set[int] = set()
+    missing = []
+    for path, leaf in plan.leaves.items():
+        hits = [i for i, (pattern, _) in enumerate(rules) if re.fullmatch(pattern, path)]
+        used.update(hits)
+        if hits:
+            out[path] = rules[hits[0]][1]
+        elif path in plan.inits:
+            out[path] = plan.inits[path]
+        else:
+            missing.append(f"{path}  {list(leaf.shape)}")
+    if missing:
+        remedy = "Give init=[(pattern, fs.init.normal(0.02)), ...], or params= with values to start from."
+        raise PlanError(lines(f"{len(missing)} leaves have no initializer:", missing, remedy))
+    idle = [f"init[{i}] {pattern!r}" for i, (pattern, _) in enumerate(rules) if i not in used]
+    if idle:
+        raise PlanError(lines("rules of init= match no leaf:", idle, "Patterns must match a whole path."))
+    return out

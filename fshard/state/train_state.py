@@ -1,0 +1,125 @@
+"""The train state: a value that a step takes and returns."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import DonatedError
+from fshard.runtime.update import Shard, Update
+from fshard.sharding.layout import Group
+from fshard.sharding.plan import Plan
+
+
+class Donated(Tensor):
+    """What a tensor of a donated state becomes: any use of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every operation."""
+        raise DonatedError(
+            "this tensor belongs to a state that was donated to a train step, which updated its memory in place: "
+            "read it from the state that the step returned, clone it first, or build the step with donate=False"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "<a tensor of a donated state>"
+
+
+class TrainState:
+    """Parameters, optimizer state, step number and seed of a training run, as one rank holds them.
+
+    A state is a value: a step takes one and returns the next. With ``donate=True``, the default, the step reuses the
+    memory of the state that it takes, and that state says so when it is used again (``jax.jit(donate_argnums=0)``).
+    The update of the last step may still be waiting for the next forward to hide behind; reading ``params`` or
+    ``opt_state`` finishes it first.
+    """
+
+    def __init__(self, plan: Plan, step: int, seed: int, shards: list[Shard], update: Update | None = None) -> None:
+        self.plan = plan
+        self.step = step
+        self.seed = seed
+        self._shards: list[Shard] | None = shards
+        self._update = update
+        self._params: dict[str, Any] | None = None
+        self._opt: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        if self._shards is None:
+            return f"<TrainState of step {self.step}, donated>"
+        return f"<TrainState of step {self.step}: {len(self.plan.leaves)} leaves on rank {self.plan.mesh.rank}>"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """This rank's part of the parameters: a nested dict of plain tensors, 1-D where a leaf is flat-sharded."""
+        if self._params is None:
+            self._params = self._tree(lambda shard: shard.param, self.finished())
+        self.finished()
+        return self._params
+
+    @property
+    def opt_state(self) -> dict[str, Any]:
+        """This rank's part of the optimizer state: for each of its names a nested dict like ``params``."""
+        if self._opt is None:
+            shards = self.finished()
+            names = dict.fromkeys(name for shard in shards for name in shard.opt)
+            self._opt = {name: self._tree(functools.partial(_named, name), shards) for name in names}
+        self.finished()
+        return self._opt
+
+    def finished(self) -> list[Shard]:
+        """The shards of each group, with no update waiting."""
+        shards = self.shards()
+        if self._update is not None:
+            self._update.finish()
+            self._update = None
+        return shards
+
+    def shards(self) -> list[Shard]:
+        """The shards as they lie, with ``waiting`` still to be applied.
+
+        Raises:
+            DonatedError: this state was donated to a step.
+        """
+        if self._shards is None:
+            raise DonatedError(
+                f"the state of step {self.step} was donated to a train step, which updated its memory in place: "
+                f"use the state that the step returned, or build the step with donate=False"
+            )
+        return self._shards
+
+    @property
+    def waiting(self) -> Update | None:
+        """The update that is still to be applied, if there is one."""
+        return self._update
+
+    def donate(self) -> None:
+        """Give the memory away: this state, and every tensor that was read from it, can no longer be used."""
+        for tensor in tree.leaves((self._params, self._opt)):
+            if isinstance(tensor, Tensor):
+                tensor.set_()  # type: ignore[call-overload]
+                tensor.__class__ = Donated
+        self._shards = self._update = self._params = self._opt = None
+
+    def _tree(self, part: Callable[[Shard], Tensor | None], shards: list[Shard]) -> dict[str, Any]:
+        flat = {}
+        for path, (group, number) in self.plan.places().items():
+            buffer = part(shards[group.id])
+            if buffer is not None:
+                flat[path] = local_view(self.plan, group, number, buffer)
+        ordered = {path: flat[path] for path in self.plan.leaves if path in flat}
+        return tree.nest(ordered)
+
+
+def _named(name: str, shard: Shard) -> Tensor | None:
+    return shard.opt.get(name)
+
+
+def local_view(plan: Plan, group: Group, number: int, shard: Tensor) -> Tensor:
+    """This rank's tensor of one leaf, as a view of its group's shard."""
+    begin, end = group.shard_range(number, plan.mesh.index(group.gather_axes))
+    return shard[begin:end].detach().view(group.local_shape(number, plan.mesh))
+
+

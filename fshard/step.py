@@ -1,0 +1,219 @@
+"""The train step: a loss function, an optimizer and a plan become one function of a state and a batch."""
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import NonFiniteError, PlanError, TreeError
+from fshard.metrics import Metrics, combine_aux
+from fshard.runtime.attempt import Outcome, raise_failure
+from fshard.runtime.commit import FAILED, Verdict
+from fshard.runtime.prepare import Workshop, lanes_of
+from fshard.runtime.rng import seeded
+from fshard.runtime.runner import Runner
+from fshard.runtime.update import Shard, Update, segments
+from fshard.schedule.ops import Op
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.sharding.plan import Plan
+from fshard.state.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``make_train_step`` was asked for."""
+
+    clip_norm: float | None
+    accumulate: int
+    policy: Policy
+    donate: bool
+    debug: bool
+
+
+class TrainStep:
+    """``step(state, batch) -> (state, metrics)``. Made by ``fs.make_train_step``.
+
+    The step is atomic: if it raises, on this rank or on another, the state that it was given is as it was before,
+    bit for bit, and can be used again.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], opt: Any, plan: Plan, options: Options) -> None:
+        self.opt, self.plan, self.options = opt, plan, options
+        workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
+        self._runner = Runner(loss_fn, workshop)
+        self._cuts = {g.id: segments(g, plan.mesh, opt.hyper) for g in plan.groups if g.trainable}
+        self._grads: dict[int, list[Tensor]] = {}
+        self._last: weakref.ref[Update] | None = None
+        self._traced: Schedule | None = None
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Make one step.
+
+        Args:
+            state: the state; donated unless the step was made with ``donate=False``.
+            batch: this rank's part of the global batch: any pytree of tensors and plain values.
+
+        Returns:
+            The next state, and the metrics.
+
+        Raises:
+            DonatedError: the state was donated to an earlier step.
+            BatchError, LossError, UnitError: the batch or the program breaks a rule; alike on all ranks.
+            NonFiniteError: the gradient norm is not finite.
+            PeerError: another rank failed.
+            CommError: a collective failed or timed out; the process group is lost.
+            Exception: whatever the loss function raises.
+        """
+        self._check_state(state)
+        self._finish_other(state.waiting)
+        shards = state.shards()
+        own: Update | None = None
+        update = state.waiting
+        if self.options.policy.update == "in_backward":
+            shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
+            own = update = self._update(state, shards, None)
+        part = self.plan.mesh.index(self.plan.data_axes)
+        with seeded(state.seed, state.step, part, self.plan.mesh.device):
+            outcome = self._runner.run(batch, shards, update)
+        verdict = self._check(outcome)
+        metrics = self._metrics(outcome, verdict)
+        if own is None:
+            shards = state.shards() if self.options.donate else [shard.clone() for shard in state.finished()]
+            own = self._update(state, shards, self._scale(verdict))
+        following = TrainState(self.plan, state.step + 1, state.seed, shards, own)
+        if self.options.donate:
+            state.donate()
+        return following, metrics
+
+    def trace(self, batch: Any) -> Schedule:
+        """The schedule for batches like this one, without running it. Needs no processes: any mesh will do.
+
+        Raises:
+            PlanError: the program depends on values of tensors, so that only a real step finds it.
+        """
+        found = self._runner.look(batch)
+        if found is None:
+            raise PlanError(
+                "the program depends on values of the batch's tensors, which a trace does not have: call the step "
+                "once; it gathers on demand and finds the schedule for the next"
+            )
+        self._traced = self._runner.workshop.schedule(found.program)
+        return self._traced
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the latest step, or of the latest ``trace``. ``print`` it.
+
+        Raises:
+            PlanError: neither has happened yet.
+        """
+        latest = self._runner.latest
+        schedule = latest.schedule if latest is not None and latest.schedule is not None else self._traced
+        if schedule is None:
+            raise PlanError("no schedule yet: it is found from a batch; call step.trace(batch), or the step itself")
+        return schedule
+
+    @property
+    def record(self) -> tuple[Op, ...]:
+        """What the latest step ran on this rank, op by op. It equals ``schedule.ops`` if the program kept to it."""
+        return tuple(self._runner.record)
+
+    def _check_state(self, state: TrainState) -> None:
+        shards = state.shards()
+        if state.plan is not self.plan and state.plan != self.plan:
+            raise TreeError("the state was made for another plan: make the step and the state from the same one")
+        for group in self.plan.groups:
+            if group.trainable and shards[group.id].param.numel():
+                wanted = set(self.opt.init(torch.empty(0, dtype=group.dtype)))
+                if wanted != set(shards[group.id].opt):
+                    raise TreeError(
+                        f"the state holds {sorted(shards[group.id].opt)} for the optimizer, {self.opt!r} needs "
+                        f"{sorted(wanted)}: make the state with fs.init_state(plan, opt, ...) and this optimizer"
+                    )
+                break
+
+    def _finish_other(self, waiting: Update | None) -> None:
+        # This step's gradient shards may still be read by the update of a state that is kept, not donated.
+        last = self._last() if self._last is not None else None
+        if last is not None and last is not waiting:
+            last.finish()
+
+    def _update(self, state: TrainState, shards: list[Shard], scale: Tensor | None) -> Update:
+        grads = self._runner.workshop.grads
+        for group, cuts in self._cuts.items():
+            if group not in self._grads and group in grads:
+                self._grads[group] = [grads[group][a:b] for a, b, _ in cuts]
+        update = Update(self.opt, state.step, shards, self._grads, self._cuts, scale)
+        self._last = weakref.ref(update)
+        return update
+
+    def _check(self, outcome: Outcome) -> Verdict:
+        verdict = outcome.verdict
+        lanes = self._runner.workshop.lanes
+        assert verdict is not None and lanes is not None
+        if verdict.worst == FAILED:
+            raise_failure(lanes.control, outcome.failure, list(verdict.status))
+        if not math.isfinite(verdict.norm):
+            raise NonFiniteError(
+                f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: nothing was updated and the state "
+                f"can be used again. Look for inf or nan in the batch, or lower the learning rate"
+            )
+        return verdict
+
+    def _scale(self, verdict: Verdict) -> Tensor | None:
+        clip = self.options.clip_norm
+        factor = verdict.scale * (min(1.0, clip / (verdict.norm + 1e-6)) if clip is not None else 1.0)
+        return None if factor == 1.0 else torch.tensor(1.0 / factor, device=self.plan.mesh.device)
+
+    def _metrics(self, outcome: Outcome, verdict: Verdict) -> Metrics:
+        lanes = self._runner.workshop.lanes
+        assert lanes is not None
+        aux = combine_aux(lanes.control, outcome.aux)
+        return Metrics(torch.tensor(verdict.loss), torch.tensor(verdict.norm), aux)
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    opt: Any,
+    plan: Plan,
+    *,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    policy: Policy | None = None,
+    donate: bool = True,
+    debug: bool = False,
+) -> TrainStep:
+    """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``, which returns a scalar tensor, an ``fs.Mean``, or either with a dict of
+            auxiliary values. It is run once on fake tensors to find the order of its units.
+        opt: an optimizer of ``fs.optim``.
+        plan: the plan.
+        clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``).
+        accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch.
+        policy: prefetch depth, reductions in flight, reshard after forward, and when updates happen.
+        donate: reuse the memory of the state that a step takes.
+        debug: fill every freed range with nan, so that a read of freed memory shows.
+
+    Raises:
+        PlanError: an option that cannot be.
+    """
+    policy = Policy() if policy is None else policy
+    problems = []
+    if clip_norm is not None and not clip_norm > 0:
+        problems.append(f"clip_norm={clip_norm} must be positive, or None for no clipping")
+    if clip_norm is not None and policy.update == "in_backward":
+        problems.append("clip_norm= needs the norm of the whole gradient, which update='in_backward' never has")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        problems.append(f"accumulate={accumulate!r} must be an int >= 1")
+    if not callable(loss_fn):
+        problems.append(f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)")
+    if problems:
+        raise PlanError("; ".join(problems))
+    return TrainStep(loss_fn, opt, plan, Options(clip_norm, accumulate, policy, donate, debug))

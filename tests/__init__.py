@@ -1,0 +1,1 @@
+"""The tests of fshard: pure ones, and ones over real gloo processes that live as long as the test run."""

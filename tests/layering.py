@@ -1,0 +1,265 @@
+"""The rules of the house, as functions from a package's source to the places that break them.
+
+Source is read, never imported: a rule sees lazy imports, and a module that fails to import is still checked.
+Problems read ``fshard/runtime/arena.py:12: ...``.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+LAYERS = (
+    ("errors", "tree"),
+    ("model", "optim"),
+    ("sharding",),
+    ("schedule",),
+    ("runtime",),
+    ("state",),
+    ("step", "evaluate", "metrics", "transform", "launch", "view"),
+    ("",),
+)
+"""The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files
+right under the package may also import others of their layer."""
+
+OWNERS = {"torch.distributed": "*.runtime.comm*", "optree": "*.tree"}
+"""Who alone may import a library."""
+
+MUTABLE_CALLS = {
+    *(
+        "list",
+        "dict",
+        "set",
+        "bytearray",
+        "defaultdict",
+        "OrderedDict",
+        "Counter",
+        "deque",
+        "ChainMap",
+        "count",
+    ),
+    *("ContextVar", "local", "Lock", "RLock", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet"),
+}
+MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+FUNCTION_LINES_WISHED = 40
+FUNCTIONS_THAT_MAY_BE_LONGER = 0.1
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: ``fshard.runtime.comm``, or ``fshard.runtime`` for an ``__init__``."""
+
+    name: str
+    file: str
+    text: str
+    tree: ast.Module
+    package: bool
+
+    @property
+    def room(self) -> str:
+        """The name's second part: a folder or a file right under the package."""
+        return self.name.partition(".")[2].partition(".")[0]
+
+    @property
+    def layer(self) -> int | None:
+        """The number of the layer, None for a room that no layer has."""
+        return next((n for n, rooms in enumerate(LAYERS) if self.room in rooms), None)
+
+    def at(self, node: ast.AST, message: str) -> str:
+        """A problem, with its place."""
+        return f"{self.file}:{getattr(node, 'lineno', 1)}: {message}"
+
+
+Modules = Mapping[str, Module]
+
+
+def load(root: Path) -> dict[str, Module]:
+    """Every module under a package's folder, by name."""
+    modules = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if package else parts)
+        text = path.read_text()
+        modules[name] = Module(name, str(path.relative_to(root.parent)), text, ast.parse(text), package)
+    return modules
+
+
+def imported(module: Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Each name that the module imports, in full (``from a.b import c`` is ``a.b.c``); lazy ones too."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                up = module.name.split(".")
+                base = up[: len(up) - node.level + module.package]
+                origin = ".".join([*base, origin]) if origin else ".".join(base)
+            yield from ((f"{origin}.{alias.name}", node) for alias in node.names)
+
+
+def edges(modules: Modules, module: Module) -> Iterator[tuple[Module, ast.stmt]]:
+    """The package's modules that this one imports. A name that is no module counts for its holder."""
+    for name, node in imported(module):
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        if name and name != module.name:
+            yield modules[name], node
+
+
+def upward_imports(modules: Modules) -> list[str]:
+    """Imports of a higher layer, or of another folder in the same layer."""
+    problems = []
+    for module in modules.values():
+        if module.layer is None:
+            problems.append(module.at(module.tree, f"the room {module.room!r} is in no layer of LAYERS"))
+            continue
+        for target, node in edges(modules, module):
+            if target.layer is None or module.room == target.room:
+                continue
+            folders = any(m.package or m.name.count(".") > 1 for m in (module, target))
+            if target.layer > module.layer:
+                problems.append(module.at(node, f"imports {target.name}, of a higher layer"))
+            elif target.layer == module.layer and folders:
+                problems.append(module.at(node, f"imports {target.name}, of another room in the same layer"))
+    return problems
+
+
+def import_cycles(modules: Modules) -> list[str]:
+    """Modules that import each other, directly or through others: one line a cycle."""
+    graph = {name: sorted({target.name for target, _ in edges(modules, m)}) for name, m in modules.items()}
+    problems, done = [], set()
+
+    def visit(name: str, trail: list[str]) -> None:
+        if name in trail:
+            problems.append("import cycle: " + " -> ".join([*trail[trail.index(name) :], name]))
+        elif name not in done:
+            for target in graph[name]:
+                visit(target, [*trail, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+    return problems
+
+
+def foreign_uses(modules: Modules) -> list[str]:
+    """Uses of a library that another module owns: imports, attributes of its parent, names as strings."""
+    problems = []
+    for module in modules.values():
+        for library, owner in OWNERS.items():
+            if not fnmatch(module.name, owner):
+                nodes = {n.lineno: n for n in _uses(module, library)}
+                problems += [module.at(n, f"uses {library}, which only {owner} may") for n in nodes.values()]
+    return problems
+
+
+def _uses(module: Module, library: str) -> Iterator[ast.stmt | ast.expr]:
+    """Where the module gets at a library."""
+    parent, _, child = library.rpartition(".")
+    for name, statement in imported(module):
+        if f"{name}.".startswith(f"{library}."):
+            yield statement
+    handles = {parent} | {
+        alias.asname or alias.name
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == parent
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr == child and isinstance(node.value, ast.Name):
+            if parent and node.value.id in handles:
+                yield node
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and f"{first.value!s}.".startswith(f"{library}."):
+                yield node
+
+
+def global_statements(modules: Modules) -> list[str]:
+    """Functions that assign to names of their module."""
+    return [
+        module.at(node, f"global {', '.join(node.names)}")
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Global)
+    ]
+
+
+def shared_state(modules: Modules) -> list[str]:
+    """Values at module or class level that can change: containers, caches, context variables."""
+    problems = []
+    for module in modules.values():
+        for node in _shared_statements(module.tree.body):
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [t.id if isinstance(t, ast.Name) else ast.unparse(t) for t in targets]
+            constant = all(name.isupper() or name == "__all__" for name in names)
+            literal = isinstance(node.value, MUTABLE_NODES) and not constant
+            if literal or (isinstance(node.value, ast.Call) and _called(node.value) in MUTABLE_CALLS):
+                problems.append(module.at(node, f"{', '.join(names)} can change and is shared by all callers"))
+    return problems
+
+
+def _shared_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run at import: module level, class bodies and branches of both, not functions."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            if not isinstance(node, Function):
+                yield from _shared_statements(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _shared_statements(handler.body)
+
+
+def _called(node: ast.Call) -> str:
+    """The last part of the name of what is called."""
+    function = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def long_files(modules: Modules) -> list[str]:
+    """Files of ``FILE_LINES`` lines or more."""
+    counts = {m.file: len(m.text.splitlines()) for m in modules.values()}
+    return [f"{file}: {n} lines, {FILE_LINES} or more" for file, n in counts.items() if n >= FILE_LINES]
+
+
+def functions(modules: Modules) -> Iterator[tuple[Module, Function, int]]:
+    """Each function and its length in lines, without its docstring."""
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, Function):
+                first = node.body[0]
+                doc = first if ast.get_docstring(node, clean=False) is not None else None
+                length = (node.end_lineno or 0) - node.lineno + 1
+                yield module, node, length - ((doc.end_lineno or 0) - doc.lineno + 1 if doc else 0)
+
+
+def long_functions(modules: Modules) -> list[str]:
+    """Functions above the hard limit; those above the wished one too, when more than one in ten is."""
+    sizes = list(functions(modules))
+    wished = [(m, f, n) for m, f, n in sizes if n > FUNCTION_LINES_WISHED]
+    if len(wished) <= FUNCTIONS_THAT_MAY_BE_LONGER * len(sizes):
+        wished = [(m, f, n) for m, f, n in wished if n > FUNCTION_LINES]
+    return [module.at(node, f"{node.name} has {n} lines") for module, node, n in wished]
+
+
+Rule = Callable[[Modules], list[str]]
+RULES: tuple[Rule, ...] = (
+    upward_imports,
+    import_cycles,
+    foreign_uses,
+    global_statements,
+    shared_state,
+    long_files,
+    long_functions,
+)
