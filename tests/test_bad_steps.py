@@ -55,6 +55,13 @@ def writes_parameter(p: Any, x: Tensor) -> Tensor:
 
 
 @fs.unit
+def writes_parameter_plainly(p: Any, x: Tensor) -> Tensor:
+    """Not pure, and PyTorch itself refuses it."""
+    p["w"] += 1.0
+    return F.linear(x, p["w"])
+
+
+@fs.unit
 def leaks_parameter(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a view of its parameter."""
     return F.linear(x, p["w"]), p["w"].t()
@@ -89,6 +96,11 @@ BAD_LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str, tuple[str, ...]]] = 
         _with(writes_parameter),
         "UnitError",
         ("writes_parameter(middle", "parameter middle.w", "clone"),
+    ),
+    "writes plainly into its parameter": (
+        _with(writes_parameter_plainly),
+        "UnitError",
+        ("writes_parameter_plainly(middle", "middle.w", "clone"),
     ),
     "returns a parameter": (
         _with(leaks_parameter),
@@ -253,9 +265,7 @@ def test_a_batch_whose_rows_differ_between_ranks(pool: Pools, at: int) -> None:
 
 
 def test_a_batch_that_microbatches_do_not_divide(pool: Pools) -> None:
-    alike(
-        _disturb(pool, 2, "uneven microbatches", 1), "BatchError", ("accumulate=3", "[4, 6]", "multiple of 3")
-    )
+    alike(_disturb(pool, 2, "uneven microbatches", 1), "BatchError", ("accumulate=3", "[4, 6]", "multiple of 3"))
 
 
 @pytest.mark.parametrize("world", [1, 2])

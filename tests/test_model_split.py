@@ -1,4 +1,4 @@
-"""split: a module as a parameter tree and a pure function. The oracle is the module itself, or functional_call."""
+"""split: a module as a parameter tree and a pure function. The oracle is the module itself."""
 
 import copy
 from collections.abc import Callable
@@ -7,117 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fshard import tree
 from fshard.errors import PlanError, TreeError, UnitError
-from fshard.model import Slot, Unit, attach, split
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
-
-    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        scores = q @ k.transpose(-1, -2) * self.scale
-        if mask is not None:
-            scores = scores + mask
-        return self.proj(scores.softmax(-1) @ v)
-
-
-class Block(nn.Module):
-    """Returns a tuple, as the blocks of Hugging Face models do."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attn = Attention(width)
-        self.gain = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        y = self.attn(self.norm(x), mask=mask)
-        return x + self.gain * y, {"norm": y.norm()}
-
-
-class Net(nn.Module):
-    """Direct parameters, a tied head, code that indexes, tests and reads into its blocks."""
-
-    def __init__(self, width: int = 8, depth: int = 3) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((width,), 1.5))
-        self.embed = nn.Embedding(11, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.head = nn.Linear(width, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.embed(ids) * self.scale
-        norms = []
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            x, aux = block(x, mask=mask)
-            norms.append(aux["norm"])
-        x = x + self.blocks[0].attn.qkv.weight.mean() + self.blocks[-1].gain.sum()
-        return {"logits": self.head(x), "norms": torch.stack(norms)}
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.BatchNorm1d(4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Recorder:
-    """An engine that notes the calls it gets and runs them as they are."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Unit, tuple[str, ...]]] = []
-
-    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.calls.append((unit, tuple(path for path, _ in tree.paths(params))))
-        plain = tree.map(lambda leaf: leaf.detach(), params)
-        return unit.fn(plain, *args, **kwargs)
-
-    def mark(self, params: dict[str, Any]) -> dict[str, Any]:
-        marked = {path: leaf.detach() for path, leaf in tree.paths(params)}
-        for path, leaf in marked.items():
-            attach(leaf, Slot(self, path))
-        return tree.nest(marked)
-
-
-def flat(nested: dict[str, Any]) -> dict[str, Any]:
-    return dict(tree.paths(nested))
-
-
-def equal(a: Any, b: Any) -> None:
-    one, spec = tree.flatten(a)
-    two, other = tree.flatten(b)
-    assert spec == other
-    for x, y in zip(one, two, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
-
-
-def close(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-IDS = torch.tensor([[1, 2, 3], [4, 5, 10]])
-
-
-# ---------------------------------------------------------------------------------------------- data
+from fshard.model import split
+from tests.split_cases import IDS, Block, Net, Recorder, close, equal, flat
 
 
 def test_params_are_the_modules_own_tensors_in_its_order() -> None:
@@ -146,7 +40,8 @@ def test_the_users_module_is_not_touched() -> None:
     model.apply(model.params, IDS)
     after = [(id(m), dict(vars(m)), list(m._parameters.items())) for m in net.modules()]
     assert [(a, b) for a, b, _ in before] == [(a, b) for a, b, _ in after]
-    assert all(x is y for (_, _, p), (_, _, q) in zip(before, after, strict=True) for (_, x), (_, y) in zip(p, q, strict=True))
+    for (_, _, old), (_, _, new) in zip(before, after, strict=True):
+        assert all(x is y for (_, x), (_, y) in zip(old, new, strict=True))
 
 
 def test_the_copy_has_no_memory() -> None:
@@ -155,10 +50,6 @@ def test_the_copy_has_no_memory() -> None:
     assert set(held) == {"meta"}
     model.apply(model.params, IDS)
     assert {leaf.device.type for leaf in model._body.module.parameters()} == {"meta"}
-
-
-# ---------------------------------------------------------------------------------------------- apply
-
 
 @pytest.mark.parametrize("units", [(), "blocks.*", (Block,), ("blocks.*", "head"), ("blocks.*.attn",), (nn.Linear,)])
 def test_apply_equals_the_module(units: Any) -> None:
@@ -251,100 +142,6 @@ def test_calls_nest() -> None:
     outer = split(nn.Sequential(nn.Linear(2, 2), Inside()))
     assert outer.apply(outer.params, x).abs().sum() == 0
     equal(model.apply(model.params, x), expected)
-
-
-# ---------------------------------------------------------------------------------------------- containers
-
-
-class Containers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.many = nn.ParameterList([torch.randn(3) for _ in range(2)])
-        self.named = nn.ParameterDict({"left": torch.randn(3), "right": torch.randn(3)})
-        self.mods = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Sequential(nn.Linear(3, 3), nn.GELU())})
-        self.plain = [self.mods["a"]]
-
-    def forward(self, x: Tensor, *, flip: bool = False) -> tuple[Tensor, list[Tensor]]:
-        for p in self.many:
-            x = x + p
-        for key in self.named:
-            x = x * self.named[key]
-        order = sorted(self.mods, reverse=flip)
-        outs = [self.mods[key](x) for key in order]
-        return self.plain[0](x), outs
-
-
-@pytest.mark.parametrize("units", [(), "mods.*", (nn.Linear,), ("many",), ("mods.b",)])
-def test_containers(units: Any) -> None:
-    net = Containers()
-    x = torch.randn(2, 3)
-    if units == ("many",):
-        with pytest.raises(PlanError, match=r"many: ParameterList"):
-            split(net, units)
-        return
-    model = split(net, units)
-    for flip in (False, True):
-        equal(model.apply(model.params, x, flip=flip), net(x, flip=flip))
-
-
-def test_a_reference_in_a_plain_list_is_the_unit_too() -> None:
-    net = Containers()
-    model = split(net, "mods.*")
-    engine = Recorder()
-    equal(model.apply(engine.mark(model.params), torch.ones(1, 3)), net(torch.ones(1, 3)))
-    assert [unit.name for unit, _ in engine.calls] == ["mods.a", "mods.b", "mods.a"]
-
-
-def test_a_module_without_parameters_and_without_units() -> None:
-    model = split(nn.GELU())
-    assert model.params == {} and model.units == ()
-    equal(model.apply({}, torch.ones(2)), nn.GELU()(torch.ones(2)))
-
-
-@pytest.mark.parametrize("make", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_modules(make: Any) -> None:
-    module = nn.Sequential(make(3, 4, num_layers=2, bidirectional=True))
-    x = torch.randn(5, 2, 3)
-    for units in ((), "0"):
-        model = split(module, units)
-        equal(model.apply(model.params, x), module(x))
-        double = tree.map(lambda leaf: 2 * leaf, model.params)
-        equal(model.apply(double, x), functional_call(module, flat(double), (x,)))
-        equal(model.apply(model.params, x), module(x))
-
-
-def test_torchs_own_transformer() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = torch.randn(2, 5, 8)
-    for mode in (True, False):
-        net.train(mode)
-        model = split(net, nn.TransformerEncoderLayer)
-        with torch.no_grad():
-            close(model.apply(model.params, x), net(x))
-
-
-# ---------------------------------------------------------------------------------------------- parametrizations
-
-
-def test_parametrizations_and_weight_norm() -> None:
-    nets = [
-        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2)),
-        nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)), nn.Linear(3, 2)),
-    ]
-    with pytest.warns(FutureWarning):
-        nets.append(nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2)))
-    x = torch.randn(2, 3)
-    for net in nets:
-        for units in ((), "*"):
-            model = split(net, units)
-            equal(model.apply(model.params, x), net(x))
-            double = tree.map(lambda leaf: 2 * leaf, model.params)
-            close(model.apply(double, x), functional_call(net, flat(double), (x,)))
-
-
-# ---------------------------------------------------------------------------------------------- units
-
 
 def test_units_get_their_subtree_and_keep_their_identity() -> None:
     net = Net()
@@ -455,194 +252,6 @@ def test_other_methods_of_a_unit_and_calls_into_it_are_plain_code() -> None:
     x = torch.randn(2, 3, 4)
     equal(model.apply(engine.mark(model.params), x), net(x))
     assert engine.calls == []
-
-
-# ---------------------------------------------------------------------------------------------- torch.func
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own forward-mode rules
-@pytest.mark.parametrize("units", [(), "blocks.*"])
-def test_transforms_equal_functional_call(units: Any) -> None:
-    net = Net()
-    model = split(net, units)
-
-    def ours(params: Any, ids: Tensor) -> Tensor:
-        return model.apply(params, ids)["logits"].square().mean()
-
-    def theirs(params: Any, ids: Tensor) -> Tensor:
-        return functional_call(net, params, (ids,))["logits"].square().mean()
-
-    plain = {path: leaf.detach() for path, leaf in net.named_parameters()}
-    direction = {path: torch.randn_like(leaf) for path, leaf in plain.items()}
-    nested = tree.nest(direction)
-    close(flat(torch.func.grad(ours)(model.params, IDS)), torch.func.grad(theirs)(plain, IDS))
-    close(
-        torch.func.jvp(lambda p: ours(p, IDS), (model.params,), (nested,)),
-        torch.func.jvp(lambda p: theirs(p, IDS), (plain,), (direction,)),
-    )
-    close(
-        flat(torch.vmap(torch.func.grad(ours), in_dims=(None, 0))(model.params, IDS)),
-        torch.vmap(torch.func.grad(theirs), in_dims=(None, 0))(plain, IDS),
-    )
-    close(
-        flat(torch.func.jvp(lambda p: torch.func.grad(ours)(p, IDS), (model.params,), (nested,))[1]),
-        torch.func.jvp(lambda p: torch.func.grad(theirs)(p, IDS), (plain,), (direction,))[1],
-    )
-
-
-def test_an_ensemble_by_vmap_over_parameters_and_buffers() -> None:
-    nets = [Normed() for _ in range(3)]
-    params, buffers = torch.func.stack_module_state(nets)  # type: ignore[arg-type]
-    x = torch.randn(5, 4)
-    for units in ((), "blocks.*"):
-        model = split(nets[0], units)
-
-        def member(p: Any, b: Any, model: Any = model) -> Any:
-            return model.apply(p, x, buffers=b)
-
-        stacked = tree.nest({path: leaf.detach() for path, leaf in params.items()})
-        out, new = torch.vmap(member)(stacked, tree.nest(buffers))
-        for i, net in enumerate(copy.deepcopy(nets)):
-            close(out[i], net(x))
-            for path, buffer in net.named_buffers():
-                close(flat(new)[path][i], buffer)
-
-
-# ---------------------------------------------------------------------------------------------- buffers
-
-
-@pytest.mark.parametrize("units", [(), "blocks.*", "stem", nn.BatchNorm1d])
-@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_changed_buffers_are_returned_and_never_written(units: Any, guard: Any) -> None:
-    net = Normed()
-    model = split(net, units)
-    x = torch.randn(6, 4)
-    given = tree.map(torch.clone, model.buffers)
-    before = tree.map(torch.clone, model.buffers)
-    with guard():
-        out, new = model.apply(model.params, x, buffers=given)
-    equal(given, before)
-    equal(model.buffers, before)
-    mirror = copy.deepcopy(net)
-    equal(out.detach(), mirror(x).detach())
-    equal(flat(new), {path: buffer for path, buffer in mirror.named_buffers()})
-    out, new = model.apply(model.params, x, buffers=new)
-    equal(out, mirror(x))
-    equal(flat(new), {path: buffer for path, buffer in mirror.named_buffers()})
-
-
-@pytest.mark.parametrize("units", [(), "blocks.*"])
-@pytest.mark.parametrize("guard", [torch.enable_grad, torch.inference_mode])
-def test_unchanged_buffers_are_the_same_tensors(units: Any, guard: Any) -> None:
-    net = Normed().eval()
-    model = split(net, units)
-    with guard():
-        _, new = model.apply(model.params, torch.randn(2, 4), buffers=model.buffers)
-    same = {path for path, buffer in tree.paths(new) if buffer is flat(model.buffers)[path]}
-    assert same == set(flat(model.buffers)) - {"calls"}
-
-
-@pytest.mark.parametrize("units", [(), "blocks.*"])
-def test_a_change_without_buffers_is_an_error_naming_them(units: Any) -> None:
-    model = split(Normed(), units)
-    with pytest.raises(UnitError, match=r"(?s)calls.*stem\.running_mean.*blocks\.1\.1\.running_var.*buffers=buffers"):
-        model.apply(model.params, torch.randn(3, 4))
-    with pytest.raises(UnitError, match="blocks.0.1.num_batches_tracked"):
-        torch.func.grad(lambda p: model.apply(p, torch.randn(3, 4)).sum())(model.params)
-
-
-def test_buffers_through_grad_with_aux() -> None:
-    net = Normed()
-    model = split(net, "blocks.*")
-    x = torch.randn(3, 4)
-
-    def loss(p: Any, b: Any) -> Any:
-        out, new = model.apply(p, x, buffers=b)
-        return out.square().sum(), new
-
-    _, new = torch.func.grad(loss, has_aux=True)(model.params, model.buffers)
-    net(x)
-    equal(flat(new), dict(net.named_buffers()))
-
-
-def test_a_unit_called_twice_sees_its_own_change() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-            self.same = self.norm
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.same(self.norm(x)) + self.norm.running_mean
-
-    net = Twice()
-    model = split(net, "norm")
-    x = torch.randn(5, 3)
-    out, new = model.apply(model.params, x, buffers=model.buffers)
-    equal(out, net(x))
-    equal(flat(new), {path: buffer for path, buffer in net.named_buffers()})
-
-
-class Statistics(nn.Module):
-    """A batch normalization of its own: the kernel writes the statistics, and no version counter tells."""
-
-    def __init__(self, frozen: bool = False) -> None:
-        super().__init__()
-        self.frozen = frozen
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("var", torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.batch_norm(x, self.mean, self.var, training=not self.frozen)
-
-
-@pytest.mark.parametrize("units", [(), "0"])
-def test_statistics_that_a_kernel_writes_silently(units: Any) -> None:
-    x = torch.randn(5, 3)
-    net = nn.Sequential(Statistics())
-    model = split(net, units)
-    with pytest.raises(UnitError, match=r"(?s)0\.mean.*0\.var"):
-        model.apply({}, x)
-    out, new = model.apply({}, x, buffers=model.buffers)
-    assert model.buffers["0"]["mean"].abs().sum() == 0
-    equal(out, net(x))
-    equal(flat(new), dict(net.named_buffers()))
-    frozen = split(nn.Sequential(Statistics(frozen=True)), units)
-    equal(frozen.apply({}, x), nn.Sequential(Statistics(frozen=True))(x))
-
-
-@pytest.mark.parametrize("norm", [nn.InstanceNorm1d(4, track_running_stats=True), nn.BatchNorm1d(4, momentum=None)])
-def test_running_statistics_of_torchs_own_norms(norm: nn.Module) -> None:
-    x = torch.randn(5, 4, 6)
-    model = split(norm)
-    _, new = model.apply(model.params, x, buffers=model.buffers)
-    norm(x)
-    equal(flat(new), dict(norm.named_buffers()))
-
-
-def test_replaced_buffers_and_buffers_with_a_history() -> None:
-    class Average(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(2, 2)
-            self.register_buffer("mean", torch.zeros(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.lin(x)
-            self.mean = 0.9 * self.mean + 0.1 * y.mean(0)
-            return y - self.mean
-
-    net = nn.Sequential(Average())
-    for units in ((), "0"):
-        model = split(net, units)
-        params = tree.map(lambda leaf: leaf.clone().requires_grad_(), model.params)
-        out, new = model.apply(params, torch.ones(3, 2), buffers=model.buffers)
-        assert not new["0"]["mean"].requires_grad and out.requires_grad
-        equal(new["0"]["mean"], 0.1 * net[0].lin(torch.ones(3, 2)).mean(0).detach())
-
-
-# ---------------------------------------------------------------------------------------------- errors
-
 
 def test_all_problems_of_a_tree_come_in_one_error() -> None:
     model = split(Net(), "blocks.*")

@@ -64,16 +64,17 @@ def _product() -> list[Config]:
 
 EVERY = [
     *_product(),
-    *(Config(opt, True, 2, reshard, prefetch=1) for opt in ("sgd", "adamw") for reshard in (True, False)),
-    *(Config(opt, True, 2, True, 2, debug=True) for opt in ("sgd", "adamw")),
+    Config("sgd", True, 2, reshard=True, prefetch=1),
+    Config("sgd", True, 2, reshard=False, prefetch=2, debug=True),
+    Config("adamw", True, 2, reshard=True, prefetch=3),
     Config("sgd", debug=True),
-    Config("adamw", True, 1, False, 3, debug=True),
+    Config("adamw", True, 1, reshard=False, prefetch=3, debug=True),
     Config("sgd", reduces=4),
     Config("sgd", reduces=1),
     Config("adamw", donate=False),
 ]
 
-SOME = [  # each value of each option, and each pair of (reshard, prefetch), in a quarter of the runs
+SOME = [  # every pair of (reshard, prefetch), with every other option on and off
     Config("sgd", False, reshard=True, prefetch=0),
     Config("sgd", False, reshard=False, prefetch=1),
     Config("sgd", True, reshard=True, prefetch=3),
@@ -136,11 +137,7 @@ def _compare(name: str, config: Config, ranks: Sequence[Run]) -> list[str]:
     """How the runs of one configuration differ from the reference, or from each other."""
     want, got = _expected(name, config.opt, config.clip), ranks[0]
     out = [f"rank {i}: {problem}" for i, run in enumerate(ranks) for problem in run.problems[:2]]
-    out += [
-        f"rank {i} saw other losses or norms than rank 0"
-        for i, run in enumerate(ranks)
-        if not _same(run, got)
-    ]
+    out += [f"rank {i} saw other losses or norms than rank 0" for i, run in enumerate(ranks) if not _same(run, got)]
     out += _far("loss", got.losses, want.losses, LOSS_TOLERANCE[config.opt])
     out += _far("grad_norm", got.norms, want.norms, NORM_TOLERANCE * max(want.norms))
     if got.params.keys() != want.params.keys():
@@ -168,9 +165,7 @@ def _far(what: str, got: list[float], want: list[float], tolerance: float) -> li
 def _unlike(config: Config, run: Run, first: Run) -> list[str]:
     """Where a run differs in any bit from the first of equal ``values``."""
     if not _same(run, first):
-        at = next(
-            i for i in range(STEPS) if (run.losses[i], run.norms[i]) != (first.losses[i], first.norms[i])
-        )
+        at = next(i for i in range(STEPS) if (run.losses[i], run.norms[i]) != (first.losses[i], first.norms[i]))
         return [f"values change with the schedule, from step {at}"]
     leaves = [path for path, leaf in run.params.items() if not torch.equal(leaf, first.params[path])]
     return [f"values change with the schedule: {leaves}"] if leaves else []
@@ -195,19 +190,17 @@ def test_clipping_bites(name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["gpt", "odd"])
-def test_every_schedule_equals_one_process(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, EVERY)
+def test_every_schedule_equals_one_process(pool: Pools, world: int) -> None:
+    _check(pool, world, "gpt", EVERY)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", sorted(zoo.EXAMPLES.keys() - {"gpt", "odd"}))
+@pytest.mark.parametrize("name", sorted(zoo.EXAMPLES.keys() - {"gpt"}))
 def test_every_program_equals_one_process(pool: Pools, world: int, name: str) -> None:
     _check(pool, world, name, SOME)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["gpt", "conv", "skipping"])
+@pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 4), ("conv", 4), ("skipping", 4)])
 def test_replicas_of_shards_equal_one_process(pool: Pools, world: int, name: str) -> None:
     _check(pool, world, name, SOME, ((2, -1), ("replica", "shard")))
 

@@ -122,7 +122,7 @@ class Body:
         try:
             with self._tracker.watch() as watch:
                 out = self._run_plainly(params, args, kwargs)
-            changed = {self.buffers.paths[i]: new for i, new in self._tracker.changed(own, versions, watch)}
+            changed = {self.buffers.paths[i]: new for i, new in self._tracker.changed(buffers, own, versions, watch)}
         finally:
             self.buffers.restore(saved)
         return out, changed

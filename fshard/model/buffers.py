@@ -4,13 +4,15 @@ Buffers are bound as clones, so that those given are never written. A change is 
 by its replacement in the module. Two things escape the counter: writes inside of ``vmap``, and the kernels of batch
 normalization, which write the running statistics without declaring it.
 
-A clone costs one small kernel a buffer and call. There is no cheaper way that is always right: a module may change any
-of its buffers in place, on any call.
+There is no way without clones that is always right: a module may change any of its buffers in place, on any call. Small
+ones are cloned on every call, which costs about a microsecond. The clone of a large one (an attention mask), which the
+last call left alone, is bound again as long as its version counter and the original's say that they are equal.
 """
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +24,30 @@ Place = tuple[dict[str, Any], str]
 """A dict of some module (``_parameters`` or ``_buffers``) and a name in it."""
 
 
+_LARGE = 1 << 14
+"""Bytes from which a clone is worth keeping."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A clone, and the original that it was equal to at these versions."""
+
+    original: Tensor
+    original_version: int
+    clone: Tensor
+    version: int
+
+    def serves(self, buffer: Tensor) -> bool:
+        return (
+            buffer is self.original
+            and buffer._version == self.original_version
+            and self.clone._version == self.version
+            and _plain()
+        )
+
+
 class Tracker:
-    """Binds nothing; makes the clones for one module, and tells which of them a call changed.
+    """Makes the clones for one module, and tells which of them a call changed.
 
     Args:
         module: the module whose calls are tracked.
@@ -35,6 +59,7 @@ class Tracker:
         self._sources = [some[0] for some in places]
         self._leaders: dict[int, int] = {}
         self._watched = False
+        self._kept: dict[int, _Kept] = {}
         for owner in module.modules():
             if owner._buffers and _writes_silently(owner):
                 self._watched = True
@@ -48,27 +73,35 @@ class Tracker:
 
     def clones(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Clones to bind, which have version counters."""
-        if torch.is_inference_mode_enabled() and buffers:
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return [buffer.clone() for buffer in buffers]
-        return [buffer.clone() for buffer in buffers]
+                return [self._clone(i, buffer) for i, buffer in enumerate(buffers)]
+        return [self._clone(i, buffer) for i, buffer in enumerate(buffers)]
 
     def watch(self) -> "Watch | nullcontext[None]":
         """What must be entered for the time of the call."""
         return Watch() if self._watched else nullcontext()
 
     def changed(
-        self, own: Sequence[Tensor], versions: Sequence[int], watch: "Watch | None"
+        self, given: Sequence[Tensor], own: Sequence[Tensor], versions: Sequence[int], watch: "Watch | None"
     ) -> Iterator[tuple[int, Any]]:
         """The number and the new value of each buffer that changed; to be called while they are bound."""
+        written = watch.written if watch is not None else ()
         now = [entries[name] for entries, name in self._sources]
         moved = [
-            new is not old or new._version != version or _batched(new) or (watch is not None and id(new) in watch.written)
+            new is not old or new._version != version or id(new) in written or _batched(new)
             for new, old, version in zip(now, own, versions, strict=True)
         ]
         for i, new in enumerate(now):
             if moved[i] or moved[self._leaders.get(i, i)]:
                 yield i, new
+            elif i not in self._leaders and not self._watched and _keepable(given[i], new):
+                self._kept[i] = _Kept(given[i], given[i]._version, new, new._version)
+
+    def _clone(self, i: int, buffer: Tensor) -> Tensor:
+        # Taken out for the time of the call, so that a call inside of this one gets a clone of its own.
+        kept = self._kept.pop(i, None) if self._kept else None
+        return kept.clone if kept is not None and kept.serves(buffer) else buffer.clone()
 
 
 class Watch(TorchFunctionMode):
@@ -120,8 +153,23 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(const)
 
 
+def _plain() -> bool:
+    """Whether no transform and no mode is at work, inside of which a tensor from outside would be a constant."""
+    return torch._C._functorch.peek_interpreter_stack() is None and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _keepable(original: Tensor, clone: Tensor) -> bool:
+    return (
+        clone.nbytes >= _LARGE
+        and not clone.requires_grad
+        and type(clone) is type(original) is Tensor
+        and not original.is_inference()
+        and _plain()
+    )
+
+
 def _batched(tensor: Any) -> bool:
-    """Whether a tensor is inside of ``vmap``: writing to it there does not raise its version, so it counts as changed."""
+    """Whether a tensor is inside of ``vmap``: a write there does not raise its version, so it counts as changed."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):

@@ -81,11 +81,16 @@ class TruncNormal:
     b: float
 
     def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
-        low, high = (math.erf((cut - self.mean) / (self.std * math.sqrt(2))) for cut in (self.a, self.b))
+        low, high = self._mass()
         # The middle of each of the 2**32 cells: the inverse error function is infinite at the ends.
         middle = random.uniform(key, index).add_(2.0**-33)
         drawn = middle.mul_(high - low).add_(low).erfinv_().mul_(self.std * math.sqrt(2)).add_(self.mean)
         return drawn.clamp_(self.a, self.b).float()
+
+    def _mass(self) -> tuple[float, float]:
+        """The error function at both cuts: twice the mass below them, less one."""
+        scale = self.std * math.sqrt(2)
+        return math.erf((self.a - self.mean) / scale), math.erf((self.b - self.mean) / scale)
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,11 @@ def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float 
     """Normal, cut off at ``a`` and ``b``: values, as in ``torch.nn.init``, and not multiples of ``std``."""
     if not a < b or std <= 0:
         raise ValueError(f"trunc_normal needs a < b and std > 0, but got std={std}, a={a}, b={b}")
-    return TruncNormal(std, mean, a, b)
+    made = TruncNormal(std, mean, a, b)
+    low, high = made._mass()
+    if high - low < 1e-6:
+        raise ValueError(f"trunc_normal: [{a}, {b}] lies too far from mean {mean} for std {std}: it holds no mass")
+    return made
 
 
 def kaiming_uniform(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fshard import errors, tree
-from fshard.model.bind import Binding, Body, Place, find_places, tied
+from fshard.model.bind import Binding, Body, find_places, tied
+from fshard.model.buffers import Place
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
 from fshard.model.unit import Unit

@@ -77,7 +77,7 @@ def unit(fn: Callable[..., Any]) -> Unit:
     """Mark a hand-written pure function as a unit. Usable as a decorator.
 
     Args:
-        fn: ``fn(params, *args, **kwargs)``, where ``params`` is the tree of parameters that it reads, given by position.
+        fn: ``fn(params, *args, **kwargs)``; ``params``, given by position, is the tree of parameters that it reads.
             It must not write to its arguments, and must read no tensor but those.
 
     Returns:
@@ -99,19 +99,13 @@ def unit(fn: Callable[..., Any]) -> Unit:
 
 
 def _first_slot(params: Tree) -> Slot | None:
-    # An engine marks every leaf, so the first one nearly always tells; a whole flattening costs ten times as much.
-    first = params
-    while type(first) is dict and first:
-        first = next(iter(first.values()))
-    slot: Slot | None = getattr(first, _ATTRIBUTE, None)
-    if slot is None and isinstance(params, (dict, list, tuple)):
-        slot = _any_slot(params)
-    return slot
-
-
-def _any_slot(params: Tree) -> Slot | None:
-    for leaf in tree.leaves(params):
-        slot: Slot | None = getattr(leaf, _ATTRIBUTE, None)
-        if slot is not None:
-            return slot
-    return None
+    # Nested dicts are walked here: on the path of every call, optree's flattening would cost five times as much.
+    if type(params) is dict:
+        for below in params.values():
+            slot = _first_slot(below)
+            if slot is not None:
+                return slot
+        return None
+    if isinstance(params, Tensor):
+        return slot_of(params)
+    return next((slot for slot in map(slot_of, tree.leaves(params)) if slot is not None), None)

@@ -76,7 +76,7 @@ class sgd:  # noqa: N801 - reads as the function it is in a train script
         # The first gradient enters the momentum whole, later ones dampened. That it is the first is read off
         # the step number, not off a missing buffer: so the state has one shape for ever, and resumes.
         first = step == 1
-        if params[0].device.type == "cpu" and params[0].dtype in ():
+        if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
             if found_inf is None or found_inf.item() != 1:
                 for param, grad, state in zip(params, grads, states, strict=True):
                     scaled = grad.float() if grad_scale is None else grad.float() / grad_scale

@@ -67,7 +67,7 @@ class Actions:
         self.touched.clear()
         self.summed.clear()
         for slots in self.slots.groups:
-            if slots.full is None:
+            if slots.group.parts == 1:
                 slots.bind_resident(shards[slots.group.id])
 
     def perform(self, op: Op) -> None:
@@ -81,7 +81,7 @@ class Actions:
 
     def live(self, group: str) -> bool:
         """Whether units can read this group now."""
-        return group in self.readable or self.by_name[group].full is None
+        return group in self.readable or self.by_name[group].group.parts == 1
 
     def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
         """Put gradients of some leaves of a group into its flat gradient; what is missing is zero."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard.errors import BatchError, CommError, PeerError, ScheduleError, lines
 from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import Lane, exchange, exchange_text
 from fshard.runtime.commit import FAILED, OK, RETRY, Tally, Verdict
-from fshard.runtime.executor import Mispredicted, diverged
+from fshard.runtime.engine import Mispredicted
+from fshard.runtime.executor import diverged
 
 FAILURE = "!"
 """Begins the text of a rank that failed, where ranks exchange requests."""
@@ -30,14 +30,12 @@ class Outcome:
         verdict: what all ranks learned; None until they voted.
         failure: what this rank's program raised.
         aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
-        outer: the gradients that code outside of units has in the microbatch under way, by group.
     """
 
     tally: Tally = field(default_factory=Tally)
     verdict: Verdict | None = None
     failure: BaseException | None = None
     aux: list[Any] = field(default_factory=list)
-    outer: dict[int, list[Tensor | None]] = field(default_factory=dict)
 
 
 def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: BaseException | None) -> list[int]:

@@ -10,16 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from fshard.errors import CommError, ScheduleError
-from fshard.schedule.ops import Call, Op, Program
+from fshard.runtime.engine import Mispredicted
+from fshard.schedule.ops import ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule
 
 COMPUTE = frozenset(("forward", "backward"))
 EAGER = frozenset(("update", "gather", "free", "reduce"))
 """Ops that never wait, so they are issued as soon as the compute op before them is over."""
-
-
-class Mispredicted(Exception):  # noqa: N818 - not an error: the step runs again
-    """The program called a unit that the schedule does not expect from here on."""
 
 
 Positions = Mapping[tuple[str, str, int, int], int]
@@ -65,6 +62,14 @@ class Scheduled:
 
     def end_microbatch(self) -> None:
         """Nothing to add: the schedule holds it."""
+
+    def readable(self, groups: Sequence[int]) -> bool:
+        """Whether all of these groups can be read now."""
+        return all(self.actions.live(self.schedule.groups[g].name) for g in groups)
+
+    def outside(self, group: int) -> bool:
+        """Whether the schedule keeps this group for code outside of units."""
+        return group in self.schedule.program.reads[ROOT]
 
     def finish(self) -> None:
         """Run to the end of the schedule."""
@@ -114,7 +119,7 @@ class OnDemand:
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Gather what the unit reads, if it is not there."""
-        if unit != "root":
+        if unit != ROOT:
             for group in self.reads(unit):
                 self.demand(group)
             calls = self.forward if kind == "forward" else self.backward
@@ -137,6 +142,14 @@ class OnDemand:
 
     def settle(self) -> None:
         """Nothing runs ahead on demand."""
+
+    def readable(self, groups: Sequence[int]) -> bool:
+        """What was gathered stays."""
+        return all(self.actions.live(self.names[g]) for g in groups)
+
+    def outside(self, group: int) -> bool:
+        """What is gathered is there for everybody."""
+        return True
 
     def end_microbatch(self) -> None:
         """Reduce what the microbatch's backward left."""
@@ -163,7 +176,8 @@ class Tracing:
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Note the call."""
-        (self.forward if kind == "forward" else self.backward).append(Call(unit, index))
+        if unit != ROOT:
+            (self.forward if kind == "forward" else self.backward).append(Call(unit, index))
 
     def touch(self, group: int) -> None:
         """Note that code outside of units reads this group."""
@@ -172,12 +186,20 @@ class Tracing:
     def settle(self) -> None:
         """Nothing to run."""
 
+    def readable(self, groups: Sequence[int]) -> bool:
+        """Fake leaves are always there."""
+        return True
+
+    def outside(self, group: int) -> bool:
+        """It is noted, not judged."""
+        return True
+
 
 def program_of(seen: Tracing | OnDemand, reads: Mapping[str, Sequence[int]]) -> Program:
     """The program that an executor saw: its calls, what each unit reads, and what the code between units reads."""
     used = {call.unit for call in seen.forward}
     table = {unit: tuple(groups) for unit, groups in reads.items() if unit in used}
-    return Program(tuple(seen.forward), tuple(seen.backward), {**table, "root": tuple(sorted(seen.glue))})
+    return Program(tuple(seen.forward), tuple(seen.backward), {**table, ROOT: tuple(sorted(seen.glue))})
 
 
 def diverged(requests: Sequence[str]) -> ScheduleError:

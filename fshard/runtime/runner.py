@@ -10,7 +10,7 @@ from fshard.errors import PlanError
 from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, uneven_rows
 from fshard.runtime.batch import check_device, microbatches, signature
 from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
-from fshard.runtime.executor import Mispredicted, OnDemand, Scheduled, program_of
+from fshard.runtime.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.loss import check_differentiable, number, read_loss
 from fshard.runtime.prepare import Prepared, Workshop
 from fshard.runtime.trace import Found, GlueWatch, trace
@@ -143,12 +143,10 @@ class Runner:
                 else:
                     with torch.no_grad():
                         outcome.aux.append(self._call(prepared, executor, part))
-                executor.reach("backward", ROOT, 0)
-                if self.workshop.train:
-                    engine.sink_outer(outcome.outer)
+                    executor.reach("backward", ROOT, 0)
                 executor.end_microbatch()
         finally:
-            engine.executor = None
+            engine.stop()
 
     def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any) -> Any:
         engine = prepared.engine
@@ -169,11 +167,7 @@ class Runner:
         )
         outcome.aux.append(loss.aux)
         seed = torch.full_like(loss.total, 1.0 / self.parts)
-        outcome.outer = prepared.engine.outer_gradients(loss.total, seed)
-        if isinstance(executor, Scheduled):
-            known = executor.schedule.program.reads[ROOT]
-            if any(group not in known for group in outcome.outer):
-                raise Mispredicted("code outside of units reads a group that the schedule does not keep for it")
+        prepared.engine.differentiate(loss.total, seed)
 
     def _vote(self, prepared: Prepared, outcome: Outcome) -> None:
         assert self.workshop.lanes is not None

@@ -49,7 +49,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note slot leaves among the arguments, then run the op."""
-        if not self.engine.inside:
+        if not self.engine.inside and not self.engine.differentiating:
             for leaf in tree.leaves((args, kwargs or {})):
                 slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
                 if slot is not None and slot.engine is self.engine:
@@ -83,7 +83,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
     except VALUES_NEEDED:
         return None
     finally:
-        engine.executor = None
+        engine.stop()
     groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
     return Found(program_of(seen, groups), weighted)
 
@@ -93,13 +93,12 @@ def _fake_leaves(engine: Engine, plan: Plan) -> None:
         for number, leaf in enumerate(slots.group.leaves):
             fake = torch.empty(leaf.compute_shape, dtype=leaf.dtype, device=plan.mesh.device)
             engine.slots.replace(slots, number, fake.requires_grad_(leaf.trainable))
-    engine.anchor = torch.zeros((), device=plan.mesh.device, requires_grad=True)
 
 
 def _backward(engine: Engine, result: Any) -> bool:
     loss = read_loss(result)
     check_differentiable(loss)
-    engine.outer_gradients(loss.total, torch.ones_like(loss.total))
+    engine.differentiate(loss.total, torch.ones_like(loss.total))
     return loss.count is not None
 
 

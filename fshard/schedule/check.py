@@ -76,6 +76,14 @@ class _Run:
         self.groups = self._fresh()
         self.held: dict[str, None] = {}  # slots taken by groups that may not stay
         self.root = self.names[ROOT]
+        self.verbs = {
+            "update": self._update,
+            "gather": self._gather,
+            "wait": self._wait,
+            "free": self._free,
+            "reduce": self._reduce,
+            "collect": self._collect,
+        }
         self.in_flight = 0
         self.reductions = 0  # of the microbatch that runs
         self.reduced_groups = sum(g.trainable and g.reduced for g in schedule.groups) if schedule.train else 0
@@ -107,7 +115,7 @@ class _Run:
         elif op.kind == "commit":
             yield from self._commit(at)
         elif op.kind != "agree":
-            yield from getattr(self, f"_{op.kind}")(at, op, self.groups[op.target])
+            yield from self.verbs[op.kind](at, op, self.groups[op.target])
 
     def leftover(self) -> tuple[int, str]:
         """The op that is to blame, and how, if something is missing at the end."""

@@ -134,9 +134,7 @@ class GroupInfo:
     def __post_init__(self) -> None:
         sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes)
         if not self.name or min(sizes) < 0:
-            raise errors.bad_program(
-                [f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"]
-            )
+            raise errors.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
 
 
 def checked(groups: Sequence[GroupInfo], program: Program, accumulate: int) -> None:

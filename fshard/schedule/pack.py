@@ -16,7 +16,7 @@ Span = tuple[int, int]
 CROWD = 200
 """Lifetimes that begin within that of an item which is worth stacking."""
 
-EFFORT = 1_000_000
+EFFORT = 300_000
 """Pairs of overlapping items that all attempts together look at. It bounds the time of packing as a clock
 would, but is the same on every rank."""
 

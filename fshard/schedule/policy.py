@@ -50,6 +50,5 @@ class Policy:
 
     def __str__(self) -> str:
         return (
-            f"prefetch={self.prefetch} reduces={self.reduces} "
-            f"reshard={str(self.reshard).lower()} update={self.update}"
+            f"prefetch={self.prefetch} reduces={self.reduces} reshard={str(self.reshard).lower()} update={self.update}"
         )

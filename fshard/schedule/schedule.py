@@ -57,7 +57,7 @@ class Schedule:
         Raises:
             ScheduleError: the ops open or close a lifetime twice.
         """
-        return plan_memory(self.ops, self.groups, self.program)
+        return plan_memory(self.ops, self.groups, self.program, self.train)
 
     def __str__(self) -> str:
         return render(Parts(self.ops, self.groups, self.program, self.policy, self.accumulate, self.train))

@@ -1,0 +1,283 @@
+"""Programs to schedule, and what schedules mean, written to be read and not to be fast.
+
+``naive`` is the building rule word for word. ``valid`` says what makes a schedule right, as statements about the
+positions of ops. Neither shares code with ``fshard.schedule``.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule
+
+MiB = 2**20
+
+
+def info(
+    name: str, size: int = MiB, *, gathered: bool = True, reduced: bool = True, trainable: bool = True
+) -> GroupInfo:
+    """A group of ``size`` bytes on 4 ranks, with gradients of twice that."""
+    grad = 2 * size if trainable else 0
+    return GroupInfo(name, size, size // 4, grad, grad // 4, gathered, reduced and trainable, trainable)
+
+
+def calls(*names: str) -> tuple[Call, ...]:
+    """Calls of these units, numbered."""
+    return tuple(Call(name, names[:i].count(name)) for i, name in enumerate(names))
+
+
+def program(order: Sequence[str], reads: Mapping[str, tuple[int, ...]], skipped: Sequence[Call] = ()) -> Program:
+    """The program that calls units in this order, and in backward all but the skipped calls in reverse."""
+    forward = calls(*order)
+    return Program(forward, tuple(call for call in reversed(forward) if call not in skipped), reads)
+
+
+def gpt(blocks: int = 4, root: int = 4 * MiB) -> tuple[Program, list[GroupInfo]]:
+    """Embedding, final norm and head outside of units, and a chain of equal blocks."""
+    names = [f"blocks.{i}" for i in range(blocks)]
+    forward = tuple(Call(name) for name in names)
+    reads = {name: (i + 1,) for i, name in enumerate(names)}
+    return Program(forward, forward[::-1], {"root": (0,), **reads}), [info("root", root), *map(info, names)]
+
+
+def encoder_decoder() -> tuple[Program, list[GroupInfo]]:
+    """Two chains that share the embedding unit, and a group of cross attention that every decoder layer reads."""
+    names = ["embed", "encoder.0", "encoder.1", "decoder.0", "decoder.1", "cross"]
+    reads = {"embed": (0,), "encoder.0": (1,), "encoder.1": (2,), "decoder.0": (3, 5), "decoder.1": (4, 5)}
+    order = ("embed", "encoder.0", "encoder.1", "embed", "decoder.0", "decoder.1")
+    return program(order, reads), [info(name, (i + 1) * MiB) for i, name in enumerate(names)]
+
+
+def mixed() -> tuple[Program, list[GroupInfo]]:
+    """A frozen group, an unused one, a resident one, one that needs no reduce, a call without backward."""
+    groups = [
+        info("root"),
+        info("frozen", trainable=False),
+        info("unused"),
+        info("resident", gathered=False),
+        info("local", gathered=False, reduced=False),
+        info("a"),
+        info("b"),
+        info("stray", gathered=False, reduced=False),
+    ]
+    reads = {"root": (0,), "a": (5, 1), "b": (6, 3, 4), "c": (1,)}
+    return program(("a", "b", "c", "a"), reads, skipped=[Call("c"), Call("b")]), groups
+
+
+CASES: dict[str, Callable[[], tuple[Program, list[GroupInfo]]]] = {
+    "gpt": gpt,
+    "encoder_decoder": encoder_decoder,
+    "mixed": mixed,
+    "twice": lambda: (program(("a", "b", "a"), {"a": (0,), "b": (1,)}), [info("a"), info("b")]),
+    "shared": lambda: (program(("a", "b"), {"a": (0, 1), "b": (0, 2)}), [info("shared"), info("a"), info("b")]),
+    "tied": lambda: (
+        program(("a", "b"), {"root": (0,), "a": (0, 1), "b": (2,)}),
+        [info(n) for n in ("tied", "a", "b")],
+    ),
+    "no_units": lambda: (Program((), (), {"root": (0,)}), [info("root")]),
+    "nothing": lambda: (Program((), (), {}), []),
+}
+
+POLICIES = [
+    Policy(),
+    Policy(prefetch=0, reduces=1),
+    Policy(prefetch=2, reduces=3),
+    Policy(reshard=False),
+    Policy(update="in_backward"),
+    Policy(prefetch=9, reduces=9, reshard=False, update="in_backward"),
+]
+
+
+@st.composite
+def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, ...], Policy, int, bool]:
+    """Arguments for ``build``: any reads, any calls, any backward order."""
+    count = draw(st.integers(0, most))
+    sizes = st.integers(0, 5000)
+    groups = []
+    for i in range(count):
+        trainable = draw(st.booleans())
+        full, grad, stage = draw(sizes), draw(sizes) * trainable, draw(sizes) * trainable
+        gathered, reduced = draw(st.booleans()), draw(st.booleans()) and trainable
+        groups.append(GroupInfo(f"g{i}", full, full // 2, grad, stage, gathered, reduced, trainable))
+    ids = st.lists(st.integers(0, count - 1), unique=True, max_size=3).map(tuple) if count else st.just(())
+    units = [f"u{i}" for i in range(draw(st.integers(0, most)))]
+    reads = {unit: draw(ids) for unit in ("root", *units)}
+    order = draw(st.lists(st.sampled_from(units), max_size=2 * most)) if units else []
+    forward = calls(*order)
+    backward = draw(st.permutations(forward)) if draw(st.booleans()) else list(reversed(forward))
+    skipped = draw(st.sets(st.sampled_from(forward))) if forward else set()
+    policy = Policy(
+        draw(st.integers(0, 4)),
+        draw(st.integers(1, 4)),
+        draw(st.booleans()),
+        draw(st.sampled_from(("deferred", "in_backward"))),
+    )
+    made = Program(forward, tuple(call for call in backward if call not in skipped), reads)
+    return made, tuple(groups), policy, draw(st.integers(1, 3)), draw(st.booleans())
+
+
+def sequence(program: Program, accumulate: int) -> list[Op]:
+    """The compute ops of a step."""
+    once = [("forward", "root", 0), *(("forward", c.unit, c.index) for c in program.forward)]
+    once += [*(("backward", c.unit, c.index) for c in program.backward), ("backward", "root", 0)]
+    return [Op(*op, microbatch) for microbatch in range(accumulate) for op in once]
+
+
+def naive(
+    program: Program, groups: Sequence[GroupInfo], policy: Policy, accumulate: int, train: bool
+) -> tuple[Op, ...]:
+    """The ops of a step, by rescanning everything at each compute op."""
+    if not train:
+        program = replace(program, backward=())
+    computes = sequence(program, accumulate)
+    root = program.reads["root"]
+    needs = [tuple(dict.fromkeys((*program.reads[op.target], *root))) for op in computes]
+    ops = [Op("agree")]
+    slots: dict[int, str] = {}
+    updated: list[int] = []
+    flying: list[tuple[int, int]] = []
+
+    def update(g: int, when: str) -> None:
+        if train and groups[g].trainable and policy.update == when and g not in updated:
+            updated.append(g)
+            ops.append(Op("update", groups[g].name))
+
+    def collect() -> None:
+        g, microbatch = flying.pop(0)
+        ops.append(Op("collect", groups[g].name, 0, microbatch))
+        if microbatch == accumulate - 1:
+            update(g, "in_backward")
+
+    for g in range(len(groups)):
+        if not any(g in need for need in needs):
+            update(g, "deferred")
+    for k, op in enumerate(computes):
+        for need in needs[k : k + policy.prefetch + 1]:
+            for g in need:
+                update(g, "deferred")
+                if groups[g].gathered and g not in slots:
+                    ops.append(Op("gather", groups[g].name))
+                    slots[g] = "coming"
+        for g in needs[k]:
+            if slots.get(g) == "coming":
+                ops.append(Op("wait", groups[g].name))
+                slots[g] = "live"
+        for g in program.reads[op.target] if op.kind == "backward" else ():
+            while g in [flying_group for flying_group, _ in flying]:
+                collect()
+        ops.append(op)
+        for g in needs[k]:
+            later = [j for j in range(k + 1, len(computes)) if g in needs[j]]
+            stays = later and (not policy.reshard or later[0] <= k + 1 + policy.prefetch)
+            if g in slots and not stays:
+                ops.append(Op("free", groups[g].name))
+                del slots[g]
+        for g in finished(program, op, len(groups)) if train else ():
+            if groups[g].trainable and not groups[g].reduced and op.microbatch == accumulate - 1:
+                update(g, "in_backward")
+            if groups[g].trainable and groups[g].reduced:
+                while g in [flying_group for flying_group, _ in flying] or len(flying) == policy.reduces:
+                    collect()
+                ops.append(Op("reduce", groups[g].name, 0, op.microbatch))
+                flying.append((g, op.microbatch))
+    while flying:
+        collect()
+    return (*ops, Op("commit")) if train else tuple(ops)
+
+
+def finished(program: Program, op: Op, count: int) -> Iterator[int]:
+    """Groups whose gradient of a microbatch is complete after this op, whether or not they need one."""
+    order = [*program.backward, Call("root")]
+    place = Call(op.target, op.index)
+    if op.kind == "backward":
+        rest = order[order.index(place) + 1 :]
+        yield from (g for g in program.reads[place.unit] if all(g not in program.reads[c.unit] for c in rest))
+        if op.target == "root":
+            yield from (g for g in range(count) if all(g not in program.reads[c.unit] for c in order))
+
+
+def valid(schedule: Schedule) -> bool:
+    """Whether every statement about positions holds."""
+    return all(_statements(schedule))
+
+
+def _statements(s: Schedule) -> Iterator[bool]:
+    computes = [i for i, op in enumerate(s.ops) if op.kind in ("forward", "backward")]
+    names = {group.name for group in s.groups}
+    yield [s.ops[i] for i in computes] == sequence(s.program, s.accumulate)
+    yield [i for i, op in enumerate(s.ops) if op.kind == "agree"] == [0]
+    yield [i for i, op in enumerate(s.ops) if op.kind == "commit"] == [len(s.ops) - 1] * s.train
+    for op in s.ops:
+        yield op.kind in ("forward", "backward") or op.target in (("",) if op.kind in ("agree", "commit") else names)
+        yield not op.index or op.kind in ("forward", "backward")
+        yield not op.microbatch or op.kind in ("forward", "backward", "reduce", "collect")
+    flights = 0
+    for op in s.ops:
+        flights += (op.kind == "reduce") - (op.kind == "collect")
+        yield flights <= s.policy.reduces
+    for g, group in enumerate(s.groups):
+        mine = [
+            (i, op) for i, op in enumerate(s.ops) if op.target == group.name and op.kind not in ("forward", "backward")
+        ]
+        users = [i for i in computes if g in s.program.reads[s.ops[i].target]]
+        yield from _slot_statements(s, g, [(i, op.kind) for i, op in mine], computes, users)
+        yield from _gradient_statements(s, g, mine, computes)
+        yield from _update_statements(s, g, mine, computes, users)
+
+
+def _slot_statements(
+    s: Schedule, g: int, mine: list[tuple[int, str]], computes: list[int], users: list[int]
+) -> Iterator[bool]:
+    turns = [(i, kind) for i, kind in mine if kind in ("gather", "wait", "free")]
+    yield re.fullmatch("(gather wait free )*", "".join(f"{kind} " for _, kind in turns)) is not None
+    yield s.groups[g].gathered or not turns
+    spans = [(turns[k][0], turns[k + 1][0], turns[k + 2][0]) for k in range(0, len(turns) - 2, 3)]
+    in_root = g in s.program.reads["root"]
+    if s.groups[g].gathered:
+        for user in computes if in_root else users:
+            yield any(wait < user < free for _, wait, free in spans)
+    kept = in_root or not s.policy.reshard
+    yield not kept or len(spans) <= 1
+    for gather, _, free in spans:
+        ahead = [user for user in users if user > gather]
+        yield bool(ahead) and sum(gather < i < ahead[0] for i in computes) <= s.policy.prefetch
+        for k, i in enumerate(computes):
+            if gather < i < free and not kept:
+                yield any(j in users for j in computes[k : k + 1 + s.policy.prefetch])
+
+
+def _gradient_statements(s: Schedule, g: int, mine: list[tuple[int, Op]], computes: list[int]) -> Iterator[bool]:
+    turns = [(i, op) for i, op in mine if op.kind in ("reduce", "collect")]
+    due = s.train and s.groups[g].trainable and s.groups[g].reduced
+    expected = [(kind, m) for m in range(s.accumulate if due else 0) for kind in ("reduce", "collect")]
+    yield [(op.kind, op.microbatch) for _, op in turns] == expected
+    for (i, op), (_, later) in pairwise([*turns, (0, Op(""))]):
+        before = [j for j in computes if j < i]
+        yield not before or s.ops[before[-1]].microbatch == op.microbatch or op.kind == "collect"
+        filling = [j for j in computes if s.ops[j].kind == "backward" and g in s.program.reads[s.ops[j].target]]
+        ends = [j for j in computes if s.ops[j].kind == "backward" and s.ops[j].target == "root"]
+        fills = [j for j in filling or ends if s.ops[j].microbatch == op.microbatch]
+        yield op.kind == "collect" or all(j < i for j in fills)
+        again = [j for j in filling if s.ops[j].microbatch == op.microbatch + 1]
+        yield op.kind == "reduce" or all(i < j for j in again)
+        yield later is not op
+
+
+def _update_statements(
+    s: Schedule, g: int, mine: list[tuple[int, Op]], computes: list[int], users: list[int]
+) -> Iterator[bool]:
+    updates = [i for i, op in mine if op.kind == "update"]
+    yield len(updates) == (s.train and s.groups[g].trainable)
+    if len(updates) != 1:
+        return
+    others = [i for i, op in mine if op.kind in ("gather", "reduce")]
+    readers = computes if g in s.program.reads["root"] else users
+    if s.policy.update == "deferred":
+        yield all(updates[0] < i for i in (*others, *readers))
+    else:
+        collects = [i for i, op in mine if op.kind == "collect"]
+        fills = [i for i in users if s.ops[i].kind == "backward"] or computes[-1:]
+        yield all(i < updates[0] for i in (*users, *collects, *(() if s.groups[g].reduced else fills)))
