@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from fshard import tree
 from fshard.errors import PlanError
 from fshard.metrics import global_result
-from fshard.runtime.attempt import raise_failure
+from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.commit import FAILED
+from fshard.runtime.loss import is_scalar
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.runner import Runner
 from fshard.schedule.ops import Op
@@ -33,13 +35,18 @@ class EvalStep:
         Returns:
             What the function returned, with 0-dim floating leaves and ``fs.Mean`` replaced by their global means.
             Other leaves are this rank's own.
+
+        Raises:
+            BatchError: a 0-dim result over batches of different sizes; return ``fs.Mean``.
         """
         outcome = self._runner.run(batch, state.finished(), None)
         lanes = self._runner.workshop.lanes
         assert outcome.verdict is not None and lanes is not None
         if outcome.verdict.worst == FAILED:
             raise_failure(lanes.control, outcome.failure, list(outcome.verdict.status))
-        return global_result(lanes.control, outcome.aux[0], 1.0)
+        if outcome.uneven and any(is_scalar(leaf) for leaf in tree.leaves(outcome.aux[0])):
+            raise uneven_rows(outcome.uneven)
+        return global_result(lanes.control, outcome.aux[0])
 
     @property
     def schedule(self) -> Schedule:

@@ -39,10 +39,10 @@ def combine_aux(lane: Lane, parts: Sequence[Any]) -> Any:
     return tree.unflatten(flat[0][1], [_combine(column, means) for column in columns])
 
 
-def global_result(lane: Lane, result: Any, weight: float) -> Any:
+def global_result(lane: Lane, result: Any) -> Any:
     """An evaluation's result: 0-dim floating leaves and ``fs.Mean`` as global means, others as they are."""
     leaves, spec = tree.flatten(result)
-    as_means = [Mean(x * weight, weight) if is_scalar(x) else x for x in leaves]
+    as_means = [Mean(x, 1.0) if is_scalar(x) else x for x in leaves]
     return combine_aux(lane, [tree.unflatten(spec, as_means)])
 
 

@@ -47,6 +47,7 @@ class TrainStep:
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
         self._runner = Runner(loss_fn, workshop)
         self._cuts = {g.id: segments(g, plan.mesh, opt.hyper) for g in plan.groups if g.trainable}
+        self._kept = list(opt.init(torch.empty(0)))
         self._grads: dict[int, list[Tensor]] = {}
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
@@ -127,15 +128,13 @@ class TrainStep:
         shards = state.shards()
         if state.plan is not self.plan and state.plan != self.plan:
             raise TreeError("the state was made for another plan: make the step and the state from the same one")
-        for group in self.plan.groups:
-            if group.trainable and shards[group.id].param.numel():
-                wanted = set(self.opt.init(torch.empty(0, dtype=group.dtype)))
-                if wanted != set(shards[group.id].opt):
-                    raise TreeError(
-                        f"the state holds {sorted(shards[group.id].opt)} for the optimizer, {self.opt!r} needs "
-                        f"{sorted(wanted)}: make the state with fs.init_state(plan, opt, ...) and this optimizer"
-                    )
-                break
+        for group in self._cuts:
+            held = list(shards[group].opt)
+            if held != self._kept:
+                raise TreeError(
+                    f"the state holds {held} for the optimizer, {self.opt!r} keeps {self._kept}: make the state with "
+                    f"fs.init_state(plan, opt, ...) and this optimizer"
+                )
 
     def _finish_other(self, waiting: Update | None) -> None:
         # This step's gradient shards may still be read by the update of a state that is kept, not donated.

@@ -1,45 +1,36 @@
-"""Binding: a tree of tensors put into the dicts of a module for the time of one call.
+"""Layouts: the order of a tree's leaves, how to read them from a tree quickly, and what to say when they do not fit."""
 
-``torch.func.functional_call`` does the same through accessors and checks that cost more than a small module. Here
-every place is found once, when the model is split; a call walks the tree, stores, runs and restores.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fshard import errors, tree
-from fshard.model.buffers import Place, Tracker
+from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
 
-_Node = tuple[tuple[str, Any, Any], ...]  # (key, the node below or None, the place or None)
+_Node = tuple[tuple[str, Any], ...]  # (key, the number of the leaf or the node below)
 
 
-class Binding:
-    """Where the leaves of one tree go.
+class Layout:
+    """The leaves that a tree must have.
 
     Args:
         what: what the leaves are, for errors.
-        places: by path, every place that the leaf fills: several when it is tied.
+        paths: their paths.
         shapes: by path, the shapes to check; without them only the structure is checked.
+
+    Attributes:
+        paths: the paths, in the order in which ``leaves`` gives them.
     """
 
-    def __init__(
-        self,
-        what: str,
-        places: Mapping[str, Sequence[Place]],
-        shapes: Mapping[str, torch.Size] | None = None,
-    ) -> None:
-        nested = tree.nest(places)
+    def __init__(self, what: str, paths: Iterable[str], shapes: Mapping[str, torch.Size] | None = None) -> None:
+        nested = tree.nest(dict.fromkeys(paths))
         self.paths = tuple(path for path, _ in tree.paths(nested))
-        self.places = [places[path] for path in self.paths]
-        self.sources = [some[0] for some in self.places]
         self._what = what
-        self._root = _compile(nested)
         self._shapes = None if shapes is None else [shapes[path] for path in self.paths]
-        self._targets = [(*place, i) for i, some in enumerate(self.places) for place in some]
+        self._root = _compile(nested, iter(range(len(self.paths))))
 
     def leaves(self, given: Mapping[str, Any]) -> list[Any]:
         """The leaves of a tree in the order of ``paths``.
@@ -57,21 +48,9 @@ class Binding:
             pass  # what is wrong is said below
         return self._explained(given)
 
-    def current(self) -> dict[str, Any]:
-        """The tree of what is bound now."""
-        return _gather(self._root)
-
-    def bind(self, leaves: Sequence[Any]) -> list[Any]:
-        """Bind leaves, given in the order of ``paths``; returns what ``restore`` needs."""
-        saved = [entries[name] for entries, name, _ in self._targets]
-        for entries, name, i in self._targets:
-            entries[name] = leaves[i]
-        return saved
-
-    def restore(self, saved: Sequence[Any]) -> None:
-        """Undo the last ``bind``."""
-        for (entries, name, _), value in zip(self._targets, saved, strict=True):
-            entries[name] = value
+    def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """The nested dict of these leaves: the inverse of ``leaves``."""
+        return _build(self._root, leaves)
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:
         if not isinstance(given, Mapping):
@@ -90,49 +69,6 @@ class Binding:
         if problems:
             raise errors.wrong_leaves(self._what, problems)
         return [found[path] for path in self.paths]
-
-
-class Body:
-    """A module made a pure function of its parameters and buffers.
-
-    Attributes:
-        params: where its parameters go.
-        buffers: where its buffers go.
-    """
-
-    def __init__(self, module: nn.Module, params: Binding, buffers: Binding) -> None:
-        self.module = module
-        self.params = params
-        self.buffers = buffers
-        self._tracker = Tracker(module, buffers.places)
-
-    def run(
-        self, params: Sequence[Any], buffers: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Call the module with these leaves bound.
-
-        Returns:
-            What the module returns, and the buffers that it changed, by path.
-        """
-        if not buffers:
-            return self._run_plainly(params, args, kwargs), {}
-        own = self._tracker.clones(buffers)
-        versions = [buffer._version for buffer in own]
-        saved = self.buffers.bind(own)
-        try:
-            with self._tracker.watch() as watch:
-                out = self._run_plainly(params, args, kwargs)
-            changed = {self.buffers.paths[i]: new for i, new in self._tracker.changed(buffers, own, versions, watch)}
-        finally:
-            self.buffers.restore(saved)
-        return out, changed
-
-    def _run_plainly(self, params: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        saved = self.params.bind(params)
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            self.params.restore(saved)
 
 
 def find_places(module: nn.Module, kind: str, aliases: Mapping[str, str]) -> dict[str, list[Place]]:
@@ -172,25 +108,21 @@ def _distinct(places: Sequence[Place]) -> list[Place]:
     return list({(id(entries), name): (entries, name) for entries, name in places}.values())
 
 
-def _compile(nested: Mapping[str, Any]) -> _Node:
+def _compile(nested: Mapping[str, Any], count: Iterator[int]) -> _Node:
     return tuple(
-        (key, _compile(below), None) if isinstance(below, Mapping) else (key, None, below[0])
-        for key, below in nested.items()
+        (key, next(count)) if below is None else (key, _compile(below, count)) for key, below in nested.items()
     )
 
 
 def _walk(node: _Node, given: Mapping[str, Any], found: list[Any]) -> None:
     if len(given) != len(node):
         raise KeyError
-    for key, below, _ in node:
-        if below is None:
+    for key, below in node:
+        if type(below) is int:
             found.append(given[key])
         else:
             _walk(below, given[key], found)
 
 
-def _gather(node: _Node) -> dict[str, Any]:
-    return {
-        key: place[0][place[1]] if below is None else _gather(below)
-        for key, below, place in node
-    }
+def _build(node: _Node, leaves: Sequence[Any]) -> dict[str, Any]:
+    return {key: leaves[below] if type(below) is int else _build(below, leaves) for key, below in node}

@@ -56,7 +56,6 @@ class Tracker:
 
     def __init__(self, module: nn.Module, places: Sequence[Sequence[Place]]) -> None:
         number = {(id(entries), name): i for i, some in enumerate(places) for entries, name in some}
-        self._sources = [some[0] for some in places]
         self._leaders: dict[int, int] = {}
         self._watched = False
         self._kept: dict[int, _Kept] = {}
@@ -83,11 +82,23 @@ class Tracker:
         return Watch() if self._watched else nullcontext()
 
     def changed(
-        self, given: Sequence[Tensor], own: Sequence[Tensor], versions: Sequence[int], watch: "Watch | None"
+        self,
+        given: Sequence[Tensor],
+        own: Sequence[Tensor],
+        now: Sequence[Any],
+        versions: Sequence[int],
+        watch: "Watch | None",
     ) -> Iterator[tuple[int, Any]]:
-        """The number and the new value of each buffer that changed; to be called while they are bound."""
+        """The number and the new value of each buffer that changed.
+
+        Args:
+            given: the buffers that the call was given.
+            own: their clones, which were bound.
+            now: what is bound after the call.
+            versions: the versions of the clones before the call.
+            watch: what ``watch`` gave.
+        """
         written = watch.written if watch is not None else ()
-        now = [entries[name] for entries, name in self._sources]
         moved = [
             new is not old or new._version != version or id(new) in written or _batched(new)
             for new, old, version in zip(now, own, versions, strict=True)

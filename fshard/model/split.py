@@ -9,9 +9,7 @@ unit that reads its weights finds the tensors that are bound.
 
 import copy
 import fnmatch
-import functools
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard import errors, tree
-from fshard.model.bind import Binding, Body, find_places, tied
-from fshard.model.buffers import Place
+from fshard.model.bind import Layout, find_places, tied
+from fshard.model.buffers import Place, Tracker
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
+from fshard.model.instance import Body, Numbers, Shell, Template
 from fshard.model.unit import Unit
 
 Pattern = str | type[nn.Module]
@@ -116,11 +115,13 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
     params, aliases = tied(module.named_parameters(remove_duplicate=False))
     buffers, buffer_aliases = tied(module.named_buffers(remove_duplicate=False))
     twin = _copied(module, params.values(), buffers.values())
-    at = Binding("params", find_places(twin, "_parameters", aliases), {p: leaf.shape for p, leaf in params.items()})
-    buffer_places = find_places(twin, "_buffers", buffer_aliases)
-    everywhere = {(id(entries), key): places for places in buffer_places.values() for entries, key in places}
-    for name in names:
-        _make_unit(twin.get_submodule(name), name, everywhere)
+    body = _body(
+        twin,
+        Layout("params", params, {path: leaf.shape for path, leaf in params.items()}),
+        Layout("buffers", buffers),
+        (aliases, buffer_aliases),
+        names,
+    )
     return Model(
         params=tree.nest({path: leaf.detach() for path, leaf in params.items()}),
         buffers=tree.nest(buffers),
@@ -128,7 +129,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
         aliases=aliases,
         frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
         inits=deduce(module),
-        _body=Body(twin, at, Binding("buffers", buffer_places)),
+        _body=body,
     )
 
 
@@ -237,34 +238,46 @@ def _check_copy(module: nn.Module, twin: nn.Module, memo: Mapping[int, Any]) -> 
         raise errors.cannot_copy([f"{path}: its module is copied in a way of its own" for path in wrong])
 
 
-def _make_unit(shell: nn.Module, name: str, everywhere: Mapping[tuple[int, str], list[Place]]) -> None:
-    """Make a module of the copy the shell of a unit.
+def _body(
+    twin: nn.Module,
+    params: Layout,
+    buffers: Layout,
+    aliases: tuple[Mapping[str, str], Mapping[str, str]],
+    units: Sequence[str],
+) -> Body:
+    """The whole module as a pure function, in which units are handed over."""
+    leaves = _numbers(find_places(twin, "_parameters", aliases[0]), params)
+    places = find_places(twin, "_buffers", aliases[1])
+    states = _numbers(places, buffers)
+    shells = {id(unit): _shell(name, unit, twin, leaves, states) for name, unit in _at(twin, units)}
+    tracker = Tracker(twin, [places[path] for path in buffers.paths])
+    return Body(Template(twin, twin, leaves, states, shells), params, buffers, tracker)
 
-    The shell is the module that is already there, and the inner one is new: whatever else holds a reference to the
-    module, a list or a bound method, then calls the shell too.
-    """
-    inner: nn.Module = object.__new__(type(shell))
-    vars(inner).update(vars(shell))
-    for key, value in vars(inner).items():
-        if isinstance(value, types.MethodType) and value.__self__ is shell:
-            vars(inner)[key] = types.MethodType(value.__func__, inner)
-    body = Body(
-        inner,
-        Binding(f"params of {name}", _own_places(inner, "_parameters")),
-        Binding(f"buffers of {name}", _own_places(inner, "_buffers")),
+
+def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, states: Numbers) -> Shell:
+    """A unit: its own pure function, and how the leaves of the whole are handed to it."""
+    found = [_own_places(module, kind) for kind in ("_parameters", "_buffers")]
+    params, buffers = Layout(f"params of {name}", found[0]), Layout(f"buffers of {name}", found[1])
+    template = Template(module, twin, _numbers(found[0], params), _numbers(found[1], buffers), {})
+    body = Body(template, params, buffers, Tracker(module, [found[1][path] for path in buffers.paths]))
+    return Shell(
+        unit=Unit(name, _function(body)),
+        params=(params, tuple(_number(found[0][path], leaves) for path in params.paths)),
+        buffers={path: _number(found[1][path], states) for path in buffers.paths},
     )
-    unit = Unit(name, _function(body))
-    owners = {
-        path: everywhere[id(entries), key]
-        for path, (entries, key) in zip(body.buffers.paths, body.buffers.sources, strict=True)
-    }
-    for key in ("forward", "backward", "forward_pre", "backward_pre"):
-        vars(shell)[f"_{key}_hooks"] = {}
-    vars(shell)["forward"] = functools.wraps(inner.forward)(_dispatch(unit, body, owners))
-    if type(shell).__call__ is not nn.Module.__call__:
-        # A __call__ of the class's own belongs inside of the unit, once, and can only be undone on the class.
-        quiet = {"__call__": nn.Module.__call__, "__module__": type(shell).__module__}
-        shell.__class__ = type(type(shell).__name__, (type(shell),), quiet)
+
+
+def _at(twin: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    return ((path, twin.get_submodule(path)) for path in paths)
+
+
+def _numbers(places: Mapping[str, Sequence[Place]], layout: Layout) -> Numbers:
+    return {(id(entries), name): i for i, path in enumerate(layout.paths) for entries, name in places[path]}
+
+
+def _number(places: Sequence[Place], numbers: Numbers) -> int:
+    entries, name = places[0]
+    return numbers[id(entries), name]
 
 
 def _own_places(module: nn.Module, kind: str) -> dict[str, list[Place]]:
@@ -283,26 +296,6 @@ def _function(body: Body) -> Callable[..., Any]:
         return body.run(body.params.leaves(params), given, args, kwargs)
 
     return stateful if body.buffers.paths else plain
-
-
-def _dispatch(unit: Unit, body: Body, owners: Mapping[str, list[Place]]) -> Callable[..., Any]:
-    """The forward of a shell: hand what is bound now to the unit, and bind the buffers that come back."""
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        return unit(body.params.current(), *args, **kwargs)
-
-    def stateful(*args: Any, **kwargs: Any) -> Any:
-        now = {
-            path: entries[key]
-            for path, (entries, key) in zip(body.buffers.paths, body.buffers.sources, strict=True)
-        }
-        out, changed = unit(body.params.current(), now, *args, **kwargs)
-        for path, buffer in changed.items():
-            for entries, key in owners[path]:
-                entries[key] = buffer
-        return out
-
-    return stateful if owners else plain
 
 
 def _detached(buffer: Any) -> Any:

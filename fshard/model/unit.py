@@ -7,7 +7,7 @@ not in a global, so nothing has to be switched on or off, and two engines can ru
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -33,10 +33,12 @@ class Slot:
     Attributes:
         engine: who runs the calls of units that receive the tensor.
         path: the leaf's path in the whole parameter tree.
+        instances: the copies of modules that hold the tensor, by what made them; they live as long as the tensor.
     """
 
     engine: Engine
     path: str
+    instances: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 def slot_of(tensor: Any) -> Slot | None:

@@ -29,12 +29,14 @@ class Outcome:
         tally: what this rank brings to the vote.
         verdict: what all ranks learned; None until they voted.
         failure: what this rank's program raised.
+        uneven: the leading dim of each rank's batch, if they differ.
         aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
     """
 
     tally: Tally = field(default_factory=Tally)
     verdict: Verdict | None = None
     failure: BaseException | None = None
+    uneven: list[int] = field(default_factory=list)
     aux: list[Any] = field(default_factory=list)
 
 

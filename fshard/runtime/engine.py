@@ -116,6 +116,10 @@ class Engine:
         self.inside = True
         try:
             result = unit.fn(params, *args, **kwargs)
+        except RuntimeError as error:
+            if "in-place operation" in str(error):
+                raise self._forbidden(unit, name, params, args, kwargs) from error
+            raise
         finally:
             self.inside = False
         if versions != [x._version for x in watched]:
@@ -215,6 +219,17 @@ class Engine:
             name = f"{function}({','.join(paths)})"
         self.reads.setdefault(name, Reads(paths, self.plan))
         return name
+
+    def _forbidden(
+        self, unit: Unit, name: str, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> UnitError:
+        # Autograd refused a write before it happened. A second run, on copies, tells what was to be written.
+        copies = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (params, args, kwargs))
+        watched = [x for x in tree.leaves(copies[1:]) if isinstance(x, Tensor)] + tree.leaves(copies[0])
+        versions = [x._version for x in watched]
+        with torch.no_grad():
+            unit.fn(copies[0], *copies[1], **copies[2])
+        return self._written(name, watched, versions)
 
     def _written(self, name: str, watched: list[Tensor], versions: list[int]) -> UnitError:
         paths = self.reads[name].paths

@@ -87,7 +87,7 @@ class Runner:
         lane, actions, outcome = self.workshop.lanes.control, prepared.actions, Outcome()
         equal_rows = self.workshop.train and not prepared.weighted
         actions.start(work.shards, work.update)
-        actions.on_agree = lambda: _ignore(agree(lane, prepared.digest, work.batch, equal_rows, None))
+        actions.on_agree = lambda: outcome.uneven.extend(agree(lane, prepared.digest, work.batch, equal_rows, None))
         actions.on_commit = lambda: self._vote(prepared, outcome)
         executor = Scheduled(prepared.schedule, prepared.positions, actions)
         self.latest, self.record = prepared, executor.record
@@ -104,7 +104,7 @@ class Runner:
     def _on_demand(self, work: Work) -> Outcome:
         assert self.workshop.lanes is not None
         lane, outcome, prepared = self.workshop.lanes.control, Outcome(), self.workshop.on_demand()
-        uneven = agree(lane, 0, work.batch, False, None)
+        outcome.uneven = agree(lane, 0, work.batch, False, None)
         if work.update is not None:
             work.update.finish()
         prepared.actions.start(work.shards, None)
@@ -123,8 +123,8 @@ class Runner:
         if status == FAILED and outcome.failure is not None:
             request(lane, f"{FAILURE}{type(outcome.failure).__name__}: {outcome.failure}")
             raise outcome.failure
-        if uneven and self.workshop.train and not outcome.tally.weighted:
-            raise uneven_rows(uneven)
+        if outcome.uneven and self.workshop.train and not outcome.tally.weighted:
+            raise uneven_rows(outcome.uneven)
         executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
         self.found[signature(work.batch)] = Found(program, outcome.tally.weighted)
@@ -178,6 +178,3 @@ class Runner:
         copies = self.plan.mesh.size // self.plan.data_size
         outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies)
 
-
-def _ignore(value: object) -> None:
-    """For a callback that returns nothing."""

@@ -12,7 +12,8 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import RuleLike, match
-from fshard.sharding.spec import P, axes_of
+from fshard.sharding.spec import P
+from fshard.sharding.table import render
 from fshard.sharding.validate import check_specs
 
 ROOT = "root"
@@ -82,9 +83,7 @@ class Plan:
         return {path: given[path] for path in self.leaves}
 
     def __str__(self) -> str:
-        from fshard.sharding.table import render
-
-        return render(self)
+        return render(self.mesh, self.batch, self.leaves, self.places())
 
 
 def make_plan(
@@ -191,7 +190,3 @@ def _owned_by(leaves: Mapping[str, Leaf], units: Sequence[str]) -> dict[str, str
         owners[path] = next((prefix for prefix in prefixes if prefix in known), ROOT)
     return owners
 
-
-def local_axes(leaf: Leaf) -> Axes:
-    """The axes on which a unit reads only a part of the leaf."""
-    return tuple(axis for entry in leaf.compute.dims for axis in axes_of(entry))

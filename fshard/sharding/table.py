@@ -1,15 +1,13 @@
 """``print(plan)``: a table that a person can read."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 
-from fshard.sharding.layout import Leaf
-from fshard.sharding.spec import axes_of
-
-if TYPE_CHECKING:
-    from fshard.sharding.plan import Plan
+from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.spec import P, axes_of
 
 SHORT = {
     torch.float64: "f64",
@@ -41,14 +39,13 @@ def human(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
-def render(plan: "Plan") -> str:
+def render(mesh: Mesh, batch: P, leaves: Mapping[str, Leaf], places: Mapping[str, tuple[Group, int]]) -> str:
     """The table of a plan: path, typed shape, group, bytes on this rank; then the totals."""
-    places = plan.places()
     rows = [("path", "leaf", "group", "bytes a rank")]
     total = 0
-    for path, leaf in plan.leaves.items():
+    for path, leaf in leaves.items():
         group, number = places[path]
-        held = group.piece(number, plan.mesh).numel * leaf.dtype.itemsize
+        held = group.piece(number, mesh).numel * leaf.dtype.itemsize
         total += held
         tied = "".join(f" (= {alias})" for alias in leaf.aliases)
         kind = "" if leaf.trainable else " frozen"
@@ -56,13 +53,14 @@ def render(plan: "Plan") -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     text = [_row(row, widths) for row in rows]
     text.insert(1, "  ".join("-" * width for width in widths))
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in plan.leaves.values())
-    mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
-    head = f"mesh {mesh}, batch {plan.batch}, rank {plan.mesh.rank}, {plan.mesh.device.type}"
-    count = sum(math.prod(leaf.shape) for leaf in plan.leaves.values())
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    groups = len({group.id for group, _ in places.values()})
+    axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    head = f"mesh {axes}, batch {batch}, rank {mesh.rank}, {mesh.device.type}"
     foot = (
-        f"{len(plan.leaves)} leaves in {len(plan.groups)} groups; {count:,} parameters, "
-        f"{human(whole)} whole, {human(total)} on rank {plan.mesh.rank}"
+        f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {human(whole)} whole, "
+        f"{human(total)} on rank {mesh.rank}"
     )
     return "\n".join([head, *text, foot])
 
