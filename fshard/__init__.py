@@ -11,9 +11,10 @@ The spec says where, the schedule says when, the runtime does it::
     state/          the train state, and its ways in and out of whole tensors
     step, evaluate  a function, an optimizer and a plan become a step
     launch          meshes of real processes
+    view/           pictures of schedules
 """
 
-from fshard import errors, optim
+from fshard import errors, optim, view
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.metrics import Metrics
@@ -60,4 +61,5 @@ __all__ = [
     "split",
     "unit",
     "unshard",
+    "view",
 ]

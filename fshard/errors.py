@@ -167,3 +167,8 @@ def unreadable_schedule(number: int, line: str, problem: str) -> ScheduleError:
     """A line that is no part of a schedule's text form."""
     where = f"line {number} of the schedule's text, {line!r}"
     return ScheduleError(f"{where}: {problem}; parse takes what str(schedule) gives")
+
+
+def missing_extra(what: str, library: str, extra: str) -> ImportError:
+    """An optional library that is not installed."""
+    return ImportError(f'{what} needs {library}, which is not installed: pip install "fshard[{extra}]"')

@@ -15,9 +15,9 @@ LAYERS = (
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
-    ("runtime",),
+    ("runtime", "view"),
     ("state",),
-    ("step", "evaluate", "metrics", "transform", "launch", "view"),
+    ("step", "evaluate", "metrics", "transform", "launch"),
     ("",),
 )
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files

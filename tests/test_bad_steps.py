@@ -217,12 +217,22 @@ def _uneven_microbatches(switch: Switch, step: Any, state: Any, plan: fs.Plan, r
     fs.make_train_step(switch.loss, rule(), plan, accumulate=3)(state, _batch(50, rank))
 
 
+def _mean_loss(params: Any, batch: Any) -> fs.Mean:
+    errors = (_forward(params, batch) - batch["y"]).square()
+    return fs.Mean(errors.sum(), errors.numel())
+
+
+def _mean_updated_in_backward(switch: Switch, step: Any, state: Any, plan: fs.Plan, rank: int) -> None:
+    fs.make_train_step(_mean_loss, rule(), plan, policy=fs.Policy(update="in_backward"))(state, _batch(50, rank))
+
+
 DISTURBANCES: dict[str, Callable[..., None]] = {
     **{f"loss fails at {mode}": _loss_fails(mode, 1) for mode in ("first", "middle", "backward")},
     "loss fails on rank 0": _loss_fails("middle", 0),
     "nan batch": _nan_batch,
     "uneven batch": _uneven_batch,
     "uneven microbatches": _uneven_microbatches,
+    "mean updated in backward": _mean_updated_in_backward,
     **{f"bad loss: {name}": _bad_loss(name) for name in BAD_LOSSES},
 }
 
@@ -266,6 +276,12 @@ def test_a_batch_whose_rows_differ_between_ranks(pool: Pools, at: int) -> None:
 
 def test_a_batch_that_microbatches_do_not_divide(pool: Pools) -> None:
     alike(_disturb(pool, 2, "uneven microbatches", 1), "BatchError", ("accumulate=3", "[4, 6]", "multiple of 3"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mean_whose_count_comes_after_the_update(pool: Pools, world: int) -> None:
+    raised = _disturb(pool, world, "mean updated in backward", 1)
+    alike(raised, "ShardError", ("fs.Mean", "in_backward", "deferred"))
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -154,8 +154,9 @@ def test_a_shell_has_its_modules_signature_and_class() -> None:
             self.blocks = nn.ModuleList([Inner()])
 
         def forward(self, x: Tensor) -> Tensor:
-            seen.append((type(self.blocks[0]), str(inspect.signature(self.blocks[0].forward)), len(list(self.modules()))))
-            return self.blocks[0](x)
+            block = self.blocks[0]
+            seen.append((type(block), str(inspect.signature(block.forward)), len(list(self.modules()))))
+            return block(x)
 
     net = Looks().eval()
     x = torch.zeros(1, 3)

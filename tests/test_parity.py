@@ -206,7 +206,7 @@ def test_replicas_of_shards_equal_one_process(pool: Pools, world: int, name: str
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("name", ["gpt", "twice", "adapted"])
+@pytest.mark.parametrize("name", ["gpt", "twice", "skipping", "conv", "adapted"])
 def test_update_in_backward_equals_one_process(pool: Pools, world: int, name: str) -> None:
     configs = [replace(c, update="in_backward", clip=False, accumulate=1) for c in SOME]
     _check(pool, world, name, list(dict.fromkeys(configs)))

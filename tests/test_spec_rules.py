@@ -45,6 +45,13 @@ def test_without(spec: P, gone: tuple[str, ...]) -> None:
     assert spec.without(()) == spec
 
 
+@pytest.mark.parametrize("entry", [3, ("a", 3), ("a", None), {"a"}, 0, False, P()])
+def test_entries_that_are_no_axes(entry: Any) -> None:
+    for make in (lambda: P(entry), lambda: P(None, flat=entry)):
+        with pytest.raises(PlanError, match="name of a mesh axis"):
+            make()
+
+
 def test_tactics_are_values() -> None:
     assert fs.fsdp("shard") == fs.fsdp("shard") != fs.fsdp("data")
     assert fs.fsdp(("data", "shard"))((3, 5)) == P(flat=("data", "shard"))
@@ -87,7 +94,8 @@ def test_every_rule_without_a_leaf_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", ["w", ("w",), ("w", "shard"), ("w", P(), P()), fs.Rule("w", "shard"), ("(", P()), (3, P()), None]  # type: ignore[arg-type]
+    "rule",
+    ["w", ("w",), ("w", "shard"), ("w", P(), P()), fs.Rule("w", "shard"), ("(", P()), (3, P()), None],  # type: ignore[arg-type]
 )
 def test_what_is_no_rule(rule: Any) -> None:
     with pytest.raises(PlanError, match=r"rules\[1\]"):
@@ -110,6 +118,9 @@ PROBLEMS: dict[str, tuple[P, P | None, tuple[int, ...], str]] = {
     "mixed dim": (P(("tp", "shard")), None, (12,), "dim 0 mixes gathered and local axes"),
     "compute adds an axis": (P("shard"), P(None, "tp"), (8, 9), "is not what is left of the spec"),
     "compute moves an axis": (P("shard"), P(None, "shard"), (8, 8), "is not what is left of the spec"),
+    "gathered over no data axis": (P("tp"), P(), (9,), "'tp', which is no data axis"),
+    "out of order": (P(flat=("shard", "data")), None, (9,), "lists these axes as ('data', 'shard')"),
+    "dim out of order": (P(("shard", "data")), None, (8,), "name them in that order"),
     "compute is flat": (P(flat="shard"), P(flat="shard"), (8, 8), "is not what is left of the spec"),
 }
 

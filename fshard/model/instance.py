@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fshard.model.bind import Layout
 from fshard.model.buffers import Place, Tracker
+from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 
 Numbers = Mapping[tuple[int, str], int]
@@ -35,12 +35,12 @@ class Shell:
 
     Attributes:
         unit: who gets the call.
-        params: the layout of the unit's parameters, and their numbers among the leaves of the whole.
+        params: the order of the unit's parameters, and their numbers among the leaves of the whole.
         buffers: by their path in the unit, the numbers of its buffers.
     """
 
     unit: Unit
-    params: tuple[Layout, tuple[int, ...]]
+    params: tuple[LeafOrder, tuple[int, ...]]
     buffers: Mapping[str, int]
 
     def forward(self, instance: "Instance") -> Callable[..., Any]:
@@ -171,12 +171,12 @@ class Body:
 
     Args:
         template: the structure.
-        params: the layout of the parameters.
-        buffers: the layout of the buffers.
+        params: the order of the parameters.
+        buffers: the order of the buffers.
         tracker: tells which buffers a call changed.
     """
 
-    def __init__(self, template: Template, params: Layout, buffers: Layout, tracker: Tracker) -> None:
+    def __init__(self, template: Template, params: LeafOrder, buffers: LeafOrder, tracker: Tracker) -> None:
         self.params = params
         self.buffers = buffers
         self._template = template

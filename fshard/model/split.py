@@ -1,10 +1,9 @@
 """Split a module into a parameter tree and a pure function of it, with chosen submodules as units.
 
 The user's module is never touched. A private copy without memory (its parameters are on the meta device) keeps the
-code; ``Model.apply`` binds the tensors given to it into that copy and calls it. In the copy every unit is two modules:
-the *shell*, which stands where the unit stood and hands the call to a ``Unit``, and the *inner* module, which has the
-unit's hooks and forward and is run by that ``Unit``. They share parameters, buffers and children, so code outside of a
-unit that reads its weights finds the tensors that are bound.
+code, and ``Model.apply`` runs instances of it that hold the tensors it is given. A unit occurs twice: the *shell*, which
+stands where the unit stood in the code around it, hands the call to a ``Unit``; and that runs an instance of the unit
+alone, with its hooks and its forward. The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
 import copy
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard import errors, tree
-from fshard.model.bind import Layout, find_places, tied
 from fshard.model.buffers import Place, Tracker
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
 from fshard.model.instance import Body, Numbers, Shell, Template
+from fshard.model.leaves import LeafOrder, find_places, tied
 from fshard.model.unit import Unit
 
 Pattern = str | type[nn.Module]
@@ -54,8 +53,8 @@ class Model:
     ) -> Any:
         """Call the module with these parameters: a pure function, which every transform of ``torch.func`` takes.
 
-        Training mode, hooks and everything else that is no tensor are as they were when the module was split. One
-        model serves one thread at a time.
+        Training mode, hooks and everything else that is no tensor are as they were when the module was split. What
+        the module's code sets as attributes lasts no longer than the call.
 
         Args:
             params: a tree like ``self.params``; any dtype, and any device that the module's code can work on.
@@ -117,8 +116,8 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
     twin = _copied(module, params.values(), buffers.values())
     body = _body(
         twin,
-        Layout("params", params, {path: leaf.shape for path, leaf in params.items()}),
-        Layout("buffers", buffers),
+        LeafOrder("params", params, {path: leaf.shape for path, leaf in params.items()}),
+        LeafOrder("buffers", buffers),
         (aliases, buffer_aliases),
         names,
     )
@@ -240,8 +239,8 @@ def _check_copy(module: nn.Module, twin: nn.Module, memo: Mapping[int, Any]) -> 
 
 def _body(
     twin: nn.Module,
-    params: Layout,
-    buffers: Layout,
+    params: LeafOrder,
+    buffers: LeafOrder,
     aliases: tuple[Mapping[str, str], Mapping[str, str]],
     units: Sequence[str],
 ) -> Body:
@@ -257,7 +256,7 @@ def _body(
 def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, states: Numbers) -> Shell:
     """A unit: its own pure function, and how the leaves of the whole are handed to it."""
     found = [_own_places(module, kind) for kind in ("_parameters", "_buffers")]
-    params, buffers = Layout(f"params of {name}", found[0]), Layout(f"buffers of {name}", found[1])
+    params, buffers = LeafOrder(f"params of {name}", found[0]), LeafOrder(f"buffers of {name}", found[1])
     template = Template(module, twin, _numbers(found[0], params), _numbers(found[1], buffers), {})
     body = Body(template, params, buffers, Tracker(module, [found[1][path] for path in buffers.paths]))
     return Shell(
@@ -271,7 +270,7 @@ def _at(twin: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Module]
     return ((path, twin.get_submodule(path)) for path in paths)
 
 
-def _numbers(places: Mapping[str, Sequence[Place]], layout: Layout) -> Numbers:
+def _numbers(places: Mapping[str, Sequence[Place]], layout: LeafOrder) -> Numbers:
     return {(id(entries), name): i for i, path in enumerate(layout.paths) for entries, name in places[path]}
 
 

@@ -56,6 +56,10 @@ def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: Base
     Raises:
         ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
     """
+    if lane.size == 1:
+        if failure is not None:
+            raise failure
+        return []
     dims = () if failure else leading_dims(batch)
     row = torch.tensor([FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1])
     rows = exchange(lane, row)

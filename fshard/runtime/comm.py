@@ -246,6 +246,8 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
 
 def exchange(lane: Lane, row: Tensor) -> Tensor:
     """The rows of all ranks of a control lane, ``(ranks, n)``: small, synchronous, the same on all of them."""
+    if lane.size == 1:
+        return row.view(1, -1)
     rows = row.new_empty(lane.size * row.numel())
     lane.all_gather(rows, row.contiguous()).wait()
     return rows.view(lane.size, row.numel())

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fshard.errors import PlanError
 from fshard.sharding.mesh import Axes
 
 Entry = str | tuple[str, ...] | None
@@ -35,8 +36,8 @@ class P:
     flat: Entry
 
     def __init__(self, *dims: Entry, flat: Entry = None) -> None:
-        object.__setattr__(self, "dims", tuple(tuple(d) if isinstance(d, list) else d for d in dims))
-        object.__setattr__(self, "flat", tuple(flat) if isinstance(flat, list) else flat)
+        object.__setattr__(self, "dims", tuple(_entry(d) for d in dims))
+        object.__setattr__(self, "flat", _entry(flat))
 
     def __repr__(self) -> str:
         parts = [repr(entry) for entry in self.dims]
@@ -53,10 +54,17 @@ class P:
         """The spec after the leaf was gathered over these axes."""
 
         def keep(entry: Entry) -> Entry:
-            left = tuple(a for a in axes_of(entry) if a not in axes)
-            return None if not left else left[0] if len(left) == 1 else left
+            return tuple(a for a in axes_of(entry) if a not in axes)
 
         return P(*(keep(entry) for entry in self.dims), flat=keep(self.flat))
+
+
+def _entry(entry: object) -> Entry:
+    """One way to write each entry: ``("a",)`` is ``"a"``, and ``()`` is None."""
+    axes = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple | list) else ()
+    if (entry is not None and axes == () and entry not in ((), [])) or not all(isinstance(a, str) for a in axes):
+        raise PlanError(f"{entry!r} in a spec: an entry is the name of a mesh axis, a tuple of names, or None")
+    return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
 
 
 Tactic = Callable[[Shape], P]

@@ -23,7 +23,8 @@ def check_specs(
         if not found and compute is not None:
             found = _problems(compute, shape, mesh) or _compute_problems(at_rest, compute)
         if not found:
-            found = _layout_problems(at_rest, at_rest.without(data_axes) if compute is None else compute, data_axes)
+            read = at_rest.without(data_axes) if compute is None else compute
+            found = _layout_problems(at_rest, read, data_axes) or _gather_problems(at_rest, read, data_axes, mesh)
         problems += [f"{path}  {list(shape)}  {at_rest}: {problem}" for problem in found]
     if problems:
         head = f"{len(problems)} problems with specs on the mesh {dict(mesh.shape)}:"
@@ -72,4 +73,20 @@ def _layout_problems(at_rest: P, compute: P, data_axes: Axes) -> list[str]:
         return [f"it is gathered along several dims {dims} or along a dim and flat; gather over one flat=(...) instead"]
     if dims and any(axis in compute.axes for axis in axes_of(at_rest.dims[dims[0]])):
         return [f"dim {dims[0]} mixes gathered and local axes; put the gathered ones into flat="]
+    return []
+
+
+def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> list[str]:
+    gathered = tuple(axis for axis in at_rest.axes if axis not in compute.axes)
+    foreign = [axis for axis in gathered if axis not in data_axes]
+    if foreign:
+        # Ranks along such an axis work on the same rows: whether their gradients add up or agree, no spec says.
+        return [
+            f"it is gathered for compute over {foreign[0]!r}, which is no data axis, so nothing says how its "
+            f"gradients add up; keep it local on that axis, or name the axis in batch="
+        ]
+    ordered = tuple(axis for axis in mesh.axis_names if axis in gathered)
+    if gathered != ordered:
+        # Process groups number their members by rank.
+        return [f"it is gathered over {gathered}, but the mesh lists these axes as {ordered}; name them in that order"]
     return []

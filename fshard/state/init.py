@@ -91,7 +91,8 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     flat = plan.check_tree(params, whole=False)
     out: dict[str, Tensor] = {}
     for group in plan.groups:
-        axes = group.gather_axes + group.leaves[0].compute.axes
+        held = group.gather_axes + group.leaves[0].compute.axes
+        axes = tuple(axis for axis in plan.mesh.axis_names if axis in held)  # rows arrive in the order of ranks
         mine = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
         part = plan.mesh.index(group.gather_axes)
         for number, leaf in enumerate(group.leaves):

@@ -1,4 +1,4 @@
-"""Layouts: the order of a tree's leaves, how to read them from a tree quickly, and what to say when they do not fit."""
+"""The order of a tree's leaves, how to read them from a tree quickly, and what to say when they do not fit."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from fshard.model.unit import slot_of
 _Node = tuple[tuple[str, Any], ...]  # (key, the number of the leaf or the node below)
 
 
-class Layout:
+class LeafOrder:
     """The leaves that a tree must have.
 
     Args:

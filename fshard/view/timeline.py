@@ -1,0 +1,235 @@
+"""A schedule as a picture: what is in flight beside each compute op, and what the arena holds meanwhile.
+
+The horizontal axis is the order of ops, not time: nobody knows how long an op takes before it runs. Compute ops are
+wide and all others narrow, so a transfer that spans a compute op is one that can hide behind it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, Any
+
+from fshard import errors
+from fshard.schedule.memory import size_text
+from fshard.schedule.ops import ROOT, UNIT_KINDS, Op
+from fshard.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LANES = ("gather", "compute", "reduce", "update")
+ENDS = {"gather": "wait", "reduce": "collect"}
+"""The op that ends what the other one began."""
+
+ARENA = (
+    ("param", "gathered parameters", "#7d8fb3"),
+    ("grad", "full gradients", "#d9a05b"),
+    ("stage", "staging of reductions", "#b5b8bf"),
+)
+"""The kinds of arena items: prefix, words for the legend, color."""
+
+NARROW = 0.13
+"""The width of an op that is no compute op; that of a compute op is 1."""
+
+INK, PALE, BAND, GRAY, ALERT = "#22262e", "#8a8f99", "#f3f4f7", "#6b7280", "#c2410c"
+OUTSIDE = (0.42, 0.45, 0.5, 1.0)
+"""The color of groups and of code outside of units."""
+
+CAPTION = "from left to right: the order of ops, not time.  Outlined: a transfer with no compute op to hide behind."
+
+FONT = 8.5
+CHARACTER = 0.066
+"""Inches that a character of the font takes, about."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a lane, from ``begin`` to ``end`` on the axis of ops.
+
+    Attributes:
+        label: the group's or the unit's name.
+        group: the group whose color it has; empty for the color of code outside of units.
+        exposed: a transfer that spans no compute op, so that it has nothing to hide behind.
+    """
+
+    lane: str
+    label: str
+    group: str
+    begin: float
+    end: float
+    exposed: bool = False
+
+
+def timeline(schedule: Schedule) -> "Figure":
+    """Draw a schedule: lanes of gathers, compute, reductions and updates, and below them the arena.
+
+    Args:
+        schedule: the schedule, for example ``step.trace(batch)`` on an abstract mesh.
+
+    Returns:
+        A figure of its own, which pyplot does not know: ``figure.savefig("step.png")``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ScheduleError: the ops open or close a lifetime twice.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise errors.missing_extra("fs.view.timeline", "matplotlib", "view") from error
+    edges = positions(schedule.ops)
+    width = min(max(2.0 + 0.66 * edges[-1], 8.0), 40.0)
+    rows = stacked(bars(schedule), edges[-1] / (width - 1.6) * CHARACTER)
+    heights = {lane: 1 + max((row for bar, row in rows if bar.lane == lane), default=0) for lane in LANES}
+    lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(LANES) + 0.3
+    figure = Figure(figsize=(width, lanes_height + 2.6), layout="constrained", facecolor="white")
+    top, below = figure.subplots(2, 1, sharex=True, height_ratios=[lanes_height, 1.75])
+    names = [group.name for group in schedule.groups if group.name.partition("/")[0] != ROOT]
+    shades = colormaps["viridis"]([0.08 + 0.8 * i / max(1, len(names) - 1) for i in range(len(names))])
+    colors: dict[str, Any] = dict(zip(names, shades, strict=True))
+    for ax in (top, below):
+        _bands(ax, schedule.ops, edges)
+    _lanes(top, rows, heights, colors)
+    _phases(top, schedule, edges)
+    _arena(below, schedule, edges)
+    what = "train step" if schedule.train else "evaluation"
+    title = f"One {what}, {len(schedule)} ops: {schedule.policy} accumulate={schedule.accumulate}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 2, color=INK, weight="bold")
+    return figure
+
+
+def positions(ops: Sequence[Op]) -> list[float]:
+    """Where each op begins on the axis, and where the last one ends.
+
+    >>> positions([Op("gather", "a"), Op("forward", "a"), Op("free", "a")])
+    [0.0, 0.13, 1.13, 1.26]
+    """
+    steps = (1.0 if op.kind in UNIT_KINDS else NARROW for op in ops)
+    return [round(x, 6) for x in accumulate(steps, initial=0.0)]
+
+
+def bars(schedule: Schedule) -> Iterator[Bar]:
+    """The bars of all lanes: a transfer lasts from its issue to the op that waits for it."""
+    ops, edges = schedule.ops, positions(schedule.ops)
+    owner = {unit: next((schedule.groups[g].name for g in ids), "") for unit, ids in schedule.program.reads.items()}
+    for at, op in enumerate(ops):
+        if op.kind in UNIT_KINDS:
+            group = "" if op.target == ROOT else owner.get(op.target, "")
+            yield Bar("compute", op.target, group, edges[at], edges[at + 1])
+        elif op.kind == "update":
+            yield Bar("update", op.target, op.target, edges[at], edges[at + 1])
+        elif op.kind in ENDS:
+            end = next(i for i in range(at, len(ops)) if (ops[i].kind, ops[i].target) == (ENDS[op.kind], op.target))
+            exposed = not any(between.kind in UNIT_KINDS for between in ops[at:end])
+            yield Bar(op.kind, op.target, op.target, edges[at], edges[end], exposed)
+
+
+def stacked(items: Iterator[Bar], character: float) -> list[tuple[Bar, int]]:
+    """Each bar with its row in its lane: bars that overlap, with their labels, lie in different rows.
+
+    Args:
+        items: the bars.
+        character: the width of a character on the axis of ops.
+    """
+    ends: dict[str, list[float]] = {lane: [] for lane in LANES}
+    placed = []
+    for bar in sorted(items, key=lambda bar: bar.begin):
+        rows = ends[bar.lane]
+        row = next((i for i, end in enumerate(rows) if end <= bar.begin), len(rows))
+        if row == len(rows):
+            rows.append(0.0)
+        outside = 0.0 if fits(bar, character) else (len(bar.label) + 1) * character
+        rows[row] = bar.end + (0.0 if bar.lane == "compute" else outside)
+        placed.append((bar, row))
+    return placed
+
+
+def fits(bar: Bar, character: float) -> bool:
+    """Whether a bar's label fits into it."""
+    return (len(bar.label) + 1) * character <= bar.end - bar.begin
+
+
+def live(schedule: Schedule) -> dict[str, list[int]]:
+    """The bytes alive at each op by kind of item: ``param``, ``grad``, ``stage``. They sum to ``memory.profile``."""
+    memory = schedule.memory
+    changes = {kind: [0] * (len(schedule) + 1) for kind, _, _ in ARENA}
+    for item, spans in memory.lifetimes.items():
+        for first, last in spans:
+            changes[item.partition(":")[0]][first] += memory.sizes[item]
+            changes[item.partition(":")[0]][last + 1] -= memory.sizes[item]
+    return {kind: list(accumulate(change))[:-1] for kind, change in changes.items()}
+
+
+def _bands(ax: "Axes", ops: Sequence[Op], edges: Sequence[float]) -> None:
+    for at, op in enumerate(ops):
+        if op.kind in UNIT_KINDS:
+            ax.axvspan(edges[at], edges[at + 1], color=BAND, linewidth=0, zorder=0)
+    ax.set_xlim(-0.05, edges[-1] + 0.5)  # room for the last label
+    ax.tick_params(length=0, labelsize=FONT, labelcolor=GRAY)
+    ax.set_xticks([])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def _lanes(ax: "Axes", rows: Sequence[tuple[Bar, int]], heights: Mapping[str, int], colors: Mapping[str, Any]) -> None:
+    tops = dict(zip(LANES, accumulate((heights[lane] + 0.45 for lane in LANES), initial=0.0), strict=False))
+    low, high = ax.get_xlim()
+    character = (high - low) / (ax.figure.get_figwidth() - 1.6) * CHARACTER  # type: ignore[union-attr]
+    for bar, row in rows:
+        color = colors.get(bar.group, OUTSIDE)
+        y, width = tops[bar.lane] + row, bar.end - bar.begin
+        rim, line = (ALERT, 1.4) if bar.exposed else ("white", 0.8)
+        ax.barh(y + 0.5, width, left=bar.begin, height=0.84, color=color, edgecolor=rim, linewidth=line, zorder=2)
+        _label(ax, bar, y + 0.52, character, INK if sum(color[:3]) > 1.55 else "white")
+    ax.set_yticks([tops[lane] + heights[lane] / 2 for lane in LANES], LANES)
+    for text in ax.get_yticklabels():
+        text.set(color=INK, weight="bold", fontsize=FONT + 1)
+    ax.set_ylim(tops["update"] + heights["update"] + 0.1, -0.95)
+
+
+def _label(ax: "Axes", bar: Bar, y: float, character: float, inside: str) -> None:
+    style: dict[str, Any] = {"va": "center", "fontsize": FONT, "zorder": 3}
+    if fits(bar, character):
+        ax.text((bar.begin + bar.end) / 2, y, bar.label, ha="center", color=inside, **style)
+    elif bar.lane == "compute":
+        short = bar.label.rstrip(")").rpartition(".")[2]
+        if (len(short) + 1) * character <= bar.end - bar.begin:
+            ax.text((bar.begin + bar.end) / 2, y, short, ha="center", color=inside, **style)
+    else:
+        ax.text(bar.end + character / 2, y, bar.label, ha="left", color=INK, **style)
+
+
+def _phases(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
+    """A line over each run of forward and of backward ops."""
+    computes = [(at, op) for at, op in enumerate(schedule.ops) if op.kind in UNIT_KINDS]
+    for (kind, microbatch), run in groupby(computes, key=lambda pair: (pair[1].kind, pair[1].microbatch)):
+        places = [at for at, _ in run]
+        begin, end = edges[places[0]], edges[places[-1] + 1]
+        words = f"{kind} @{microbatch}" if schedule.accumulate > 1 else kind
+        ax.plot([begin + 0.05, end - 0.05], [-0.3, -0.3], color=PALE, linewidth=1.0, solid_capstyle="butt")
+        ax.text((begin + end) / 2, -0.42, words, ha="center", va="bottom", fontsize=FONT + 0.5, color=GRAY)
+
+
+def _arena(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
+    """The live bytes of the arena, by kind, and its size."""
+    below = [0] * len(schedule)
+    memory = schedule.memory
+    for (_, words, color), values in zip(ARENA, live(schedule).values(), strict=True):
+        above = [a + b for a, b in zip(below, values, strict=True)]
+        if any(values):
+            low, high = ([*line, line[-1]] for line in (below, above))
+            ax.fill_between(edges, low, high, step="post", color=color, linewidth=0, label=words, zorder=2)
+        below = above
+    size = memory.arena_bytes
+    ax.axhline(size, color=ALERT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
+    ax.set_ylim(0, max(size, 1) * 1.45)
+    ticks = [0, size // 2, size] if size else [0]
+    ax.set_yticks(ticks, [*map(size_text, ticks)])
+    ax.set_ylabel("arena", fontsize=FONT + 1, color=INK, weight="bold")
+    words = f"{size_text(size)}, of which {size_text(memory.lower_bound)} are alive at the busiest op"
+    ax.text(edges[-1], size * 1.03, words, ha="right", va="bottom", fontsize=FONT, color=ALERT)
+    if any(below):
+        ax.legend(loc="upper left", ncols=3, frameon=False, fontsize=FONT, labelcolor=INK, borderaxespad=0.1)
+    ax.set_xlabel(CAPTION, fontsize=FONT, color=GRAY, loc="left")
