@@ -72,7 +72,8 @@ def sample(model: fs.Model, params: dict, prompt: Tensor, context: int, count: i
 
 def train(args: Namespace, mesh: fs.Mesh) -> None:
     """Train, evaluate, sample."""
-    data = b"".join(file.read_bytes() for file in args.data) or "".join(topics[k] for k in sorted(topics)).encode()
+    docs = "".join(topics[name] for name in sorted(topics)).encode()
+    data = b"".join(file.read_bytes() for file in args.data) if args.data else docs
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(mesh.device)
     seen, unseen = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :][: 1 << 16]  # 64 KiB judge well enough
     size, parts = args.batch * args.context, mesh.size * args.accumulate

@@ -172,3 +172,8 @@ def unreadable_schedule(number: int, line: str, problem: str) -> ScheduleError:
 def missing_extra(what: str, library: str, extra: str) -> ImportError:
     """An optional library that is not installed."""
     return ImportError(f'{what} needs {library}, which is not installed: pip install "fshard[{extra}]"')
+
+
+def no_processes() -> PlanError:
+    """Something collective on an abstract mesh."""
+    return PlanError("an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...)")

@@ -37,8 +37,10 @@ class EvalStep:
             Other leaves are this rank's own.
 
         Raises:
+            DonatedError, TreeError: the state was donated to a step, or made for another plan.
             BatchError: a 0-dim result over batches of different sizes; return ``fs.Mean``.
         """
+        state.check_plan(self.plan)
         outcome = self._runner.run(batch, state.finished(), None)
         lanes = self._runner.workshop.lanes
         assert outcome.verdict is not None and lanes is not None

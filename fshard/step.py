@@ -125,9 +125,8 @@ class TrainStep:
         return tuple(self._runner.record)
 
     def _check_state(self, state: TrainState) -> None:
+        state.check_plan(self.plan)
         shards = state.shards()
-        if state.plan is not self.plan and state.plan != self.plan:
-            raise TreeError("the state was made for another plan: make the step and the state from the same one")
         for group in self._cuts:
             held = list(shards[group].opt)
             if held != self._kept:

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import P, tree
-from tests import functions, modules
+from tests import functions, modules, tricky
 
 ROWS = 24
 Batch = Any
@@ -83,7 +83,7 @@ def build(name: str) -> Example:
     """The example of this name, with the same values in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(len(name) + 7)
-        return EXAMPLES[name]()
+        return (EXAMPLES | TRICKY)[name]()
 
 
 def _divide(total: Tensor, count: Tensor) -> Tensor:
@@ -226,38 +226,50 @@ def adapted() -> Example:
 
 
 def _of_functions(
-    program: Any, whole: dict[str, Tensor], units: tuple[str, ...], batch: Any, rules: Any
+    program: Any, units: Any, whole: dict[str, Tensor], owners: tuple[str, ...], batch: Any, rules: Any
 ) -> Example:
-    """An example of hand-written functions: ``program(params, batch, units)`` with units marked or plain."""
+    """An example of hand-written functions: ``program(params, batch, units)``, units marked or plain."""
     own = {path: leaf.clone().requires_grad_() for path, leaf in whole.items()}
     nested = tree.nest(own)
     return Example(
         model=tree.nest(whole),
         rules=rules,
-        loss_fn=lambda params, batch: program(params, batch, functions.MARKED),
-        plain=Plain(own, lambda batch: program(nested, batch, functions.PLAIN)),
+        loss_fn=lambda params, batch: program(params, batch, units.MARKED),
+        plain=Plain(own, lambda batch: program(nested, batch, units.PLAIN)),
         batch=batch,
-        units=units,
+        units=owners,
     )
 
 
 def handwritten() -> Example:
     """Pure functions over a raw tree; the first and the last unit read one embedding."""
     rules = [(r".*\.bias", P()), (r".*", fs.fsdp("shard"))]
-    return _of_functions(
-        functions.language, functions.language_params(), ("layers.*",), _tokens(16, 6), rules
-    )
+    whole = functions.language_params()
+    return _of_functions(functions.language, functions, whole, ("layers.*",), _tokens(16, 6), rules)
 
 
 def glue() -> Example:
     """Units with keywords, pytree results, integer results, and code between them."""
     rules = [(r".*", fs.fsdp("shard"))]
-    return _of_functions(
-        functions.routed, functions.routed_params(), ("enc", "mix.*"), _regression(6, 4), rules
-    )
+    whole = functions.routed_params()
+    return _of_functions(functions.routed, functions, whole, ("enc", "mix.*"), _regression(6, 4), rules)
+
+
+def _tricky(program: Any) -> Callable[[], Example]:
+    base = _regression(6, 4)
+
+    def batch(step: int) -> Batch:
+        return {**base(step), "turn": torch.tensor(step // 2 % 3)}
+
+    def example() -> Example:
+        rules = [(r"c\.b", P()), (r".*", fs.fsdp("shard"))]
+        return _of_functions(program, tricky, tricky.params(), tricky.UNITS, batch, rules)
+
+    return example
 
 
 EXAMPLES: dict[str, Callable[[], Example]] = {
     example.__name__: example
     for example in (gpt, odd, unet, translator, twice, skipping, masked, conv, adapted, handwritten, glue)
 }
+TRICKY = {program.__name__: _tricky(program) for program in tricky.PROGRAMS}

@@ -46,8 +46,8 @@ class Shell:
     def forward(self, instance: "Instance") -> Callable[..., Any]:
         """The forward of the module in an instance."""
         unit, buffers = self.unit, self.buffers
-        layout, numbers = self.params
-        params = layout.tree([instance.leaves[i] for i in numbers])
+        order, numbers = self.params
+        params = order.tree([instance.leaves[i] for i in numbers])
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             return unit(params, *args, **kwargs)

@@ -1,9 +1,9 @@
 """Split a module into a parameter tree and a pure function of it, with chosen submodules as units.
 
 The user's module is never touched. A private copy without memory (its parameters are on the meta device) keeps the
-code, and ``Model.apply`` runs instances of it that hold the tensors it is given. A unit occurs twice: the *shell*, which
-stands where the unit stood in the code around it, hands the call to a ``Unit``; and that runs an instance of the unit
-alone, with its hooks and its forward. The shell holds the unit's tensors too, for code outside that reads its weights.
+code, and ``Model.apply`` runs instances of it that hold the tensors given to it. A unit occurs twice: the *shell*,
+which stands where the unit stood, hands the call to a ``Unit``; and that runs an instance of the unit alone, with its hooks
+and its forward. The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
 import copy
@@ -270,8 +270,8 @@ def _at(twin: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Module]
     return ((path, twin.get_submodule(path)) for path in paths)
 
 
-def _numbers(places: Mapping[str, Sequence[Place]], layout: LeafOrder) -> Numbers:
-    return {(id(entries), name): i for i, path in enumerate(layout.paths) for entries, name in places[path]}
+def _numbers(places: Mapping[str, Sequence[Place]], order: LeafOrder) -> Numbers:
+    return {(id(entries), name): i for i, path in enumerate(order.paths) for entries, name in places[path]}
 
 
 def _number(places: Sequence[Place], numbers: Numbers) -> int:

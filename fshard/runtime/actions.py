@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fshard.runtime.clock import Clock, Mark
+from fshard.runtime.clock import Mark, make_clock
 from fshard.runtime.comm import Handle, Lane, Transport
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
@@ -41,7 +41,7 @@ class Actions:
     def __init__(self, plan: Plan, slots: Slots, lanes: Lanes, grads: Mapping[int, Tensor], poison: bool) -> None:
         self.plan, self.slots, self.lanes, self.grads, self.poison = plan, slots, lanes, grads, poison
         self.by_name = {slots.group.name: slots for slots in slots.groups}
-        self.clock: Clock = Clock()
+        self.clock = make_clock(plan.mesh.device)
         self.verbs: dict[str, Callable[[GroupSlots, int], None]] = {
             "update": self._update,
             "gather": self._gather,

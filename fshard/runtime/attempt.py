@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fshard.errors import BatchError, CommError, PeerError, ScheduleError, lines
 from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import Lane, exchange, exchange_text
-from fshard.runtime.commit import FAILED, OK, RETRY, Tally, Verdict
+from fshard.runtime.commit import FAILED, OK, RETRY, Verdict
 from fshard.runtime.engine import Mispredicted
 from fshard.runtime.executor import diverged
 
@@ -26,14 +27,18 @@ class Outcome:
     """What came of an attempt.
 
     Attributes:
-        tally: what this rank brings to the vote.
+        status: how this rank's own part went.
+        losses: the total and the count of each microbatch.
+        weighted: whether the loss is an ``fs.Mean``.
         verdict: what all ranks learned; None until they voted.
         failure: what this rank's program raised.
         uneven: the leading dim of each rank's batch, if they differ.
         aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
     """
 
-    tally: Tally = field(default_factory=Tally)
+    status: int = OK
+    losses: list[tuple[Tensor, Tensor | float]] = field(default_factory=list)
+    weighted: bool = False
     verdict: Verdict | None = None
     failure: BaseException | None = None
     uneven: list[int] = field(default_factory=list)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import UnitError
+from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
@@ -68,6 +69,7 @@ class Engine:
     def __init__(self, plan: Plan, sink: Sink) -> None:
         self.plan = plan
         self.slots = Slots(plan.groups, plan.mesh, self)
+        self.layout = LeafOrder("params", plan.leaves)
         self.sink = sink
         self.executor: Executor | None = None
         self.trainable: list[Tensor] = []
@@ -96,7 +98,7 @@ class Engine:
 
     def params(self) -> dict[str, Any]:
         """The parameter tree that the loss function gets: nested dicts of slot leaves."""
-        return tree.nest({path: self.slots.by_path[path] for path in self.plan.leaves})
+        return self.layout.tree([self.slots.by_path[path] for path in self.layout.paths])
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called with slot leaves for parameters. A unit inside a unit is part of the outer one."""
@@ -151,10 +153,20 @@ class Engine:
             if slots.group.trainable and any(leaf.grad is not None for leaf in slots.leaves):
                 self._collect_outside(slots.group.id, list(range(len(slots.leaves))))
 
-    def enter_backward(self, name: str, index: int) -> None:
-        """The gradient of an output of a unit is complete: its backward begins, and the one before is over."""
-        if not self.differentiating or self.executor is None:
-            raise Mispredicted(f"the program differentiates unit {name} itself")
+    def enter_backward(self, name: str, index: int) -> bool:
+        """The gradient of an output of a unit is complete: its backward begins, and the one before is over.
+
+        Returns:
+            Whether it is this step's backward. If the program takes a gradient of its own through a unit, it reads the
+            unit's leaves like other code outside of units, and this step's backward is still to come.
+        """
+        if self.executor is None:
+            raise UnitError(f"unit {name} is differentiated after its step is over, when its parameters are gone")
+        if not self.differentiating:
+            for group in self.reads[name].groups:
+                if not self.executor.outside(group):
+                    raise Mispredicted(f"the program differentiates unit {name} itself")
+            return False
         self._leave()
         self.executor.reach("backward", name, index)
         for group, numbers in self.reads[name].sinks:
@@ -162,6 +174,7 @@ class Engine:
             if any(leaves[n].grad is not None for n in numbers):
                 self._collect_outside(group, numbers)
         self.under_way = name
+        return True
 
     def _leave(self) -> None:
         if self.under_way:
@@ -261,8 +274,7 @@ class Mark:
     def __call__(self, grad: Tensor) -> None:
         """The gradient itself stays as it is."""
         if not self.passed:
-            self.engine.enter_backward(self.name, self.index)
-            self.passed = True
+            self.passed = self.engine.enter_backward(self.name, self.index)
 
 
 def _prefix(paths: Sequence[str]) -> str:

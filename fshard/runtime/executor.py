@@ -90,6 +90,25 @@ class Scheduled:
         self.record.append(op)
 
 
+class Again:
+    """What units that run again inside of the backward read, and the unit whose backward is under way then.
+
+    Activation checkpointing of several units at once runs all of them at the first of their backwards.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = ROOT
+        self.reads: dict[str, dict[int, None]] = {}
+
+    def reach(self, kind: str, unit: str) -> None:
+        """The program is at this compute op."""
+        self.under_way = unit if kind == "backward" else ROOT
+
+    def note(self, groups: Sequence[int]) -> None:
+        """These groups are read now."""
+        self.reads.setdefault(self.under_way, {}).update(dict.fromkeys(groups))
+
+
 class OnDemand:
     """Gathers what a unit reads when it is called, and writes the program down for a schedule.
 
@@ -116,9 +135,11 @@ class OnDemand:
         self.forward: list[Call] = []
         self.backward: list[Call] = []
         self.glue: dict[int, None] = {}
+        self.again = Again()
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Gather what the unit reads, if it is not there."""
+        self.again.reach(kind, unit)
         if unit != ROOT:
             for group in self.reads(unit):
                 self.demand(group)
@@ -145,10 +166,12 @@ class OnDemand:
 
     def readable(self, groups: Sequence[int]) -> bool:
         """What was gathered stays."""
+        self.again.note(groups)
         return all(self.actions.live(self.names[g]) for g in groups)
 
     def outside(self, group: int) -> bool:
-        """What is gathered is there for everybody."""
+        """What is gathered is there for everybody. A schedule must know who reads it."""
+        self.glue[group] = None
         return True
 
     def end_microbatch(self) -> None:
@@ -173,9 +196,11 @@ class Tracing:
         self.forward: list[Call] = []
         self.backward: list[Call] = []
         self.glue: dict[int, None] = {}
+        self.again = Again()
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Note the call."""
+        self.again.reach(kind, unit)
         if unit != ROOT:
             (self.forward if kind == "forward" else self.backward).append(Call(unit, index))
 
@@ -188,18 +213,22 @@ class Tracing:
 
     def readable(self, groups: Sequence[int]) -> bool:
         """Fake leaves are always there."""
+        self.again.note(groups)
         return True
 
     def outside(self, group: int) -> bool:
         """It is noted, not judged."""
+        self.glue[group] = None
         return True
 
 
 def program_of(seen: Tracing | OnDemand, reads: Mapping[str, Sequence[int]]) -> Program:
     """The program that an executor saw: its calls, what each unit reads, and what the code between units reads."""
     used = {call.unit for call in seen.forward}
-    table = {unit: tuple(groups) for unit, groups in reads.items() if unit in used}
-    return Program(tuple(seen.forward), tuple(seen.backward), {**table, ROOT: tuple(sorted(seen.glue))})
+    again = seen.again.reads
+    table = {unit: tuple(dict.fromkeys((*groups, *again.get(unit, ())))) for unit, groups in reads.items() if unit in used}
+    glue = {*seen.glue, *again.get(ROOT, ())}
+    return Program(tuple(seen.forward), tuple(seen.backward), {**table, ROOT: tuple(sorted(glue))})
 
 
 def diverged(requests: Sequence[str]) -> ScheduleError:

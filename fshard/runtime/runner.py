@@ -1,12 +1,12 @@
 """The runner: finds the program of a function, prepares it once, and makes attempts at running it on all ranks."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fshard.errors import PlanError
+from fshard.errors import no_processes
 from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, uneven_rows
 from fshard.runtime.batch import check_device, microbatches, signature
 from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
@@ -71,7 +71,7 @@ class Runner:
 
     def _prepare(self, batch: Any) -> tuple[Prepared | None, list[Any]]:
         if self.workshop.lanes is None:
-            raise PlanError("an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...)")
+            raise no_processes()
         try:
             check_device(batch, self.plan.mesh.device)
             parts = microbatches(batch, self.workshop.accumulate)
@@ -92,9 +92,8 @@ class Runner:
         executor = Scheduled(prepared.schedule, prepared.positions, actions)
         self.latest, self.record = prepared, executor.record
         executor.agree()
-        status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
-        outcome.tally = replace(outcome.tally, status=status)
-        if status != OK and self.workshop.policy.update == "in_backward":
+        outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
+        if outcome.status != OK and self.workshop.policy.update == "in_backward":
             actions.update = None
         executor.finish()
         if not self.workshop.train:
@@ -119,15 +118,15 @@ class Runner:
             self.workshop.closing,
         )
         self.latest, self.record = prepared, executor.record
-        status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
-        if status == FAILED and outcome.failure is not None:
+        outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
+        if outcome.status == FAILED and outcome.failure is not None:
             request(lane, f"{FAILURE}{type(outcome.failure).__name__}: {outcome.failure}")
             raise outcome.failure
-        if outcome.uneven and self.workshop.train and not outcome.tally.weighted:
+        if outcome.uneven and self.workshop.train and not outcome.weighted:
             raise uneven_rows(outcome.uneven)
         executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
-        self.found[signature(work.batch)] = Found(program, outcome.tally.weighted)
+        self.found[signature(work.batch)] = Found(program, outcome.weighted)
         return outcome
 
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
@@ -158,23 +157,20 @@ class Runner:
     def _microbatch(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any, outcome: Outcome) -> None:
         loss = read_loss(self._call(prepared, executor, part))
         check_differentiable(loss)
-        weighted = loss.count is not None
-        before = outcome.tally
-        outcome.tally = Tally(
-            total=before.total + number(loss.total),
-            count=before.count + (number(loss.count) if weighted else 1.0),
-            weighted=weighted,
-        )
+        outcome.losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
+        outcome.weighted = loss.count is not None
         outcome.aux.append(loss.aux)
         seed = torch.full_like(loss.total, 1.0 / self.parts)
         prepared.engine.differentiate(loss.total, seed)
 
     def _vote(self, prepared: Prepared, outcome: Outcome) -> None:
         assert self.workshop.lanes is not None
-        tally = outcome.tally
-        if self.workshop.train and tally.status == OK:
+        tally = Tally(outcome.status)
+        if self.workshop.train and outcome.status == OK:
             prepared.actions.settle_gradients()
-            tally = replace(tally, sumsq=prepared.actions.sumsq())
+            # The only reads of the device in a step: until here the host runs ahead of it.
+            total, count = (sum(map(number, column)) for column in zip(*outcome.losses, strict=True))
+            tally = Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted)
         copies = self.plan.mesh.size // self.plan.data_size
         outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies)
 

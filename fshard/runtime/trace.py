@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,8 +28,16 @@ from fshard.runtime.loss import check_differentiable, read_loss
 from fshard.schedule.ops import Program
 from fshard.sharding.plan import Plan
 
-VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""What fake tensors raise where a program asks for a value."""
+VALUES_NEEDED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What fake tensors raise where a program asks for a value, or calls an operator that knows only real ones."""
+
+FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl")
+"""What else they say, in errors of no class of their own: at ``.numpy()``, at a data pointer, at custom operators."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,10 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
             result = fn(engine.params(), fake)
             weighted = _backward(engine, result) if train else False
     except VALUES_NEEDED:
+        return None
+    except (RuntimeError, TypeError) as error:
+        if not any(words in str(error) for words in FAKE_ONLY):
+            raise
         return None
     finally:
         engine.stop()

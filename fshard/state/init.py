@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import PlanError, lines
+from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, fill
 from fshard.model.random import fold
 from fshard.runtime.comm import LocalTransport
@@ -87,7 +87,10 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
     Raises:
         TreeError: ``params`` is not this rank's part of the plan's tree.
+        PlanError: the plan's mesh is abstract.
     """
+    if plan.mesh.transport is None and plan.mesh.size > 1:
+        raise no_processes()
     flat = plan.check_tree(params, whole=False)
     out: dict[str, Tensor] = {}
     for group in plan.groups:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import DonatedError
+from fshard.errors import DonatedError, TreeError
 from fshard.runtime.update import Shard, Update
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
@@ -89,6 +89,17 @@ class TrainState:
                 f"use the state that the step returned, or build the step with donate=False"
             )
         return self._shards
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a step that was made for another plan.
+
+        Raises:
+            DonatedError: this state was donated to a step.
+            TreeError: the plans differ.
+        """
+        self.shards()
+        if self.plan is not plan and self.plan != plan:
+            raise TreeError("the state was made for another plan: make the step and the state from the same one")
 
     @property
     def waiting(self) -> Update | None:

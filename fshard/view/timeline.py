@@ -194,7 +194,7 @@ def _label(ax: "Axes", bar: Bar, y: float, character: float, inside: str) -> Non
     if fits(bar, character):
         ax.text((bar.begin + bar.end) / 2, y, bar.label, ha="center", color=inside, **style)
     elif bar.lane == "compute":
-        short = bar.label.rstrip(")").rpartition(".")[2]
+        short = (bar.group or bar.label).rpartition(".")[2]
         if (len(short) + 1) * character <= bar.end - bar.begin:
             ax.text((bar.begin + bar.end) / 2, y, short, ha="center", color=inside, **style)
     else:
