@@ -95,7 +95,7 @@ def buffers_changed(paths: Iterable[str]) -> UnitError:
 def bad_unit_pattern(pattern: object) -> PlanError:
     """Something in ``units=`` that is neither a path pattern nor a module class."""
     return PlanError(
-        f"units: {pattern!r} is a {type(pattern).__name__}; give paths with globs ('blocks.*') or subclasses of nn.Module"
+        f"units: {pattern!r} is a {type(pattern).__name__}; give path globs ('blocks.*') or subclasses of nn.Module"
     )
 
 
@@ -177,3 +177,20 @@ def missing_extra(what: str, library: str, extra: str) -> ImportError:
 def no_processes() -> PlanError:
     """Something collective on an abstract mesh."""
     return PlanError("an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...)")
+
+
+def left_in_backward() -> ScheduleError:
+    """A program that left its schedule when a part of its own step's updates was made."""
+    return ScheduleError(
+        "the program left its schedule during a step with update='in_backward', after parameters were updated, so the "
+        "step cannot be run again: restore the state from a checkpoint, and use update='deferred' for programs whose "
+        "units change from step to step"
+    )
+
+
+def weighted_in_backward() -> LossError:
+    """An fs.Mean where updates cannot wait for its global count."""
+    return LossError(
+        "the loss is an fs.Mean, whose gradient must be divided by the count over all ranks and microbatches, which "
+        "update='in_backward' does not wait for: use update='deferred', or return a plain mean"
+    )

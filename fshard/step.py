@@ -16,7 +16,7 @@ from fshard.runtime.commit import FAILED, Verdict
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.rng import seeded
 from fshard.runtime.runner import Runner
-from fshard.runtime.update import Shard, Update, segments
+from fshard.runtime.update import Gradients, Shard, Update, segments
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -38,8 +38,9 @@ class Options:
 class TrainStep:
     """``step(state, batch) -> (state, metrics)``. Made by ``fs.make_train_step``.
 
-    The step is atomic: if it raises, on this rank or on another, the state that it was given is as it was before,
-    bit for bit, and can be used again.
+    With deferred updates, the default, the step is atomic: if it raises, on this rank or on another, the state that it
+    was given is as it was before, bit for bit, and can be used again. With ``update="in_backward"`` a step that fails
+    may have updated some groups already.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], opt: Any, plan: Plan, options: Options) -> None:
@@ -48,7 +49,7 @@ class TrainStep:
         self._runner = Runner(loss_fn, workshop)
         self._cuts = {g.id: segments(g, plan.mesh, opt.hyper) for g in plan.groups if g.trainable}
         self._kept = list(opt.init(torch.empty(0)))
-        self._grads: dict[int, list[Tensor]] = {}
+        self._grads = Gradients(workshop.grads, self._cuts)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
 
@@ -142,11 +143,7 @@ class TrainStep:
             last.finish()
 
     def _update(self, state: TrainState, shards: list[Shard], scale: Tensor | None) -> Update:
-        grads = self._runner.workshop.grads
-        for group, cuts in self._cuts.items():
-            if group not in self._grads and group in grads:
-                self._grads[group] = [grads[group][a:b] for a, b, _ in cuts]
-        update = Update(self.opt, state.step, shards, self._grads, self._cuts, scale)
+        update = Update(self.opt, state.step, shards, self._grads, scale)
         self._last = weakref.ref(update)
         return update
 

@@ -187,7 +187,7 @@ CONFIGS = (
     Config(prefetch=0, clip=0.3),
     Config(prefetch=2, reshard=False),
     Config(accumulate=2),
-    # Config(update="in_backward"),
+    Config(update="in_backward"),
 )
 
 
@@ -209,7 +209,12 @@ def _setup(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
 def train(name: str) -> list[Run]:
     """On a rank: a case under every configuration."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        return [_train(CASES[name], mesh, config) for config in CONFIGS]
+        return [_train(CASES[name], mesh, config) for config in CONFIGS if _possible(name, config)]
+
+
+def _possible(name: str, config: Config) -> bool:
+    # Updates in the backward cannot be taken back, and cannot wait for a global count.
+    return config.update == "deferred" or name not in ("new_glue", "weighted")
 
 
 def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
@@ -266,18 +271,45 @@ def _global_loss(case: Any, params: Any, number: int, world: int, accumulate: in
 def test_values_are_those_of_one_process(pool: Pools, world: int, name: str) -> None:
     ranks = pool(world).run(train, name)
     problems = []
-    for number, config in enumerate(CONFIGS):
+    for number, config in enumerate(config for config in CONFIGS if _possible(name, config)):
         want, runs = _expected(name, world, config), [rank[number] for rank in ranks]
         for rank, run in enumerate(runs):
             far = [i for i, (a, b) in enumerate(zip(run.losses, want.losses, strict=True)) if not abs(a - b) < 1e-5]
             off = [
-                path for path, leaf in want.params.items() if not torch.allclose(run.params[path], leaf, rtol=0, atol=1e-5)
+                path
+                for path, leaf in want.params.items()
+                if not torch.allclose(run.params[path], leaf, rtol=0, atol=1e-5)
             ]
             if far or off:
                 problems.append(f"{config} rank {rank}: losses of steps {far}, leaves {off}")
             if name in SCHEDULED and run.scheduled != SCHEDULED[name] and config.accumulate == 1:
                 problems.append(f"{config} rank {rank}: scheduled {run.scheduled}")
     assert not problems, "\n".join(problems)
+
+
+def refused(name: str) -> tuple[list[Raised | None], bool]:
+    """On a rank: the errors of a case with updates in the backward, and whether parameters stayed."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan, rule, state = _setup(mesh)
+        now = Now(step=0, rank=mesh.rank)
+        step = fs.make_train_step(
+            lambda p, b: CASES[name](p, b, now), rule, plan, policy=fs.Policy(update="in_backward"), donate=False
+        )
+        raised = []
+        for now.step in range(3):
+            batch = _cut(_batch(now.step), mesh.rank, mesh.size)
+            raised.append(attempt(lambda b=batch: step(state, b)))  # type: ignore[misc]
+        whole = dict(tree.paths(fs.unshard(state.params, plan)))
+        return raised, all(torch.equal(leaf, whole[path]) for path, leaf in tree.paths(_weights()))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_updates_in_the_backward_cannot_do(pool: Pools, world: int) -> None:
+    for steps in zip(*(raised for raised, _ in pool(world).run(refused, "weighted")), strict=True):
+        alike(list(steps), "LossError", ("fs.Mean", "update='deferred'"))
+    ranks = pool(world).run(refused, "new_glue")
+    assert all(raised[:2] == [None, None] and kept for raised, kept in ranks)
+    alike([raised[2] for raised, _ in ranks], "ScheduleError", ("left its schedule", "update='deferred'"))
 
 
 def raising(mode: str) -> tuple[list[Raised | None], list[float]]:

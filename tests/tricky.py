@@ -144,15 +144,32 @@ def viewed(p: Tree, batch: Any, units: Any) -> Tensor:
 
 
 def recomputed(p: Tree, batch: Any, units: Any) -> Tensor:
-    """Activation checkpointing inside of a unit, around a unit, and around two units with code between them."""
-
-    def pair(x: Tensor) -> Tensor:
-        return units.affine(p["c"], torch.sin(units.affine(p["b"], x)))
-
+    """Activation checkpointing inside of a unit and around units."""
     x = units.remat(p["a"], units.stem(p["stem"], batch["x"]))
-    x = x + checkpoint(pair, x, use_reentrant=False)
-    x = x + checkpoint(units.affine, p["d"], x, use_reentrant=False)
+    for name in "bcd":
+        x = x + checkpoint(units.affine, p[name], x, use_reentrant=False)
     return _loss(p, x, batch)
+
+
+def stretched(p: Tree, batch: Any, units: Any) -> Tensor:
+    """Activation checkpointing around a stretch of the program: two units and code between them."""
+
+    def stretch(one: Tree, two: Tree, x: Tensor) -> Tensor:
+        result: Tensor = units.affine(two, torch.sin(units.affine(one, x)))
+        return result
+
+    x = units.stem(p["stem"], batch["x"])
+    x = x + checkpoint(stretch, p["a"], p["b"], x, use_reentrant=False)
+    x = x + checkpoint(stretch, p["c"], p["d"], x, use_reentrant=False)
+    return _loss(p, x, batch)
+
+
+def penalised(p: Tree, batch: Any, units: Any) -> Tensor:
+    """A gradient penalty: the program differentiates its own units, and that is differentiated again."""
+    x = batch["x"].clone().requires_grad_()
+    y = units.affine(p["b"], units.affine(p["a"], units.stem(p["stem"], x)))
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return _loss(p, units.affine(p["c"], y), batch) + slope.square().mean()
 
 
 def differentiated(p: Tree, batch: Any, units: Any) -> Tensor:
@@ -203,4 +220,15 @@ def _namespace(mark: Any) -> SimpleNamespace:
 
 PLAIN = _namespace(lambda function: function)
 MARKED = _namespace(fs.unit)
-PROGRAMS = (passing, unused, viewed, recomputed, differentiated, regularised, nested, branching)
+PROGRAMS = (
+    passing,
+    unused,
+    viewed,
+    recomputed,
+    stretched,
+    differentiated,
+    penalised,
+    regularised,
+    nested,
+    branching,
+)

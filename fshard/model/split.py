@@ -1,9 +1,9 @@
 """Split a module into a parameter tree and a pure function of it, with chosen submodules as units.
 
 The user's module is never touched. A private copy without memory (its parameters are on the meta device) keeps the
-code, and ``Model.apply`` runs instances of it that hold the tensors given to it. A unit occurs twice: the *shell*,
-which stands where the unit stood, hands the call to a ``Unit``; and that runs an instance of the unit alone, with its hooks
-and its forward. The shell holds the unit's tensors too, for code outside that reads its weights.
+code, and ``Model.apply`` runs instances of it that hold the tensors given to it. A unit occurs twice: the *shell*
+stands where the unit stood and hands the call to a ``Unit``, and that runs an instance of the unit alone, with its
+hooks and its forward. The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
 import copy

@@ -54,14 +54,15 @@ class Actions:
         self.on_commit: Callable[[], None] = _nothing
         self.shards: list[Shard] = []
         self.update: Update | None = None
+        self.own = False
         self.handles: dict[str, Handle] = {}
         self.readable: set[str] = set()
         self.touched: set[int] = set()
         self.summed: set[int] = set()
 
-    def start(self, shards: list[Shard], update: Update | None) -> None:
-        """Begin a step on these shards, with the update that the step before left."""
-        self.shards, self.update = shards, update
+    def start(self, shards: list[Shard], update: Update | None, own: bool = False) -> None:
+        """Begin a step on these shards, with the update that the step before left, or with this step's ``own``."""
+        self.shards, self.update, self.own = shards, update, own
         self.handles.clear()
         self.readable.clear()
         self.touched.clear()
@@ -118,8 +119,11 @@ class Actions:
         return math.fsum(squares.tolist())
 
     def _update(self, slots: GroupSlots, microbatch: int) -> None:
+        group = slots.group.id
         if self.update is not None:
-            self.update.apply(slots.group.id)
+            if self.own and group not in self.touched and group not in self.summed:
+                self.grads[group].zero_()  # no unit of this step touched it
+            self.update.apply(group)
 
     def _gather(self, slots: GroupSlots, microbatch: int) -> None:
         group = slots.group

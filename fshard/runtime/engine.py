@@ -64,7 +64,12 @@ class Reads:
 
 
 class Engine:
-    """Runs a program's units on slots. One is made for each distinct program of a step."""
+    """Runs a program's units on slots. One is made for each distinct program of a step.
+
+    Attributes:
+        inside: the unit whose function is running, if one is.
+        foreign: whether the loss may depend on tensors that require grad and are no parameters.
+    """
 
     def __init__(self, plan: Plan, sink: Sink) -> None:
         self.plan = plan
@@ -75,16 +80,18 @@ class Engine:
         self.trainable: list[Tensor] = []
         self.reads: dict[str, Reads] = {}
         self.names: dict[tuple[Unit, tuple[object, ...]], str] = {}
+        self.trees: dict[Unit, tuple[Any, str, list[Any]]] = {}
         self.counts: dict[str, int] = {}
         self.storages: set[int] = set()
-        self.inside = False
+        self.inside = ""
         self.differentiating = False
         self.under_way = ""
+        self.foreign = True
 
     def start(self, executor: Executor) -> None:
         """Begin a pass of the program: the next calls of units are the first of their name."""
         self.executor = executor
-        self.inside = self.differentiating = False
+        self.inside, self.differentiating = "", False
         self.under_way = ""
         self.counts.clear()
         self.trainable = [leaf for s in self.slots.groups if s.group.trainable for leaf in s.leaves]
@@ -105,17 +112,15 @@ class Engine:
         if self.inside:
             return unit.fn(params, *args, **kwargs)
         executor = self._running(unit)
-        leaves = tree.leaves(params)
-        name = self._name(unit, leaves)
+        name, leaves = self._identify(unit, params)
         if self.differentiating:
             return self._again(unit, name, params, args, kwargs)
         index = self.counts.get(name, 0)
         self.counts[name] = index + 1
         executor.reach("forward", name, index)
-        inputs = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        watched = inputs + leaves
+        watched = [*_tensors((args, kwargs) if kwargs else args), *leaves]
         versions = [x._version for x in watched]
-        self.inside = True
+        self.inside = name
         try:
             result = unit.fn(params, *args, **kwargs)
         except RuntimeError as error:
@@ -123,17 +128,16 @@ class Engine:
                 raise self._forbidden(unit, name, params, args, kwargs) from error
             raise
         finally:
-            self.inside = False
+            self.inside = ""
         if versions != [x._version for x in watched]:
             raise self._written(name, watched, versions)
         mark = None
-        for number, out in enumerate(tree.leaves(result)):
-            if isinstance(out, Tensor):
-                if out.untyped_storage()._cdata in self.storages:
-                    raise self._aliased(name, number)
-                if out.requires_grad:
-                    mark = mark or Mark(self, name, index)
-                    out.register_hook(mark)  # type: ignore[no-untyped-call]
+        for number, out in enumerate(_tensors(result)):
+            if out.untyped_storage()._cdata in self.storages:
+                raise self._aliased(name, number)
+            if out.requires_grad:
+                mark = mark or Mark(self, name, index)
+                out.register_hook(mark)  # type: ignore[no-untyped-call]
         executor.settle()
         return result
 
@@ -146,12 +150,22 @@ class Engine:
         executor = self.executor
         assert executor is not None
         self.differentiating = True
-        torch.autograd.backward([total], [seed], inputs=self.trainable)
+        # Naming the inputs keeps autograd from filling the ``grad`` of other tensors, and costs a tenth of a backward.
+        torch.autograd.backward([total], [seed], inputs=self.trainable if self.foreign else None)
         self._leave()
         executor.reach("backward", ROOT, 0)
         for slots in self.slots.groups:
             if slots.group.trainable and any(leaf.grad is not None for leaf in slots.leaves):
                 self._collect_outside(slots.group.id, list(range(len(slots.leaves))))
+
+    def lasting(self, result: Any) -> Any:
+        """A result of the program, with copies in the place of parameters: their memory goes on to hold others."""
+        return tree.map(self._lasting, result)
+
+    def _lasting(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.storages:
+            return leaf.detach().clone()
+        return leaf
 
     def enter_backward(self, name: str, index: int) -> bool:
         """The gradient of an output of a unit is complete: its backward begins, and the one before is over.
@@ -211,12 +225,20 @@ class Engine:
             )
         return self.executor
 
-    def _name(self, unit: Unit, leaves: list[Any]) -> str:
+    def _identify(self, unit: Unit, params: Any) -> tuple[str, list[Any]]:
+        """The name of a unit's call, and its leaves."""
+        # The tree that a split module hands to its unit is made once, so its identity tells everything.
+        held = self.trees.get(unit)
+        if held is not None and held[0] is params:
+            return held[1], held[2]
+        leaves = tree.leaves(params)
         key = (unit, tuple([getattr(leaf, "_fshard_slot", unit) for leaf in leaves]))
         name = self.names.get(key)
         if name is None:
             name = self.names[key] = self._register(unit, leaves)
-        return name
+        if unit.name:
+            self.trees[unit] = (params, name, leaves)
+        return name, leaves
 
     def _register(self, unit: Unit, leaves: list[Any]) -> str:
         slots = [slot_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -275,6 +297,15 @@ class Mark:
         """The gradient itself stays as it is."""
         if not self.passed:
             self.passed = self.engine.enter_backward(self.name, self.index)
+
+
+def _tensors(values: Any) -> Sequence[Tensor]:
+    """The tensors in any pytree. Flattening costs more than all else here, and is seldom needed."""
+    if type(values) is Tensor:
+        return (values,)
+    if type(values) is tuple and all([type(value) is Tensor for value in values]):
+        return values
+    return [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _prefix(paths: Sequence[str]) -> str:

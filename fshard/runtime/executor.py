@@ -226,7 +226,9 @@ def program_of(seen: Tracing | OnDemand, reads: Mapping[str, Sequence[int]]) -> 
     """The program that an executor saw: its calls, what each unit reads, and what the code between units reads."""
     used = {call.unit for call in seen.forward}
     again = seen.again.reads
-    table = {unit: tuple(dict.fromkeys((*groups, *again.get(unit, ())))) for unit, groups in reads.items() if unit in used}
+    table = {
+        unit: tuple(dict.fromkeys((*groups, *again.get(unit, ())))) for unit, groups in reads.items() if unit in used
+    }
     glue = {*seen.glue, *again.get(ROOT, ())}
     return Program(tuple(seen.forward), tuple(seen.backward), {**table, ROOT: tuple(sorted(glue))})
 

@@ -59,13 +59,14 @@ class Workshop:
         check(schedule)
         return schedule
 
-    def scheduled(self, program: Program, weighted: bool | None) -> Prepared:
+    def scheduled(self, program: Program, weighted: bool, foreign: bool) -> Prepared:
         """A program with its schedule, made at the first call."""
-        key = (str(program), weighted)
+        key = (str(program), weighted, foreign)
         if key not in self.programs:
             schedule = self.schedule(program)
             arena = self._arena(schedule.memory.arena_bytes)
             self.programs[key] = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
+            self.programs[key].engine.foreign = foreign
         return self.programs[key]
 
     def on_demand(self) -> Prepared:
@@ -74,8 +75,8 @@ class Workshop:
         for info in group_infos(self.plan):
             items = (
                 (f"param:{info.name}", info.full_bytes if info.gathered else 0),
-                (f"grad:{info.name}", info.grad_bytes if info.reduced else 0),
-                (f"stage:{info.name}", info.stage_bytes if info.reduced else 0),
+                (f"grad:{info.name}", info.grad_bytes if self.train and info.reduced else 0),
+                (f"stage:{info.name}", info.stage_bytes if self.train and info.reduced else 0),
             )
             for item, size in items:
                 if size:
@@ -84,7 +85,7 @@ class Workshop:
 
     def closing(self, microbatch: int) -> list[Op]:
         """The reductions after a backward that ran on demand."""
-        names = [info.name for info in group_infos(self.plan) if info.reduced]
+        names = [info.name for info in group_infos(self.plan) if self.train and info.reduced]
         return [Op(kind, name, 0, microbatch) for kind in ("reduce", "collect") for name in names]
 
     def _prepare(

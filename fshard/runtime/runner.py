@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.errors import no_processes
+from fshard.errors import left_in_backward, no_processes, weighted_in_backward
 from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, uneven_rows
 from fshard.runtime.batch import check_device, microbatches, signature
 from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
@@ -44,6 +44,7 @@ class Runner:
         self.record: list[Op] = []
         self.latest: Prepared | None = None
         self.parts = self.plan.data_size * workshop.accumulate
+        self.in_backward = workshop.train and workshop.policy.update == "in_backward"
 
     def look(self, batch: Any) -> Found | None:
         """The program for batches like this one; None if only a real run can tell."""
@@ -66,6 +67,8 @@ class Runner:
         work = Work(batch, parts, shards, update)
         outcome = self._scheduled(prepared, work) if prepared else self._on_demand(work)
         if outcome.verdict is not None and outcome.verdict.worst == RETRY:
+            if self.in_backward and OK in outcome.verdict.status:
+                raise left_in_backward()
             outcome = self._on_demand(work)
         return outcome
 
@@ -76,7 +79,7 @@ class Runner:
             check_device(batch, self.plan.mesh.device)
             parts = microbatches(batch, self.workshop.accumulate)
             found = self.look(batch)
-            return (self.workshop.scheduled(found.program, found.weighted) if found else None), parts
+            return (self.workshop.scheduled(found.program, found.weighted, found.foreign) if found else None), parts
         except Exception as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
             agree(self.workshop.lanes.control, 0, batch, False, error)
@@ -86,15 +89,17 @@ class Runner:
         assert self.workshop.lanes is not None and prepared.schedule is not None
         lane, actions, outcome = self.workshop.lanes.control, prepared.actions, Outcome()
         equal_rows = self.workshop.train and not prepared.weighted
-        actions.start(work.shards, work.update)
+        actions.start(work.shards, work.update, self.in_backward)
         actions.on_agree = lambda: outcome.uneven.extend(agree(lane, prepared.digest, work.batch, equal_rows, None))
         actions.on_commit = lambda: self._vote(prepared, outcome)
         executor = Scheduled(prepared.schedule, prepared.positions, actions)
         self.latest, self.record = prepared, executor.record
         executor.agree()
         outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
-        if outcome.status != OK and self.workshop.policy.update == "in_backward":
+        if outcome.status != OK and self.in_backward:
             actions.update = None
+            if outcome.status == RETRY and work.update is not None and work.update.begun:
+                outcome.status, outcome.failure = FAILED, left_in_backward()
         executor.finish()
         if not self.workshop.train:
             self._vote(prepared, outcome)
@@ -104,7 +109,7 @@ class Runner:
         assert self.workshop.lanes is not None
         lane, outcome, prepared = self.workshop.lanes.control, Outcome(), self.workshop.on_demand()
         outcome.uneven = agree(lane, 0, work.batch, False, None)
-        if work.update is not None:
+        if work.update is not None and not self.in_backward:
             work.update.finish()
         prepared.actions.start(work.shards, None)
         prepared.actions.on_commit = lambda: self._vote(prepared, outcome)
@@ -126,7 +131,7 @@ class Runner:
             raise uneven_rows(outcome.uneven)
         executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
-        self.found[signature(work.batch)] = Found(program, outcome.weighted)
+        self.found[signature(work.batch)] = Found(program, outcome.weighted, True)
         return outcome
 
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
@@ -141,7 +146,7 @@ class Runner:
                     self._microbatch(prepared, executor, part, outcome)
                 else:
                     with torch.no_grad():
-                        outcome.aux.append(self._call(prepared, executor, part))
+                        outcome.aux.append(engine.lasting(self._call(prepared, executor, part)))
                     executor.reach("backward", ROOT, 0)
                 executor.end_microbatch()
         finally:
@@ -157,9 +162,11 @@ class Runner:
     def _microbatch(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any, outcome: Outcome) -> None:
         loss = read_loss(self._call(prepared, executor, part))
         check_differentiable(loss)
+        if loss.count is not None and self.in_backward:
+            raise weighted_in_backward()
         outcome.losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
         outcome.weighted = loss.count is not None
-        outcome.aux.append(loss.aux)
+        outcome.aux.append(prepared.engine.lasting(loss.aux))
         seed = torch.full_like(loss.total, 1.0 / self.parts)
         prepared.engine.differentiate(loss.total, seed)
 
@@ -173,4 +180,3 @@ class Runner:
             tally = Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted)
         copies = self.plan.mesh.size // self.plan.data_size
         outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies)
-

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
+from fshard.errors import UnitError
 from fshard.model.unit import slot_of
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import OnDemand, Tracing, program_of
@@ -42,10 +43,17 @@ FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl")
 
 @dataclass(frozen=True)
 class Found:
-    """A traced program, and whether its loss is an ``fs.Mean``."""
+    """A traced program.
+
+    Attributes:
+        program: its calls.
+        weighted: whether its loss is an ``fs.Mean``.
+        foreign: whether its loss may depend on tensors that require grad and are no parameters.
+    """
 
     program: Program
     weighted: bool
+    foreign: bool
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -58,12 +66,22 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note slot leaves among the arguments, then run the op."""
-        if not self.engine.inside and not self.engine.differentiating:
+        if not self.engine.differentiating:
             for leaf in tree.leaves((args, kwargs or {})):
                 slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
                 if slot is not None and slot.engine is self.engine:
-                    self.executor.touch(self.places[slot.path][0].id)
+                    self._note(slot.path)
         return func(*args, **(kwargs or {}))
+
+    def _note(self, path: str) -> None:
+        unit = self.engine.inside
+        if not unit:
+            self.executor.touch(self.places[path][0].id)
+        elif path not in self.engine.reads[unit].paths:
+            raise UnitError(
+                f"unit {unit} reads the parameter {path}, which it was not given: what it needs must come in through "
+                f"its arguments, or the parameter's memory may hold something else by then"
+            )
 
 
 def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found | None:
@@ -88,7 +106,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
         engine.start(seen)
         with mode, GlueWatch(engine, seen):
             result = fn(engine.params(), fake)
-            weighted = _backward(engine, result) if train else False
+            weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
         return None
     except (RuntimeError, TypeError) as error:
@@ -98,7 +116,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
     finally:
         engine.stop()
     groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
-    return Found(program_of(seen, groups), weighted)
+    return Found(program_of(seen, groups), weighted, foreign)
 
 
 def _fake_leaves(engine: Engine, plan: Plan) -> None:
@@ -108,11 +126,28 @@ def _fake_leaves(engine: Engine, plan: Plan) -> None:
             engine.slots.replace(slots, number, fake.requires_grad_(leaf.trainable))
 
 
-def _backward(engine: Engine, result: Any) -> bool:
+def _backward(engine: Engine, result: Any) -> tuple[bool, bool]:
     loss = read_loss(result)
     check_differentiable(loss)
+    known = {id(leaf) for leaf in engine.slots.by_path.values()}
+    foreign = any(id(leaf) not in known for leaf in _leaves_below(loss.total))
     engine.differentiate(loss.total, torch.ones_like(loss.total))
-    return loss.count is not None
+    return loss.count is not None, foreign
+
+
+def _leaves_below(total: Tensor) -> list[Tensor]:
+    """The leaves of autograd's graph that a tensor depends on."""
+    found, seen, stack = [], set(), [total.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.append(leaf)
+        stack.extend(below for below, _ in node.next_functions)
+    return found
 
 
 def _drop(group: int, numbers: list[int], grads: list[Tensor | None]) -> None:

@@ -1,7 +1,7 @@
 """Resident shards, and the optimizer updates that wait for the next forward to hide behind."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,13 +55,23 @@ def segments(group: Group, mesh: Mesh, hyper: Callable[[str, tuple[int, ...]], H
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where the reduced gradients of one train step lie: a chunk a trainable group, by group id."""
+    """The reduced gradients of a train step.
 
-    shards: dict[int, Tensor]
+    Attributes:
+        shards: a chunk a trainable group, by group id; made when the first step runs.
+        cuts: the segments of each trainable group.
+        views: those asked for so far.
+    """
 
-    def slices(self, group: int, cut: Sequence[Segment]) -> list[Tensor]:
+    shards: Mapping[int, Tensor]
+    cuts: Mapping[int, tuple[Segment, ...]]
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def slices(self, group: int) -> list[Tensor]:
         """The views of one group's gradients, one a segment."""
-        return [self.shards[group][a:b] for a, b, _ in cut]
+        if group not in self.views:
+            self.views[group] = [self.shards[group][a:b] for a, b, _ in self.cuts[group]]
+        return self.views[group]
 
 
 class Update:
@@ -71,31 +81,27 @@ class Update:
         opt: the update rule.
         number: the step's number, counted from 0.
         shards: the shards to update, by group id.
-        grads: the gradient views of each trainable group, one a segment.
-        cuts: the segments of each trainable group.
+        grads: their gradients.
         scale: what gradients are divided by, or None for 1.
     """
 
-    def __init__(
-        self,
-        opt: Any,
-        number: int,
-        shards: list[Shard],
-        grads: dict[int, list[Tensor]],
-        cuts: dict[int, tuple[Segment, ...]],
-        scale: Tensor | None,
-    ) -> None:
-        self.opt, self.number, self.shards = opt, number, shards
-        self.grads, self.cuts, self.scale = grads, cuts, scale
-        self.waiting = dict.fromkeys(cuts)
+    def __init__(self, opt: Any, number: int, shards: list[Shard], grads: Gradients, scale: Tensor | None) -> None:
+        self.opt, self.number, self.shards, self.grads, self.scale = opt, number, shards, grads, scale
+        self.waiting = dict.fromkeys(grads.cuts)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a group was updated."""
+        return len(self.waiting) < len(self.grads.cuts)
 
     def apply(self, group: int) -> None:
         """Update one group, if that was not done yet."""
         if group not in self.waiting:
             return
-        views = self.shards[group].slices(self.cuts[group])
+        cuts = self.grads.cuts[group]
+        views = zip(self.shards[group].slices(cuts), self.grads.slices(group), cuts, strict=True)
         with torch.no_grad():
-            for (param, state), grad, (_, _, hyper) in zip(views, self.grads[group], self.cuts[group], strict=True):
+            for (param, state), grad, (_, _, hyper) in views:
                 self.opt.update(
                     [param], [grad], [state], step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None
                 )

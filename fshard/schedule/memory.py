@@ -26,7 +26,8 @@ class Memory:
     Attributes:
         arena_bytes: the size of the arena.
         lower_bound: the most bytes alive at once, which no arena can go below. With one offset for all
-            lifetimes of an item it cannot always be reached; arenas a tenth above it are the worst seen.
+            lifetimes of an item it cannot always be reached; most arenas reach it, and the worst seen
+            was an eighth above it.
         offsets: the offset of each item.
         sizes: the size of each item.
         lifetimes: first and last op, both included, of each item's lifetimes.

@@ -19,7 +19,7 @@ class Policy:
             after forward). False keeps each group from its first use in the step to its last.
         update: ``"deferred"`` leaves the optimizer update to the next step, which applies it group by group
             before its gathers: the step is atomic and global clipping exact. ``"in_backward"`` applies it as
-            soon as a group's last gradient is reduced: no gradient shard is kept, no step can be undone.
+            soon as a group's last gradient is reduced: nothing waits, and no step can be undone.
 
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.

@@ -1,0 +1,239 @@
+"""The peers: one class each, the same model, the same start weights, ``step(rows)``; and how they take turns."""
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from model import Block, Size, loss_of, make, rows
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import fshard as fs
+
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CLIP = 0.5
+"""Far below the norms of these models' gradients, so that clipping does something."""
+
+
+class Peer(Protocol):
+    """Something that trains. ``loss`` is that of the latest step: this rank's own, or the global mean."""
+
+    loss: Tensor
+
+    def step(self, rows: Tensor) -> None:
+        """One train step on this rank's rows."""
+
+
+class Torch:
+    """A module, ``torch.optim.AdamW(fused=True)``, and what a wrapper makes of the module.
+
+    Args:
+        module: the model, not wrapped.
+        wrap: what makes it what it is a peer as: DDP, FSDP1, FSDP2, ``torch.compile``; nothing for plain PyTorch.
+        clip: the norm to clip to.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
+        clip: float | None = None,
+    ) -> None:
+        self.module, self.clip = wrap(module), clip
+        self.parameters = list(self.module.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **ADAMW)
+        self.loss = torch.tensor(0.0)
+
+    def step(self, rows: Tensor) -> None:
+        """Forward, backward, clip, update; gradients are dropped at the end, so none is resident between steps."""
+        loss = loss_of(self.module(rows[:, :-1]), rows)
+        loss.backward()
+        self.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+    def update(self) -> None:
+        """Clip and update."""
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.optimizer.step()
+
+
+class Fshard:
+    """This library."""
+
+    def __init__(
+        self, module: nn.Module, clip: float | None = None, units: Sequence[str] = ("blocks.*",), **policy: Any
+    ) -> None:
+        self.mesh = fs.make_mesh((-1,), ("shard",))
+        model = fs.split(module, units=units)
+
+        def loss_fn(params: dict[str, Any], rows: Tensor) -> Tensor:
+            return loss_of(model.apply(params, rows[:, :-1]), rows)
+
+        plan = fs.make_plan(model, self.mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+        opt = fs.optim.adamw(**ADAMW)
+        self.plan, self.state = plan, fs.init_state(plan, opt, params=model.params)
+        self.train = fs.make_train_step(loss_fn, opt, plan, clip_norm=clip, policy=fs.Policy(**policy))
+        self.loss = torch.tensor(0.0)
+
+    def step(self, rows: Tensor) -> None:
+        """One step."""
+        self.state, metrics = self.train(self.state, rows)
+        self.loss = metrics.loss
+
+
+def fsdp2(module: nn.Module, reshard: bool = True, prefetch: int = 0) -> nn.Module:
+    """``fully_shard`` for each block and for the rest.
+
+    Args:
+        module: the model.
+        reshard: whether to reshard after forward.
+        prefetch: blocks ahead whose weights the forward asks for; FSDP2's backward prefetches one by itself.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = [block for block in module.modules() if type(block).__name__ == "Block"]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    for i, block in enumerate(blocks):
+        if prefetch and blocks[i + 1 : i + 1 + prefetch]:
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])  # type: ignore[attr-defined]
+    return module
+
+
+def fsdp1(module: nn.Module) -> nn.Module:
+    """``FullyShardedDataParallel`` with one flat parameter a block."""
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(
+        module, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """``torch.compile`` of the whole model."""
+    return torch.compile(module)  # type: ignore[return-value]
+
+
+PEERS: dict[str, Callable[[nn.Module], Peer]] = {
+    "eager": Torch,
+    "eager clip": lambda module: Torch(module, clip=CLIP),
+    "compiled": lambda module: Torch(module, compiled),
+    "ddp": lambda module: Torch(module, DistributedDataParallel),
+    "fsdp1": lambda module: Torch(module, fsdp1),
+    "fsdp2": lambda module: Torch(module, fsdp2),
+    "fsdp2 prefetch": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=1)),
+    "fsdp2 no reshard": lambda module: Torch(module, lambda m: fsdp2(m, reshard=False)),
+    "fsdp2 clip": lambda module: Torch(module, fsdp2, CLIP),
+    "fshard": Fshard,
+    "fshard prefetch 2": lambda module: Fshard(module, prefetch=2),
+    "fshard one reduce": lambda module: Fshard(module, reduces=1),
+    "fshard no reshard": lambda module: Fshard(module, reshard=False),
+    "fshard clip": lambda module: Fshard(module, clip=CLIP),
+}
+"""By name. ``clip``: to a global norm, exactly."""
+
+
+def compiler_works() -> str | None:
+    """Why ``torch.compile`` cannot be a peer here, or None."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(4))
+    except Exception as error:  # whatever is missing: a compiler, headers, a backend
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return None
+
+
+def build(names: Sequence[str], size: Size) -> dict[str, Peer]:
+    """The peers with these names, all from the same start weights."""
+    return {name: PEERS[name](make(size)) for name in names}
+
+
+def check_agreement(peers: Mapping[str, Peer], size: Size, steps: int = 3, tolerance: float = 1e-4) -> None:
+    """See that all peers train alike: the global mean loss of each, over some steps, those that clip among themselves.
+
+    Raises:
+        SystemExit: they do not; a benchmark of a wrong thing is worthless.
+    """
+    rank, world = _place()
+    seen: dict[str, list[float]] = {name: [] for name in peers}
+    for number in range(steps):
+        for name, peer in peers.items():
+            peer.step(rows(size, number, rank))
+            loss = torch.as_tensor(peer.loss, dtype=torch.float64).clone()
+            if world > 1:
+                dist.all_reduce(loss)
+            seen[name].append(float(loss) / world)
+    for kind in (True, False):
+        alike = {name: losses for name, losses in seen.items() if name.endswith("clip") is kind}
+        for name, losses in alike.items():
+            first = next(iter(alike.values()))
+            if any(abs(a - b) > tolerance * abs(b) for a, b in zip(losses, first, strict=True)):
+                raise SystemExit(f"the peers do not train alike: {name} {losses}, {next(iter(alike))} {first}")
+
+
+Sample = dict[str, list[float]]
+"""What was measured of one peer in each round, by measure."""
+
+
+def interleave(
+    peers: Mapping[str, Peer], size: Size, rounds: int, counter: Callable[[], int] | None = None
+) -> dict[str, Sample]:
+    """Let the peers take turns, and measure each step: ``wall`` and ``cpu`` seconds of this process, ``sent`` bytes.
+
+    Who begins changes from round to round. All ranks begin a step together. ``cpu`` counts every thread of the
+    process. One round before the first is not counted.
+    """
+    rank, world = _place()
+    names = list(peers)
+    samples: dict[str, Sample] = {name: {"wall": [], "cpu": [], "sent": []} for name in names}
+    gc.collect()
+    gc.freeze()
+    for number in range(-1, rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            batch = rows(size, number + 100, rank)
+            _barrier(world)
+            sent = counter() if counter else 0
+            wall, cpu = time.perf_counter(), time.process_time()
+            peers[name].step(batch)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            if counter:
+                _barrier(world)
+            if number >= 0:
+                sample = samples[name]
+                sample["wall"].append(wall)
+                sample["cpu"].append(cpu)
+                sample["sent"].append((counter() if counter else 0) - sent)
+    gc.unfreeze()
+    return samples
+
+
+@contextlib.contextmanager
+def process_group() -> Any:
+    """The ranks that torchrun or the lab started; without them, a group of one."""
+    alone = "RANK" not in os.environ
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _barrier(world: int) -> None:
+    if world > 1:
+        dist.all_reduce(torch.zeros(1))

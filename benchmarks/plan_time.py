@@ -1,0 +1,85 @@
+"""Plan time: how long a plan and a schedule take on the host, for 1,000 units of 8 leaves on a mesh of 1,024 ranks.
+
+The claim: under 2 seconds, and linear in the number of units. And ``import fshard`` adds less than 0.3 seconds to
+``import torch``.
+
+What is counted is CPU time: nothing here waits, so on an idle machine it is the time that passes.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from common import Report, arguments, middle, ratio
+
+import fshard as fs
+from fshard.schedule.build import build
+from fshard.schedule.check import check
+from fshard.schedule.infos import group_infos
+from fshard.schedule.ops import Call, Program
+
+RANKS, LEAVES, WIDTH = 1024, 8, 64
+IMPORT = """
+import time
+import torch
+begin = time.process_time()
+import fshard
+print(time.process_time() - begin)
+"""
+
+
+def tree(units: int) -> dict[str, Any]:
+    """A nested dict of meta tensors: a chain of linear maps."""
+    with torch.device("meta"):
+        return {"layers": {str(i): {f"w{j}": torch.empty(WIDTH, WIDTH) for j in range(LEAVES)} for i in range(units)}}
+
+
+def plan_and_schedule(params: dict[str, Any], units: int) -> dict[str, float]:
+    """Seconds of each part: the plan; the schedule, with its check, memory and hash."""
+    begin = time.process_time()
+    mesh = fs.abstract_mesh((RANKS,), ("shard",), rank=0)
+    plan = fs.make_plan(params, mesh, [(r".*", fs.fsdp("shard"))], units=("layers.*",))
+    planned = time.process_time()
+    calls = tuple(Call(f"layers.{i}") for i in range(units))
+    program = Program(calls, calls[::-1], {call.unit: (i,) for i, call in enumerate(calls)})
+    schedule = build(program, group_infos(plan), fs.Policy())
+    check(schedule)
+    assert schedule.memory.arena_bytes and schedule.hash
+    scheduled = time.process_time()
+    return {"plan": planned - begin, "schedule": scheduled - planned, "both": scheduled - begin}
+
+
+def importing() -> float:
+    """Seconds of ``import fshard`` after ``import torch``, in a fresh process."""
+    return float(subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Time, report."""
+    rounds = 3 if args.quick else 7
+    counts = (500, 1000)
+    configuration = {"ranks": RANKS, "units": counts, "leaves a unit": LEAVES, "width": WIDTH, "rounds": rounds}
+    report = Report("plan_time", __doc__.splitlines()[0], configuration)
+    trees = {units: tree(units) for units in counts}
+    plan_and_schedule(trees[counts[0]], counts[0])
+    times: dict[int, list[dict[str, float]]] = {units: [] for units in counts}
+    for _ in range(rounds):
+        for units in counts:
+            times[units].append(plan_and_schedule(trees[units], units))
+    half, whole = times.values()
+    for part in ("plan", "schedule", "both"):
+        seconds = [run[part] for run in whole]
+        target = 2.0 if part == "both" else None
+        report.rows.append(middle(f"{part}, {counts[1]} units", "s", seconds, target, strict=False))
+    pair = [run["both"] for run in whole], [run["both"] for run in half]
+    report.rows.append(ratio(f"{counts[1]} / {counts[0]} units", "cpu", *pair, 2.4))
+    imports = [importing() for _ in range(rounds)]
+    report.rows.append(middle("import fshard after torch", "s", imports, 0.3, strict=False))
+    return report.finish(args)
+
+
+if __name__ == "__main__":
+    sys.exit(measure(arguments(__doc__)))

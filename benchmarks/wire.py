@@ -1,0 +1,85 @@
+"""The wire: the GPT of 25 MB over links of a given rate, one a rank, and the bytes that go over them.
+
+The claim: communication hides behind compute as far as the link allows, and no rank sends more than 1.02 of the fewest
+bytes that can do it. Needs root: each rank gets a network namespace (``lab.py``).
+"""
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import lab
+from common import Report, Row, arguments, ratio, run_workers
+from model import SMALL
+
+PEERS = ("fsdp2", "fsdp2 no reshard", "fsdp2 clip", "fsdp1", "ddp", "fshard", "fshard clip", "fshard no reshard")
+QUICK = ("fsdp2", "fsdp2 no reshard", "fshard", "fshard no reshard")
+CLAIMS = {
+    "1gbit": (
+        ("fshard", "fsdp2", 0.55),
+        ("fshard clip", "fsdp2 clip", 0.55),
+        ("fshard no reshard", "fsdp2 no reshard", None),
+        ("fshard", "ddp", None),
+    ),
+    "200mbit": (
+        ("fshard", "fsdp2", 0.65),
+        ("fshard clip", "fsdp2 clip", 0.65),
+        ("fshard no reshard", "fsdp2", 0.48),
+        ("fshard no reshard", "fsdp2 no reshard", 0.60),
+        ("fshard no reshard", "ddp", None),
+    ),
+}
+BYTES = 1.02
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run the workers for each rate and number of ranks, report."""
+    why = lab.obstacle()
+    if why:
+        print(f"wire: skipped: {why}")
+        return 0
+    lab.unwind_on_signals()
+    names = list(QUICK if args.quick else PEERS)
+    rounds = args.rounds or (3 if args.quick else 8)
+    configuration = {"model": asdict(SMALL), "ranks": args.ranks, "rates": args.rates, "threads": 1, "rounds": rounds}
+    report = Report("wire", __doc__.splitlines()[0], {**configuration, "peers": names})
+    for rate in args.rates:
+        for ranks in args.ranks:
+            case(report, rate, ranks, {"peers": names, "rounds": rounds})
+    return report.finish(args)
+
+
+def case(report: Report, rate: str, ranks: int, chosen: dict[str, Any]) -> None:
+    """One rate, one number of ranks."""
+    options = {**chosen, **asdict(SMALL), "count": 1}
+    options.pop("vocabulary")
+    found = run_workers(ranks, rate, options)
+    samples, title = found["samples"], f"{rate} {ranks} ranks"
+    report.medians[title] = {
+        name: {kind: statistics.median(sample[kind]) for kind in sample} for name, sample in samples.items()
+    }
+    for over, under, target in CLAIMS.get(rate, ()):
+        if over in samples and under in samples:
+            pair = samples[over]["wall"], samples[under]["wall"]
+            report.rows.append(ratio(f"{title}: {over} / {under}", "wall", *pair, target))
+    for name, sample in samples.items():
+        sent = statistics.median(sample["sent"])
+        least = found["minimum"][name]
+        if least:
+            report.rows.append(Row(f"{title}: {name} / its minimum", "bytes", sent / least, target=BYTES))
+        elif name in ("fsdp2", "ddp"):
+            least = found["minimum"]["fshard"]
+            report.rows.append(Row(f"{title}: {name} / minimum of fshard", "bytes", sent / least))
+
+
+def options(cli: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    cli.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    cli.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of each rank's link, as tc reads it")
+    cli.add_argument("--rounds", type=int, help="steps of each peer")
+
+
+if __name__ == "__main__":
+    sys.exit(measure(arguments(__doc__, options)))

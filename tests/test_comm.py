@@ -1,0 +1,230 @@
+"""Lanes over real gloo processes: what collectives compute, and what becomes of one whose peer is gone."""
+
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fshard as fs
+from fshard.runtime.comm import Alone, GlooLane, exchange, exchange_text
+from tests.bad import Raised, attempt
+from tests.workers import Pool, Pools, WorkerError
+
+SIZES = (1, 2, 3, 16, 1000)
+
+
+def _chunks(rank: int, world: int, size: int, dtype: torch.dtype) -> Tensor:
+    """What a rank sends: values whose sum depends on the order of addition."""
+    draw = torch.Generator().manual_seed(97 * rank + size)
+    return (torch.randn(world * size, generator=draw) * 10.0 ** (3 * (rank % 3))).to(dtype)
+
+
+def collectives() -> list[str]:
+    """On a rank: what is not as it should be."""
+    out = []
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        lane = mesh.transport.lane("reduce", ("shard",))
+        for size in SIZES:
+            for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                every = [_chunks(rank, mesh.size, size, dtype) for rank in range(mesh.size)]
+                mine = every[mesh.rank]
+                out += [f"{what} of {size} {dtype}" for what in _wrong(lane, mesh, every, mine.clone(), size)]
+    return out
+
+
+def _wrong(lane: Any, mesh: fs.Mesh, every: list[Tensor], mine: Tensor, size: int) -> list[str]:
+    here, out = slice(mesh.rank * size, (mesh.rank + 1) * size), []
+    for add in (False, True):
+        result = torch.full((size,), 0.5 if add else torch.nan, dtype=mine.dtype)
+        want = result.clone() if add else torch.zeros_like(result)
+        for row in every:  # in rank order, one after the other
+            want = want + row[here]
+        lane.reduce_scatter(result, mine.clone(), torch.empty_like(mine), add).wait()
+        out += ["reduce_scatter, add" if add else "reduce_scatter"] * (not torch.equal(result, want))
+    # The result may lie in the stage: this is how the runtime calls it where replicas are summed after.
+    stage = torch.empty_like(mine)
+    lane.reduce_scatter(stage[:size], mine.clone(), stage, False).wait()
+    out += ["reduce_scatter in its stage"] * (not torch.equal(stage[:size], _plain(every, here)))
+    gathered = torch.empty_like(mine)
+    lane.all_gather(gathered, mine[:size].contiguous()).wait()
+    out += ["all_gather"] * (not torch.equal(gathered, torch.cat([row[:size] for row in every])))
+    total = mine.double()
+    lane.all_reduce(total).wait()
+    out += ["all_reduce"] * (not torch.allclose(total, torch.stack([row.double() for row in every]).sum(0)))
+    return out
+
+
+def _plain(every: list[Tensor], here: slice) -> Tensor:
+    total = every[0][here]
+    for row in every[1:]:
+        total = total + row[here]
+    return total
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_collectives(pool: Pools, world: int) -> None:
+    assert pool(world).run(collectives) == [[]] * world
+
+
+def many_at_once() -> bool:
+    """On a rank: several collectives of a lane under way, finished out of order."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        lane = mesh.transport.lane("gather", ("shard",))
+        mine = [torch.full((i + 1,), 10.0 * i + mesh.rank) for i in range(8)]
+        outs = [torch.empty(mesh.size * (i + 1)) for i in range(8)]
+        handles = [lane.all_gather(out, part) for out, part in zip(outs, mine, strict=True)]
+        for handle in reversed(handles):
+            handle.wait()
+        ranks = range(mesh.size)
+        wants = [torch.cat([torch.full((i + 1,), 10.0 * i + r) for r in ranks]) for i in range(8)]
+        return all(map(torch.equal, outs, wants))
+
+
+def test_several_collectives_under_way(pool: Pools) -> None:
+    assert pool(3).run(many_at_once) == [True] * 3
+
+
+def lanes() -> tuple[list[tuple[int, ...]], bool, bool]:
+    """On a rank: the members of some lanes, whether they differ, and whether alike ones are the same."""
+    with fs.make_mesh((2, -1), ("replica", "shard")) as mesh:
+        asked = [(role, axes) for role in ("gather", "reduce") for axes in (("shard",), ("replica",), mesh.axis_names)]
+        made = [mesh.transport.lane(role, axes) for role, axes in asked]
+        assert all(isinstance(lane, GlooLane) for lane in made)
+        members = [tuple(dist.get_process_group_ranks(lane.group)) for lane in made]
+        want = [tuple(sorted(mesh.ranks(axes))) for _, axes in asked]
+        apart = len({id(lane.group) for lane in made}) == len(made) and members == want
+        again = [mesh.transport.lane(role, axes) for role, axes in asked]
+        # Messages of two lanes do not meet, in whatever order they are sent.
+        order = made[:2] if mesh.rank % 2 else made[1::-1]
+        sums = {id(lane): torch.tensor([float(made.index(lane))]) for lane in order}
+        handles = [lane.all_reduce(sums[id(lane)]) for lane in order]
+        for handle in handles:
+            handle.wait()
+        apart &= [sums[id(lane)].item() for lane in made[:2]] == [0.0, 2.0]
+        return members, apart, all(map(lambda a, b: a is b, made, again))
+
+
+def test_lanes_are_groups_of_their_own(pool: Pools) -> None:
+    for members, apart, same in pool(4).run(lanes):
+        assert apart and same, members
+
+
+def test_one_rank_needs_no_group() -> None:
+    with fs.make_mesh((1, 1), ("a", "b")) as mesh:
+        assert isinstance(mesh.transport.lane("gather", ("a",)), Alone)
+
+
+def control() -> tuple[list[int], list[str]]:
+    """On a rank: rows and texts of all ranks."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        lane = mesh.transport.lane("control", ("shard",))
+        rows = exchange(lane, torch.tensor([mesh.rank, 7]))
+        texts = exchange_text(lane, f"rank {mesh.rank}: " + "\N{GREEK SMALL LETTER MU}" * 1500 * mesh.rank, 64)
+        return rows[:, 0].tolist(), list(texts)
+
+
+def test_control_messages(pool: Pools) -> None:
+    for rows, texts in pool(2).run(control):
+        assert rows == [0, 1]
+        assert texts[0] == "rank 0: " and texts[1].startswith("rank 1: \N{GREEK SMALL LETTER MU}")
+        assert len(texts[1].encode()) <= 66  # the last character may be cut
+
+
+def closed() -> bool:
+    """On a rank: a mesh that is closed leaves the process group that it found."""
+    mesh = fs.make_mesh((-1,), ("shard",))
+    mesh.transport.lane("gather", ("shard",))
+    mesh.close()
+    mesh.close()
+    with fs.make_mesh((-1,), ("shard",)) as again:
+        buffer = torch.ones(1)
+        again.transport.lane("gather", ("shard",)).all_reduce(buffer).wait()
+    return dist.is_initialized() and buffer.item() == dist.get_world_size()
+
+
+def test_closing_a_mesh(pool: Pools) -> None:
+    assert pool(2).run(closed) == [True] * 2
+
+
+TIMEOUT = 2.0
+"""Seconds that a lane waits."""
+
+
+def bereft(what: str, report: str) -> None:
+    """On a rank: a collective to which rank 1 does not come; rank 0 writes down what is raised, and after how long."""
+    mesh = fs.make_mesh((-1,), ("shard",), timeout=TIMEOUT)
+    lane = mesh.transport.lane("gather", ("shard",))
+    lane.all_reduce(torch.ones(1)).wait()
+    if mesh.rank == 1:
+        _be_missing(report)
+        return
+    buffer, part = torch.ones(4 * mesh.size), torch.ones(4)
+    calls = {
+        "all-gather": lambda: lane.all_gather(buffer, part).wait(),
+        "reduce-scatter": lambda: lane.reduce_scatter(part, buffer, torch.ones(4 * mesh.size), False).wait(),
+        "all-reduce": lambda: lane.all_reduce(buffer).wait(),
+    }
+    _write_down(calls[what], report)
+
+
+def step_without_peer(report: str) -> None:
+    """On a rank: a train step that rank 1 does not make."""
+    mesh = fs.make_mesh((-1,), ("shard",), timeout=TIMEOUT)
+    params = {"w": torch.ones(40)}
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))])
+    rule = fs.optim.sgd(0.1)
+    step = fs.make_train_step(lambda p, b: (p["w"] * b).sum(), rule, plan)
+    state, _ = step(fs.init_state(plan, rule, params=params), torch.ones(1))
+    if mesh.rank == 1:
+        _be_missing(report)
+        return
+    _write_down(lambda: step(state, torch.ones(1)), report)
+
+
+def _be_missing(report: str) -> None:
+    if report.endswith("dies"):
+        os._exit(0)
+    time.sleep(2 * TIMEOUT)
+
+
+def _write_down(call: Callable[[], Any], report: str) -> None:
+    began = time.monotonic()
+    raised = attempt(call)
+    Path(report).write_bytes(pickle.dumps((raised, time.monotonic() - began)))
+
+
+def _run(function: Callable[..., None], *args: str, report: Path) -> tuple[Raised, float]:
+    own = Pool(2)  # whose process group is lost
+    try:
+        with contextlib.suppress(WorkerError):  # rank 1 may die
+            own.run(function, *args, str(report))
+    finally:
+        own.kill()
+    raised, seconds = pickle.loads(report.read_bytes())
+    assert raised is not None
+    return raised, seconds
+
+
+@pytest.mark.parametrize("how", ["sleeps", "dies"])
+@pytest.mark.parametrize("what", ["all-gather", "reduce-scatter", "all-reduce"])
+def test_a_peer_that_does_not_come(what: str, how: str, tmp_path: Path) -> None:
+    raised, seconds = _run(bereft, what, report=tmp_path / how)
+    assert "CommError" in raised.kinds and f"{what} on gather(shard) failed: " in raised.text
+    assert seconds < 2 * TIMEOUT
+
+
+@pytest.mark.parametrize("how", ["sleeps", "dies"])
+def test_a_step_whose_peer_does_not_come_names_the_op(how: str, tmp_path: Path) -> None:
+    raised, seconds = _run(step_without_peer, report=tmp_path / how)
+    assert "CommError" in raised.kinds
+    for part in ("op 0 of", "'agree'", "all-gather on control(shard) failed: "):
+        assert part in raised.text, raised
+    assert seconds < 2 * TIMEOUT
