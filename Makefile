@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 RANKS  ?= 2
 ARGS   ?=
+BENCHES ?= host_overhead step_time wire optimizer memory plan_time
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -11,14 +12,18 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test lint format clean
+.PHONY: help train bench test lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
-	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test.'
+	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test and make bench.'
 
 train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this machine.
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as root also over limited links.
+	@status=0; for name in $(BENCHES); do \
+	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || status=1; done; exit $$status
 
 test: lint  ## Check style and types, then run the tests.
 	$(BIN)/python -m pytest -q $(ARGS)

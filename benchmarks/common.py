@@ -31,8 +31,8 @@ RESULTS = HERE / "results"
 QUICK = HERE.parent / "build" / "bench"
 """Where quick results go: they are no basis for a table, so they are not kept with the others."""
 
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
-"""PyTorch's and its profiler's remarks on start and stop would end up between the tables."""
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""PyTorch's remarks on name servers and the like would end up between the tables."""
 
 RESAMPLES = 1000
 

@@ -14,7 +14,9 @@ all gradients being there already.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import sys
 import warnings
@@ -46,7 +48,7 @@ NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
 
 def peaks(step: Callable[[], object], warm: int, steps: int) -> list[float]:
     """The most bytes alive during each of ``steps`` steps, above what is alive now; ``warm`` more go before them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         torch.empty(MARK, dtype=torch.uint8)
         for _ in range(warm):
             step()
@@ -60,6 +62,19 @@ def peaks(step: Callable[[], object], warm: int, steps: int) -> list[float]:
     # The two entries at a mark are its own allocation and release.
     spans = zip(marks[1:], marks[2:], strict=False)
     return [float(max(totals[first + 2 : last]) - before) for first, last in spans]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what C++ writes to the standard error: the profiler announces each start and stop there."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def allocations(record: Any) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.commit import FAILED
 from fshard.runtime.loss import is_scalar
 from fshard.runtime.prepare import Workshop, lanes_of
-from fshard.runtime.runner import Runner
+from fshard.runtime.runner import Runner, Work
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -41,7 +41,7 @@ class EvalStep:
             BatchError: a 0-dim result over batches of different sizes; return ``fs.Mean``.
         """
         state.check_plan(self.plan)
-        outcome = self._runner.run(batch, state.finished(), None)
+        outcome = self._runner.run(Work(batch, state.finished()))
         lanes = self._runner.workshop.lanes
         assert outcome.verdict is not None and lanes is not None
         if outcome.verdict.worst == FAILED:

@@ -1,5 +1,6 @@
 """The train step: a loss function, an optimizer and a plan become one function of a state and a batch."""
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from fshard.runtime.attempt import Outcome, raise_failure
 from fshard.runtime.commit import FAILED, Verdict
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.rng import seeded
-from fshard.runtime.runner import Runner
+from fshard.runtime.runner import Runner, Work
 from fshard.runtime.update import Gradients, Shard, Update, segments
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
@@ -80,8 +81,8 @@ class TrainStep:
             shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
             own = update = self._update(state, shards, None)
         part = self.plan.mesh.index(self.plan.data_axes)
-        with seeded(state.seed, state.step, part, self.plan.mesh.device):
-            outcome = self._runner.run(batch, shards, update)
+        randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
+        outcome = self._runner.run(Work(batch, shards, update, randomness))
         verdict = self._check(outcome)
         metrics = self._metrics(outcome, verdict)
         if own is None:

@@ -91,6 +91,32 @@ def test_results(pool: Pools, world: int, debug: bool) -> None:
             assert torch.equal(got["bias"], params["last"]["b"]) and torch.equal(got["view"], params["middle"]["w"][0])
 
 
+def auxiliary(debug: bool) -> list[dict[str, Tensor]]:
+    """On a rank: auxiliary values that are parameters, of two steps, looked at after both."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = place(mesh)
+        state = fs.init_state(plan, rule(), params=weights())
+
+        def with_aux(p: Any, b: Any) -> Any:
+            return loss(p, b), {"bias": p["last"]["b"], "row": p["middle"]["w"][0]}
+
+        step, out = fs.make_train_step(with_aux, rule(), plan, debug=debug), []
+        for number in range(2):
+            want = fs.unshard(state.params, plan)
+            state, metrics = step(state, _batch(number, mesh.rank, mesh.size))
+            out += [{**metrics.aux, "want bias": want["last"]["b"], "want row": want["middle"]["w"][0]}]
+        return out
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_auxiliary_values_of_a_train_step_last(pool: Pools, world: int, debug: bool) -> None:
+    for steps in pool(world).run(auxiliary, debug):
+        for seen in steps:
+            assert torch.equal(seen["bias"], seen["want bias"]) and torch.equal(seen["row"], seen["want row"])
+            assert not seen["bias"].requires_grad
+
+
 def trained(evaluations: bool) -> tuple[list[float], dict[str, Tensor]]:
     """On a rank: some steps, with or without evaluations of the state between them."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:

@@ -158,9 +158,17 @@ class Engine:
             if slots.group.trainable and any(leaf.grad is not None for leaf in slots.leaves):
                 self._collect_outside(slots.group.id, list(range(len(slots.leaves))))
 
-    def lasting(self, result: Any) -> Any:
-        """A result of the program, with copies in the place of parameters: their memory goes on to hold others."""
-        return tree.map(self._lasting, result)
+    def run(self, fn: Callable[..., Any], batch: Any, train: bool) -> Any:
+        """The result of the program, with copies in the place of parameters: their memory goes on to hold others.
+
+        A loss itself stays as it is, since its graph is still needed.
+        """
+        result = fn(self.params(), batch)
+        if not train:
+            return tree.map(self._lasting, result)
+        if isinstance(result, tuple) and len(result) == 2:
+            return result[0], tree.map(self._lasting, result[1])
+        return result
 
     def _lasting(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.storages:

@@ -1,7 +1,8 @@
 """The runner: finds the program of a function, prepares it once, and makes attempts at running it on all ranks."""
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +23,21 @@ Fn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What one step is given: the batch and its microbatches, the shards, and the update that still waits."""
+    """What one step is given.
+
+    Attributes:
+        batch: this rank's batch.
+        shards: the parameters, by group id.
+        update: the update that still waits for this step.
+        randomness: makes the context in which an attempt draws its random numbers.
+        parts: the microbatches.
+    """
 
     batch: Any
-    parts: list[Any]
     shards: list[Shard]
-    update: Update | None
+    update: Update | None = None
+    randomness: Callable[[], AbstractContextManager[None]] = nullcontext
+    parts: Sequence[Any] = ()
 
 
 class Runner:
@@ -54,7 +64,7 @@ class Runner:
             self.found[key] = trace(self.fn, self.plan, part, self.workshop.train)
         return self.found[key]
 
-    def run(self, batch: Any, shards: list[Shard], update: Update | None) -> Outcome:
+    def run(self, work: Work) -> Outcome:
         """Run the function on all ranks, again if its program was not the expected one.
 
         Returns:
@@ -63,8 +73,8 @@ class Runner:
         Raises:
             BatchError, ScheduleError, PeerError, CommError: before or instead of a vote, on all ranks alike.
         """
-        prepared, parts = self._prepare(batch)
-        work = Work(batch, parts, shards, update)
+        prepared, parts = self._prepare(work.batch)
+        work = replace(work, parts=parts)
         outcome = self._scheduled(prepared, work) if prepared else self._on_demand(work)
         if outcome.verdict is not None and outcome.verdict.worst == RETRY:
             if self.in_backward and OK in outcome.verdict.status:
@@ -146,18 +156,18 @@ class Runner:
                     self._microbatch(prepared, executor, part, outcome)
                 else:
                     with torch.no_grad():
-                        outcome.aux.append(engine.lasting(self._call(prepared, executor, part)))
+                        outcome.aux.append(self._call(prepared, executor, part))
                     executor.reach("backward", ROOT, 0)
                 executor.end_microbatch()
         finally:
             engine.stop()
 
     def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any) -> Any:
-        engine = prepared.engine
+        engine, train = prepared.engine, self.workshop.train
         if isinstance(executor, Scheduled):
-            return self.fn(engine.params(), part)
+            return engine.run(self.fn, part, train)
         with GlueWatch(engine, executor):
-            return self.fn(engine.params(), part)
+            return engine.run(self.fn, part, train)
 
     def _microbatch(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any, outcome: Outcome) -> None:
         loss = read_loss(self._call(prepared, executor, part))
@@ -166,7 +176,7 @@ class Runner:
             raise weighted_in_backward()
         outcome.losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
         outcome.weighted = loss.count is not None
-        outcome.aux.append(prepared.engine.lasting(loss.aux))
+        outcome.aux.append(loss.aux)
         seed = torch.full_like(loss.total, 1.0 / self.parts)
         prepared.engine.differentiate(loss.total, seed)
 

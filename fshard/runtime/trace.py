@@ -105,7 +105,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
         fake = tree.map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batch)
         engine.start(seen)
         with mode, GlueWatch(engine, seen):
-            result = fn(engine.params(), fake)
+            result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
         return None
