@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 RANKS  ?= 2
 ARGS   ?=
-BENCHES ?= host_overhead step_time wire optimizer memory plan_time
+BENCH  ?= host_overhead step_time wire optimizer memory plan_time
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -22,7 +22,7 @@ train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this mach
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as root also over limited links.
-	@status=0; for name in $(BENCHES); do \
+	@status=0; for name in $(BENCH); do \
 	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || status=1; done; exit $$status
 
 test: lint  ## Check style and types, then run the tests.

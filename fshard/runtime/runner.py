@@ -147,20 +147,24 @@ class Runner:
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         engine = prepared.engine
         try:
-            for index, part in enumerate(work.parts):
-                executor.microbatch = index
-                engine.start(executor)
-                executor.reach("forward", ROOT, 0)
-                executor.settle()
-                if self.workshop.train:
-                    self._microbatch(prepared, executor, part, outcome)
-                else:
-                    with torch.no_grad():
-                        outcome.aux.append(self._call(prepared, executor, part))
-                    executor.reach("backward", ROOT, 0)
-                executor.end_microbatch()
+            with work.randomness():
+                for index, part in enumerate(work.parts):
+                    executor.microbatch = index
+                    engine.start(executor)
+                    executor.reach("forward", ROOT, 0)
+                    executor.settle()
+                    self._pass(prepared, executor, part, outcome)
+                    executor.end_microbatch()
         finally:
             engine.stop()
+
+    def _pass(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any, outcome: Outcome) -> None:
+        if self.workshop.train:
+            self._microbatch(prepared, executor, part, outcome)
+        else:
+            with torch.no_grad():
+                outcome.aux.append(self._call(prepared, executor, part))
+            executor.reach("backward", ROOT, 0)
 
     def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any) -> Any:
         engine, train = prepared.engine, self.workshop.train
