@@ -32,7 +32,8 @@ def layer(p: Any, x: Tensor) -> Tensor:
     return x + torch.tanh(F.linear(x, p["w"], p["b"]))
 
 
-def _weights() -> dict[str, Any]:
+def start() -> dict[str, Any]:
+    """The start values."""
     draw = torch.Generator().manual_seed(11)
     return {
         name: {"w": torch.randn(6, 6, generator=draw) / 2, "b": torch.randn(6, generator=draw) / 5}
@@ -40,13 +41,15 @@ def _weights() -> dict[str, Any]:
     }
 
 
-def _batch(step: int) -> dict[str, Tensor]:
+def batch_of(step: int) -> dict[str, Tensor]:
+    """The global batch of a step."""
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, 6, generator=draw)
     return {"x": x, "y": torch.cos(x), "flag": torch.tensor(step in (1, 2, 4)), "mask": (x[:, 0] > -0.3).float()}
 
 
-def _cut(batch: dict[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+def cut(batch: dict[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+    """The equal part of a rank, or of a microbatch."""
     return {name: leaf.chunk(world)[rank] if leaf.ndim else leaf for name, leaf in batch.items()}
 
 
@@ -200,10 +203,11 @@ class Run:
     scheduled: tuple[bool, ...]
 
 
-def _setup(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
-    plan = fs.make_plan(_weights(), mesh, [(".*", fs.fsdp("shard"))], units=(*NAMES, "spare"))
+def setup(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
+    """The plan, the optimizer and the first state."""
+    plan = fs.make_plan(start(), mesh, [(".*", fs.fsdp("shard"))], units=(*NAMES, "spare"))
     rule = fs.optim.sgd(**SGD)
-    return plan, rule, fs.init_state(plan, rule, params=_weights())
+    return plan, rule, fs.init_state(plan, rule, params=start())
 
 
 def train(name: str) -> list[Run]:
@@ -218,7 +222,7 @@ def _possible(name: str, config: Config) -> bool:
 
 
 def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
-    plan, rule, state = _setup(mesh)
+    plan, rule, state = setup(mesh)
     now = Now(step=0, rank=mesh.rank)
     step = fs.make_train_step(
         lambda p, b: case(p, b, now),
@@ -232,7 +236,7 @@ def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
     losses, scheduled = [], []
     for number in range(STEPS):
         now.step = number
-        state, metrics = step(state, _cut(_batch(number), mesh.rank, mesh.size))
+        state, metrics = step(state, cut(batch_of(number), mesh.rank, mesh.size))
         losses.append(metrics.loss.item())
         try:
             scheduled.append(step.record == step.schedule.ops)
@@ -242,7 +246,7 @@ def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
 
 
 def _expected(name: str, world: int, config: Config) -> Run:
-    own = {path: leaf.clone().requires_grad_() for path, leaf in tree.paths(_weights())}
+    own = {path: leaf.clone().requires_grad_() for path, leaf in tree.paths(start())}
     rule, params, losses = torch.optim.SGD(own.values(), **SGD), tree.nest(own), []
     for number in range(STEPS):
         for leaf in own.values():
@@ -259,8 +263,8 @@ def _expected(name: str, world: int, config: Config) -> Run:
 def _global_loss(case: Any, params: Any, number: int, world: int, accumulate: int) -> Tensor:
     parts = []
     for rank in range(world):
-        mine = _cut(_batch(number), rank, world)
-        parts += [case(params, _cut(mine, i, accumulate), Now(step=number, rank=rank)) for i in range(accumulate)]
+        mine = cut(batch_of(number), rank, world)
+        parts += [case(params, cut(mine, i, accumulate), Now(step=number, rank=rank)) for i in range(accumulate)]
     if isinstance(parts[0], fs.Mean):
         return sum(part.total for part in parts) / sum(part.count for part in parts)
     return sum(parts) / len(parts)
@@ -290,17 +294,17 @@ def test_values_are_those_of_one_process(pool: Pools, world: int, name: str) -> 
 def refused(name: str) -> tuple[list[Raised | None], bool]:
     """On a rank: the errors of a case with updates in the backward, and whether parameters stayed."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        plan, rule, state = _setup(mesh)
+        plan, rule, state = setup(mesh)
         now = Now(step=0, rank=mesh.rank)
         step = fs.make_train_step(
             lambda p, b: CASES[name](p, b, now), rule, plan, policy=fs.Policy(update="in_backward"), donate=False
         )
         raised = []
         for now.step in range(3):
-            batch = _cut(_batch(now.step), mesh.rank, mesh.size)
+            batch = cut(batch_of(now.step), mesh.rank, mesh.size)
             raised.append(attempt(lambda b=batch: step(state, b)))  # type: ignore[misc]
         whole = dict(tree.paths(fs.unshard(state.params, plan)))
-        return raised, all(torch.equal(leaf, whole[path]) for path, leaf in tree.paths(_weights()))
+        return raised, all(torch.equal(leaf, whole[path]) for path, leaf in tree.paths(start()))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -315,7 +319,7 @@ def test_what_updates_in_the_backward_cannot_do(pool: Pools, world: int) -> None
 def raising(mode: str) -> tuple[list[Raised | None], list[float]]:
     """On a rank: a step that fails among good ones; its error, and the losses."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        plan, rule, state = _setup(mesh)
+        plan, rule, state = setup(mesh)
         switch, losses = Now(mode=""), []
 
         def loss(p: Any, b: Any) -> Tensor:
@@ -331,7 +335,7 @@ def raising(mode: str) -> tuple[list[Raised | None], list[float]]:
         step = fs.make_train_step(loss, rule, plan)
         raised = []
         for number in range(4):
-            batch = _cut(_batch(number), mesh.rank, mesh.size)
+            batch = cut(batch_of(number), mesh.rank, mesh.size)
             if mode and number in (0, 2):  # on demand, and on the schedule
                 switch.mode = mode if mesh.rank == mesh.size - 1 else ""
                 raised.append(attempt(lambda s=state, b=batch: step(s, b)))  # type: ignore[misc]
@@ -354,47 +358,3 @@ def test_ranks_that_part_get_an_error_and_go_on(pool: Pools, mode: str) -> None:
             assert peer is not None and "PeerError" in peer.kinds and "rank 1: ValueError: no such batch" in peer.text
         else:
             alike([peer, own], "ScheduleError", ("rank 0: ", "rank 1: ", "same order"))
-
-
-def penalty(p: Any, b: Any) -> Tensor:
-    """A loss with the norm of the gradient at its input."""
-    x = b["x"].clone().requires_grad_()
-    y = layer(p["two"], layer(p["one"], x))
-    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    return F.mse_loss(layer(p["three"], y), b["y"]) + 0.1 * slope.square().mean()
-
-
-def penalized() -> tuple[Raised | None, list[float], dict[str, Tensor]]:
-    """On a rank: some steps, or what the first of them raised and whether the state can be used."""
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
-        plan, rule, state = _setup(mesh)
-        step = fs.make_train_step(penalty, rule, plan, debug=True)
-        losses: list[float] = []
-
-        def go() -> None:
-            nonlocal state
-            for number in range(3):
-                state, metrics = step(state, _cut(_batch(number), mesh.rank, mesh.size))
-                losses.append(metrics.loss.item())
-
-        raised = attempt(go)
-        return raised, losses, dict(tree.paths(fs.unshard(state.params, plan)))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_gradient_inside_of_the_loss(pool: Pools, world: int) -> None:
-    own = {path: leaf.clone().requires_grad_() for path, leaf in tree.paths(_weights())}
-    rule = torch.optim.SGD(own.values(), **SGD)
-    losses = []
-    for number in range(3):
-        for leaf in own.values():
-            leaf.grad = torch.zeros_like(leaf)
-        loss = sum(penalty(tree.nest(own), _cut(_batch(number), rank, world)) for rank in range(world)) / world
-        loss.backward()
-        rule.step()
-        losses.append(loss.item())
-    for raised, got, params in pool(world).run(penalized):
-        assert raised is None, raised
-        assert got == pytest.approx(losses, abs=1e-5)
-        for path, leaf in own.items():
-            torch.testing.assert_close(params[path], leaf.detach(), rtol=0, atol=1e-5)
