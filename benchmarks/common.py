@@ -153,7 +153,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _git("rev-parse", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--", "fshard")),
+        "changed": bool(_git("status", "--porcelain", "--", ".")),
         "fshard": fshard.__version__,
         "torch": torch.__version__,
         "optree": metadata.version("optree"),
@@ -219,7 +219,9 @@ def rounded(value: Any) -> Any:
 
 def _git(*words: str) -> str:
     around = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, env=around)
+    done = subprocess.run(
+        ["git", "-C", str(Path(fshard.__file__).parent), *words], capture_output=True, text=True, env=around
+    )
     return done.stdout.strip()
 
 

@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace) -> int:
     with peers.process_group():
         built = peers.build(names, TINY)
         peers.check_agreement(built, TINY)
-        samples = peers.interleave(built, TINY, rounds)
+        samples = peers.interleave(built, TINY, rounds, warm=1)
     for name in names:
         report.medians[name] = {kind: statistics.median(samples[name][kind]) for kind in ("wall", "cpu")}
         base = "eager clip" if name.endswith(" clip") and "eager clip" in names else BASE

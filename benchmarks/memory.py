@@ -1,12 +1,13 @@
-"""Memory: the most tensor memory that a step needs above what is there between steps, on two ranks.
+"""Memory: the most heap memory that a step needs above what is there between steps, on two ranks.
 
 The claim: it is what the schedule says, plus the activations that plain PyTorch needs; and at most 0.90 of FSDP2's at
 the same prefetch depth.
 
-What counts: every allocation and release of PyTorch's CPU allocator, as ``torch.profiler`` reports them; fshard's own
-accounts are not read. The peak is that of a step, above parameter shards and optimizer state; the median over some
-steps, since FSDP2 releases some buffers when gloo's threads get to it. fshard's arena and gradient shards stay between
-steps, and count in full.
+What counts: all that the C allocator has handed out, tensors and gloo's buffers alike, by glibc's own account
+(``mallinfo2``), read after every PyTorch operation and, by a thread, while one blocks; fshard's accounts are not read.
+(``torch.profiler`` would not do: it misses what gloo's threads release, which is where FSDP2's buffers often end.) The
+peak is that of a step, above parameter shards and optimizer state; the median over some steps. fshard's arena and
+gradient shards stay between steps, and count in full.
 
 What is predicted: the arena that the schedule packs, a gradient shard for each group, and the *activations of plain
 PyTorch*: the peak of an eager step of the same model and rows above its parameters, optimizer state and gradients,
@@ -14,13 +15,14 @@ all gradients being there already.
 """
 
 import argparse
-import contextlib
+import ctypes
+import gc
 import json
-import os
 import statistics
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,7 @@ import torch
 import torch.distributed as dist
 from common import Report, Row, arguments, middle, ratio, run_workers
 from model import SMALL, Size, loss_of, make, rows
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
-
-MARK = 1_000_003
-"""Bytes of an allocation that marks a place in the record: no other has this size."""
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MIB = 1 << 20
 PREDICTED = 1.05
@@ -46,49 +44,64 @@ PAIRS = (
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
 
 
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+
+
+class Heap(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
+
+
+LIBC = ctypes.CDLL(None)
+if hasattr(LIBC, "mallinfo2"):
+    LIBC.mallinfo2.restype = Heap
+
+
+class Watch(TorchDispatchMode):
+    """Keeps the most bytes that were in use after any operation, or at any look of a thread that looks all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, in_use())
+        return result
+
+    def _look(self) -> None:
+        while not self.over.wait(0.0005):
+            self.most = max(self.most, in_use())
+
+    def close(self) -> None:
+        """Stop looking."""
+        self.over.set()
+        self.thread.join()
+
+
+def in_use() -> int:
+    """Bytes that the C allocator has handed out, in its arenas and in maps of their own."""
+    account = LIBC.mallinfo2()
+    return int(account.uordblks + account.hblkhd)
+
+
 def peaks(step: Callable[[], object], warm: int, steps: int) -> list[float]:
-    """The most bytes alive during each of ``steps`` steps, above what is alive now; ``warm`` more go before them."""
-    with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        torch.empty(MARK, dtype=torch.uint8)
-        for _ in range(warm):
+    """The most bytes in use during each of ``steps`` steps, above what is in use now; ``warm`` more go before them."""
+    gc.collect()
+    before, found = in_use(), []
+    watch = Watch()
+    with watch:
+        for number in range(warm + steps):
+            watch.most = 0
             step()
-        for _ in range(steps):
-            torch.empty(MARK, dtype=torch.uint8)
-            step()
-        torch.empty(MARK, dtype=torch.uint8)
-    sizes, totals = zip(*allocations(record), strict=True)
-    marks = [i for i, size in enumerate(sizes) if size == MARK]
-    before = totals[marks[0]] - MARK
-    # The two entries at a mark are its own allocation and release.
-    spans = zip(marks[1:], marks[2:], strict=False)
-    return [float(max(totals[first + 2 : last]) - before) for first, last in spans]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Drop what C++ writes to the standard error: the profiler announces each start and stop there."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def allocations(record: Any) -> list[tuple[int, int]]:
-    """What was allocated (released, if negative), and the bytes alive after it, in order of time."""
-
-    def walk(events: list[Any]) -> Iterator[Any]:
-        for event in events:
-            yield event
-            yield from walk(event.children)
-
-    tree = record.profiler.kineto_results.experimental_event_tree()
-    found = [event for event in walk(tree) if event.typed[0] == _EventType.Allocation]
-    found.sort(key=lambda event: event.start_time_ns)
-    return [(event.typed[1].alloc_size, event.typed[1].total_allocated) for event in found]
+            if number >= warm:
+                found.append(float(watch.most - before))
+    watch.close()
+    return found
 
 
 def activations(size: Size, batch: torch.Tensor) -> float:
@@ -137,6 +150,9 @@ def work(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Run the workers, report."""
+    if not hasattr(LIBC, "mallinfo2"):
+        print("memory: skipped: the C library has no mallinfo2, which glibc has since 2.33")
+        return 0
     size = replace(SMALL, depth=4) if args.quick else SMALL
     report = Report("memory", __doc__.splitlines()[0], {"model": asdict(size), "ranks": 2, "rank reported": 0})
     options = {name: value for name, value in asdict(size).items() if name != "vocabulary"}
@@ -147,8 +163,8 @@ def measure(args: argparse.Namespace) -> int:
     for ours, theirs in PAIRS:
         measured, predicted = found["peaks"][ours]
         expected = [predicted + plain] * steps
-        report.rows.append(ratio(f"{ours} / its prediction", "bytes", measured, expected, PREDICTED))
-        report.rows.append(ratio(f"{ours} / {theirs}", "bytes", measured, found["peaks"][theirs][0], 0.90))
+        report.rows.append(ratio(f"{ours} / its prediction", "heap", measured, expected, PREDICTED))
+        report.rows.append(ratio(f"{ours} / {theirs}", "heap", measured, found["peaks"][theirs][0], 0.90))
     for name, (measured, _) in found["peaks"].items():
         report.rows.append(middle(name, "MiB", [value / MIB for value in measured]))
     report.rows.append(Row("activations of plain PyTorch", "MiB", plain / MIB))

@@ -125,6 +125,22 @@ def checkpointed_on_demand(p: Any, b: Any, now: Now) -> Tensor:
     return checkpointed(p, b, now) * (2.0 if b["flag"].item() else 1.0)
 
 
+def checkpointed_later(p: Any, b: Any, now: Now) -> Tensor:
+    """From the third step on, the backward calls two units again."""
+
+    def inner(x: Tensor) -> Tensor:
+        return layer(p["two"], layer(p["one"], x))
+
+    x = checkpoint(inner, b["x"], use_reentrant=False) if now.step >= 2 else inner(b["x"])
+    return F.mse_loss(layer(p["four"], layer(p["three"], x)), b["y"])
+
+
+def other_constant(p: Any, b: Any, now: Now) -> Tensor:
+    """Code between units takes a value, and no gradient, of another leaf from step to step."""
+    leaf = p["two"]["w"] if now.step % 2 else p["three"]["w"]
+    return _through(p, b, NAMES) * (1 + 0.1 * leaf.detach().norm())
+
+
 def weighted(p: Any, b: Any, now: Now) -> Any:
     """A mean over unequal counts, on demand."""
     x = b["x"]
@@ -156,6 +172,8 @@ CASES: dict[str, Callable[[Any, Any, Now], Any]] = {
         skipped_in_backward,
         checkpointed,
         checkpointed_on_demand,
+        checkpointed_later,
+        other_constant,
         weighted,
         frozen_pass,
     )
@@ -218,7 +236,7 @@ def train(name: str) -> list[Run]:
 
 def _possible(name: str, config: Config) -> bool:
     # Updates in the backward cannot be taken back, and cannot wait for a global count.
-    return config.update == "deferred" or name not in ("new_glue", "weighted")
+    return config.update == "deferred" or name not in ("checkpointed_later", "weighted")
 
 
 def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
@@ -297,7 +315,7 @@ def refused(name: str) -> tuple[list[Raised | None], bool]:
         plan, rule, state = setup(mesh)
         now = Now(step=0, rank=mesh.rank)
         step = fs.make_train_step(
-            lambda p, b: CASES[name](p, b, now), rule, plan, policy=fs.Policy(update="in_backward"), donate=False
+            lambda p, b: CASES[name](p, b, now), rule, plan, policy=fs.Policy(reduces=1, update="in_backward"), donate=False
         )
         raised = []
         for now.step in range(3):
@@ -308,10 +326,13 @@ def refused(name: str) -> tuple[list[Raised | None], bool]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_updates_in_the_backward_cannot_do(pool: Pools, world: int) -> None:
+def test_updates_in_the_backward_cannot_divide_by_a_count(pool: Pools, world: int) -> None:
     for steps in zip(*(raised for raised, _ in pool(world).run(refused, "weighted")), strict=True):
         alike(list(steps), "LossError", ("fs.Mean", "update='deferred'"))
-    ranks = pool(world).run(refused, "new_glue")
+
+
+def test_updates_in_the_backward_cannot_be_taken_back(pool: Pools) -> None:
+    ranks = pool(2).run(refused, "checkpointed_later")
     assert all(raised[:2] == [None, None] and kept for raised, kept in ranks)
     alike([raised[2] for raised, _ in ranks], "ScheduleError", ("left its schedule", "update='deferred'"))
 

@@ -15,8 +15,8 @@ from fshard.errors import BatchError, CommError, PeerError, ScheduleError, lines
 from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import Lane, exchange, exchange_text
 from fshard.runtime.commit import FAILED, OK, RETRY, Verdict
-from fshard.runtime.engine import Mispredicted
 from fshard.runtime.executor import diverged
+from fshard.runtime.handles import Mispredicted
 
 FAILURE = "!"
 """Begins the text of a rank that failed, where ranks exchange requests."""

@@ -23,15 +23,15 @@ from fshard import tree
 from fshard.errors import UnitError
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
+from fshard.runtime.handles import Handle, Mispredicted, make_handle
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
 
+Called = tuple[str, Any, list[Any]]
+"""A unit's call: its name, its parameters, and their leaves."""
+
 Sink = Callable[[int, list[int], list[Tensor | None]], None]
 """Receives gradients: ``(group id, leaf numbers, gradients)``; a None gradient is zero."""
-
-
-class Mispredicted(Exception):  # noqa: N818 - not an error: the step runs again
-    """The program did what the schedule does not expect from here on."""
 
 
 class Executor(Protocol):
@@ -80,7 +80,8 @@ class Engine:
         self.trainable: list[Tensor] = []
         self.reads: dict[str, Reads] = {}
         self.names: dict[tuple[Unit, tuple[object, ...]], str] = {}
-        self.trees: dict[Unit, tuple[Any, str, list[Any]]] = {}
+        self.trees: dict[Unit, tuple[Any, Called]] = {}
+        self.handed: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.storages: set[int] = set()
         self.inside = ""
@@ -105,14 +106,24 @@ class Engine:
 
     def params(self) -> dict[str, Any]:
         """The parameter tree that the loss function gets: nested dicts of slot leaves."""
-        return self.layout.tree([self.slots.by_path[path] for path in self.layout.paths])
+        held = self.slots.by_path | self.handed
+        return self.layout.tree([held[path] for path in self.layout.paths])
+
+    def guard(self, root: Sequence[int]) -> None:
+        """From now on, hand out handles for all leaves but those of the groups that code outside of units reads."""
+        for slots in self.slots.groups:
+            if slots.group.id not in root:
+                for leaf, tensor in zip(slots.group.leaves, slots.leaves, strict=True):
+                    slot = slot_of(tensor)
+                    assert slot is not None
+                    self.handed[leaf.path] = make_handle(slot, tensor, leaf.compute_shape)
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called with slot leaves for parameters. A unit inside a unit is part of the outer one."""
         if self.inside:
             return unit.fn(params, *args, **kwargs)
         executor = self._running(unit)
-        name, leaves = self._identify(unit, params)
+        name, params, leaves = self._identify(unit, params)
         if self.differentiating:
             return self._again(unit, name, params, args, kwargs)
         index = self.counts.get(name, 0)
@@ -233,20 +244,25 @@ class Engine:
             )
         return self.executor
 
-    def _identify(self, unit: Unit, params: Any) -> tuple[str, list[Any]]:
-        """The name of a unit's call, and its leaves."""
+    def _identify(self, unit: Unit, params: Any) -> Called:
+        """The name of a unit's call, its parameters with slot leaves for handles, and these leaves."""
         # The tree that a split module hands to its unit is made once, so its identity tells everything.
         held = self.trees.get(unit)
         if held is not None and held[0] is params:
-            return held[1], held[2]
-        leaves = tree.leaves(params)
+            return held[1]
+        given = params
+        leaves, spec = tree.flatten(params)
         key = (unit, tuple([getattr(leaf, "_fshard_slot", unit) for leaf in leaves]))
         name = self.names.get(key)
         if name is None:
             name = self.names[key] = self._register(unit, leaves)
+        if any([type(leaf) is Handle for leaf in leaves]):
+            leaves = [self.slots.by_path[path] for path in self.reads[name].paths]
+            params = tree.unflatten(spec, leaves)
+        called = (name, params, leaves)
         if unit.name:
-            self.trees[unit] = (params, name, leaves)
-        return name, leaves
+            self.trees[unit] = (given, called)
+        return called
 
     def _register(self, unit: Unit, leaves: list[Any]) -> str:
         slots = [slot_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]

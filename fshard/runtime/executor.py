@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from fshard.errors import CommError, ScheduleError
-from fshard.runtime.engine import Mispredicted
+from fshard.runtime.handles import Mispredicted
 from fshard.schedule.ops import ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule
 

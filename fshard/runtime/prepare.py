@@ -14,7 +14,7 @@ from fshard.runtime.executor import COMPUTE
 from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.infos import group_infos, stage_numel
-from fshard.schedule.ops import Op, Program
+from fshard.schedule.ops import ROOT, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
@@ -67,6 +67,7 @@ class Workshop:
             arena = self._arena(schedule.memory.arena_bytes)
             self.programs[key] = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
             self.programs[key].engine.foreign = foreign
+            self.programs[key].engine.guard(program.reads[ROOT])
         return self.programs[key]
 
     def on_demand(self) -> Prepared:

@@ -1,0 +1,64 @@
+"""Handles: what stands in the parameter tree for leaves that only units may read.
+
+A schedule gathers a group for the units that read it. Were code outside of units given the slot leaf itself, it could
+read memory that holds another group, or that an update has not reached yet, and nobody would know. A handle knows its
+shape and nothing else: units get the slot leaf in its place, and any other use gives the step up and has it run again
+on demand.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.model.unit import Slot, attach
+
+
+class Mispredicted(Exception):  # noqa: N818 - not an error: the step runs again
+    """The program did what the schedule does not expect from here on."""
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+METADATA = frozenset(
+    (
+        *map(_getter, ("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "grad")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_contiguous),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.__hash__),
+    )
+)
+"""What may be asked of a handle: nothing that depends on values."""
+
+
+class Handle(Tensor):
+    """A leaf as code outside of units sees it: of the right shape, and without values."""
+
+    lies_on: torch.device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer questions of shape; refuse everything else."""
+        if func is DEVICE:
+            return args[0].lies_on
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise Mispredicted("code outside of units reads a parameter that the schedule keeps for units alone")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        slot: Slot = self._fshard_slot  # type: ignore[attr-defined]
+        return f"<parameter {slot.path}: {list(self.shape)}, gathered where its unit runs>"
+
+
+DEVICE = _getter("device")
+
+
+def make_handle(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The handle of a leaf with this shape, and ``like``'s dtype, device and gradient."""
+    empty = torch.empty(shape, dtype=like.dtype, device="meta")
+    handle: Handle = Tensor._make_subclass(Handle, empty, like.requires_grad)
+    handle.lies_on = like.device
+    attach(handle, Slot(slot.engine, slot.path))
+    return handle
