@@ -18,8 +18,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         rows, length, width = x.shape
         q, k, v = (
-            t.view(rows, -1, 2, width // 2).transpose(1, 2)
-            for t in (self.query(x), *self.keys(memory).chunk(2, -1))
+            t.view(rows, -1, 2, width // 2).transpose(1, 2) for t in (self.query(x), *self.keys(memory).chunk(2, -1))
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).reshape(rows, length, width))
@@ -121,9 +120,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.shared, self.between, self.out = (
-            nn.Linear(*s) for s in ((6, 9), (9, 9), (9, 9), (9, 3))
-        )
+        self.inp, self.shared, self.between, self.out = (nn.Linear(*s) for s in ((6, 9), (9, 9), (9, 9), (9, 3)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.shared(self.inp(x)))
@@ -201,9 +198,7 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
-        self.low = nn.ModuleList(
-            nn.ModuleDict({"a": nn.Linear(12, 2), "b": nn.Linear(2, 12)}) for _ in range(2)
-        )
+        self.low = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(12, 2), "b": nn.Linear(2, 12)}) for _ in range(2))
         self.layers = nn.ModuleList(Adapter(b, a) for b, a in zip(self.base[:2], self.low, strict=True))
         self.frozen, self.out = nn.Linear(12, 12), nn.Linear(12, 4)
         del self.base, self.low

@@ -73,9 +73,7 @@ BAD_PLANS = {
         errors.TreeError,
     ),
     "negative size": Bad(lambda mesh: fs.abstract_mesh((0,), ("shard",)), ("(0,)", "positive")),
-    "one name for two axes": Bad(
-        lambda mesh: fs.abstract_mesh((1, 2), ("a", "a")), ("('a', 'a')", "distinct")
-    ),
+    "one name for two axes": Bad(lambda mesh: fs.abstract_mesh((1, 2), ("a", "a")), ("('a', 'a')", "distinct")),
     "rank outside": Bad(lambda mesh: fs.abstract_mesh((2,), ("shard",), rank=2), ("rank=2", "0 to 1")),
 }
 

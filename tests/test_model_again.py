@@ -70,9 +70,7 @@ def test_checkpointed_regions_find_the_weights_of_their_own_call(units: Any, sta
     student, teacher = Checkpointed(), Checkpointed()
     model = split(student, units)
     both = [model.params, split(teacher).params]
-    ours = [
-        Static(p).params if static else tree.map(lambda leaf: leaf.clone().requires_grad_(), p) for p in both
-    ]
+    ours = [Static(p).params if static else tree.map(lambda leaf: leaf.clone().requires_grad_(), p) for p in both]
     x = torch.randn(6, 3)
     given = tree.map(torch.clone, model.buffers)
     losses = []

@@ -81,6 +81,7 @@ def test_torchs_own_transformer() -> None:
         with torch.no_grad():
             close(model.apply(model.params, x), net(x))
 
+
 def test_parametrizations_and_weight_norm() -> None:
     nets = [
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 2)),
@@ -95,6 +96,7 @@ def test_parametrizations_and_weight_norm() -> None:
             equal(model.apply(model.params, x), net(x))
             double = tree.map(lambda leaf: 2 * leaf, model.params)
             close(model.apply(double, x), functional_call(net, flat(double), (x,)))
+
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own forward-mode rules
 @pytest.mark.parametrize("units", [(), "blocks.*"])

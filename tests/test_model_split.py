@@ -50,6 +50,7 @@ def test_the_copy_has_no_memory() -> None:
     (root, *_) = model._body._template._originals
     assert {leaf.device.type for leaf in root.parameters()} == {"meta"}
 
+
 @pytest.mark.parametrize("units", [(), "blocks.*", (Block,), ("blocks.*", "head"), ("blocks.*.attn",), (nn.Linear,)])
 def test_apply_equals_the_module(units: Any) -> None:
     net = Net()
@@ -140,6 +141,7 @@ def test_calls_nest() -> None:
     outer = split(nn.Sequential(nn.Linear(2, 2), Inside()))
     assert outer.apply(outer.params, x).abs().sum() == 0
     equal(model.apply(model.params, x), expected)
+
 
 def test_units_get_their_subtree_and_keep_their_identity() -> None:
     net = Net()
@@ -250,6 +252,7 @@ def test_other_methods_of_a_unit_and_calls_into_it_are_plain_code() -> None:
     x = torch.randn(2, 3, 4)
     equal(model.apply(engine.mark(model.params), x), net(x))
     assert engine.calls == []
+
 
 def test_all_problems_of_a_tree_come_in_one_error() -> None:
     model = split(Net(), "blocks.*")

@@ -315,7 +315,11 @@ def refused(name: str) -> tuple[list[Raised | None], bool]:
         plan, rule, state = setup(mesh)
         now = Now(step=0, rank=mesh.rank)
         step = fs.make_train_step(
-            lambda p, b: CASES[name](p, b, now), rule, plan, policy=fs.Policy(reduces=1, update="in_backward"), donate=False
+            lambda p, b: CASES[name](p, b, now),
+            rule,
+            plan,
+            policy=fs.Policy(reduces=1, update="in_backward"),
+            donate=False,
         )
         raised = []
         for now.step in range(3):

@@ -213,5 +213,3 @@ def _full_grad(slots: GroupSlots) -> Tensor:
 
 def _nothing() -> None:
     """No agreement, or no vote, is needed."""
-
-

@@ -32,6 +32,7 @@ class Outcome:
         weighted: whether the loss is an ``fs.Mean``.
         verdict: what all ranks learned; None until they voted.
         failure: what this rank's program raised.
+        left: where the program left its schedule, if it did.
         uneven: the leading dim of each rank's batch, if they differ.
         aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
     """
@@ -41,6 +42,7 @@ class Outcome:
     weighted: bool = False
     verdict: Verdict | None = None
     failure: BaseException | None = None
+    left: str = ""
     uneven: list[int] = field(default_factory=list)
     aux: list[Any] = field(default_factory=list)
 
@@ -138,7 +140,8 @@ def guarded(body: Callable[[], None], outcome: Outcome) -> int:
         body()
     except (CommError, PeerError, ScheduleError):
         raise
-    except Mispredicted:
+    except Mispredicted as reason:
+        outcome.left = str(reason)
         return RETRY
     except BaseException as error:  # Ctrl-C too: other ranks wait for this one's collectives
         outcome.failure = error

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import UnitError
+from fshard.errors import LossError, UnitError
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.handles import Handle, Mispredicted, make_handle
@@ -129,7 +129,8 @@ class Engine:
         index = self.counts.get(name, 0)
         self.counts[name] = index + 1
         executor.reach("forward", name, index)
-        watched = [*_tensors((args, kwargs) if kwargs else args), *leaves]
+        inputs = _tensors((args, kwargs) if kwargs else args)
+        watched = [*inputs, *leaves]
         versions = [x._version for x in watched]
         self.inside = name
         try:
@@ -146,7 +147,7 @@ class Engine:
         for number, out in enumerate(_tensors(result)):
             if out.untyped_storage()._cdata in self.storages:
                 raise self._aliased(name, number)
-            if out.requires_grad:
+            if out.requires_grad and not any([out is x for x in inputs]):
                 mark = mark or Mark(self, name, index)
                 out.register_hook(mark)  # type: ignore[no-untyped-call]
         executor.settle()
@@ -157,9 +158,15 @@ class Engine:
 
         Raises:
             Mispredicted: code outside of units depends on a group that ``root`` is not known to read.
+            LossError: the program has run a backward of its own.
         """
         executor = self.executor
         assert executor is not None
+        if any([leaf.grad is not None for leaf in self.trainable]):
+            raise LossError(
+                "the loss function called backward() itself, so gradients would count twice: return the loss, and take "
+                "gradients inside it with torch.autograd.grad"
+            )
         self.differentiating = True
         # Naming the inputs keeps autograd from filling the ``grad`` of other tensors, and costs a tenth of a backward.
         torch.autograd.backward([total], [seed], inputs=self.trainable if self.foreign else None)

@@ -6,6 +6,7 @@ shape and nothing else: units get the slot leaf in its place, and any other use 
 on demand.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +25,21 @@ def _getter(name: str) -> Any:
 
 METADATA = frozenset(
     (
-        *map(_getter, ("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "grad")),
+        *map(_getter, ("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf", "grad")),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_contiguous),
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.__hash__),
     )
 )
 """What may be asked of a handle: nothing that depends on values."""
+
+PLACE: dict[Any, Callable[[torch.device], Any]] = {
+    _getter("device"): lambda device: device,
+    _getter("is_cpu"): lambda device: device.type == "cpu",
+    _getter("is_cuda"): lambda device: device.type == "cuda",
+    _getter("is_meta"): lambda device: False,
+    Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index,
+}
+"""What is answered from where the leaf lies. ``torch.utils.checkpoint`` asks for it."""
 
 
 class Handle(Tensor):
@@ -39,9 +49,9 @@ class Handle(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions of shape; refuse everything else."""
-        if func is DEVICE:
-            return args[0].lies_on
+        """Answer questions of shape and place; refuse everything else."""
+        if func in PLACE:
+            return PLACE[func](args[0].lies_on)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -50,9 +60,6 @@ class Handle(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         slot: Slot = self._fshard_slot  # type: ignore[attr-defined]
         return f"<parameter {slot.path}: {list(self.shape)}, gathered where its unit runs>"
-
-
-DEVICE = _getter("device")
 
 
 def make_handle(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,5 +1,6 @@
 """The runner: finds the program of a function, prepares it once, and makes attempts at running it on all ranks."""
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +20,9 @@ from fshard.runtime.update import Shard, Update
 from fshard.schedule.ops import ROOT, Op
 
 Fn = Callable[..., Any]
+
+PATIENCE = 3
+"""Steps that may leave their schedule before a warning says so."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Runner:
         self.found: dict[Hashable, Found | None] = {}
         self.record: list[Op] = []
         self.latest: Prepared | None = None
+        self.retries = 0
         self.parts = self.plan.data_size * workshop.accumulate
         self.in_backward = workshop.train and workshop.policy.update == "in_backward"
 
@@ -79,8 +84,19 @@ class Runner:
         if outcome.verdict is not None and outcome.verdict.worst == RETRY:
             if self.in_backward and OK in outcome.verdict.status:
                 raise left_in_backward()
+            self._count_retry(outcome)
             outcome = self._on_demand(work)
         return outcome
+
+    def _count_retry(self, outcome: Outcome) -> None:
+        self.retries += 1
+        if self.retries == PATIENCE:
+            warnings.warn(
+                f"{PATIENCE} steps left their schedule and ran again, gathered on demand: right, but slow, and with "
+                f"the memory of all parameters. The last one: {outcome.left or 'on another rank'}. Let Python "
+                f"values that decide which units run be part of the batch: then each has a schedule of its own",
+                stacklevel=4,
+            )
 
     def _prepare(self, batch: Any) -> tuple[Prepared | None, list[Any]]:
         if self.workshop.lanes is None:

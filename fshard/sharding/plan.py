@@ -189,4 +189,3 @@ def _owned_by(leaves: Mapping[str, Leaf], units: Sequence[str]) -> dict[str, str
         prefixes = (".".join(parts[:i]) for i in range(len(parts)))
         owners[path] = next((prefix for prefix in prefixes if prefix in known), ROOT)
     return owners
-

@@ -132,5 +132,3 @@ def local_view(plan: Plan, group: Group, number: int, shard: Tensor) -> Tensor:
     """This rank's tensor of one leaf, as a view of its group's shard."""
     begin, end = group.shard_range(number, plan.mesh.index(group.gather_axes))
     return shard[begin:end].detach().view(group.local_shape(number, plan.mesh))
-
-
