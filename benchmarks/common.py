@@ -183,6 +183,7 @@ def run_workers(
         script: in this folder; it gets ``--out FILE``, too.
         timeout: seconds until the workers are given up.
     """
+    lab.unwind_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, str(HERE / script), "--out", str(out)]

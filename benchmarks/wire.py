@@ -40,7 +40,6 @@ def measure(args: argparse.Namespace) -> int:
     if why:
         print(f"wire: skipped: {why}")
         return 0
-    lab.unwind_on_signals()
     names = list(QUICK if args.quick else PEERS)
     rounds = args.rounds or (3 if args.quick else 8)
     configuration = {"model": asdict(SMALL), "ranks": args.ranks, "rates": args.rates, "threads": 1, "rounds": rounds}
