@@ -5,7 +5,7 @@ that the caller writes ``raise errors.unknown_axis(...)`` and the traceback star
 one kind are reported together: builders take all of them and list each on a line of its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class ShardError(Exception):
@@ -194,3 +194,34 @@ def weighted_in_backward() -> LossError:
         "the loss is an fs.Mean, whose gradient must be divided by the count over all ranks and microbatches, which "
         "update='in_backward' does not wait for: use update='deferred', or return a plain mean"
     )
+
+
+def written_outside(paths: Sequence[str]) -> UnitError:
+    """Code between units that writes to parameters in place."""
+    remedy = "Parameters change by the optimizer alone: compute new values instead, or return them as aux."
+    return UnitError(lines("the program wrote in place to parameters:", paths, remedy))
+
+
+def foreign_params() -> UnitError:
+    """Parameters that some other step handed out."""
+    return UnitError(
+        "the program reads parameters of another step: use params only inside the loss function that they were given to"
+    )
+
+
+def different_microbatches() -> LossError:
+    """Microbatches of one step that return different kinds of things."""
+    return LossError(
+        "the loss function returned different things for two microbatches of a step: it must return fs.Mean for all or "
+        "for none of them, and auxiliary values with the same keys"
+    )
+
+
+def unlike_losses(kinds: Sequence[tuple[bool, int]]) -> LossError:
+    """Ranks whose loss functions return different kinds of things."""
+    rows = [
+        f"rank {rank}: {'an fs.Mean' if weighted else 'a scalar'}, with {means} means in aux"
+        for rank, (weighted, means) in enumerate(kinds)
+    ]
+    remedy = "Return the same kinds on every rank; nothing was updated and the state can be used again."
+    return LossError(lines("the loss function returned different things on different ranks:", rows, remedy))

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fshard import tree
 from fshard.errors import PlanError
 from fshard.metrics import global_result
@@ -41,7 +43,8 @@ class EvalStep:
             BatchError: a 0-dim result over batches of different sizes; return ``fs.Mean``.
         """
         state.check_plan(self.plan)
-        outcome = self._runner.run(Work(batch, state.finished()))
+        with torch.inference_mode(False):  # slots are made once, and must be ordinary tensors
+            outcome = self._runner.run(Work(batch, state.finished()))
         lanes = self._runner.workshop.lanes
         assert outcome.verdict is not None and lanes is not None
         if outcome.verdict.worst == FAILED:

@@ -21,7 +21,7 @@ class Metrics:
         loss: the mean over the global batch, before the update.
         grad_norm: the norm of the gradient over all leaves, before clipping.
         aux: what the loss function returned beside the loss. ``fs.Mean`` leaves are global means; other leaves are
-            this rank's own, stacked along a new first dim if the step has several microbatches.
+            this rank's own, stacked along a new first dim if the step has several microbatches, or listed if their shapes differ.
     """
 
     loss: Tensor
@@ -57,4 +57,5 @@ def _combine(column: Sequence[Any], means: Any) -> Any:
     column = [x.detach() if isinstance(x, Tensor) else x for x in column]
     if len(column) == 1:
         return column[0]
-    return torch.stack(column) if isinstance(column[0], Tensor) else column
+    alike = len({x.shape if isinstance(x, Tensor) else None for x in column}) == 1
+    return torch.stack(column) if alike and isinstance(column[0], Tensor) else column

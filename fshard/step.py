@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
+from fshard.optim.base import rate
 from fshard.runtime.attempt import Outcome, raise_failure
 from fshard.runtime.commit import FAILED, Verdict
 from fshard.runtime.prepare import Workshop, lanes_of
@@ -72,6 +73,10 @@ class TrainStep:
             CommError: a collective failed or timed out; the process group is lost.
             Exception: whatever the loss function raises.
         """
+        if not isinstance(state, TrainState):
+            raise TreeError(
+                f"the first argument is a {type(state).__name__}: step(state, batch) takes what init_state returns"
+            )
         self._check_state(state)
         self._finish_other(state.waiting)
         shards = state.shards()
@@ -82,7 +87,8 @@ class TrainStep:
             own = update = self._update(state, shards, None)
         part = self.plan.mesh.index(self.plan.data_axes)
         randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
-        outcome = self._runner.run(Work(batch, shards, update, randomness))
+        check = functools.partial(rate, self.opt.lr, state.step + 1)
+        outcome = self._runner.run(Work(batch, shards, update, check, randomness))
         verdict = self._check(outcome)
         metrics = self._metrics(outcome, verdict)
         if own is None:
@@ -154,10 +160,12 @@ class TrainStep:
         assert verdict is not None and lanes is not None
         if verdict.worst == FAILED:
             raise_failure(lanes.control, outcome.failure, list(verdict.status))
-        if not math.isfinite(verdict.norm):
+        if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
+            late = self.options.policy.update == "in_backward"
+            after = "parameters were updated with it" if late else "nothing was updated and the state can be used again"
             raise NonFiniteError(
-                f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: nothing was updated and the state "
-                f"can be used again. Look for inf or nan in the batch, or lower the learning rate"
+                f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}. Look for inf or nan in the "
+                f"batch, for a count of 0 or an empty batch, or lower the learning rate"
             )
         return verdict
 
@@ -208,6 +216,13 @@ def make_train_step(
         problems.append("clip_norm= needs the norm of the whole gradient, which update='in_backward' never has")
     if not isinstance(accumulate, int) or accumulate < 1:
         problems.append(f"accumulate={accumulate!r} must be an int >= 1")
+    if not isinstance(policy, Policy):
+        raise PlanError(f"policy={policy!r} must be fs.Policy(...)")
+    if not isinstance(plan, Plan) or not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
+        raise PlanError(
+            f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given a "
+            f"{type(opt).__name__} and a {type(plan).__name__}"
+        )
     if not callable(loss_fn):
         problems.append(f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)")
     if problems:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fshard.runtime.clock import Mark, make_clock
+from fshard.runtime.clock import Clock, Mark, make_clock
 from fshard.runtime.comm import Handle, Lane, Transport
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
@@ -70,6 +70,11 @@ class Actions:
         for slots in self.slots.groups:
             if slots.group.parts == 1:
                 slots.bind_resident(shards[slots.group.id])
+
+    def stop(self) -> None:
+        """The step is over: let go of what it was given."""
+        self.shards, self.update = [], None
+        self.on_agree = self.on_commit = _nothing
 
     def perform(self, op: Op) -> None:
         """Do one op that is not a compute op."""
@@ -167,7 +172,7 @@ class Actions:
             direct = replicas.size == 1
             target = shard if direct else spare[: group.chunk]
             work = lane.reduce_scatter(target, sent, spare, add and direct, self._now())
-            finish = work if direct else Fold(work, target, shard, add, replicas)
+            finish = work if direct else Fold(work, target, shard, add, replicas, self.clock)
         self.summed.add(group.id)
         self.handles[f"reduce {group.name}"] = finish
 
@@ -184,14 +189,22 @@ class Actions:
 class Fold:
     """The handle of a reduction whose sum is still to be added over replicas, or into the gradient shard."""
 
-    def __init__(self, work: Handle, part: Tensor, shard: Tensor, add: bool, replicas: Lane | None = None) -> None:
-        self.work, self.part, self.shard, self.add, self.replicas = work, part, shard, add, replicas
+    def __init__(
+        self,
+        work: Handle,
+        part: Tensor,
+        shard: Tensor,
+        add: bool,
+        replicas: Lane | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.work, self.part, self.shard, self.add, self.replicas, self.clock = work, part, shard, add, replicas, clock
 
     def wait(self) -> None:
         """Wait for the sum, then bring it home."""
         self.work.wait()
         if self.replicas is not None:
-            self.replicas.all_reduce(self.part).wait()
+            self.replicas.all_reduce(self.part, (self.clock.mark() if self.clock else None,)).wait()
         if self.add:
             self.shard.add_(self.part)
         else:

@@ -68,7 +68,7 @@ def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: Base
             raise failure
         return []
     dims = () if failure else leading_dims(batch)
-    row = torch.tensor([FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1])
+    row = torch.tensor([FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1], device="cpu")
     rows = exchange(lane, row)
     if rows[:, 0].any():
         raise_failure(lane, failure, [int(x) for x in rows[:, 0]])

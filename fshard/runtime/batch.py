@@ -40,6 +40,17 @@ def microbatches(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     leaves, spec = tree.flatten(batch)
+    arrays = [f"leaf {i} is a {type(x).__name__}" for i, x in enumerate(leaves) if _is_array(x)]
+    if arrays:
+        raise BatchError(lines("the batch holds arrays that are no tensors:", arrays, "Make tensors of them first."))
+    if len(set(leading_dims(batch))) > 1:
+        rows = [f"leaf {i} has shape {list(x.shape)}" for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim]
+        head = (
+            f"the leaves of the batch have different leading dims, so accumulate={count} cannot tell rows from others:"
+        )
+        raise BatchError(
+            lines(head, rows, "Give all leaves one row a sample; what is not per row goes into a closure.")
+        )
     odd = [
         f"leaf {i} has shape {list(x.shape)}"
         for i, x in enumerate(leaves)
@@ -50,6 +61,10 @@ def microbatches(batch: Any, count: int) -> list[Any]:
         raise BatchError(lines(head, odd, f"Give a multiple of {count} rows a rank."))
     parts = [x.chunk(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
     return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+
+
+def _is_array(value: Any) -> bool:
+    return not isinstance(value, Tensor) and hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0
 
 
 def check_device(batch: Any, device: torch.device) -> None:

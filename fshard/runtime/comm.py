@@ -238,6 +238,8 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
     else:
         owned = False
     backend = str(dist.get_backend())
+    if backend == "undefined":  # one for each device type: CUDA tensors go by NCCL, others by gloo
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend not in ("gloo", "nccl"):
         raise PlanError(f"the process group's backend is {backend!r}; fshard runs on gloo and nccl")
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fshard.errors import unlike_losses
 from fshard.runtime.comm import Lane, exchange
 from fshard.runtime.loss import Mean, number
 
@@ -23,6 +24,7 @@ class Tally:
     total: float = 0.0
     count: float = 0.0
     weighted: bool = False
+    means: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int) -> Verdict:
         parts: microbatches of the global batch, over ranks and accumulation: what gradients were divided by.
         copies: how many ranks work on the same part.
     """
-    mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted)]
-    rows = exchange(lane, torch.tensor(mine, dtype=torch.float64)).tolist()
+    mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted), float(tally.means)]
+    rows = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     status = tuple(int(row[0]) for row in rows)
+    if not any(status) and len({(row[4], row[5]) for row in rows}) > 1:
+        raise unlike_losses([(bool(row[4]), int(row[5])) for row in rows])
     sumsq, total, count = (math.fsum(row[i] for row in rows) for i in (1, 2, 3))
     loss = total / count if count else math.nan
     scale = 1.0
@@ -72,5 +76,5 @@ def average(lane: Lane, means: Sequence[Mean]) -> list[Tensor]:
     if not means:
         return []
     mine = [number(part) for mean in means for part in (mean.total, mean.count)]
-    summed = exchange(lane, torch.tensor(mine, dtype=torch.float64)).sum(0).view(-1, 2)
+    summed = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).sum(0).view(-1, 2)
     return [(total / count).to(torch.float32) for total, count in summed]

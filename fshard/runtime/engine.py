@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import LossError, UnitError
+from fshard.errors import LossError, UnitError, written_outside
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.handles import Handle, Mispredicted, make_handle
@@ -79,7 +79,7 @@ class Engine:
         self.executor: Executor | None = None
         self.trainable: list[Tensor] = []
         self.reads: dict[str, Reads] = {}
-        self.names: dict[tuple[Unit, tuple[object, ...]], str] = {}
+        self.names: dict[tuple[str, tuple[object, ...]], str] = {}
         self.trees: dict[Unit, tuple[Any, Called]] = {}
         self.handed: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
@@ -181,7 +181,12 @@ class Engine:
 
         A loss itself stays as it is, since its graph is still needed.
         """
+        versions = [leaf._version for leaf in self.slots.by_path.values()]
         result = fn(self.params(), batch)
+        if versions != [leaf._version for leaf in self.slots.by_path.values()]:
+            now = zip(self.slots.by_path.items(), versions, strict=True)
+            changed = [path for (path, leaf), version in now if leaf._version != version]
+            raise written_outside(changed)
         if not train:
             return tree.map(self._lasting, result)
         if isinstance(result, tuple) and len(result) == 2:
@@ -259,7 +264,8 @@ class Engine:
             return held[1]
         given = params
         leaves, spec = tree.flatten(params)
-        key = (unit, tuple([getattr(leaf, "_fshard_slot", unit) for leaf in leaves]))
+        function = unit.name or getattr(unit.fn, "__name__", "unit")
+        key = (function, tuple([getattr(leaf, "_fshard_slot", unit) for leaf in leaves]))
         name = self.names.get(key)
         if name is None:
             name = self.names[key] = self._register(unit, leaves)

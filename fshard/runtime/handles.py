@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.model.unit import Slot, attach
+from fshard import tree
+from fshard.errors import foreign_params
+from fshard.model.unit import Slot, attach, slot_of
 
 
 class Mispredicted(Exception):  # noqa: N818 - not an error: the step runs again
@@ -55,11 +57,17 @@ class Handle(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if any(isinstance(x, Handle) and not _running(x) for x in tree.leaves((args, kwargs or {}))):
+            raise foreign_params()
         raise Mispredicted("code outside of units reads a parameter that the schedule keeps for units alone")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         slot: Slot = self._fshard_slot  # type: ignore[attr-defined]
         return f"<parameter {slot.path}: {list(self.shape)}, gathered where its unit runs>"
+
+
+def _running(handle: Handle) -> bool:
+    return getattr(slot_of(handle), "engine").executor is not None  # noqa: B009 - the protocol has no such attribute
 
 
 def make_handle(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:

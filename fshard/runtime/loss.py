@@ -65,6 +65,12 @@ def read_loss(result: Any) -> Loss:
             f"the loss has shape {list(total.shape)} and dtype {name}: reduce it to one floating-point number, "
             f"with .mean(), or fs.Mean(losses.sum(), losses.numel()) where counts differ between ranks"
         )
+    bad = [mean for mean in (*means_of(head), *means_of(aux)) if not _scalar_parts(mean)]
+    if bad:
+        raise LossError(
+            f"fs.Mean takes a 0-dim floating tensor and a 0-dim count: got {type(bad[0].total).__name__} of shape "
+            f"{list(getattr(bad[0].total, 'shape', []))} and count of shape {list(getattr(bad[0].count, 'shape', []))}"
+        )
     return Loss(total, head.count if isinstance(head, Mean) else None, aux)
 
 
@@ -81,9 +87,21 @@ def check_differentiable(loss: Loss) -> None:
         )
 
 
+def detached(value: Any) -> Any:
+    """A leaf of auxiliary values without its graph."""
+    if isinstance(value, Mean):
+        return Mean(value.total.detach(), detached(value.count))
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def means_of(aux: Any) -> list[Mean]:
     """The ``Mean`` leaves of auxiliary values, in order."""
     return [leaf for leaf in tree.leaves(aux) if isinstance(leaf, Mean)]
+
+
+def _scalar_parts(mean: Mean) -> bool:
+    count = mean.count
+    return is_scalar(mean.total) and (count.ndim == 0 if isinstance(count, Tensor) else isinstance(count, int | float))
 
 
 def is_scalar(value: Any) -> bool:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from fshard.errors import left_in_backward, no_processes, weighted_in_backward
+from fshard import tree
+from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
 from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, uneven_rows
 from fshard.runtime.batch import check_device, microbatches, signature
 from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
-from fshard.runtime.loss import check_differentiable, number, read_loss
+from fshard.runtime.loss import check_differentiable, detached, means_of, number, read_loss
 from fshard.runtime.prepare import Prepared, Workshop
 from fshard.runtime.trace import Found, GlueWatch, trace
 from fshard.runtime.update import Shard, Update
@@ -24,6 +25,9 @@ Fn = Callable[..., Any]
 PATIENCE = 3
 """Steps that may leave their schedule before a warning says so."""
 
+MANY = 32
+"""Signatures of batches that may be met before a warning says so."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -33,6 +37,7 @@ class Work:
         batch: this rank's batch.
         shards: the parameters, by group id.
         update: the update that still waits for this step.
+        check: raises what makes this rank refuse the step before it begins.
         randomness: makes the context in which an attempt draws its random numbers.
         parts: the microbatches.
     """
@@ -40,6 +45,7 @@ class Work:
     batch: Any
     shards: list[Shard]
     update: Update | None = None
+    check: Callable[[], object] = bool
     randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     parts: Sequence[Any] = ()
 
@@ -65,6 +71,7 @@ class Runner:
         """The program for batches like this one; None if only a real run can tell."""
         key = signature(batch)
         if key not in self.found:
+            self._count_programs()
             part = microbatches(batch, self.workshop.accumulate)[0]
             self.found[key] = trace(self.fn, self.plan, part, self.workshop.train)
         return self.found[key]
@@ -78,15 +85,35 @@ class Runner:
         Raises:
             BatchError, ScheduleError, PeerError, CommError: before or instead of a vote, on all ranks alike.
         """
-        prepared, parts = self._prepare(work.batch)
+        prepared, parts = self._prepare(work)
         work = replace(work, parts=parts)
-        outcome = self._scheduled(prepared, work) if prepared else self._on_demand(work)
+        outcome = self._scheduled(prepared, work) if prepared else self._demanded(work)
         if outcome.verdict is not None and outcome.verdict.worst == RETRY:
             if self.in_backward and OK in outcome.verdict.status:
                 raise left_in_backward()
             self._count_retry(outcome)
-            outcome = self._on_demand(work)
+            outcome = self._demanded(work)
         return outcome
+
+    def _demanded(self, work: Work) -> Outcome:
+        prepared = self.workshop.on_demand()
+        self.latest = None
+        try:
+            return self._on_demand(prepared, work)
+        finally:
+            # Slots and engine refer to each other, so their arena would wait for the garbage collector.
+            prepared.engine.slots.release()
+            prepared.actions.stop()
+
+    def _count_programs(self) -> None:
+        if len(self.found) == MANY:
+            warnings.warn(
+                f"{MANY} batches differed in values that are no tensors, and each was traced anew: pass values that "
+                f"change from step to step as tensors",
+                stacklevel=5,
+            )
+        if len(self.found) > 4 * MANY:
+            self.found.clear()
 
     def _count_retry(self, outcome: Outcome) -> None:
         self.retries += 1
@@ -98,15 +125,17 @@ class Runner:
                 stacklevel=4,
             )
 
-    def _prepare(self, batch: Any) -> tuple[Prepared | None, list[Any]]:
+    def _prepare(self, work: Work) -> tuple[Prepared | None, list[Any]]:
+        batch = work.batch
         if self.workshop.lanes is None:
             raise no_processes()
         try:
+            work.check()
             check_device(batch, self.plan.mesh.device)
             parts = microbatches(batch, self.workshop.accumulate)
             found = self.look(batch)
             return (self.workshop.scheduled(found.program, found.weighted, found.foreign) if found else None), parts
-        except Exception as error:
+        except BaseException as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
             agree(self.workshop.lanes.control, 0, batch, False, error)
             raise
@@ -129,11 +158,12 @@ class Runner:
         executor.finish()
         if not self.workshop.train:
             self._vote(prepared, outcome)
+        actions.stop()
         return outcome
 
-    def _on_demand(self, work: Work) -> Outcome:
+    def _on_demand(self, prepared: Prepared, work: Work) -> Outcome:
         assert self.workshop.lanes is not None
-        lane, outcome, prepared = self.workshop.lanes.control, Outcome(), self.workshop.on_demand()
+        lane, outcome = self.workshop.lanes.control, Outcome()
         outcome.uneven = agree(lane, 0, work.batch, False, None)
         if work.update is not None and not self.in_backward:
             work.update.finish()
@@ -148,8 +178,11 @@ class Runner:
             lambda text: request(lane, text),
             self.workshop.closing,
         )
-        self.latest, self.record = prepared, executor.record
+        self.record = executor.record
         outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
+        if outcome.status == RETRY:
+            # On demand everything of this step is readable.
+            outcome.status, outcome.failure = FAILED, foreign_params()
         if outcome.status == FAILED and outcome.failure is not None:
             request(lane, f"{FAILURE}{type(outcome.failure).__name__}: {outcome.failure}")
             raise outcome.failure
@@ -163,6 +196,8 @@ class Runner:
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         engine = prepared.engine
         try:
+            # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
+            torch.clear_autocast_cache()
             with work.randomness():
                 for index, part in enumerate(work.parts):
                     executor.microbatch = index
@@ -194,9 +229,12 @@ class Runner:
         check_differentiable(loss)
         if loss.count is not None and self.in_backward:
             raise weighted_in_backward()
+        same = outcome.weighted is (loss.count is not None) and _spec(outcome.aux[:1]) == _spec([loss.aux])
+        if outcome.aux and not same:
+            raise different_microbatches()
         outcome.losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
         outcome.weighted = loss.count is not None
-        outcome.aux.append(loss.aux)
+        outcome.aux.append(tree.map(detached, loss.aux))
         seed = torch.full_like(loss.total, 1.0 / self.parts)
         prepared.engine.differentiate(loss.total, seed)
 
@@ -207,6 +245,11 @@ class Runner:
             prepared.actions.settle_gradients()
             # The only reads of the device in a step: until here the host runs ahead of it.
             total, count = (sum(map(number, column)) for column in zip(*outcome.losses, strict=True))
-            tally = Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted)
+            means = sum(map(len, map(means_of, outcome.aux)))
+            tally = Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted, means)
         copies = self.plan.mesh.size // self.plan.data_size
         outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies)
+
+
+def _spec(values: Any) -> Any:
+    return tree.flatten(values)[1]

@@ -100,6 +100,15 @@ class Slots:
         attach(leaf, slot)
         slots.leaves[number] = self.by_path[slot.path] = leaf
 
+    def release(self) -> None:
+        """Let go of the arena. The slots cannot be used any more."""
+        self.arena = None
+        for slots in self.groups:
+            slots.full = slots.stage = slots.grad = slots.reduce_stage = slots.bound = None
+            slots.grads, slots.gaps = [], []
+            for leaf in slots.leaves:
+                leaf.data = leaf.new_empty(0)
+
     def storages(self) -> set[int]:
         """The identities of every storage that a leaf may alias."""
         return {leaf.untyped_storage()._cdata for slots in self.groups for leaf in slots.leaves}

@@ -104,7 +104,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
             _fake_leaves(engine, plan)
         fake = tree.map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batch)
         engine.start(seen)
-        with mode, GlueWatch(engine, seen):
+        with mode, GlueWatch(engine, seen), torch.set_grad_enabled(train):
             result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:

@@ -115,13 +115,25 @@ def make_plan(
     >>> plan.groups[0].chunk
     16
     """
+    if isinstance(model, torch.nn.Module):
+        raise PlanError(
+            f"make_plan was given the module {type(model).__name__} itself: call fs.split(module, units=...) first"
+        )
+    units = (units,) if isinstance(units, str) else tuple(units)
     params = model if isinstance(model, Mapping) else model.params
     tensors = dict(tree.paths(params))
     if not tensors:
         raise PlanError("the model has no parameters, so there is nothing to place")
     wrong = [f"{path}: {type(t).__name__}" for path, t in tensors.items() if not isinstance(t, torch.Tensor)]
+    wrong += [f"{path}: {t.dtype}" for path, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_complex()]
     if wrong:
-        raise PlanError(lines("parameters are tensors, these are not:", wrong, "Keep other values out of the tree."))
+        raise PlanError(
+            lines(
+                "parameters are real tensors, these are not:",
+                wrong,
+                "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real.",
+            )
+        )
     batch = _batch_spec(batch, mesh)
     specs = match(rules, {path: tuple(t.shape) for path, t in tensors.items()})
     check_specs(specs, {path: tuple(t.shape) for path, t in tensors.items()}, mesh, batch.axes)
@@ -143,6 +155,8 @@ def make_plan(
             aliases=tuple(a for a, canonical in aliases.items() if canonical == path),
         )
     owners = _owners(leaves, units) if isinstance(model, Mapping) else _owned_by(leaves, model.units)
+    if ROOT in owners.values() and ROOT in {*getattr(model, "units", ()), *_first_parts(units)}:
+        raise PlanError(f"a unit cannot be called {ROOT!r}, which names the code between units: rename the submodule")
     groups = make_groups(leaves, owners, mesh, batch.axes)
     return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})))
 
@@ -178,6 +192,10 @@ def _owners(leaves: Mapping[str, Leaf], patterns: Sequence[str]) -> dict[str, st
     if idle:
         raise PlanError(lines("patterns in units= match no subtree:", idle, f"Paths are like {next(iter(leaves))!r}."))
     return owners
+
+
+def _first_parts(patterns: Sequence[str]) -> set[str]:
+    return {pattern for pattern in patterns if "." not in pattern}
 
 
 def _owned_by(leaves: Mapping[str, Leaf], units: Sequence[str]) -> dict[str, str]:

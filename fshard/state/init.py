@@ -11,6 +11,7 @@ from fshard import tree
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, fill
 from fshard.model.random import fold
+from fshard.runtime.clock import make_clock
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.update import Shard
 from fshard.sharding.layout import Group, Piece
@@ -103,7 +104,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
             mine[begin:end] = flat[leaf.path].detach().reshape(-1)
         transport = plan.mesh.transport or LocalTransport()
         rows = mine.new_empty(plan.mesh.axis_size(axes) * group.chunk)
-        transport.lane("unshard", axes).all_gather(rows, mine).wait()
+        transport.lane("unshard", axes).all_gather(rows, mine, (make_clock(plan.mesh.device).mark(),)).wait()
         shards = dict(zip(plan.mesh.ranks(axes), rows.view(-1, group.chunk), strict=True))
         for number, leaf in enumerate(group.leaves):
             out[leaf.path] = _whole(plan, group, number, shards)

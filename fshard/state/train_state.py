@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fshard import tree
@@ -110,7 +111,8 @@ class TrainState:
         """Give the memory away: this state, and every tensor that was read from it, can no longer be used."""
         for tensor in tree.leaves((self._params, self._opt)):
             if isinstance(tensor, Tensor):
-                tensor.set_()  # type: ignore[call-overload]
+                with torch.no_grad():
+                    tensor.set_()  # type: ignore[call-overload]
                 tensor.__class__ = Donated
         self._shards = self._update = self._params = self._opt = None
 
