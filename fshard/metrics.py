@@ -21,7 +21,8 @@ class Metrics:
         loss: the mean over the global batch, before the update.
         grad_norm: the norm of the gradient over all leaves, before clipping.
         aux: what the loss function returned beside the loss. ``fs.Mean`` leaves are global means; other leaves are
-            this rank's own, stacked along a new first dim if the step has several microbatches, or listed if their shapes differ.
+            this rank's own, stacked along a new first dim if the step has several microbatches (a list if their shapes
+            differ).
     """
 
     loss: Tensor
