@@ -1,5 +1,6 @@
 """What a step allocates, seen from outside: the arena once, as large as the schedule says, and then nothing like it."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -40,12 +41,16 @@ class Peak:
     """The allocations of the host's allocator while it is entered, as the profiler saw them."""
 
     def __enter__(self) -> "Peak":
+        # What an earlier test left for the collector must not be freed inside of the measurement.
+        gc.collect()
+        gc.disable()
         self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profile.__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self.profile.__exit__(*exc)
+        gc.enable()
         events = self.profile.profiler.kineto_results.events()  # type: ignore[union-attr]
         sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
         self.sizes = [size for size in sizes if size > 0]
