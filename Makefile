@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train bench test lint format clean
+.PHONY: help train bench test parity lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as
 
 test: lint  ## Check style and types, then run the tests.
 	$(BIN)/python -m pytest -q $(ARGS)
+
+parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: a quarter of an hour.
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check --quiet .

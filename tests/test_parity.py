@@ -211,6 +211,14 @@ def test_every_program_equals_one_process(pool: Pools, world: int, name: str) ->
     _check(pool, world, name, SOME)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("opt", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", sorted(zoo.EXAMPLES.keys() - {"gpt"}))
+def test_every_program_under_every_schedule(pool: Pools, name: str, opt: str, world: int) -> None:
+    _check(pool, world, name, [config for config in EVERY if config.opt == opt])
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(zoo.TRICKY))
 def test_hard_programs_equal_one_process(pool: Pools, world: int, name: str) -> None:
