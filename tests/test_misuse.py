@@ -62,6 +62,8 @@ def test_a_unit_cannot_have_the_name_of_the_code_between_units() -> None:
 
     with pytest.raises(PlanError, match="cannot be called 'root'"):
         fs.make_plan(fs.split(Net(), units=("root",)), fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    with pytest.raises(PlanError, match="cannot be called 'root'"):
+        fs.make_plan({"root": {"w": torch.ones(2)}}, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.P())], units=("*",))
 
 
 def test_parameters_of_an_earlier_step_are_refused() -> None:

@@ -120,23 +120,34 @@ def make_plan(
             f"make_plan was given the module {type(model).__name__} itself: call fs.split(module, units=...) first"
         )
     units = (units,) if isinstance(units, str) else tuple(units)
-    params = model if isinstance(model, Mapping) else model.params
+    tensors = _tensors(model if isinstance(model, Mapping) else model.params)
+    batch = _batch_spec(batch, mesh)
+    shapes = {path: tuple(t.shape) for path, t in tensors.items()}
+    specs = match(rules, shapes)
+    check_specs(specs, shapes, mesh, batch.axes)
+    leaves = _leaves(model, tensors, specs, mesh, batch)
+    owners = _owners(leaves, units) if isinstance(model, Mapping) else _owned_by(leaves, model.units)
+    groups = make_groups(leaves, owners, mesh, batch.axes)
+    return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})))
+
+
+def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The leaves of a parameter tree by path."""
     tensors = dict(tree.paths(params))
     if not tensors:
         raise PlanError("the model has no parameters, so there is nothing to place")
     wrong = [f"{path}: {type(t).__name__}" for path, t in tensors.items() if not isinstance(t, torch.Tensor)]
     wrong += [f"{path}: {t.dtype}" for path, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_complex()]
     if wrong:
-        raise PlanError(
-            lines(
-                "parameters are real tensors, these are not:",
-                wrong,
-                "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real.",
-            )
-        )
-    batch = _batch_spec(batch, mesh)
-    specs = match(rules, {path: tuple(t.shape) for path, t in tensors.items()})
-    check_specs(specs, {path: tuple(t.shape) for path, t in tensors.items()}, mesh, batch.axes)
+        remedy = "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real."
+        raise PlanError(lines("parameters are real tensors, these are not:", wrong, remedy))
+    return tensors
+
+
+def _leaves(
+    model: Any, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, tuple[P, P | None]], mesh: Mesh, batch: P
+) -> dict[str, Leaf]:
+    """Each leaf with its specs resolved against the mesh."""
     aliases: Mapping[str, str] = getattr(model, "aliases", {})
     frozen: frozenset[str] = getattr(model, "frozen", frozenset())
     leaves = {}
@@ -154,11 +165,7 @@ def make_plan(
             compute_shape=box(shape, compute, mesh)[1],
             aliases=tuple(a for a, canonical in aliases.items() if canonical == path),
         )
-    owners = _owners(leaves, units) if isinstance(model, Mapping) else _owned_by(leaves, model.units)
-    if ROOT in owners.values() and ROOT in {*getattr(model, "units", ()), *_first_parts(units)}:
-        raise PlanError(f"a unit cannot be called {ROOT!r}, which names the code between units: rename the submodule")
-    groups = make_groups(leaves, owners, mesh, batch.axes)
-    return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})))
+    return leaves
 
 
 def _batch_spec(batch: P | None, mesh: Mesh) -> P:
@@ -185,7 +192,7 @@ def _owners(leaves: Mapping[str, Leaf], patterns: Sequence[str]) -> dict[str, st
         for pattern in patterns:
             depth = len(pattern.split("."))
             if len(parts) > depth and all(map(fnmatch.fnmatchcase, parts, pattern.split("."))):
-                owners[path] = ".".join(parts[:depth])
+                owners[path] = _unit_name(".".join(parts[:depth]))
                 used.add(pattern)
                 break
     idle = [repr(pattern) for pattern in patterns if pattern not in used]
@@ -194,16 +201,19 @@ def _owners(leaves: Mapping[str, Leaf], patterns: Sequence[str]) -> dict[str, st
     return owners
 
 
-def _first_parts(patterns: Sequence[str]) -> set[str]:
-    return {pattern for pattern in patterns if "." not in pattern}
-
-
 def _owned_by(leaves: Mapping[str, Leaf], units: Sequence[str]) -> dict[str, str]:
     """The owner of each leaf of a split module: the unit whose path is a prefix of the leaf's."""
-    known = set(units)
+    known = set(map(_unit_name, units))
     owners = {}
     for path in leaves:
         parts = path.split(".")
         prefixes = (".".join(parts[:i]) for i in range(len(parts)))
         owners[path] = next((prefix for prefix in prefixes if prefix in known), ROOT)
     return owners
+
+
+def _unit_name(name: str) -> str:
+    """The name itself, unless it is the one of the code between units."""
+    if name == ROOT:
+        raise PlanError(f"a unit cannot be called {ROOT!r}, which names the code between units: rename the submodule")
+    return name
