@@ -82,7 +82,7 @@ class Fshard:
         plan = fs.make_plan(model, self.mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
         opt = fs.optim.adamw(**ADAMW)
         self.plan, self.state = plan, fs.init_state(plan, opt, params=model.params)
-        self.train = fs.make_train_step(loss_fn, opt, plan, clip_norm=clip, policy=fs.Policy(**policy))
+        self.train = fs.make_train_step(loss_fn, opt, plan, clip_norm=clip, schedule=fs.Policy(**policy))
         self.loss = torch.tensor(0.0)
 
     def step(self, rows: Tensor) -> None:

@@ -104,7 +104,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
         return mine(windows[random.Random(f"{args.seed} {i}").choices(range(len(windows)), k=args.batch)])
 
     policy = fs.Policy(prefetch=args.prefetch, reshard=not args.no_reshard)
-    step = fs.make_train_step(bits_per_byte, opt, plan, clip_norm=1.0, accumulate=args.accumulate, policy=policy)
+    step = fs.make_train_step(bits_per_byte, opt, plan, clip_norm=1.0, accumulate=args.accumulate, schedule=policy)
     evaluate = fs.make_eval_step(bits_per_byte, plan)
     say = tqdm.write if mesh.rank == 0 else lambda line: None
     if args.print_plan:

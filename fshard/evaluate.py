@@ -68,14 +68,14 @@ class EvalStep:
 
 
 def make_eval_step(
-    fn: Callable[..., Any], plan: Plan, *, policy: Policy | None = None, debug: bool = False
+    fn: Callable[..., Any], plan: Plan, *, schedule: Policy | None = None, debug: bool = False
 ) -> EvalStep:
     """Make a function that evaluates sharded parameters: ``evaluate(state, batch) -> result``.
 
     Args:
         fn: ``fn(params, batch)``; it may return any pytree, and is run without gradients.
         plan: the plan.
-        policy: prefetch depth and reshard after forward.
+        schedule: prefetch depth and reshard after forward.
         debug: fill every freed range with nan.
     """
-    return EvalStep(fn, plan, Policy() if policy is None else policy, debug)
+    return EvalStep(fn, plan, Policy() if schedule is None else schedule, debug)

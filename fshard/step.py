@@ -188,7 +188,7 @@ def make_train_step(
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
-    policy: Policy | None = None,
+    schedule: Policy | None = None,
     donate: bool = True,
     debug: bool = False,
 ) -> TrainStep:
@@ -201,14 +201,15 @@ def make_train_step(
         plan: the plan.
         clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``).
         accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch.
-        policy: prefetch depth, reductions in flight, reshard after forward, and when updates happen.
+        schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
+            updates happen. None stands for ``fs.Policy()``.
         donate: reuse the memory of the state that a step takes.
         debug: fill every freed range with nan, so that a read of freed memory shows.
 
     Raises:
         PlanError: an option that cannot be.
     """
-    policy = Policy() if policy is None else policy
+    policy = Policy() if schedule is None else schedule
     problems = []
     if clip_norm is not None and not clip_norm > 0:
         problems.append(f"clip_norm={clip_norm} must be positive, or None for no clipping")
@@ -217,7 +218,7 @@ def make_train_step(
     if not isinstance(accumulate, int) or accumulate < 1:
         problems.append(f"accumulate={accumulate!r} must be an int >= 1")
     if not isinstance(policy, Policy):
-        raise PlanError(f"policy={policy!r} must be fs.Policy(...)")
+        raise PlanError(f"schedule={schedule!r} must be fs.Policy(...)")
     if not isinstance(plan, Plan) or not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
         raise PlanError(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given a "

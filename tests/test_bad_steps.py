@@ -223,7 +223,7 @@ def _mean_loss(params: Any, batch: Any) -> fs.Mean:
 
 
 def _mean_updated_in_backward(switch: Switch, step: Any, state: Any, plan: fs.Plan, rank: int) -> None:
-    fs.make_train_step(_mean_loss, rule(), plan, policy=fs.Policy(update="in_backward"))(state, _batch(50, rank))
+    fs.make_train_step(_mean_loss, rule(), plan, schedule=fs.Policy(update="in_backward"))(state, _batch(50, rank))
 
 
 DISTURBANCES: dict[str, Callable[..., None]] = {

@@ -66,7 +66,7 @@ def measured(policy: fs.Policy, accumulate: int, spec: P) -> dict[str, Any]:
         plan = fs.make_plan(_params(), mesh, [(".*", spec)], units=("*",))
         rule = fs.optim.adamw(1e-3)
         state = fs.init_state(plan, rule, params=_params())
-        step = fs.make_train_step(loss, rule, plan, policy=policy, accumulate=accumulate)
+        step = fs.make_train_step(loss, rule, plan, schedule=policy, accumulate=accumulate)
         batch = torch.ones(2 * accumulate, WIDTH)
         arena = step.trace(batch).memory.arena_bytes
         peaks = []
@@ -119,6 +119,6 @@ def test_prefetch_costs_what_the_schedule_says() -> None:
     sizes = []
     plan = fs.make_plan(_params(), fs.abstract_mesh((4,), ("shard",)), [(".*", fs.fsdp("shard"))], units=("*",))
     for prefetch in range(4):
-        step = fs.make_train_step(loss, fs.optim.adamw(1e-3), plan, policy=fs.Policy(prefetch=prefetch))
+        step = fs.make_train_step(loss, fs.optim.adamw(1e-3), plan, schedule=fs.Policy(prefetch=prefetch))
         sizes.append(step.trace(torch.ones(2, WIDTH)).memory.arena_bytes)
     assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [UNIT_BYTES] * 3

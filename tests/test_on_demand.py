@@ -248,7 +248,7 @@ def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
         plan,
         accumulate=config.accumulate,
         clip_norm=config.clip,
-        policy=fs.Policy(config.prefetch, reshard=config.reshard, update=config.update),
+        schedule=fs.Policy(config.prefetch, reshard=config.reshard, update=config.update),
         debug=True,
     )
     losses, scheduled = [], []
@@ -318,7 +318,7 @@ def refused(name: str) -> tuple[list[Raised | None], bool]:
             lambda p, b: CASES[name](p, b, now),
             rule,
             plan,
-            policy=fs.Policy(reduces=1, update="in_backward"),
+            schedule=fs.Policy(reduces=1, update="in_backward"),
             donate=False,
         )
         raised = []

@@ -115,7 +115,7 @@ def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config) -> Ru
         plan,
         clip_norm=example.clip if config.clip else None,
         accumulate=config.accumulate,
-        policy=fs.Policy(config.prefetch, config.reduces, config.reshard, config.update),
+        schedule=fs.Policy(config.prefetch, config.reduces, config.reshard, config.update),
         donate=config.donate,
         debug=config.debug,
     )

@@ -25,7 +25,7 @@ def traced(policy: fs.Policy, rank: int = 0, name: str = "gpt") -> fs.Schedule:
     """The schedule of an example on an abstract mesh of four ranks."""
     example = zoo.build(name)
     plan = example.plan(fs.abstract_mesh((4,), ("shard",), rank=rank))
-    step = fs.make_train_step(example.loss_fn, fs.optim.adamw(1e-3), plan, policy=policy)
+    step = fs.make_train_step(example.loss_fn, fs.optim.adamw(1e-3), plan, schedule=policy)
     return step.trace(zoo.cut(example.batch(0), rank, 4))
 
 

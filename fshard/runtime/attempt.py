@@ -79,7 +79,7 @@ def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: Base
                 "ranks are about to run different schedules:",
                 kinds,
                 "The program must be the same on all ranks; Python values in the batch that decide which units run "
-                "must be equal, and so must accumulate= and policy=.",
+                "must be equal, and so must accumulate= and schedule=.",
             )
         )
     uneven = [int(x) for x in rows[:, 3]] if (rows[:, 2] != rows[0, 2]).any() else []
