@@ -7,7 +7,6 @@ Problems read ``fshard/runtime/arena.py:12: ...``.
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 LAYERS = (
@@ -23,8 +22,8 @@ LAYERS = (
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files
 right under the package may also import others of their layer."""
 
-OWNERS = {"torch.distributed": "*.runtime.comm*", "optree": "*.tree"}
-"""Who alone may import a library."""
+OWNERS = {"torch.distributed": "runtime.comm", "optree": "tree"}
+"""Who alone may import a library: a module, or a folder with all of its modules."""
 
 MUTABLE_CALLS = {
     *(
@@ -155,10 +154,15 @@ def foreign_uses(modules: Modules) -> list[str]:
     problems = []
     for module in modules.values():
         for library, owner in OWNERS.items():
-            if not fnmatch(module.name, owner):
+            if not _within(module, owner):
                 nodes = {n.lineno: n for n in _uses(module, library)}
-                problems += [module.at(n, f"uses {library}, which only {owner} may") for n in nodes.values()]
+                problems += [module.at(n, f"uses {library}, which only fshard.{owner} may") for n in nodes.values()]
     return problems
+
+
+def _within(module: Module, owner: str) -> bool:
+    """Whether a module is the owner, or lies in its folder."""
+    return f"{module.name.partition('.')[2]}.".startswith(f"{owner}.")
 
 
 def _uses(module: Module, library: str) -> Iterator[ast.stmt | ast.expr]:

@@ -1,0 +1,28 @@
+"""Communication. The only folder whose modules import torch.distributed.
+
+A *transport* joins the ranks of a mesh; a *lane* is one communicator for one role over some of its axes, so that
+gathers, reduces and control messages never queue behind each other. Every collective is asynchronous: it returns a
+*handle*, and ``handle.wait()`` makes the result safe to read for the work that follows.
+"""
+
+from fshard.runtime.comm.exchange import exchange, exchange_text
+from fshard.runtime.comm.gloo import GlooLane
+from fshard.runtime.comm.lanes import Alone, Done, Handle, Lane, LocalTransport, Marks, Transport
+from fshard.runtime.comm.nccl import NcclLane
+from fshard.runtime.comm.processes import Processes, join
+
+__all__ = [
+    "Alone",
+    "Done",
+    "GlooLane",
+    "Handle",
+    "Lane",
+    "LocalTransport",
+    "Marks",
+    "NcclLane",
+    "Processes",
+    "Transport",
+    "exchange",
+    "exchange_text",
+    "join",
+]

@@ -1,0 +1,104 @@
+"""What a lane is, and the lane of one rank."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.clock import Mark
+from fshard.sharding.mesh import Axes
+
+Marks = Iterable[Mark | None]
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Make its result safe to read. Raises ``CommError`` if it failed or timed out."""
+
+
+class Lane(Protocol):
+    """One communicator. All tensors are contiguous; ``after`` holds the marks that must be passed first."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that it joins."""
+
+    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+        """``out`` = the shards of all ranks, one after the other. Its adjoint is ``reduce_scatter``."""
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+        """``out`` = this rank's chunk of the sum over ranks, added to what it holds if ``add``.
+
+        ``full`` and ``stage`` may be overwritten.
+        """
+
+    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+        """``buffer`` = its sum over ranks."""
+
+
+class Transport(Protocol):
+    """What joins the ranks of a mesh."""
+
+    def lane(self, role: str, axes: Axes) -> Lane:
+        """The communicator of a role (``gather``, ``reduce``, ...) over these axes; made once, collectively."""
+
+    def close(self) -> None:
+        """Leave. Collective."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The handle of something that is already there."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The lane of one rank: collectives are copies."""
+
+    size: int = 1
+
+    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+        """Copy."""
+        out.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+        """Copy, or add."""
+        bring(out, [full], add)
+        return Done()
+
+    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+        """Nothing: the sum over one rank."""
+        return Done()
+
+
+@dataclass(frozen=True)
+class LocalTransport:
+    """A world of one rank, without a process group."""
+
+    def lane(self, role: str, axes: Axes) -> Lane:
+        """Every lane of one rank is alike."""
+        return Alone()
+
+    def close(self) -> None:
+        """Nothing was joined."""
+
+
+def bring(out: Tensor, rows: Sequence[Tensor], add: bool) -> None:
+    """``out`` = (its value if ``add``, plus) the rows added in order. ``out`` may be the first row."""
+    rest = rows
+    if not add:
+        if len(rows) == 1:
+            out.copy_(rows[0])
+        else:
+            torch.add(rows[0], rows[1], out=out)
+        rest = rows[2:]
+    for row in rest:
+        out.add_(row)

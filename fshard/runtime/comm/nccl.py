@@ -1,0 +1,39 @@
+"""Lanes over NCCL."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard.runtime.clock import Clock
+from fshard.runtime.comm.lanes import Handle, Marks
+from fshard.runtime.comm.pending import Pending, all_gather, reduce_scatter
+
+
+@dataclass(frozen=True)
+class NcclLane:
+    """An NCCL communicator with a stream of its own. Not yet measured on hardware."""
+
+    name: str
+    size: int
+    group: Any
+    clock: Clock
+
+    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+        """NCCL all-gather on this lane's stream."""
+        with self.clock.lane(after):
+            return Pending(all_gather(out, shard, self.group), f"all-gather on {self.name}")
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+        """NCCL reduce-scatter on this lane's stream; by way of ``stage`` if it adds."""
+        target = stage[: out.numel()] if add else out
+        finish = (lambda: out.add_(target)) if add else None
+        with self.clock.lane(after):
+            return Pending(reduce_scatter(target, full, self.group), f"reduce-scatter on {self.name}", finish)
+
+    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+        """NCCL all-reduce on this lane's stream."""
+        with self.clock.lane(after):
+            work = dist.all_reduce(buffer, group=self.group, async_op=True)
+            return Pending(work, f"all-reduce on {self.name}")

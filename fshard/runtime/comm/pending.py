@@ -1,0 +1,39 @@
+"""c10d collectives under way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fshard.errors import CommError
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A c10d collective under way, and what turns what arrived into the result."""
+
+    work: Any
+    describe: str
+    finish: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        """Wait as long as the communicator's timeout, then finish."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise CommError(f"{self.describe} failed: {str(error).splitlines()[0]}") from error
+        if self.finish is not None:
+            self.finish()
+
+
+# PyTorch 2.13 renamed the two collectives on flat tensors and deprecates the old names, which 2.11 and 2.12 have.
+def all_gather(out: Tensor, shard: Tensor, group: Any) -> Any:
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, shard, group=group, async_op=True)
+
+
+def reduce_scatter(out: Tensor, full: Tensor, group: Any) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, full, group=group, async_op=True)
