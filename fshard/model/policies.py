@@ -1,0 +1,87 @@
+"""What recomputation keeps: ``fs.policies.nothing``, ``dots``, ``everything``, or ``saving`` some operators.
+
+A policy says of each operator of a forward whether its result is kept for the backward or computed again there
+(``jax.checkpoint_policies``). It is read by ``fs.remat`` and by the train step.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from fshard.errors import PlanError
+
+__all__ = ["SavePolicy", "dots", "everything", "nothing", "saving"]
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """Whose results are kept.
+
+    Attributes:
+        name: for messages and schedules.
+        ops: the ``torch.ops.aten`` operators whose results are kept; None for all of them.
+    """
+
+    name: str
+    ops: frozenset[OpOverloadPacket] | None
+
+    def __repr__(self) -> str:
+        return f"fs.policies.{self.name}"
+
+    def saves(self, op: Any) -> bool:
+        """Whether the results of an operator, or of one of its overloads, are kept."""
+        return self.ops is None or getattr(op, "overloadpacket", op) in self.ops
+
+    def contexts(self) -> Callable[[], tuple[Any, Any]]:
+        """``context_fn`` for ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``."""
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        return functools.partial(create_selective_checkpoint_contexts, self._decide)
+
+    def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        return CheckpointPolicy.MUST_SAVE if self.saves(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saving(*ops: Any) -> SavePolicy:
+    """Keep the results of these operators.
+
+    Args:
+        *ops: of ``torch.ops.aten``, such as ``torch.ops.aten.exp``; an overload counts for all of its operator.
+
+    Raises:
+        PlanError: something that is no operator.
+
+    >>> saving(torch.ops.aten.exp).saves(torch.ops.aten.exp.default)
+    True
+    """
+    packets = [getattr(op, "overloadpacket", op) for op in ops]
+    wrong = [repr(op) for op in packets if not isinstance(op, OpOverloadPacket)]
+    if wrong or not packets:
+        raise PlanError(f"saving({', '.join(wrong)}): name operators of torch.ops, such as torch.ops.aten.mm")
+    return SavePolicy(f"saving({', '.join(sorted(str(op) for op in packets))})", frozenset(packets))
+
+
+nothing = SavePolicy("nothing", frozenset())
+"""Keep the inputs alone, and compute everything again: the least memory, about a third more compute."""
+
+everything = SavePolicy("everything", None)
+"""Keep all that autograd keeps: as if there were no recomputation."""
+
+_aten = torch.ops.aten
+dots = SavePolicy(
+    "dots",
+    frozenset(
+        (
+            *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution),
+            *(_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention),
+            *(_aten._scaled_dot_product_flash_attention_for_cpu, _aten._scaled_dot_product_cudnn_attention),
+        )
+    ),
+)
+"""Keep the results of matrix products, convolutions and fused attention, and compute the cheap rest again."""
