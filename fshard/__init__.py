@@ -18,7 +18,7 @@ from fshard import errors, optim, view
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.metrics import Metrics
-from fshard.model import init, policies
+from fshard.model import init, policies, random
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
 from fshard.runtime.loss import Mean
@@ -58,6 +58,7 @@ __all__ = [
     "make_train_step",
     "optim",
     "policies",
+    "random",
     "shard",
     "split",
     "unit",

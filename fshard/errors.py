@@ -52,6 +52,10 @@ class NonFiniteError(ShardError, ArithmeticError):
     """The gradient norm is infinite or nan. The state is as it was before the step."""
 
 
+class KeyReuseError(ShardError, RuntimeError):
+    """The same random numbers were drawn twice from one key, inside of ``fs.random.checked()``."""
+
+
 def lines(head: str, problems: Iterable[str], remedy: str) -> str:
     """A message of one head line, one indented line per problem, and the remedy."""
     body = "".join(f"\n  {problem}" for problem in problems)

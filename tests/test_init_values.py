@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import P, init, tree
 from fshard.errors import PlanError
 from fshard.model.init import Initializer, fill
-from fshard.model.random import fold
+from fshard.model.philox import fold
 from tests import modules
 from tests.workers import Pools
 

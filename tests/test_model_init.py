@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard.model import Initializer, init, split
-from fshard.model.random import fold
+from fshard.model.philox import fold
 
 EVERY: dict[str, Initializer] = {
     "zeros": init.zeros(),

@@ -1,8 +1,8 @@
 """The model room: modules as parameter trees and pure functions, units, initial values, random numbers."""
 
-from fshard.model import init, random
+from fshard.model import init, philox
 from fshard.model.init import Initializer
 from fshard.model.split import Model, split
 from fshard.model.unit import Engine, Slot, Unit, attach, slot_of, unit
 
-__all__ = ["Engine", "Initializer", "Model", "Slot", "Unit", "attach", "init", "random", "slot_of", "split", "unit"]
+__all__ = ["Engine", "Initializer", "Model", "Slot", "Unit", "attach", "init", "philox", "slot_of", "split", "unit"]

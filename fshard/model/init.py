@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from fshard.model import random
+from fshard.model import philox
 
 Mode = Literal["fan_in", "fan_out", "fan_avg"]
 
@@ -28,7 +28,7 @@ class Initializer(Protocol):
         """The values of a leaf at some positions.
 
         Args:
-            key: 64 bits; ``random.fold(seed, path)`` makes one.
+            key: 64 bits; ``philox.fold(seed, path)`` makes one.
             shape: the whole leaf's shape, on no mesh.
             index: int64, 1-D: positions in the flattened whole leaf.
 
@@ -56,7 +56,7 @@ class Uniform:
     high: float
 
     def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
-        drawn = random.uniform(key, index)
+        drawn = philox.uniform(key, index)
         return drawn.mul_(self.high - self.low).add_(self.low).float()
 
 
@@ -68,7 +68,7 @@ class Normal:
     mean: float = 0.0
 
     def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
-        return random.normal(key, index).mul_(self.std).add_(self.mean).float()
+        return philox.normal(key, index).mul_(self.std).add_(self.mean).float()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TruncNormal:
     def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
         low, high = self._mass()
         # The middle of each of the 2**32 cells: the inverse error function is infinite at the ends.
-        middle = random.uniform(key, index).add_(2.0**-33)
+        middle = philox.uniform(key, index).add_(2.0**-33)
         drawn = middle.mul_(high - low).add_(low).erfinv_().mul_(self.std * math.sqrt(2)).add_(self.mean)
         return drawn.clamp_(self.a, self.b).float()
 
@@ -193,7 +193,7 @@ def fill(
 
     Args:
         initializer: what makes the values.
-        key: 64 bits; ``random.fold(seed, path)`` makes one.
+        key: 64 bits; ``philox.fold(seed, path)`` makes one.
         shape: the whole leaf's shape.
         index: positions in the flattened whole leaf: int64 and 1-D, or a ``range``, which takes no memory.
         out: where to write: 1-D, as long as ``index``, any floating dtype. Default: a new float32 tensor.

@@ -1,123 +1,281 @@
-"""Random numbers addressed by position: a value depends on the key and the index, and on nothing else.
+"""Random numbers from keys: ``fs.random``. A value depends on its key and its global position, and on nothing else.
 
-The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011), written in int64 tensor operations. One counter gives four 32-bit words; element ``i`` of a draw takes word
-``i % 4`` of counter ``i // 4``. A slice of a draw is therefore the draw of the slice, wherever it is made.
+A key is a plain tensor, made by ``key(seed)`` and multiplied by ``split`` and ``fold_in`` (``jax.random``). The element
+at row-major position ``i`` of a draw is a function of ``(key, i)``, so a rank that holds rows 8 to 12 of a batch draws
+just those, with ``start=8``, and gets what any other cut of the batch gives these rows. Drawing again gives the same
+numbers: in a recomputation, in another microbatch, on another mesh.
+
+Keys go through ``torch.vmap``, ``grad``, ``jvp`` and ``torch.compile`` like any tensor; a vmap over keys draws for each
+of them. Under a vmap over ``x`` alone, ``dropout(key, x)`` drops the same places of each ``x``: fold the sample's
+number into the key, or map over split keys.
+
+The generator is Philox4x32-10 (Salmon et al., SC 2011), in integer tensor operations on every device. PyTorch's own
+kernels for it, in ``torch.func._random``, are private and for CUDA alone, and are not used.
 """
 
-import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
+from fshard.errors import PlanError
+from fshard.model.philox import Words, blocks, philox, to_normal
+from fshard.model.reuse import Reuse
+
+__all__ = ["bernoulli", "checked", "dropout", "fold_in", "key", "normal", "split", "uniform"]
+
+Start = int | Tensor | Sequence[int | Tensor]
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-_LANES = 4
-_BLOCK = 1 << 15  # counters at once: the working set of the rounds stays in a core's second-level cache
+_SPLIT, _FOLD = 1, 2  # streams of Philox; draws are stream 0
+_BITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def fold(seed: int, path: str) -> int:
-    """The key of one named draw: 64 bits that are the same on every machine and in every version.
+def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tensor:
+    """A key from a seed.
 
     Args:
-        seed: any integer.
-        path: what is drawn, for example the path of a leaf.
+        seed: an int, of which 64 bits count, or a 0-dim int64 tensor.
+        device: where the key lies, and what is drawn from it. A tensor's own by default.
 
     Returns:
-        An integer in ``[0, 2**64)``.
+        int64, shape ``(2,)``: two 32-bit words.
 
-    >>> fold(0, "head.weight") == fold(0, "head.weight") != fold(1, "head.weight")
+    >>> key(7)
+    tensor([7, 0])
+    """
+    if isinstance(seed, Tensor):
+        low = seed.to(device=device, dtype=torch.int64)
+        return torch.stack((low & _MASK, (low >> 32) & _MASK), -1)
+    return torch.tensor((seed & _MASK, (seed >> 32) & _MASK), device=device)
+
+
+def split(key: Tensor, num: int = 2) -> Tensor:
+    """New keys from one (``jax.random.split``).
+
+    Args:
+        key: a key.
+        num: how many.
+
+    Returns:
+        int64, ``(num, 2)``: a key in each row. ``first, second = split(key)``.
+    """
+    low, high, *_ = philox(_pair(key), torch.arange(num, device=key.device), _SPLIT)
+    return torch.stack((low, high), -1)
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """The key of a part of something: a step, a layer, a sample (``jax.random.fold_in``).
+
+    Args:
+        key: a key.
+        data: an int or a 0-dim integer tensor, 64 bits.
+
+    Returns:
+        A key. ``torch.vmap(fold_in, (None, 0))(key, sample_numbers)`` gives one a sample.
+    """
+    if not isinstance(data, Tensor):
+        data = torch.tensor((data + (1 << 63)) % (1 << 64) - (1 << 63), device=key.device)
+    low, high, *_ = philox(_pair(key), data.to(torch.int64), _FOLD)
+    return torch.stack((low, high), -1)
+
+
+def uniform(
+    key: Tensor,
+    shape: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
+    *,
+    start: Start = 0,
+    of: Sequence[int] | None = None,
+) -> Tensor:
+    """Uniform numbers in ``[0, 1)``.
+
+    Args:
+        key: a key.
+        shape: of the part that is wanted.
+        dtype: floating; torch's default one if None. Values are multiples of ``2**-24`` in float32, ``2**-32`` in
+            float64: those of another dtype are the same, rounded down.
+        start: where the part begins in the whole draw: the first row, or an index for each dim; ints or 0-dim tensors.
+        of: the shape of the whole draw. Only needed where the part is no run of whole rows.
+
+    Raises:
+        PlanError: no key, or a part that does not lie in the whole.
+
+    >>> whole = uniform(key(0), (6, 4))
+    >>> bool((uniform(key(0), (2, 4), start=3) == whole[3:5]).all())
+    True
+    >>> bool((uniform(key(0), (6, 2), start=(0, 1), of=(6, 4)) == whole[:, 1:3]).all())
     True
     """
-    digest = hashlib.sha256(f"fshard:{seed}:{path}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+    dtype = _floating(dtype)
+    words = _draw(key, Part.of(shape, start, of), _integers)
+    bits = _BITS[dtype]
+    return (words >> (32 - bits)).to(dtype) * 2.0**-bits
 
 
-def philox(key: int, counter: Tensor, stream: int = 0) -> Words:
-    """Philox4x32-10 on a tensor of counters.
+def normal(
+    key: Tensor,
+    shape: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
+    *,
+    start: Start = 0,
+    of: Sequence[int] | None = None,
+) -> Tensor:
+    """Standard normal numbers, by the Box-Muller transform in float64. Arguments are those of ``uniform``."""
+    dtype = _floating(dtype)
+    return _draw(key, Part.of(shape, start, of), to_normal).to(dtype)
+
+
+def bernoulli(
+    key: Tensor,
+    p: float | Tensor = 0.5,
+    shape: Sequence[int] | None = None,
+    *,
+    start: Start = 0,
+    of: Sequence[int] | None = None,
+) -> Tensor:
+    """True with probability ``p``, to within ``2**-32``.
 
     Args:
-        key: 64 bits.
-        counter: int64, any shape: words 0 and 1 of the 128-bit counter (word 0 is the low half).
-        stream: 64 bits: words 2 and 3 of the counter.
+        key: a key.
+        p: a number, or a tensor that broadcasts with ``shape``.
+        shape: of the part that is wanted; ``p``'s own if None.
+        start, of: as in ``uniform``.
 
     Returns:
-        Four int64 tensors of ``counter``'s shape holding words in ``[0, 2**32)``.
-
-    >>> [hex(word.item()) for word in philox(0, torch.zeros(1, dtype=torch.int64))]
-    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+        bool.
     """
-    c0 = counter & _MASK
-    c1 = (counter >> 32) & _MASK
-    c2 = torch.full_like(counter, stream & _MASK)
-    c3 = torch.full_like(counter, (stream >> 32) & _MASK)
-    k0, k1 = key & _MASK, (key >> 32) & _MASK
-    for _ in range(_ROUNDS):
-        # A product wraps modulo 2**64, which keeps all of its bits; >> copies the sign, so high halves are masked.
-        # Low halves (c1, c3) stay dirty above bit 31: they are only xored into words that are masked afterwards.
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
-        c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
-        c1, c3 = p1, p0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
+    if shape is None:
+        shape = p.shape if isinstance(p, Tensor) else ()
+    words = _draw(key, Part.of(shape, start, of), _integers)
+    return words.double() < (p.detach().double() if isinstance(p, Tensor) else p) * 2.0**32
 
 
-def uniform(key: int, index: Tensor) -> Tensor:
-    """Uniform numbers in ``[0, 1)``, multiples of ``2**-32``.
+def dropout(key: Tensor, x: Tensor, p: float = 0.5, *, start: Start = 0, of: Sequence[int] | None = None) -> Tensor:
+    """Zero each element with probability ``p`` and divide the others by ``1 - p`` (``torch.nn.functional.dropout``).
 
     Args:
-        key: 64 bits, see ``fold``.
-        index: int64, 1-D, not negative: the positions wanted, in any order.
+        key: a key; a new one for each layer and step.
+        x: any floating tensor.
+        p: from 0 to 1.
+        start, of: where ``x`` lies in the global tensor, as in ``uniform``: ``start=rank * x.shape[0]`` for a batch
+            that is cut into equal parts.
 
-    Returns:
-        float64, of ``index``'s shape.
-
-    >>> whole = uniform(7, torch.arange(100))
-    >>> bool((uniform(7, torch.arange(13, 57)) == whole[13:57]).all())
+    >>> x = torch.ones(4, 3)
+    >>> bool((dropout(key(1), x)[2:] == dropout(key(1), x[2:], start=2)).all())
     True
     """
-    return _draw(key, index, _to_uniform)
+    if not 0 <= p <= 1:
+        raise PlanError(f"dropout(p={p}): a probability lies between 0 and 1")
+    keep = bernoulli(key.to(x.device), 1 - p, x.shape, start=start, of=of)
+    return torch.where(keep, x / (1 - p) if p < 1 else x, 0)
 
 
-def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal numbers by the Box-Muller transform; none is larger than ``sqrt(64 ln 2)``, about 6.66.
+def checked() -> Reuse:
+    """A scope in which drawing the same positions from the same key twice is an error, as in ``jax_debug_key_reuse``.
 
-    Args:
-        key: 64 bits, see ``fold``.
-        index: int64, 1-D, not negative: the positions wanted, in any order.
+    Slices of one draw may share a key; draws that overlap may not, and neither may two samples of a vmap. A draw
+    inside of a backward is a recomputation, and is not counted. Keys whose values Python cannot read, as under
+    ``torch.compile`` and on fake tensors, are not checked. It reads every key, so it is for debugging.
 
-    Returns:
-        float64, of ``index``'s shape.
+    Raises:
+        KeyReuseError: at the second draw, with the places of both.
+
+    >>> with checked():
+    ...     k1, k2 = split(key(0))
+    ...     pair = uniform(k1), normal(k2)
     """
-    return _draw(key, index, _to_normal)
+    return Reuse(_draw)
 
 
-def _draw(key: int, index: Tensor, finish: Callable[[Words, Tensor], None]) -> Tensor:
-    """Draw the counters of these positions, each once for a run of positions, and pick the positions out."""
-    counters, run = torch.unique_consecutive(index >> 2, return_inverse=True)
-    drawn = torch.empty(counters.numel(), _LANES, dtype=torch.float64, device=index.device)
-    for start in range(0, counters.numel(), _BLOCK):
-        finish(philox(key, counters[start : start + _BLOCK]), drawn[start : start + _BLOCK])
-    return drawn.view(-1).take(run.mul_(_LANES).add_(index & (_LANES - 1)))
+@dataclass(frozen=True)
+class Part:
+    """A box in a draw. Dim 0 of ``whole`` is -1 where nothing says how long it is."""
+
+    shape: tuple[int, ...]
+    start: tuple[int | Tensor, ...]
+    whole: tuple[int, ...]
+
+    @staticmethod
+    def of(shape: Sequence[int], start: Start, whole: Sequence[int] | None) -> "Part":
+        """The box that a caller named, checked."""
+        shape = tuple(shape)
+        given = tuple(start) if isinstance(start, Sequence) else (start,)
+        if isinstance(start, Sequence) and len(given) != len(shape) or not shape and isinstance(start, Tensor):
+            raise PlanError(f"start={start!r} for the shape {list(shape)}: give the first row, or one index a dim")
+        starts = (given + (0,) * len(shape))[: len(shape)]
+        sizes = tuple(whole) if whole is not None else (-1, *shape[1:])[: len(shape)]
+        wrong = len(sizes) != len(shape) or (not shape and start not in (0, ()))
+        for first, size, limit in zip(starts, shape, sizes, strict=not wrong):
+            inside = isinstance(first, Tensor) or (first >= 0 and (limit == -1 or first + size <= limit))
+            wrong = wrong or not inside or (limit != -1 and size > limit)
+        if wrong:
+            raise PlanError(
+                f"a part of shape {list(shape)} that begins at {list(starts) or start} does not lie in a draw of shape "
+                f"{list(whole) if whole is not None else ['any', *shape[1:]]}: give start= and of= of the global tensor"
+            )
+        return Part(shape, starts, sizes)
+
+    @property
+    def run(self) -> bool:
+        """Whether it is a run of positions: whole rows."""
+        inner = zip(self.start[1:], self.shape[1:], self.whole[1:], strict=True)
+        return all(not isinstance(first, Tensor) and first == 0 and size == limit for first, size, limit in inner)
+
+    def first(self) -> int | Tensor:
+        """The position of the first element of a run."""
+        return self.start[0] * math.prod(self.whole[1:]) if self.shape else 0
+
+    def index(self, device: torch.device) -> Tensor:
+        """The position of every element, 1-D."""
+        at: Any = torch.zeros((), dtype=torch.int64, device=device)
+        stride = 1
+        for dim in reversed(range(len(self.shape))):
+            line = (torch.arange(self.shape[dim], device=device) + self.start[dim]) * stride
+            at = line.view(-1, *(1,) * (len(self.shape) - 1 - dim)) + at
+            stride *= self.whole[dim]
+        return torch.as_tensor(at).reshape(-1)
 
 
-def _to_uniform(words: Words, out: Tensor) -> None:
-    for lane, word in enumerate(words):
-        out[:, lane] = word
-    out.mul_(2.0**-32)
+def _draw(key: Tensor, part: Part, finish: Callable[[Words], Tensor]) -> Tensor:
+    """What ``finish`` makes of the words of the counters, at the positions of the part."""
+    if has_torch_function_unary(key):  # ``checked()`` is one of those modes
+        drawn: Tensor = handle_torch_function(_draw, (key,), key, part, finish)
+        return drawn
+    pair, device, n = _pair(key), key.device, math.prod(part.shape)
+    if not part.run:
+        index = part.index(device)
+        words = blocks(pair, index >> 2, finish)
+        return words.gather(1, (index & 3).unsqueeze(1)).view(part.shape)
+    first = part.first()
+    if isinstance(first, Tensor):
+        first = first.to(device=device, dtype=torch.int64)
+        words = blocks(pair, torch.arange(n // 4 + 2, device=device) + (first >> 2), finish)
+        return words.reshape(-1).gather(0, torch.arange(n, device=device) + (first & 3)).view(part.shape)
+    words = blocks(pair, torch.arange(first >> 2, (first + n + 3) >> 2, device=device), finish)
+    return words.reshape(-1)[first & 3 : (first & 3) + n].view(part.shape)
 
 
-def _to_normal(words: Words, out: Tensor) -> None:
-    for pair in (0, 2):
-        # The + 1 keeps the logarithm finite: u lies in (0, 1].
-        radius = words[pair].double().add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-        angle = words[pair + 1].double().mul_(2 * math.pi * 2.0**-32)
-        out[:, pair] = radius * angle.cos()
-        out[:, pair + 1] = radius.mul_(angle.sin_())
+def _integers(words: Words) -> Tensor:
+    return torch.stack(words, -1)
+
+
+def _pair(key: Tensor) -> tuple[Tensor, Tensor]:
+    if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype != torch.int64:
+        what = f"{key.dtype} of shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
+        raise PlanError(
+            f"a key is an int64 tensor of shape [2], this is {what}: make one with fs.random.key(seed), and map over "
+            f"several keys with torch.vmap"
+        )
+    return key[0], key[1]
+
+
+def _floating(dtype: torch.dtype | None) -> torch.dtype:
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if dtype not in _BITS:
+        raise PlanError(f"dtype={dtype}: random numbers come as {', '.join(map(str, _BITS))}")
+    return dtype

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fshard.model.random import fold
+from fshard.model.philox import fold
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, fill
-from fshard.model.random import fold
+from fshard.model.philox import fold
 from fshard.runtime.clock import make_clock
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.update import Shard

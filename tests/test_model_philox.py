@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fshard.model.random import fold, normal, philox, uniform
+from fshard.model.philox import fold, normal, philox, uniform
 
 ONES = (1 << 64) - 1
 

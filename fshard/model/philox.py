@@ -1,0 +1,133 @@
+"""Random numbers addressed by position: a value depends on the key and the index, and on nothing else.
+
+The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011), written in int64 tensor operations. One counter gives four 32-bit words; element ``i`` of a draw takes word
+``i % 4`` of counter ``i // 4``. A slice of a draw is therefore the draw of the slice, wherever it is made.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+Key = int | tuple[Tensor, Tensor]
+"""64 bits: an integer, or its low and high 32-bit words as int64 tensors that broadcast with the counter."""
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LANES = 4
+_BLOCK = 1 << 15  # counters at once: the working set of the rounds stays in a core's second-level cache
+
+
+def fold(seed: int, path: str) -> int:
+    """The key of one named draw: 64 bits that are the same on every machine and in every version.
+
+    Args:
+        seed: any integer.
+        path: what is drawn, for example the path of a leaf.
+
+    Returns:
+        An integer in ``[0, 2**64)``.
+
+    >>> fold(0, "head.weight") == fold(0, "head.weight") != fold(1, "head.weight")
+    True
+    """
+    digest = hashlib.sha256(f"fshard:{seed}:{path}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def philox(key: Key, counter: Tensor, stream: int = 0) -> Words:
+    """Philox4x32-10 on a tensor of counters.
+
+    Args:
+        key: 64 bits.
+        counter: int64, any shape: words 0 and 1 of the 128-bit counter (word 0 is the low half).
+        stream: 64 bits: words 2 and 3 of the counter.
+
+    Returns:
+        Four int64 tensors, of the shape of ``counter`` (broadcast with the key), holding words in ``[0, 2**32)``.
+
+    >>> [hex(word.item()) for word in philox(0, torch.zeros(1, dtype=torch.int64))]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    k0, k1 = (key & _MASK, (key >> 32) & _MASK) if isinstance(key, int) else key
+    if isinstance(k0, Tensor):
+        # The rounds write in place, so the words must have the key's shape, and vmap's batch dim, from the start.
+        counter = counter + (k0 ^ k0)
+    c0 = counter & _MASK
+    c1 = (counter >> 32) & _MASK
+    c2 = torch.full_like(counter, stream & _MASK)
+    c3 = torch.full_like(counter, (stream >> 32) & _MASK)
+    for _ in range(_ROUNDS):
+        # A product wraps modulo 2**64, which keeps all of its bits; >> copies the sign, so high halves are masked.
+        # Low halves (c1, c3) stay dirty above bit 31: they are only xored into words that are masked afterwards.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = p1, p0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)
+
+
+def blocks(key: Key, counter: Tensor, finish: Callable[[Words], Tensor]) -> Tensor:
+    """What ``finish`` makes of the words of 1-D counters, ``(n, 4)``, with temporaries that stay in the cache."""
+    if counter.numel() <= _BLOCK or torch.compiler.is_compiling():
+        return finish(philox(key, counter))
+    return torch.cat([finish(philox(key, part)) for part in torch.split(counter, _BLOCK)])
+
+
+def uniform(key: int, index: Tensor) -> Tensor:
+    """Uniform numbers in ``[0, 1)``, multiples of ``2**-32``.
+
+    Args:
+        key: 64 bits, see ``fold``.
+        index: int64, 1-D, not negative: the positions wanted, in any order.
+
+    Returns:
+        float64, of ``index``'s shape.
+
+    >>> whole = uniform(7, torch.arange(100))
+    >>> bool((uniform(7, torch.arange(13, 57)) == whole[13:57]).all())
+    True
+    """
+    return _draw(key, index, _to_uniform)
+
+
+def normal(key: int, index: Tensor) -> Tensor:
+    """Standard normal numbers by the Box-Muller transform; none is larger than ``sqrt(64 ln 2)``, about 6.66.
+
+    Args:
+        key: 64 bits, see ``fold``.
+        index: int64, 1-D, not negative: the positions wanted, in any order.
+
+    Returns:
+        float64, of ``index``'s shape.
+    """
+    return _draw(key, index, to_normal)
+
+
+def to_normal(words: Words) -> Tensor:
+    """Standard normal numbers from words, float64, in a new last dim of 4."""
+    out = []
+    for pair in (0, 2):
+        # The + 1 keeps the logarithm finite: u lies in (0, 1].
+        radius = words[pair].double().add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        angle = words[pair + 1].double().mul_(2 * math.pi * 2.0**-32)
+        out += [radius * angle.cos(), radius.mul_(angle.sin_())]
+    return torch.stack(out, -1)
+
+
+def _to_uniform(words: Words) -> Tensor:
+    return torch.stack(words, -1).double().mul_(2.0**-32)
+
+
+def _draw(key: int, index: Tensor, finish: Callable[[Words], Tensor]) -> Tensor:
+    """Draw the counters of these positions, each once for a run of positions, and pick the positions out."""
+    counters, run = torch.unique_consecutive(index >> 2, return_inverse=True)
+    drawn = blocks(key, counters, finish)
+    return drawn.view(-1).take(run.mul_(_LANES).add_(index & (_LANES - 1)))
