@@ -22,7 +22,7 @@ from fshard.model import init, policies, random
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
 from fshard.runtime.loss import Mean
-from fshard.schedule.policy import Policy
+from fshard.schedule.policy import Policy, keep
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
@@ -52,6 +52,7 @@ __all__ = [
     "fsdp",
     "init",
     "init_state",
+    "keep",
     "make_eval_step",
     "make_mesh",
     "make_plan",

@@ -149,6 +149,13 @@ def bad_policy(problems: Iterable[str]) -> PlanError:
     return PlanError(lines("this policy cannot be:", problems, remedy))
 
 
+def no_unit_to_keep(patterns: Iterable[str], units: Sequence[str]) -> PlanError:
+    """Patterns of ``fs.keep`` that no unit of the program has a name for."""
+    some = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "") or "none at all"
+    rows = [f"{pattern!r} matches none" for pattern in patterns]
+    return PlanError(lines(f"fs.keep names units that this program never calls; it calls {some}:", rows, "drop them"))
+
+
 def bad_program(problems: Iterable[str]) -> PlanError:
     """A program, its groups and the number of microbatches that no schedule can be built from."""
     remedy = "a program names each call once, in order, and reads groups by their position among the groups"

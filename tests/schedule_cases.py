@@ -4,6 +4,7 @@
 positions of ops. Neither shares code with ``fshard.schedule``.
 """
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule
+from fshard.schedule.policy import Keep, keep
 
 MiB = 2**20
 
@@ -88,6 +90,9 @@ POLICIES = [
     Policy(reshard=False),
     Policy(update="in_backward"),
     Policy(prefetch=9, reduces=9, reshard=False, update="in_backward"),
+    Policy(reshard=keep(last=1)),
+    Policy(prefetch=2, reshard=keep(last=2), accumulation="full"),
+    Policy(prefetch=0, reduces=1, reshard=True, accumulation="full", update="in_backward"),
 ]
 
 
@@ -109,11 +114,14 @@ def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, .
     forward = calls(*order)
     backward = draw(st.permutations(forward)) if draw(st.booleans()) else list(reversed(forward))
     skipped = draw(st.sets(st.sampled_from(forward))) if forward else set()
+    called = st.lists(st.sampled_from(sorted({call.unit for call in forward}) or ["u0"]), max_size=2 * bool(forward))
+    units_kept, last = draw(called), draw(st.integers(0, 2))
     policy = Policy(
         draw(st.integers(0, 4)),
         draw(st.integers(1, 4)),
-        draw(st.booleans()),
+        keep(*units_kept, last=last) if units_kept or last else draw(st.booleans()),
         draw(st.sampled_from(("deferred", "in_backward"))),
+        draw(st.sampled_from(("sharded", "full"))),
     )
     made = Program(forward, tuple(call for call in backward if call not in skipped), reads)
     return made, tuple(groups), policy, draw(st.integers(1, 3)), draw(st.booleans())
@@ -126,6 +134,30 @@ def sequence(program: Program, accumulate: int) -> list[Op]:
     return [Op(*op, microbatch) for microbatch in range(accumulate) for op in once]
 
 
+def kept_groups(program: Program, policy: Policy) -> set[int]:
+    """Groups that stay for the step once they are there."""
+    units = [call.unit for call in program.forward]
+    latest = sorted(set(units), key=lambda unit: max(i for i, name in enumerate(units) if name == unit))
+    names = {"root"}
+    if isinstance(policy.reshard, Keep):
+        names |= {unit for unit in units for pattern in policy.reshard.units if fnmatch.fnmatchcase(unit, pattern)}
+        names |= set(latest[-policy.reshard.last :] if policy.reshard.last else [])
+    elif not policy.reshard:
+        names |= set(units)
+    return {g for name in names for g in program.reads[name]}
+
+
+def horizon(computes: Sequence[Op], k: int, prefetch: int) -> int:
+    """The last compute whose groups may stay while compute k runs.
+
+    Where forward turns to backward or the other way, it is that of the first call after the turn, from ``prefetch``
+    calls before the turn on.
+    """
+    units = [i for i, op in enumerate(computes) if op.target != "root"]
+    turns = [(a, b) for a, b in pairwise(units) if computes[a].kind != computes[b].kind]
+    return max([k, *(b for a, b in turns if a - prefetch < k <= b)]) + prefetch
+
+
 def naive(
     program: Program, groups: Sequence[GroupInfo], policy: Policy, accumulate: int, train: bool
 ) -> tuple[Op, ...]:
@@ -133,7 +165,7 @@ def naive(
     if not train:
         program = replace(program, backward=())
     computes = sequence(program, accumulate)
-    root = program.reads["root"]
+    root, kept = program.reads["root"], kept_groups(program, policy)
     needs = [tuple(dict.fromkeys((*program.reads[op.target], *root))) for op in computes]
     ops = [Op("agree")]
     slots: dict[int, str] = {}
@@ -171,14 +203,15 @@ def naive(
         ops.append(op)
         for g in needs[k]:
             later = [j for j in range(k + 1, len(computes)) if g in needs[j]]
-            stays = later and (not policy.reshard or later[0] <= k + 1 + policy.prefetch)
+            stays = later and (g in kept or later[0] <= horizon(computes, k + 1, policy.prefetch))
             if g in slots and not stays:
                 ops.append(Op("free", groups[g].name))
                 del slots[g]
         for g in finished(program, op, len(groups)) if train else ():
             if groups[g].trainable and not groups[g].reduced and op.microbatch == accumulate - 1:
                 update(g, "in_backward")
-            if groups[g].trainable and groups[g].reduced:
+            due = policy.accumulation == "sharded" or op.microbatch == accumulate - 1
+            if groups[g].trainable and groups[g].reduced and due:
                 while g in [flying_group for flying_group, _ in flying] or len(flying) == policy.reduces:
                     collect()
                 ops.append(Op("reduce", groups[g].name, 0, op.microbatch))
@@ -239,20 +272,22 @@ def _slot_statements(
     if s.groups[g].gathered:
         for user in computes if in_root else users:
             yield any(wait < user < free for _, wait, free in spans)
-    kept = in_root or not s.policy.reshard
+    kept = g in kept_groups(s.program, s.policy)
     yield not kept or len(spans) <= 1
     for gather, _, free in spans:
         ahead = [user for user in users if user > gather]
         yield bool(ahead) and sum(gather < i < ahead[0] for i in computes) <= s.policy.prefetch
         for k, i in enumerate(computes):
             if gather < i < free and not kept:
-                yield any(j in users for j in computes[k : k + 1 + s.policy.prefetch])
+                end = horizon([s.ops[j] for j in computes], k, s.policy.prefetch)
+                yield any(j in users for j in computes[k : end + 1])
 
 
 def _gradient_statements(s: Schedule, g: int, mine: list[tuple[int, Op]], computes: list[int]) -> Iterator[bool]:
     turns = [(i, op) for i, op in mine if op.kind in ("reduce", "collect")]
     due = s.train and s.groups[g].trainable and s.groups[g].reduced
-    expected = [(kind, m) for m in range(s.accumulate if due else 0) for kind in ("reduce", "collect")]
+    rounds = range(s.accumulate)[-1 if s.policy.accumulation == "full" else 0 :] if due else ()
+    expected = [(kind, m) for m in rounds for kind in ("reduce", "collect")]
     yield [(op.kind, op.microbatch) for _, op in turns] == expected
     for (i, op), (_, later) in pairwise([*turns, (0, Op(""))]):
         before = [j for j in computes if j < i]

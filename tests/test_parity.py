@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
+from fshard.schedule.policy import Keep
 from tests import reference, zoo
 from tests.workers import Pools
 
@@ -36,17 +37,18 @@ class Config:
     opt: str
     clip: bool = False
     accumulate: int = 1
-    reshard: bool = True
+    reshard: bool | Keep = True
     prefetch: int = 1
     reduces: int = 2
     update: str = "deferred"
+    accumulation: str = "sharded"
     donate: bool = True
     debug: bool = False
 
     @property
-    def values(self) -> tuple[str, bool, int]:
+    def values(self) -> tuple[str, bool, int, str]:
         """What may change the order of float sums."""
-        return self.opt, self.clip, self.accumulate
+        return self.opt, self.clip, self.accumulate, self.accumulation
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ EVERY = [
     Config("sgd", reduces=4),
     Config("sgd", reduces=1),
     Config("adamw", donate=False),
+    Config("sgd", reshard=fs.keep(last=1)),
+    Config("adamw", True, 2, reshard=fs.keep(last=2), prefetch=0, debug=True),
+    Config("sgd", True, 2, accumulation="full"),
+    Config("sgd", True, 2, reshard=False, prefetch=2, accumulation="full", debug=True),
+    Config("adamw", True, 2, reduces=1, accumulation="full"),
 ]
 
 SOME = [  # every pair of (reshard, prefetch), with every other option on and off
@@ -87,6 +94,8 @@ SOME = [  # every pair of (reshard, prefetch), with every other option on and of
     Config("adamw", True, reshard=False, prefetch=0, donate=False),
     Config("sgd", True, 2, True, 1, debug=True),
     Config("sgd", True, 2, False, 2),
+    Config("sgd", True, 2, fs.keep(last=1), 0, debug=True),
+    Config("adamw", True, 2, prefetch=2, accumulation="full", debug=True),
 ]
 
 
@@ -95,6 +104,7 @@ FEW = [
     Config("sgd", reshard=True, prefetch=1),
     Config("adamw", True, reshard=False, prefetch=2),
     Config("sgd", True, 2, reshard=True, prefetch=3, debug=True),
+    Config("sgd", True, 2, reshard=fs.keep(last=2), prefetch=1, accumulation="full", debug=True),
 ]
 
 
@@ -115,7 +125,7 @@ def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config) -> Ru
         plan,
         clip_norm=example.clip if config.clip else None,
         accumulate=config.accumulate,
-        schedule=fs.Policy(config.prefetch, config.reduces, config.reshard, config.update),
+        schedule=fs.Policy(config.prefetch, config.reduces, config.reshard, config.update, config.accumulation),
         donate=config.donate,
         debug=config.debug,
     )
@@ -184,7 +194,7 @@ def _unlike(config: Config, run: Run, first: Run) -> list[str]:
 def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT) -> None:
     ranks = pool(world).run(train, name, configs, axes, timeout=110.0)
     problems: list[str] = []
-    first: dict[tuple[str, bool, int], Run] = {}
+    first: dict[tuple[str, bool, int, str], Run] = {}
     for number, config in enumerate(configs):
         run = ranks[0][number]
         found = _compare(name, config, [results[number] for results in ranks])
@@ -233,5 +243,7 @@ def test_replicas_of_shards_equal_one_process(pool: Pools, world: int, name: str
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("name", ["gpt", "twice", "skipping", "conv", "adapted"])
 def test_update_in_backward_equals_one_process(pool: Pools, world: int, name: str) -> None:
-    configs = [replace(c, update="in_backward", clip=False, accumulate=1) for c in SOME]
+    configs = [
+        replace(c, update="in_backward", clip=False, accumulate=2 if c.accumulation == "full" else 1) for c in SOME
+    ]
     _check(pool, world, name, list(dict.fromkeys(configs)))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 
 from fshard.errors import PlanError
 from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule, build, check, parse
+from fshard.schedule.policy import keep
 from tests.schedule_cases import CASES, POLICIES, encoder_decoder, gpt, info, mixed, naive, program, recipes, valid
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -26,6 +27,8 @@ PINNED = {
     "gpt4_keep": lambda: build(*gpt(), Policy(reshard=False)),
     "gpt2_accumulate3": lambda: build(*gpt(2), Policy(), accumulate=3),
     "gpt2_in_backward": lambda: build(*gpt(2), Policy(update="in_backward"), accumulate=2),
+    "gpt4_keep_last": lambda: build(*gpt(), Policy(prefetch=0, reshard=keep(last=2))),
+    "gpt2_accumulate_full": lambda: build(*gpt(2), Policy(accumulation="full"), accumulate=2),
     "gpt4_eval": lambda: build(*gpt(), Policy(), train=False),
     "encoder_decoder": lambda: build(*encoder_decoder(), Policy()),
     "mixed": lambda: build(*mixed(), Policy()),
@@ -135,6 +138,40 @@ def test_without_reshard_each_group_is_gathered_once_a_step() -> None:
     assert len(texts(schedule, "gather")) == len(set(texts(schedule, "gather"))) == 5
 
 
+def test_kept_units_are_gathered_once_a_step() -> None:
+    made, groups = gpt(6)
+    for policy, names in (
+        (Policy(0, reshard=keep(last=2)), ["blocks.4", "blocks.5"]),
+        (Policy(0, reshard=keep("blocks.[12]", "blocks.4")), ["blocks.1", "blocks.2", "blocks.4"]),
+        (Policy(0, reshard=keep(last=99)), [group.name for group in groups]),
+    ):
+        gathers = texts(build(made, groups, policy, accumulate=2), "gather")
+        once = [group.name for group in groups if gathers.count(f"gather {group.name}") == 1]
+        assert once == list(dict.fromkeys(["root", *names]))
+
+
+def test_the_turn_to_the_backward_gathers_nothing_that_was_there() -> None:
+    made, groups = gpt(6, root=0)
+    for ahead in range(5):
+        schedule = build(made, groups, Policy(prefetch=ahead))
+        gathers = texts(schedule, "gather")
+        again = [group.name for group in groups if gathers.count(f"gather {group.name}") == 2]
+        assert again == [f"blocks.{i}" for i in range(5 - ahead)]
+        assert schedule.memory.peak(schedule.ops.index(Op("forward", "blocks.5"))) <= (ahead + 1) * 2**20
+
+
+def test_full_accumulation_reduces_in_the_last_microbatch_alone() -> None:
+    schedule = build(*gpt(3), Policy(accumulation="full"), accumulate=4)
+    assert [op.microbatch for op in schedule if op.kind in ("reduce", "collect")] == [3] * 8
+    spans = schedule.memory.lifetimes["grad:blocks.1"]
+    assert spans == (
+        (schedule.ops.index(Op("backward", "blocks.1")), schedule.ops.index(Op("collect", "blocks.1", 0, 3))),
+    )
+    full, sharded = (build(*gpt(9), Policy(accumulation=a), 4).memory.lower_bound for a in ("full", "sharded"))
+    assert full > 1.5 * sharded
+    assert build(*gpt(3), Policy(accumulation="full")).ops == build(*gpt(3), Policy()).ops
+
+
 def test_root_stays_for_the_step() -> None:
     schedule = build(*gpt(), Policy(prefetch=0), accumulate=3)
     assert texts(schedule, "gather").count("gather root") == 1
@@ -185,6 +222,10 @@ def test_the_order_of_reads_does_not_matter() -> None:
         (lambda: Policy(prefetch=True), ["prefetch=True is of type bool, not int"]),
         (lambda: Policy(reduces=1.0), ["reduces=1.0 is of type float"]),  # type: ignore[arg-type]
         (lambda: Policy(reshard=1), ["reshard=1 is of type int, not bool"]),  # type: ignore[arg-type]
+        (lambda: Policy(reshard="a", accumulation="b"), ["'a'", "fs.keep", "accumulation='b'", "'full'"]),  # type: ignore[arg-type]
+        (lambda: keep(), ["keeps nothing"]),
+        (lambda: keep("", 3, last=-1), ["'' is no pattern", "3 is no pattern", "last=-1"]),  # type: ignore[arg-type]
+        (lambda: build(*gpt(2), Policy(reshard=keep("block.*", "x"))), ["'block.*' matches none", "'x'", "blocks.0, "]),
         (lambda: Policy(update="late"), ["update='late'", "'deferred', 'in_backward'"]),
         (lambda: Program((Call("a", 1),), (), {"a": ()}), ["'a #1'", "call #0"]),
         (lambda: Program((Call("a"),), (), {}), ["'a' is called, but reads"]),

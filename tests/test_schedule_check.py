@@ -136,15 +136,15 @@ def test_the_message_shows_the_op_among_its_neighbours() -> None:
         check(with_ops(schedule, [*schedule.ops[:at], *schedule.ops[at + 1 :]]))
     assert str(caught.value) == (
         "this schedule cannot run: blocks.1 reads blocks.1, which was not waited for since its gather\n"
+        "        7 update   blocks.1\n"
         "        8 gather   blocks.1\n"
         "        9 wait     blocks.0\n"
         "       10 forward  blocks.0\n"
-        "       11 free     blocks.0\n"
-        "  ->   12 forward  blocks.1\n"
-        "       13 gather   blocks.0\n"
-        "       14 backward blocks.1\n"
-        "       15 free     blocks.1\n"
-        "       16 reduce   blocks.1\n"
+        "  ->   11 forward  blocks.1\n"
+        "       12 backward blocks.1\n"
+        "       13 free     blocks.1\n"
+        "       14 reduce   blocks.1\n"
+        "       15 backward blocks.0\n"
         "build the schedule anew from its program, or undo what was changed in its text"
     )
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
 from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule, build, parse
+from fshard.schedule.policy import Keep, keep
 from tests.schedule_cases import CASES, gpt, info, program, recipes
 
 NAMES = st.text(max_size=8) | st.sampled_from(
@@ -30,7 +31,8 @@ def test_round_trip(recipe: Any) -> None:
     st.lists(NAMES.filter(bool).filter(lambda name: name != "root"), min_size=8, max_size=8, unique=True),
 )
 def test_round_trip_of_any_names(recipe: Any, names: list[str]) -> None:
-    made, groups, *rest = recipe
+    made, groups, policy, *rest = recipe
+    policy = replace(policy, reshard=policy.reshard is not False)  # patterns would name units that are called otherwise
     new = dict(zip([f"u{i}" for i in range(4)], names[:4], strict=True))
 
     def renamed(calls: tuple[Call, ...]) -> tuple[Call, ...]:
@@ -38,8 +40,23 @@ def test_round_trip_of_any_names(recipe: Any, names: list[str]) -> None:
 
     reads = {new.get(unit, unit): ids for unit, ids in made.reads.items()}
     groups = [replace(group, name=name) for group, name in zip(groups, names[4:], strict=False)]
-    schedule = build(Program(renamed(made.forward), renamed(made.backward), reads), groups, *rest)
+    schedule = build(Program(renamed(made.forward), renamed(made.backward), reads), groups, policy, *rest)
     assert parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    "reshard", [keep(last=3), keep("blocks.*"), keep('a "b"', "c d,last=2", "\\", last=1), keep("last=4", "#1")]
+)
+def test_what_is_kept_can_be_read_back(reshard: Keep) -> None:
+    unread = Schedule((), (), Program((), (), {}), Policy(reshard=reshard, accumulation="full"))
+    assert parse(str(unread)) == unread
+
+
+@pytest.mark.parametrize("text", ["keep()", "keep(a)", 'keep("a"', "keep(last=)", 'keep("a",last=x)', "keep(last=0)"])
+def test_what_is_kept_must_be_written_right(text: str) -> None:
+    whole = str(build(*gpt(2), Policy())).replace("reshard=true", f"reshard={text}")
+    with pytest.raises(ScheduleError, match="line 2 "):
+        parse(whole)
 
 
 @settings(max_examples=120, deadline=None)
@@ -88,7 +105,7 @@ def test_comments_and_blank_lines_are_skipped() -> None:
         ("prefetch=1", "prefetch=-1", ["line 2 ", "prefetch=-1 is less than 0"]),
         ("prefetch=1", "prefetch=x", ["line 2 ", "'x' is not of the form NUMBER"]),
         ("prefetch=1 ", "", ["line 2 ", "expected prefetch=... reduces=..."]),
-        ("reshard=true", "reshard=yes", ["line 2 ", "neither true nor false"]),
+        ("reshard=true", "reshard=yes", ["line 2 ", "neither true nor false nor keep(...)"]),
         ("step train", "step test", ["line 3 ", "'train accumulate=1'"]),
         ("step train accumulate=1\n", "", ["the text ends too early", "step: None"]),
         ("gathered reduced", "gathered perhaps", ["line 4 ", "'perhaps' is neither unreduced nor reduced"]),

@@ -5,6 +5,10 @@ calls, ``backward root``. Everything else is placed around them. Before compute 
 to k+prefetch read and is not there, each trainable group's update ahead of its first gather; wait for what k
 reads. After compute k: free what it read, unless the next window reads it again; reduce the gradients that it
 completed.
+
+Around a turn (from the last forward call to the first backward call, and from a microbatch to the next) the
+window for keeping is that of the first call after it. What it holds is there at that call anyway, and so is
+less than that before it: to keep it costs no memory and saves gathers.
 """
 
 from collections import defaultdict, deque
@@ -62,7 +66,8 @@ class _Builder:
             for g in self.reads[op.target]:
                 self.uses[g].append(k)
         self.passed = [0] * len(self.groups)  # how many of its uses lie behind
-        self.kept = [self._keeps(g) for g in range(len(self.groups))]
+        self.kept = self.policy.kept(bare.program)
+        self.horizons = _horizons(bare.program, bare.accumulate, self.policy.prefetch)
         self.edge = 0  # computes before it have been asked for
         self.state = [""] * len(self.groups)  # "", "coming" or "live"
         self.updated: set[int] = set()
@@ -87,10 +92,6 @@ class _Builder:
             self._emit("commit")
         return self.ops
 
-    def _keeps(self, group: int) -> bool:
-        """Whether a group stays from its first use in the step to its last: any code may read root's."""
-        return not self.policy.reshard or group in self.reads[ROOT]
-
     def _emit(self, kind: str, group: int = -1, microbatch: int = 0) -> None:
         self.ops.append(Op(kind, self.groups[group].name if group >= 0 else "", 0, microbatch))
 
@@ -112,16 +113,16 @@ class _Builder:
     def _after(self, k: int, op: Op) -> None:
         for g in self.reads[op.target]:
             self.passed[g] += 1
-            if self.state[g] == "live" and not self._reused(g, k + 1 + self.policy.prefetch):
+            if self.state[g] == "live" and not self._reused(g, self.horizons[k + 1]):
                 self._emit("free", g)
                 self.state[g] = ""
-        if op.kind == "backward" and self.train:
+        if op.kind == "backward" and self.train and self.policy.reduces_in(op.microbatch, self.accumulate):
             for g in self.completes.get((op.target, op.index), ()):
                 self._complete(g, op.microbatch)
 
     def _reused(self, group: int, horizon: int) -> bool:
         uses, passed = self.uses[group], self.passed[group]
-        return passed < len(uses) and (self.kept[group] or uses[passed] <= horizon)
+        return passed < len(uses) and (group in self.kept or uses[passed] <= horizon)
 
     def _request(self, group: int) -> None:
         self._update_first(group)
@@ -172,6 +173,19 @@ def _computes(program: Program, accumulate: int) -> list[Op]:
         Op("backward", ROOT),
     ]
     return [Op(op.kind, op.target, op.index, m) for m in range(accumulate) for op in once]
+
+
+def _horizons(program: Program, accumulate: int, prefetch: int) -> list[int]:
+    """For each compute, and for the end, the last one whose groups are kept for it."""
+    forward, length = len(program.forward), len(program.forward) + len(program.backward) + 2
+    horizons = [k + prefetch for k in range(accumulate * length + 1)]
+    if program.forward and program.backward:
+        for start in range(0, accumulate * length, length):
+            end = start + length - 1
+            for last, first in ((start + forward, start + forward + 1), (end - 1, end + 2)):
+                for k in range(max(last - prefetch + 1, 0), min(first + 1, len(horizons))):
+                    horizons[k] = max(horizons[k], first + prefetch)
+    return horizons
 
 
 Places = dict[tuple[str, int], list[int]]

@@ -94,14 +94,30 @@ class _Run:
             for name in self.names[unit]:
                 once[name].append(position)
         length = len(self.expected)
+        kept = {self.schedule.groups[g].name for g in self.policy.kept(self.schedule.program)}
         groups = {}
         for name, positions in once.items():
             uses = [m * length + p for m in range(self.schedule.accumulate) for p in positions]
             fills = [p for p in positions if self.expected[p][0] == "backward"]
             filled = (fills[0], fills[-1]) if fills else (length, length - 1)
-            kept = not self.policy.reshard or name in self.names[ROOT]
-            groups[name] = _Group(uses, filled, kept)
+            groups[name] = _Group(uses, filled, name in kept)
         return groups
+
+    def _horizon(self) -> int:
+        """The last compute for which a group may hold its slot while the one that is due runs.
+
+        From ``prefetch`` computes before the end of a forward or of a backward on, it is that of the first call
+        after it.
+        """
+        ahead, length = self.policy.prefetch, len(self.expected)
+        horizon = self.done + ahead
+        calls = len(self.schedule.program.forward)
+        if calls and self.schedule.program.backward:
+            start = self.done - self.done % length
+            turns = [(m + calls, m + calls + 1) for m in (start, start + length)]
+            turns += [(m - 2, m + 1) for m in (start, start + length)]
+            horizon = max([horizon, *(first + ahead for last, first in turns if last - ahead < self.done <= first)])
+        return horizon
 
     @property
     def microbatch(self) -> int:
@@ -153,7 +169,7 @@ class _Run:
             if self.groups[name].reduced > self.groups[name].collected:
                 since = self.groups[name].reduced_at
                 yield f"{name}'s gradient is filled again while its reduction since op {since} is in flight"
-        horizon = self.done + self.policy.prefetch
+        horizon = self._horizon()
         for name in self.held:
             use = self.groups[name].next_use
             if use is None or use > horizon:
@@ -171,9 +187,12 @@ class _Run:
             yield f"{unit} reads {name} before its pending update"
 
     def _microbatch_over(self) -> Iterator[str]:
-        if self.done and self.reductions < self.reduced_groups:
+        if self.done and self._reduces(self.microbatch) and self.reductions < self.reduced_groups:
             yield f"{self._unreduced(self.microbatch)} was not reduced in microbatch {self.microbatch}"
         self.reductions = 0
+
+    def _reduces(self, microbatch: int) -> bool:
+        return self.policy.reduces_in(microbatch, self.schedule.accumulate)
 
     def _unreduced(self, microbatch: int) -> str:
         return next(
@@ -217,6 +236,8 @@ class _Run:
             yield f"{op.target} has no gradient to reduce"
         if op.microbatch != self.microbatch:
             yield f"microbatch {self.microbatch} is running"
+        if not self._reduces(op.microbatch):
+            yield f"gradients are reduced in microbatch {self.schedule.accumulate - 1} alone"
         if group.reduced > op.microbatch:
             yield f"{op.target} was reduced at op {group.reduced_at}"
         if group.reduced > group.collected:

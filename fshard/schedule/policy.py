@@ -1,10 +1,52 @@
-"""The numbers that a schedule is built from."""
+"""What a schedule is built from besides the program: how far it runs ahead, and what it keeps."""
 
+import fnmatch
+import json
 from dataclasses import dataclass
 
 from fshard import errors
+from fshard.schedule.ops import ROOT, Program
 
 UPDATES = ("deferred", "in_backward")
+ACCUMULATIONS = ("sharded", "full")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The units that a schedule does not reshard after their forward. Made by ``fs.keep``."""
+
+    units: tuple[str, ...] = ()
+    last: int = 0
+
+    def __str__(self) -> str:
+        patterns = [json.dumps(pattern).replace(" ", "\\u0020") for pattern in self.units]
+        return f"keep({','.join([*patterns, *([f'last={self.last}'] if self.last else [])])})"
+
+
+def keep(*units: str, last: int = 0) -> Keep:
+    """Which units stay gathered between their forward and their backward: ``Policy(reshard=fs.keep(last=2))``.
+
+    What the last units read is needed again soonest, so to keep it costs memory for the shortest time and saves as
+    many gathers as keeping anything else.
+
+    Args:
+        units: patterns of unit names, as in ``fs.split(module, units=...)``: ``"blocks.*"``, ``"decoder.[0-3]"``.
+        last: as many of the units whose last call comes latest.
+
+    Raises:
+        PlanError: neither is given, or a value is of another type.
+
+    >>> print(keep("embed", last=2))
+    keep("embed",last=2)
+    """
+    problems = [f"{unit!r} is no pattern of unit names" for unit in units if not isinstance(unit, str) or not unit]
+    if type(last) is not int or last < 0:
+        problems.append(f"last={last!r} is not an int of at least 0")
+    elif not units and not last:
+        problems.append("it keeps nothing: name units, or give last=")
+    if problems:
+        raise errors.bad_policy(problems)
+    return Keep(tuple(units), last)
 
 
 @dataclass(frozen=True)
@@ -16,22 +58,29 @@ class Policy:
             group just before it is read, with nothing to hide behind.
         reduces: gradient reductions in flight at most, at least 1. Each keeps a full flat gradient alive.
         reshard: free a group after its forward and gather it again for its backward (ZeRO-3, FSDP's reshard
-            after forward). False keeps each group from its first use in the step to its last.
+            after forward). False keeps each group from its first use in the step to its last, and
+            ``fs.keep(...)`` does so for what some units read. What the first backward calls read stays after
+            its forward in any case, as far as ``prefetch`` reaches: it is all there at the first backward
+            anyway, so to free and gather it would save no memory.
         update: ``"deferred"`` leaves the optimizer update to the next step, which applies it group by group
             before its gathers: the step is atomic and global clipping exact. ``"in_backward"`` applies it as
             soon as a group's last gradient is reduced: nothing waits, and no step can be undone.
+        accumulation: with several microbatches, ``"sharded"`` reduces each one's gradients and adds up this
+            rank's shards of them. ``"full"`` adds up whole gradients and reduces once, in the last microbatch
+            (FSDP's ``no_sync``): less to send, and the memory of all gradients.
 
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.
 
     >>> Policy(prefetch=2)
-    Policy(prefetch=2, reduces=2, reshard=True, update='deferred')
+    Policy(prefetch=2, reduces=2, reshard=True, update='deferred', accumulation='sharded')
     """
 
     prefetch: int = 1
     reduces: int = 2
-    reshard: bool = True
+    reshard: bool | Keep = True
     update: str = "deferred"
+    accumulation: str = "sharded"
 
     def __post_init__(self) -> None:
         problems = []
@@ -41,14 +90,40 @@ class Policy:
                 problems.append(f"{name}={value!r} is of type {type(value).__name__}, not int")
             elif value < least:
                 problems.append(f"{name}={value} is less than {least}")
-        if type(self.reshard) is not bool:
-            problems.append(f"reshard={self.reshard!r} is of type {type(self.reshard).__name__}, not bool")
-        if self.update not in UPDATES:
-            problems.append(f"update={self.update!r} is none of {', '.join(map(repr, UPDATES))}")
+        if type(self.reshard) not in (bool, Keep):
+            kind = type(self.reshard).__name__
+            problems.append(f"reshard={self.reshard!r} is of type {kind}, not bool, and not made by fs.keep(...)")
+        for name, allowed in (("update", UPDATES), ("accumulation", ACCUMULATIONS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                problems.append(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
         if problems:
             raise errors.bad_policy(problems)
 
+    def kept(self, program: Program) -> frozenset[int]:
+        """The ids of the groups that stay from their first use in a step to their last.
+
+        The groups of ``root`` do under every policy, since any code may read them.
+
+        Raises:
+            PlanError: a pattern of ``fs.keep`` matches no unit of the program.
+        """
+        order = list(dict.fromkeys(call.unit for call in reversed(program.forward)))[::-1]
+        if isinstance(self.reshard, Keep):
+            unmatched = [p for p in self.reshard.units if not fnmatch.filter(order, p)]
+            if unmatched:
+                raise errors.no_unit_to_keep(unmatched, order)
+            units = {unit for unit in order if any(fnmatch.fnmatchcase(unit, p) for p in self.reshard.units)}
+            units.update(order[max(len(order) - self.reshard.last, 0) :])
+        else:
+            units = set() if self.reshard else set(order)
+        return frozenset(group for unit in (ROOT, *units) for group in program.reads[unit])
+
+    def reduces_in(self, microbatch: int, accumulate: int) -> bool:
+        """Whether gradients are reduced in a microbatch of a step."""
+        return self.accumulation == "sharded" or microbatch == accumulate - 1
+
     def __str__(self) -> str:
-        return (
-            f"prefetch={self.prefetch} reduces={self.reduces} reshard={str(self.reshard).lower()} update={self.update}"
-        )
+        reshard = self.reshard if isinstance(self.reshard, Keep) else str(self.reshard).lower()
+        accumulation = "" if self.accumulation == "sharded" else f" accumulation={self.accumulation}"
+        return f"prefetch={self.prefetch} reduces={self.reduces} reshard={reshard} update={self.update}{accumulation}"

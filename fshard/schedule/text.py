@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fshard import errors
 from fshard.schedule.memory import size_text
 from fshard.schedule.ops import KINDS, MICROBATCH_KINDS, STEP_KINDS, Call, GroupInfo, Op, Program
-from fshard.schedule.policy import Policy
+from fshard.schedule.policy import Keep, Policy, keep
 
 TITLE = "fshard schedule 1"
 """The first line; the number is the format's."""
@@ -172,10 +172,9 @@ class _Reader:
         return Parts(tuple(self.ops), tuple(self.groups.values()), program, self.policy, accumulate, train)
 
     def _policy(self, tokens: list[str]) -> None:
-        prefetch, reduces, reshard, update = _values(tokens, ("prefetch", "reduces", "reshard", "update"))
-        if reshard not in ("true", "false"):
-            raise ValueError(f"reshard={reshard} is neither true nor false")
-        self.policy = Policy(_number(prefetch, ""), _number(reduces, ""), reshard == "true", update)
+        keys = ("prefetch", "reduces", "reshard", "update", *(("accumulation",) if len(tokens) > 4 else ()))
+        prefetch, reduces, reshard, update, *accumulation = _values(tokens, keys)
+        self.policy = Policy(_number(prefetch, ""), _number(reduces, ""), _read_reshard(reshard), update, *accumulation)
 
     def _step(self, tokens: list[str]) -> None:
         if len(tokens) != 2 or tokens[0] not in ("train", "eval"):
@@ -217,6 +216,19 @@ def _values(tokens: Sequence[str], keys: Sequence[str]) -> list[str]:
     if [token.partition("=")[0] for token in tokens] != list(keys):
         raise ValueError(f"expected {' '.join(f'{key}=...' for key in keys)}")
     return [token.partition("=")[2] for token in tokens]
+
+
+def _read_reshard(text: str) -> bool | Keep:
+    if text in ("true", "false"):
+        return text == "true"
+    if not (text.startswith("keep(") and text.endswith(")")):
+        raise ValueError(f"reshard={text} is neither true nor false nor keep(...)")
+    patterns, _, last = text[5:-1].rpartition("last=")
+    try:
+        units = json.loads(f"[{(patterns if last.isdecimal() else text[5:-1]).removesuffix(',')}]")
+        return keep(*units, last=int(last) if last.isdecimal() else 0)
+    except (ValueError, TypeError):
+        raise ValueError(f"reshard={text}: patterns are written in quotes, then last=NUMBER") from None
 
 
 def _read_calls(tokens: list[str]) -> Iterator[Call]:
