@@ -8,13 +8,14 @@ The spec says where, the schedule says when, the runtime does it::
     sharding/       WHERE: mesh, spec, rules, layout, plan
     schedule/       WHEN: ops, build, check, text, memory
     runtime/        HOW: communication, arena, engine, executor
+    collectives/    psum, all_gather, ... by axis name, differentiable
     state/          the train state, and its ways in and out of whole tensors
     step, evaluate  a function, an optimizer and a plan become a step
     launch          meshes of real processes
     view/           pictures of schedules
 """
 
-from fshard import errors, optim, view
+from fshard import collectives, errors, optim, view
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.metrics import Metrics
@@ -48,6 +49,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "abstract_mesh",
+    "collectives",
     "errors",
     "fsdp",
     "init",

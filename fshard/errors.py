@@ -48,6 +48,22 @@ class DonatedError(ShardError, RuntimeError):
     """A state, or a tensor of it, that was given to a step and no longer exists."""
 
 
+class AxisError(ShardError, NameError):
+    """An axis that the mesh does not have, or that no mesh in scope has."""
+
+
+class CollectiveError(ShardError, ValueError):
+    """Arguments that a collective cannot take, or that ranks do not agree on."""
+
+
+class ReplicationError(ShardError, ValueError):
+    """Values that differ between ranks where they were said to be equal."""
+
+
+class TransformError(ShardError, RuntimeError):
+    """A transform that a collective has no right answer under."""
+
+
 class NonFiniteError(ShardError, ArithmeticError):
     """The gradient norm is infinite or nan. The state is as it was before the step."""
 
@@ -236,3 +252,46 @@ def unlike_losses(kinds: Sequence[tuple[bool, int]]) -> LossError:
     ]
     remedy = "Return the same kinds on every rank; nothing was updated and the state can be used again."
     return LossError(lines("the loss function returned different things on different ranks:", rows, remedy))
+
+
+def unknown_axis(axis: object, names: Sequence[str]) -> AxisError:
+    """Something that is not the name of an axis of this mesh."""
+    have = ", ".join(map(repr, names))
+    if not isinstance(axis, str):
+        return AxisError(
+            f"axis={axis!r} is no name of a mesh axis; give one of {have}, or a tuple of them. To reduce over a dim of "
+            f"the tensor, or over the batch of torch.vmap, use an ordinary reduction, such as x.sum(0) after the vmap"
+        )
+    return AxisError(f"axis {axis!r} is not in the mesh, whose axes are {have}; vmap's dims have no names")
+
+
+def unbound_axis(axis: object) -> AxisError:
+    """An axis where no mesh is in scope."""
+    return AxisError(
+        f"no mesh is in scope, so axis {axis!r} means nothing here: call this inside of a function that fs.shard_map "
+        f"runs, or under fs.collectives.use_mesh(mesh), or pass mesh="
+    )
+
+
+def wrapped(what: str) -> TransformError:
+    """A tensor of a transform that got to where only data may come."""
+    return TransformError(
+        f"{what} was given a tensor that a transform of torch.func holds, where only its data makes sense: call the "
+        f"differentiable form, without _start, or call it outside of the transform"
+    )
+
+
+def untraceable(what: str) -> TransformError:
+    """A collective that is being traced into a graph, where its result would become a constant."""
+    return TransformError(
+        f"{what} cannot be traced into a graph, where it would run once and never again (torch.func.linearize, make_fx "
+        f"and torch.jit.trace do this): use torch.func.jvp or vjp instead of linearize"
+    )
+
+
+def no_derivative() -> TransformError:
+    """The derivative of a maximum over ranks."""
+    return TransformError(
+        "pmax has no derivative: pass pmax(x.detach(), axis) where it is a constant, as in a softmax, or take the "
+        "maximum of all_gather(x, axis), which has one"
+    )

@@ -15,6 +15,7 @@ LAYERS = (
     ("sharding",),
     ("schedule",),
     ("runtime", "view"),
+    ("collectives",),
     ("state",),
     ("step", "evaluate", "metrics", "transform", "launch"),
     ("",),
@@ -24,6 +25,9 @@ right under the package may also import others of their layer."""
 
 OWNERS = {"torch.distributed": "runtime.comm", "optree": "tree"}
 """Who alone may import a library: a module, or a folder with all of its modules."""
+
+SCOPES = {("fshard.collectives.scope", "SCOPE")}
+"""The context variables that may be: which mesh an axis name means is a matter of the calls around, as in JAX."""
 
 MUTABLE_CALLS = {
     *(
@@ -209,6 +213,8 @@ def shared_state(modules: Modules) -> list[str]:
             names = [t.id if isinstance(t, ast.Name) else ast.unparse(t) for t in targets]
             constant = all(name.isupper() or name == "__all__" for name in names)
             literal = isinstance(node.value, MUTABLE_NODES) and not constant
+            if (module.name, *names) in SCOPES:
+                continue
             if literal or (isinstance(node.value, ast.Call) and _called(node.value) in MUTABLE_CALLS):
                 problems.append(module.at(node, f"{', '.join(names)} can change and is shared by all callers"))
     return problems

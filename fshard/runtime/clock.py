@@ -52,3 +52,8 @@ class CudaClock(Clock):
 def make_clock(device: torch.device) -> Clock:
     """The clock of one communicator on a device."""
     return CudaClock(device) if device.type == "cuda" else Clock()
+
+
+def marks(device: torch.device) -> tuple[Mark, ...]:
+    """A mark after everything issued so far on a device's current stream; none on the host."""
+    return (torch.cuda.current_stream(device).record_event(),) if device.type == "cuda" else ()

@@ -1,5 +1,6 @@
 """Lanes over gloo."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.runtime.comm.lanes import Handle, Marks, bring
+from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring
 from fshard.runtime.comm.pending import Pending, all_gather
 
 
@@ -40,6 +41,11 @@ class GlooLane:
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """Ring all-reduce in place."""
         return self._issue("all-reduce", lambda: dist.all_reduce(buffer, group=self.group, async_op=True))
+
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+        """All-to-all; chunks may be empty."""
+        call = functools.partial(dist.all_to_all_single, out, full, receive, send, group=self.group, async_op=True)
+        return self._issue("all-to-all", call)
 
     def _issue(self, what: str, start: Callable[[], Any], finish: Callable[[], object] | None = None) -> Handle:
         describe = f"{what} on {self.name}"

@@ -11,6 +11,7 @@ from fshard.runtime.clock import Mark
 from fshard.sharding.mesh import Axes
 
 Marks = Iterable[Mark | None]
+Sizes = list[int] | None
 
 
 class Handle(Protocol):
@@ -38,6 +39,12 @@ class Lane(Protocol):
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """``buffer`` = its sum over ranks."""
+
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+        """Chunk ``i`` of ``full`` goes to rank ``i``; chunk ``i`` of ``out`` came from it.
+
+        The sizes are the elements of each chunk, of ``out`` and of ``full``; None stands for equal chunks.
+        """
 
 
 class Transport(Protocol):
@@ -76,6 +83,11 @@ class Alone:
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """Nothing: the sum over one rank."""
+        return Done()
+
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+        """Copy."""
+        out.copy_(full)
         return Done()
 
 

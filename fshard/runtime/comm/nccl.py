@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.runtime.clock import Clock
-from fshard.runtime.comm.lanes import Handle, Marks
+from fshard.runtime.comm.lanes import Handle, Marks, Sizes
 from fshard.runtime.comm.pending import Pending, all_gather, reduce_scatter
 
 
@@ -37,3 +37,9 @@ class NcclLane:
         with self.clock.lane(after):
             work = dist.all_reduce(buffer, group=self.group, async_op=True)
             return Pending(work, f"all-reduce on {self.name}")
+
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+        """NCCL all-to-all on this lane's stream."""
+        with self.clock.lane(after):
+            work = dist.all_to_all_single(out, full, receive, send, group=self.group, async_op=True)
+            return Pending(work, f"all-to-all on {self.name}")

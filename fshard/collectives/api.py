@@ -1,0 +1,250 @@
+"""The public collectives: arguments are checked, names looked up, and a linear map applied to each tensor."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives import build, linear
+from fshard.collectives.build import untraced
+from fshard.collectives.group import Group
+from fshard.collectives.scope import AxisName, resolve
+from fshard.errors import CollectiveError
+from fshard.sharding.mesh import Mesh
+from fshard.tree import Tree
+
+
+@untraced
+def psum(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
+    """The sum over an axis (``jax.lax.psum``). Varying -> invariant; its adjoint is ``pvary``.
+
+    Ranks are added in order, so all of them get the same bits. A Python number counts once for each rank.
+
+    Args:
+        x: a tensor of any shape, or a pytree of tensors and numbers. Bools must be cast first.
+        axis: the name of an axis, or a tuple of names.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+        CollectiveError: ``x`` holds something that has no sum.
+
+    >>> import torch
+    >>> from fshard.launch import make_mesh
+    >>> psum(torch.ones(2), "shard", mesh=make_mesh((1,), ("shard",)))
+    tensor([1., 1.])
+    """
+    group = resolve(axis, mesh)
+    return tree.map(lambda leaf: _sum(leaf, group, "psum"), x)
+
+
+@untraced
+def pmean(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
+    """The mean over an axis (``jax.lax.pmean``): ``psum`` divided by the size. Varying -> invariant; its adjoint is
+    ``pvary`` divided by the size.
+
+    Args:
+        x: a floating-point or complex tensor of any shape, or a pytree of tensors and numbers.
+        axis: the name of an axis, or a tuple of names.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError, CollectiveError: as for ``psum``; integers have no mean of their own dtype.
+    """
+    group = resolve(axis, mesh)
+
+    def mean(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+            raise CollectiveError(f"pmean of a tensor of {leaf.dtype}: cast it to a floating-point dtype, or use psum")
+        return _sum(leaf, group, "pmean") / group.size
+
+    return tree.map(mean, x)
+
+
+@untraced
+def pmax(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
+    """The largest over an axis, element by element; nan wins (``jax.lax.pmax``). Varying -> invariant.
+
+    It has no derivative, and says so if one is asked for: give it ``x.detach()`` where it is a constant.
+
+    Args:
+        x: a real tensor of any shape, or a pytree of tensors and numbers.
+        axis: the name of an axis, or a tuple of names.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError, CollectiveError: as for ``psum``; complex numbers are not ordered.
+        TransformError: on differentiation.
+    """
+    group = resolve(axis, mesh)
+
+    def largest(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return build.number(leaf, "pmax")
+        if leaf.is_complex():
+            raise CollectiveError("pmax of complex numbers: they have no order; take their real part or absolute value")
+        result: Tensor = linear.Max.apply(leaf, group)  # type: ignore[no-untyped-call]
+        return result
+
+    return tree.map(largest, x)
+
+
+@untraced
+def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
+    """A value that is equal on all ranks, as one that may differ (``jax.lax.pvary``, ``pcast(to="varying")``).
+
+    Invariant -> varying; its adjoint is ``psum``. Replicated parameters pass through it where data-parallel code
+    begins to use them: their gradient is the sum over ranks. Inside of ``fs.shard_map`` it does nothing, since all
+    values are varying there.
+
+    Args:
+        x: a tensor of any shape, or a pytree of tensors and numbers.
+        axis: the name of an axis, or a tuple of names.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+    """
+    group = resolve(axis, mesh)
+    if group.implicit:
+        return x
+    return tree.map(lambda leaf: linear.apply(leaf, linear.Vary(group)) if isinstance(leaf, Tensor) else leaf, x)
+
+
+@untraced
+def all_gather(
+    x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False, to: str = "varying", mesh: Mesh | None = None
+) -> Tree:
+    """The tensors of all ranks along an axis (``jax.lax.all_gather``). Varying -> varying; its adjoint is
+    ``psum_scatter``.
+
+    Args:
+        x: a tensor, or a pytree of tensors.
+        axis: the name of an axis, or a tuple of names.
+        dim: where the ranks come to lie. With ``tiled=False`` it is a new dim of the result, whose size is that of the
+            axis; with ``tiled=True`` the tensors are concatenated along this dim.
+        tiled: concatenate instead of stacking.
+        to: ``"varying"``, or ``"invariant"`` for a result that counts as one value. Its adjoint is then this rank's
+            slice, without communication.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+        CollectiveError: ``x`` has no such dim.
+    """
+    group = resolve(axis, mesh)
+    if to not in ("varying", "invariant"):
+        raise CollectiveError(f"all_gather: to={to!r} is neither 'varying' nor 'invariant'")
+    invariant = to == "invariant" and not group.implicit
+    return _map("all_gather", x, lambda leaf: build.gather(leaf, group, dim, tiled, invariant))
+
+
+@untraced
+def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False, mesh: Mesh | None = None) -> Tree:
+    """This rank's slice of the sum over an axis (``jax.lax.psum_scatter``). Varying -> varying; its adjoint is
+    ``all_gather``.
+
+    Args:
+        x: a tensor, or a pytree of tensors. Bools must be cast first.
+        axis: the name of an axis, or a tuple of names.
+        dim: which dim is divided over the ranks. With ``tiled=False`` its size must be that of the axis, and it goes.
+        tiled: keep the dim; its size must be a multiple of the axis.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+        CollectiveError: the axis does not divide the dim.
+    """
+    group = resolve(axis, mesh)
+    return _map("psum_scatter", x, lambda leaf: build.scatter(leaf, group, dim, tiled))
+
+
+@untraced
+def all_to_all(
+    x: Tree, axis: AxisName, split_dim: int, concat_dim: int, *, tiled: bool = False, mesh: Mesh | None = None
+) -> Tree:
+    """Cut a dim over the ranks and join what arrives along another (``jax.lax.all_to_all``). Varying -> varying; its
+    adjoint is ``all_to_all`` with the dims swapped.
+
+    Args:
+        x: a tensor, or a pytree of tensors.
+        axis: the name of an axis, or a tuple of names.
+        split_dim: slice ``i`` along it goes to rank ``i``. With ``tiled=False`` its size must be that of the axis, and
+            it goes.
+        concat_dim: where the slices come to lie, by rank. With ``tiled=False`` it is a new dim of the result; with
+            ``tiled=True`` they are concatenated along this dim.
+        tiled: keep both dims.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+        CollectiveError: the axis does not divide the dim.
+    """
+    group = resolve(axis, mesh)
+    return _map("all_to_all", x, lambda leaf: build.exchange(leaf, group, split_dim, concat_dim, tiled))
+
+
+@untraced
+def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tree:
+    """Send to other ranks (``jax.lax.ppermute``). Varying -> varying; its adjoint sends back.
+
+    Args:
+        x: a tensor, or a pytree of tensors.
+        axis: the name of an axis, or a tuple of names.
+        perm: ``(source, target)`` pairs of positions along the axis, no source and no target twice. Ranks that are no
+            target get zeros.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+        CollectiveError: ``perm`` names a position twice, or one that is not there.
+    """
+    group = resolve(axis, mesh)
+    op = build.permute(group, perm)
+    return _map("ppermute", x, lambda leaf: linear.apply(leaf, op))
+
+
+def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
+    """This rank's position along an axis (``jax.lax.axis_index``), an int. Varying.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+    """
+    return _index(axis, mesh)
+
+
+def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
+    """The number of ranks along an axis (``jax.lax.axis_size``), an int. Invariant.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+    """
+    return _size(axis, mesh)
+
+
+@untraced
+def _index(axis: AxisName, mesh: Mesh | None) -> int:
+    return resolve(axis, mesh).index
+
+
+@untraced
+def _size(axis: AxisName, mesh: Mesh | None) -> int:
+    return resolve(axis, mesh).size
+
+
+def _sum(leaf: Any, group: Group, what: str) -> Any:
+    if not isinstance(leaf, Tensor):
+        return build.number(leaf, what) * group.size
+    build.check_addable(leaf, what)
+    total = linear.apply(leaf, linear.Sum(group))
+    return linear.apply(total, linear.Vary(group)) if group.implicit else total
+
+
+def _map(what: str, x: Tree, fn: Callable[[Tensor], Tensor]) -> Tree:
+    def one(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise CollectiveError(f"{what} takes tensors, not {type(leaf).__name__}: wrap numbers by torch.tensor")
+        return fn(leaf)
+
+    return tree.map(one, x)

@@ -1,0 +1,104 @@
+"""From the arguments of a collective to a linear map, or to an error."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from fshard.collectives.group import Group
+from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Scatter, apply
+from fshard.errors import CollectiveError, lines
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def untraced(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Let torch.compile break its graph here. The public ``torch.compiler.disable`` would import all of Dynamo now."""
+    return _disable_dynamo(fn)
+
+
+def gather(x: Tensor, group: Group, dim: int, tiled: bool, invariant: bool) -> Tensor:
+    """All ranks' tensors, stacked or concatenated."""
+    if not tiled:
+        at = dim_of(x, dim, "all_gather", 1)
+        x = x.unsqueeze(x.dim() + 1 + at)
+        return apply(x, gather_op(group, at, invariant))
+    return apply(x, gather_op(group, dim_of(x, dim, "all_gather"), invariant))
+
+
+def gather_op(group: Group, dim: int, invariant: bool) -> Collective:
+    """Gather along a dim."""
+    return Collect(group, dim) if invariant else Gather(group, dim)
+
+
+def scatter(x: Tensor, group: Group, dim: int, tiled: bool) -> Tensor:
+    """This rank's slice of the sum."""
+    check_addable(x, "psum_scatter")
+    at = dim_of(x, dim, "psum_scatter")
+    check_divides(x, at, group, tiled, "psum_scatter")
+    out = apply(x, Scatter(group, at))
+    return out if tiled else out.squeeze(at)
+
+
+def exchange(x: Tensor, group: Group, split: int, concat: int, tiled: bool) -> Tensor:
+    """Cut along one dim, join along another."""
+    at = dim_of(x, split, "all_to_all")
+    check_divides(x, at, group, tiled, "all_to_all")
+    to = dim_of(x, concat, "all_to_all")
+    if tiled:
+        return apply(x, Exchange(group, at, to))
+    # The result has the dims of x without the split one, and the new one among them: as many as x.
+    front = x.movedim(at, 0).unsqueeze(x.dim() + to + 1)
+    return apply(front, Exchange(group, -front.dim(), to)).squeeze(0)
+
+
+def permute(group: Group, perm: Sequence[tuple[int, int]]) -> Permute:
+    """Send from sources to targets."""
+    pairs = tuple((int(source), int(target)) for source, target in perm)
+    problems = []
+    for what, ends in (("source", [s for s, _ in pairs]), ("target", [t for _, t in pairs])):
+        problems += [f"{what} {end} occurs {ends.count(end)} times" for end in sorted(set(ends)) if ends.count(end) > 1]
+        problems += [f"{what} {end} is not in 0..{group.size - 1}" for end in ends if not 0 <= end < group.size]
+    if problems:
+        head = f"ppermute over {str(group)!r}, of size {group.size}, with perm={list(pairs)}:"
+        raise CollectiveError(lines(head, problems, "Name each source and each target once; others get zeros."))
+    return Permute(group, pairs)
+
+
+def dim_of(x: Tensor, dim: int, what: str, more: int = 0) -> int:
+    """A dim, counted from the end, of a tensor with ``more`` dims than this one."""
+    count = x.dim() + more
+    if not -count <= dim < count:
+        raise CollectiveError(f"{what}: dim={dim} of a tensor of shape {list(x.shape)}, which has {count - more} dims")
+    return dim - count if dim >= 0 else dim
+
+
+def check_divides(x: Tensor, dim: int, group: Group, tiled: bool, what: str) -> None:
+    """Refuse a dim that cannot be divided over the ranks."""
+    size = x.shape[dim]
+    if tiled and size % group.size:
+        raise CollectiveError(
+            f"{what}: dim {x.dim() + dim} of shape {list(x.shape)} has {size} elements, which axis {str(group)!r} of "
+            f"size {group.size} does not divide: pad it to {-(-size // group.size) * group.size}"
+        )
+    if not tiled and size != group.size:
+        raise CollectiveError(
+            f"{what}: dim {x.dim() + dim} of shape {list(x.shape)} has {size} elements, and axis {str(group)!r} has "
+            f"{group.size} ranks: they must be equal, or use tiled=True, which keeps the dim"
+        )
+
+
+def check_addable(x: Tensor, what: str) -> None:
+    """Refuse bools."""
+    if x.dtype == torch.bool:
+        raise CollectiveError(f"{what} of bools: cast them, x.int() to count, x.any() or pmax for a logical or")
+
+
+def number(leaf: Any, what: str) -> Any:
+    """A Python number, which is the same on all ranks."""
+    if isinstance(leaf, bool) or not isinstance(leaf, int | float | complex):
+        raise CollectiveError(f"{what} takes tensors and numbers, not {type(leaf).__name__}")
+    return leaf

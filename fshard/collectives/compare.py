@@ -1,0 +1,33 @@
+"""Values that are said to be equal on all ranks are compared, on data."""
+
+import torch
+from torch import Tensor
+
+from fshard.collectives import raw
+from fshard.collectives.group import Group
+from fshard.errors import ReplicationError, lines
+
+
+def check_invariant(group: Group, x: Tensor, label: str) -> None:
+    """Compare a tensor over the ranks of a group; nan equals nan. All ranks raise the same error.
+
+    Raises:
+        ReplicationError: it differs.
+    """
+    rows = raw.gather(group, x)()
+    same = (rows == rows[0]) | ((rows != rows) & (rows[0] != rows[0]))
+    wrong = ~same.reshape(group.size, -1)
+    if not wrong.any():
+        return
+    ranks = group.mesh.ranks(group.axes)
+    problems = []
+    for row in torch.nonzero(wrong.any(1)).flatten().tolist():
+        at = int(wrong[row].int().argmax())
+        place = list(torch.unravel_index(torch.tensor(at), x.shape)) if x.dim() else []
+        index = f"[{', '.join(str(int(i)) for i in place)}]"
+        first, here = rows[0].flatten()[at].item(), rows[row].flatten()[at].item()
+        count = int(wrong[row].sum())
+        problems.append(f"rank {ranks[row]}: {count} of {x.numel()} differ; first at {index}: {here}, not {first}")
+    remedy = f"Name the axis in its spec, or make it equal first, such as by psum or pmean over {str(group)!r}."
+    head = f"{label} is said to be the same along {str(group)!r}, but differs from what rank {ranks[0]} has:"
+    raise ReplicationError(lines(head, problems, remedy))

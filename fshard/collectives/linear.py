@@ -1,0 +1,342 @@
+"""Linear collectives, and the one autograd function that makes all of them differentiable.
+
+A collective is a linear map of the values of all ranks together. A *varying* value is one for each rank. An *invariant*
+value is a single one, of which every rank holds a copy. That difference is the type of a collective, and it decides the
+adjoint (``jax.shard_map`` with ``check_vma=True``; Megatron-LM's f and g):
+
+=============== ====================== =========================================================
+``Sum``         varying -> invariant   ``Vary``
+``Vary``        invariant -> varying   ``Sum``
+``Gather``      varying -> varying     ``Scatter``
+``Scatter``     varying -> varying     ``Gather``
+``Collect``     varying -> invariant   ``Cut``
+``Cut``         invariant -> varying   ``Collect``
+``Exchange``    varying -> varying     ``Exchange``, the dims swapped
+``Permute``     varying -> varying     ``Permute``, the pairs turned round
+``Settle``      varying -> invariant   ``Once``
+``Once``        invariant -> varying   ``Spread``
+``Spread``      varying -> invariant   ``Once``
+=============== ====================== =========================================================
+
+Dims count from the end, so that a batch dim in front changes nothing.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.collectives import raw
+from fshard.collectives.compare import check_invariant
+from fshard.collectives.group import Group
+from fshard.errors import no_derivative, untraceable, wrapped
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Collective(ABC):
+    """A linear map of the values of a group's ranks."""
+
+    group: Group
+
+    @abstractmethod
+    def start(self, x: Tensor) -> raw.Finish:
+        """Start it on data."""
+
+    @abstractmethod
+    def transpose(self) -> "Collective":
+        """Its adjoint."""
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape of its result."""
+        return shape
+
+    def run(self, x: Tensor) -> Tensor:
+        """It on data. Fake tensors, which have none, give fake ones."""
+        check_plain(x, type(self).__name__)
+        if _fake(x):
+            return x.new_empty(self.shape(tuple(x.shape)))
+        return self.start(x)()
+
+
+class Linear(torch.autograd.Function):
+    """A linear collective under every transform of torch.func.
+
+    Each rule applies this function again, so that rules have derivatives, tangents and batches themselves.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, op: Collective) -> Tensor:
+        """Run it."""
+        return op.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep what it was; it needs none of its data."""
+        ctx.op = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The adjoint."""
+        return apply(grad, ctx.op.transpose()), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        """A linear map is its own derivative."""
+        return apply(tangent, ctx.op)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, op: Collective) -> tuple[Tensor, int]:
+        """One collective for the whole batch."""
+        return apply(x.movedim(in_dims[0], 0), op), 0
+
+
+def apply(x: Tensor, op: Collective) -> Tensor:
+    """A linear collective of a tensor, differentiable."""
+    result: Tensor = Linear.apply(x, op)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True)
+class Sum(Collective):
+    """The sum over ranks."""
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Sum."""
+        return raw.sum_all(self.group, x)
+
+    def transpose(self) -> Collective:
+        """The cotangent of a sum is that of each term."""
+        return Vary(self.group)
+
+
+@dataclass(frozen=True)
+class Vary(Collective):
+    """The copies of one value as values of their own."""
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Nothing is sent."""
+        return x.clone
+
+    def transpose(self) -> Collective:
+        """The cotangent of a value is the sum over those of its copies."""
+        return Sum(self.group)
+
+
+@dataclass(frozen=True)
+class Gather(Collective):
+    """The tensors of all ranks one behind the other along a dim."""
+
+    dim: int
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Gather."""
+        rows = raw.gather(self.group, x)
+        return lambda: _join(rows(), self.dim)
+
+    def shape(self, shape: Shape) -> Shape:
+        """As many times as long along the dim."""
+        return _scaled(shape, self.dim, self.group.size, 1)
+
+    def transpose(self) -> Collective:
+        """Each slice goes back to where it came from, added up over those that got it."""
+        return Scatter(self.group, self.dim)
+
+
+@dataclass(frozen=True)
+class Scatter(Collective):
+    """This rank's slice along a dim of the sum over ranks."""
+
+    dim: int
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Add up what is for this rank."""
+        return raw.scatter_sum(self.group, _rows(x, self.dim, self.group.size))
+
+    def shape(self, shape: Shape) -> Shape:
+        """A part along the dim."""
+        return _scaled(shape, self.dim, 1, self.group.size)
+
+    def transpose(self) -> Collective:
+        """Gather."""
+        return Gather(self.group, self.dim)
+
+
+@dataclass(frozen=True)
+class Collect(Gather):
+    """``Gather``, where the result counts as one value."""
+
+    def transpose(self) -> Collective:
+        """This rank's slice."""
+        return Cut(self.group, self.dim)
+
+
+@dataclass(frozen=True)
+class Cut(Collective):
+    """This rank's slice along a dim."""
+
+    dim: int
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Nothing is sent."""
+        return _rows(x, self.dim, self.group.size)[self.group.index].clone
+
+    def shape(self, shape: Shape) -> Shape:
+        """A part along the dim."""
+        return _scaled(shape, self.dim, 1, self.group.size)
+
+    def transpose(self) -> Collective:
+        """The slices of all ranks, one behind the other."""
+        return Collect(self.group, self.dim)
+
+
+@dataclass(frozen=True)
+class Exchange(Collective):
+    """Cut along one dim, each slice to its rank; what arrives is joined along another dim."""
+
+    split: int
+    concat: int
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Exchange."""
+        rows = raw.exchange(self.group, _rows(x, self.split, self.group.size))
+        return lambda: _join(rows(), self.concat)
+
+    def shape(self, shape: Shape) -> Shape:
+        """Shorter along one dim and longer along the other."""
+        return _scaled(_scaled(shape, self.split, 1, self.group.size), self.concat, self.group.size, 1)
+
+    def transpose(self) -> Collective:
+        """Back."""
+        return Exchange(self.group, self.concat, self.split)
+
+
+@dataclass(frozen=True)
+class Permute(Collective):
+    """Each target gets the tensor of its source, other ranks zeros."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Send and receive."""
+        return raw.permute(self.group, x, self.pairs)
+
+    def transpose(self) -> Collective:
+        """Back."""
+        return Permute(self.group, tuple((target, source) for source, target in self.pairs))
+
+
+@dataclass(frozen=True)
+class Settle(Collective):
+    """Values that are equal on all ranks as one value. ``label`` says what they are; with ``check`` they are compared.
+
+    It is the restriction of ``Spread`` to values that are equal, so both have the same adjoint.
+    """
+
+    label: str
+    check: bool
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Compare, or believe."""
+        if self.check:
+            check_invariant(self.group, x, self.label)
+        return x.clone
+
+    def transpose(self) -> Collective:
+        """The whole cotangent on one rank."""
+        return Once(self.group)
+
+
+@dataclass(frozen=True)
+class Once(Collective):
+    """The value on the first rank, zeros on all others."""
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Nothing is sent."""
+        return lambda: x.clone() if self.group.index == 0 else torch.zeros_like(x)
+
+    def transpose(self) -> Collective:
+        """The first rank's value, on all of them."""
+        return Spread(self.group)
+
+
+@dataclass(frozen=True)
+class Spread(Collective):
+    """The value of the first rank, on all of them."""
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Gather it, and take the first: sums would mix in the other ranks' infinities."""
+        rows = raw.gather(self.group, x)
+        return lambda: rows()[0].clone()
+
+    def transpose(self) -> Collective:
+        """Only the first rank's value counted."""
+        return Once(self.group)
+
+
+class Max(torch.autograd.Function):
+    """The largest over ranks. It has no derivative: which rank's element it was is not known here."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        """Compare."""
+        check_plain(x, "pmax")
+        return x.clone() if _fake(x) else raw.max_all(group, x)()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Refuse."""
+        raise no_derivative()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        """Refuse."""
+        raise no_derivative()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, group: Group) -> tuple[Tensor, int]:
+        """One collective for the whole batch."""
+        return Max.apply(x.movedim(in_dims[0], 0), group), 0  # type: ignore[no-untyped-call]
+
+
+def check_plain(x: Tensor, what: str) -> None:
+    """Refuse what data operations would silently get wrong: wrappers of transforms, and tracing into a graph.
+
+    Raises:
+        TransformError: this is no data.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise wrapped(what)
+    proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if proxy is not None or torch._C._get_tracing_state() is not None:
+        raise untraceable(what)
+
+
+def _fake(x: Tensor) -> bool:
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # not imported here: it takes a second
+    return fakes is not None and isinstance(x, fakes.FakeTensor)
+
+
+def _rows(x: Tensor, dim: int, count: int) -> Tensor:
+    """``(count, ...)``: the slices along a dim."""
+    at = x.dim() + dim
+    return x.reshape(*x.shape[:at], count, x.shape[at] // count, *x.shape[at + 1 :]).movedim(at, 0)
+
+
+def _join(rows: Tensor, dim: int) -> Tensor:
+    """The rows one behind the other along a dim; the inverse of ``_rows``."""
+    return rows.movedim(0, dim - 1).flatten(dim - 1, dim)
+
+
+def _scaled(shape: Shape, dim: int, times: int, parts: int) -> Shape:
+    out = list(shape)
+    out[dim] = out[dim] * times // parts
+    return tuple(out)

@@ -1,0 +1,153 @@
+"""Collectives on data: plain tensors in, plain tensors out, no derivatives.
+
+Each starts its communication and returns a function that waits for it and gives the result. Data that is only moved
+travels as bytes, so any dtype does. Sums are added in the order of ranks wherever this module adds them, so that equal
+inputs give equal bits on every run and on every rank.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fshard.collectives.group import Group
+from fshard.runtime.clock import marks
+
+Finish = Callable[[], Tensor]
+
+SMALL = 1 << 16
+"""Bytes of all rows together up to which a reduction gathers them: one message instead of two."""
+
+
+def gather(group: Group, x: Tensor) -> Finish:
+    """The tensors of all ranks: ``(ranks, *shape)``."""
+    flat = _flat(x)
+    out = flat.new_empty((group.size, flat.numel()))
+    if x.numel() == 0:
+        return lambda: x.new_empty((group.size, *x.shape))
+    handle = group.lane.all_gather(_bytes(out), _bytes(flat), marks(x.device))
+
+    def finish() -> Tensor:
+        handle.wait()
+        return _by_group(group, out).view(group.size, *x.shape)
+
+    return finish
+
+
+def exchange(group: Group, rows: Tensor) -> Finish:
+    """Row ``i`` goes to rank ``i``; the result's row ``i`` came from it."""
+    flat = _by_lane(group, _flat(rows).view(rows.shape))
+    out = torch.empty_like(flat)
+    if rows.numel() == 0:
+        return lambda: out
+    handle = group.lane.all_to_all(_bytes(out), _bytes(flat), None, None, marks(rows.device))
+
+    def finish() -> Tensor:
+        handle.wait()
+        return _by_group(group, out)
+
+    return finish
+
+
+def permute(group: Group, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+    """What the source that is paired with this rank sent, or zeros."""
+    flat = _bytes(_flat(x))
+    place = group.order or list(range(group.size))
+    send, receive = [0] * group.size, [0] * group.size
+    for source, target in pairs:
+        if source == group.index:
+            send[place[target]] = flat.numel()
+        if target == group.index:
+            receive[place[source]] = flat.numel()
+    if not any(receive):
+        out, arriving = torch.zeros_like(flat), flat.new_empty(0)
+    else:
+        out = arriving = torch.empty_like(flat)
+    if flat.numel() == 0:
+        return lambda: x.clone()
+    handle = group.lane.all_to_all(arriving, flat if any(send) else flat[:0], receive, send, marks(x.device))
+
+    def finish() -> Tensor:
+        handle.wait()
+        return out.view(x.dtype).view(x.shape)
+
+    return finish
+
+
+def scatter_sum(group: Group, rows: Tensor) -> Finish:
+    """This rank's row of the sum over ranks."""
+    flat = _by_lane(group, _flat(rows).view(rows.shape))
+    if rows.numel() == 0:
+        return lambda: torch.empty_like(rows[0])
+    if not rows.is_floating_point():  # not every lane adds integers of every width, or complex numbers
+        arriving = exchange(group, rows)
+        return lambda: _add(arriving())
+    # The lane may overwrite what it is given.
+    flat = flat.clone() if flat.data_ptr() == rows.data_ptr() else flat
+    out = torch.empty_like(flat[0])
+    handle = group.lane.reduce_scatter(
+        out.view(-1), flat.view(-1), torch.empty_like(flat).view(-1), False, marks(rows.device)
+    )
+
+    def finish() -> Tensor:
+        handle.wait()
+        return out
+
+    return finish
+
+
+def sum_all(group: Group, x: Tensor) -> Finish:
+    """The sum over ranks, on all of them."""
+    if _small(group, x):
+        rows = gather(group, x)
+        return lambda: _add(rows())
+    chunks = scatter_sum(group, _chunks(group, x))
+    return lambda: gather(group, chunks())().reshape(-1)[: x.numel()].view(x.shape)
+
+
+def max_all(group: Group, x: Tensor) -> Finish:
+    """The largest over ranks, element by element; nan where any is nan."""
+    if _small(group, x):
+        rows = gather(group, x)
+        return lambda: rows().amax(0)
+    arriving = exchange(group, _chunks(group, x))
+    return lambda: gather(group, arriving().amax(0))().reshape(-1)[: x.numel()].view(x.shape)
+
+
+def _small(group: Group, x: Tensor) -> bool:
+    return x.numel() * x.element_size() * group.size <= SMALL
+
+
+def _add(rows: Tensor) -> Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _chunks(group: Group, x: Tensor) -> Tensor:
+    """The elements in as many rows as there are ranks, the last one filled up with zeros."""
+    width = -(-x.numel() // group.size)
+    out = x.new_zeros(group.size * width)
+    out[: x.numel()] = x.reshape(-1)
+    return out.view(group.size, width)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.view(-1).view(torch.uint8)
+
+
+def _by_group(group: Group, rows: Tensor) -> Tensor:
+    return rows if group.order is None else rows[group.order]
+
+
+def _by_lane(group: Group, rows: Tensor) -> Tensor:
+    if group.order is None:
+        return rows
+    out = torch.empty_like(rows)
+    out[group.order] = rows
+    return out

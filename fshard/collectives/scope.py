@@ -1,0 +1,80 @@
+"""Which mesh an axis name means.
+
+``fs.shard_map`` and ``use_mesh`` bind the axes of a mesh for the calls made inside of them, as transforms of JAX do.
+Names are looked up when a collective is called, never later: a backward uses the mesh that its forward found.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from fshard.collectives.group import Group
+from fshard.errors import AxisError, unbound_axis, unknown_axis
+from fshard.sharding.mesh import Mesh
+
+AxisName = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A mesh whose axes are bound.
+
+    ``implicit`` says that every value inside is varying over all axes. What a collective makes invariant is then made
+    varying again at once. (JAX inserts the same ``pvary``, but where an invariant value meets a varying one, which its
+    tracer sees and ordinary PyTorch code does not show.)
+    """
+
+    mesh: Mesh
+    implicit: bool
+
+
+# The one context variable of the package: what is bound is a matter of the calls around, in this thread alone.
+SCOPE: ContextVar[Scope | None] = ContextVar("fshard_scope", default=None)
+
+
+@contextmanager
+def bind(mesh: Mesh, implicit: bool) -> Iterator[None]:
+    """Bind the axes of a mesh inside."""
+    token = SCOPE.set(Scope(mesh, implicit))
+    try:
+        yield
+    finally:
+        SCOPE.reset(token)
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """Bind the axes of a mesh, so that collectives inside need no ``mesh=`` (``jax.set_mesh``).
+
+    Here types are yours to keep, as the table of ``fshard.collectives`` has them: a ``psum`` is invariant, and needs
+    ``pvary`` before it is combined with varying values if gradients are to be right. Inside of ``fs.shard_map`` that
+    is done for you.
+
+    >>> from fshard.launch import make_mesh
+    >>> with use_mesh(make_mesh((1,), ("shard",))):
+    ...     resolve("shard").size
+    1
+    """
+    with bind(mesh, False):
+        yield mesh
+
+
+def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
+    """The ranks that an axis name stands for, on this mesh or on the one in scope.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis, or an axis is named twice.
+    """
+    scope = SCOPE.get()
+    if mesh is None:
+        if scope is None:
+            raise unbound_axis(axis)
+        mesh = scope.mesh
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    for name in axes:
+        if name not in mesh.axis_names:
+            raise unknown_axis(name, mesh.axis_names)
+    if not axes or len(set(axes)) < len(axes):
+        raise AxisError(f"axis={axis!r}: name at least one axis, and none twice; the mesh has {mesh.axis_names}")
+    return Group(mesh, axes, scope is not None and scope.implicit and scope.mesh == mesh)

@@ -1,0 +1,118 @@
+"""Collectives in two parts, for explicit schedules: start one, compute something else, then take the result.
+
+::
+
+    flying = all_gather_start(weight, "shard", tiled=True)
+    y = first(x)                    # runs while the weight is on its way
+    z = second(y, done(flying))
+
+Between the two the tensor must not be written to. Differentiable by torch.autograd like the undivided forms, whose
+adjoint runs undivided; transforms of torch.func hide the data that a start needs, so under them it raises.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.collectives import build
+from fshard.collectives.build import untraced
+from fshard.collectives.linear import Collective, Exchange, Linear, Scatter, Sum, Vary, apply, check_plain
+from fshard.collectives.raw import Finish
+from fshard.collectives.scope import AxisName, resolve
+from fshard.errors import CollectiveError
+from fshard.sharding.mesh import Mesh
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A collective under way. ``done`` takes its result, once."""
+
+    op: Collective
+    x: Tensor
+    version: int
+    finish: Finish | None
+
+
+@dataclass(frozen=True)
+class _Finishing:
+    """A collective whose data part is under way: applied to what it was started with, it waits."""
+
+    flying: InFlight
+
+    def run(self, x: Tensor) -> Tensor:
+        """The result."""
+        finish, self.flying.finish = self.flying.finish, None
+        assert finish is not None
+        return finish()
+
+
+class Finished(Linear):
+    """``Linear``, where the forward was started before."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Its derivative is that of the undivided collective."""
+        ctx.op = inputs[1].flying.op
+
+
+@untraced
+def done(flying: InFlight) -> Tensor:
+    """Wait for a collective and take its result.
+
+    Raises:
+        CollectiveError: it was taken before, or what it was started with has been written to since.
+    """
+    if flying.finish is None:
+        raise CollectiveError("done: the result of this collective was taken before; keep the tensor")
+    if flying.x._version != flying.version:
+        raise CollectiveError("done: the tensor was written to while it was on its way; write to a copy")
+    result: Tensor = Finished.apply(flying.x, _Finishing(flying))  # type: ignore[no-untyped-call]
+    implicit = flying.op.group.implicit and isinstance(flying.op, Sum)
+    return apply(result, Vary(flying.op.group)) if implicit else result
+
+
+@untraced
+def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlight:
+    """Start ``psum``. Large tensors take two messages, of which the second starts in ``done``."""
+    build.check_addable(x, "psum_start")
+    return _start(x, Sum(resolve(axis, mesh)))
+
+
+@untraced
+def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | None = None) -> InFlight:
+    """Start ``all_gather(..., tiled=True)``."""
+    return _start(x, build.gather_op(resolve(axis, mesh), build.dim_of(x, dim, "all_gather_start"), False))
+
+
+@untraced
+def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | None = None) -> InFlight:
+    """Start ``psum_scatter(..., tiled=True)``."""
+    group, at = resolve(axis, mesh), build.dim_of(x, dim, "psum_scatter_start")
+    build.check_addable(x, "psum_scatter_start")
+    build.check_divides(x, at, group, True, "psum_scatter_start")
+    return _start(x, Scatter(group, at))
+
+
+@untraced
+def all_to_all_start(
+    x: Tensor, axis: AxisName, split_dim: int, concat_dim: int, *, mesh: Mesh | None = None
+) -> InFlight:
+    """Start ``all_to_all(..., tiled=True)``."""
+    group, at = resolve(axis, mesh), build.dim_of(x, split_dim, "all_to_all_start")
+    build.check_divides(x, at, group, True, "all_to_all_start")
+    return _start(x, Exchange(group, at, build.dim_of(x, concat_dim, "all_to_all_start")))
+
+
+@untraced
+def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> InFlight:
+    """Start ``ppermute``."""
+    return _start(x, build.permute(resolve(axis, mesh), perm))
+
+
+def _start(x: Tensor, op: Collective) -> InFlight:
+    check_plain(x, f"{type(op).__name__.lower()}_start")
+    with torch.no_grad():
+        return InFlight(op, x, x._version, op.start(x.detach()))
