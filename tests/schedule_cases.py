@@ -184,15 +184,18 @@ def naive(
             update(g, "in_backward")
 
     for g in range(len(groups)):
-        if not any(g in need for need in needs):
+        if groups[g].gathered and not any(g in need for need in needs):
             update(g, "deferred")
     for k, op in enumerate(computes):
         for need in needs[k : k + policy.prefetch + 1]:
             for g in need:
-                update(g, "deferred")
                 if groups[g].gathered and g not in slots:
+                    update(g, "deferred")
                     ops.append(Op("gather", groups[g].name))
                     slots[g] = "coming"
+        for g in range(len(groups)) if k == 0 else ():
+            if not groups[g].gathered:
+                update(g, "deferred")
         for g in needs[k]:
             if slots.get(g) == "coming":
                 ops.append(Op("wait", groups[g].name))

@@ -199,6 +199,10 @@ class Body:
         finally:
             instance.busy = False
 
+    def prepare(self, leaves: Sequence[Any]) -> Callable[..., Any]:
+        """The module with these parameters, for many calls. It has no buffers."""
+        return self._instance(leaves).root
+
     def _run_with_buffers(
         self, instance: Instance, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:

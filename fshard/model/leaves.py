@@ -1,6 +1,6 @@
 """The order of a tree's leaves, how to read them from a tree quickly, and what to say when they do not fit."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from fshard import errors, tree
 from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
-
-_Node = tuple[tuple[str, Any], ...]  # (key, the number of the leaf or the node below)
 
 
 class LeafOrder:
@@ -26,11 +24,15 @@ class LeafOrder:
     """
 
     def __init__(self, what: str, paths: Iterable[str], shapes: Mapping[str, torch.Size] | None = None) -> None:
-        nested = tree.nest(dict.fromkeys(paths))
+        nested = tree.nest({path: path for path in paths})
         self.paths = tuple(path for path, _ in tree.paths(nested))
         self._what = what
         self._shapes = None if shapes is None else [shapes[path] for path in self.paths]
-        self._root = _compile(nested, iter(range(len(self.paths))))
+        # Flattening sorts the keys of dicts; both permutations lead there and back.
+        place = {path: i for i, path in enumerate(self.paths)}
+        sorted_paths, self._spec = tree.flatten(nested)
+        self._sorted = [place[path] for path in sorted_paths]
+        self._unsorted = sorted(range(len(self._sorted)), key=self._sorted.__getitem__)
 
     def leaves(self, given: Mapping[str, Any]) -> list[Any]:
         """The leaves of a tree in the order of ``paths``.
@@ -39,18 +41,17 @@ class LeafOrder:
             TreeError: leaves are missing, unknown, no tensors or misshapen. A tensor with a slot may have any shape:
                 its engine knows why.
         """
-        found: list[Any] = []
-        try:
-            _walk(self._root, given, found)
-            if self._shapes is None or [leaf.shape for leaf in found] == self._shapes:
+        flat, spec = tree.flatten(given)
+        if spec == self._spec:
+            found = [flat[i] for i in self._unsorted]
+            if self._shapes is None or _shapes(found) == self._shapes:
                 return found
-        except (KeyError, IndexError, TypeError, AttributeError):
-            pass  # what is wrong is said below
         return self._explained(given)
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The nested dict of these leaves: the inverse of ``leaves``."""
-        return _build(self._root, leaves)
+        flat: dict[str, Any] = tree.unflatten(self._spec, [leaves[i] for i in self._sorted])
+        return flat
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:
         if not isinstance(given, Mapping):
@@ -108,21 +109,7 @@ def _distinct(places: Sequence[Place]) -> list[Place]:
     return list({(id(entries), name): (entries, name) for entries, name in places}.values())
 
 
-def _compile(nested: Mapping[str, Any], count: Iterator[int]) -> _Node:
-    return tuple(
-        (key, next(count)) if below is None else (key, _compile(below, count)) for key, below in nested.items()
-    )
-
-
-def _walk(node: _Node, given: Mapping[str, Any], found: list[Any]) -> None:
-    if len(given) != len(node):
-        raise KeyError
-    for key, below in node:
-        if type(below) is int:
-            found.append(given[key])
-        else:
-            _walk(below, given[key], found)
-
-
-def _build(node: _Node, leaves: Sequence[Any]) -> dict[str, Any]:
-    return {key: leaves[below] if type(below) is int else _build(below, leaves) for key, below in node}
+def _shapes(leaves: Sequence[Any]) -> list[Any]:
+    # Leaves may be tensors of a class that answers each question in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        return [getattr(leaf, "shape", None) for leaf in leaves]

@@ -260,7 +260,7 @@ def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, state
     template = Template(module, twin, _numbers(found[0], params), _numbers(found[1], buffers), {})
     body = Body(template, params, buffers, Tracker(module, [found[1][path] for path in buffers.paths]))
     return Shell(
-        unit=Unit(name, _function(body)),
+        unit=Unit(name, _function(body), _preparation(body)),
         params=(params, tuple(_number(found[0][path], leaves) for path in params.paths)),
         buffers={path: _number(found[1][path], states) for path in buffers.paths},
     )
@@ -295,6 +295,11 @@ def _function(body: Body) -> Callable[..., Any]:
         return body.run(body.params.leaves(params), given, args, kwargs)
 
     return stateful if body.buffers.paths else plain
+
+
+def _preparation(body: Body) -> Callable[..., Any] | None:
+    """What saves a unit without buffers to look up its leaves and its instance at every call."""
+    return None if body.buffers.paths else lambda params: body.prepare(body.params.leaves(params))
 
 
 def _detached(buffer: Any) -> Any:

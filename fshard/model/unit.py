@@ -60,10 +60,13 @@ class Unit:
     Attributes:
         name: the path of the module it came from; empty for a hand-written function.
         fn: ``fn(params, *args, **kwargs)``.
+        prepare: gives the function of ``*args, **kwargs`` for a params tree whose leaves stay the same objects, once
+            for many calls; without it that is ``fn`` with the tree.
     """
 
     name: str
     fn: Callable[..., Any]
+    prepare: Callable[[Tree], Callable[..., Any]] | None = None
 
     def __call__(self, params: Tree, /, *args: Any, **kwargs: Any) -> Any:
         slot = _first_slot(params)

@@ -1,7 +1,7 @@
 """What the ops of a schedule do to memory and communicators. One object for each engine, reset at every step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from fshard.runtime.comm import Handle, Lane, Transport
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
 from fshard.schedule.ops import Op
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
 
@@ -43,7 +45,6 @@ class Actions:
         self.by_name = {slots.group.name: slots for slots in slots.groups}
         self.clock = make_clock(plan.mesh.device)
         self.verbs: dict[str, Callable[[GroupSlots, int], None]] = {
-            "update": self._update,
             "gather": self._gather,
             "wait": self._wait,
             "free": self._free,
@@ -55,6 +56,7 @@ class Actions:
         self.shards: list[Shard] = []
         self.update: Update | None = None
         self.own = False
+        self.shares = {g.id: _share(g, plan.mesh) for g in plan.groups if g.trainable}
         self.handles: dict[str, Handle] = {}
         self.readable: set[str] = set()
         self.touched: set[int] = set()
@@ -77,7 +79,7 @@ class Actions:
         self.on_agree = self.on_commit = _nothing
 
     def perform(self, op: Op) -> None:
-        """Do one op that is not a compute op."""
+        """Do one op that is neither a compute op nor an update."""
         if op.kind == "agree":
             self.on_agree()
         elif op.kind == "commit":
@@ -94,9 +96,8 @@ class Actions:
         slots = self.slots.groups[group]
         if group not in self.touched:
             self.touched.add(group)
-            whole = len(numbers) == len(slots.leaves) and all(grad is not None for grad in grads)
-            if whole:
-                views = [slots.grads[n] for n in numbers]
+            if len(numbers) == len(slots.leaves) and all([grad is not None for grad in grads]):
+                views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
                 torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
                 if slots.gaps:
                     torch._foreach_zero_(slots.gaps)
@@ -114,21 +115,21 @@ class Actions:
 
     def sumsq(self) -> float:
         """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
-        groups = [g for g in self.plan.groups if g.trainable and self.grads[g.id].numel()]
-        if not groups:
+        held = [g for g in self.shares if self.grads[g].numel()]
+        if not held:
             return 0.0
-        norms = torch.stack(torch._foreach_norm([self.grads[g.id] for g in groups])).double()
-        mesh = self.plan.mesh
-        shares = [mesh.axis_size(g.gather_axes + g.leaves[0].compute.axes) / mesh.size for g in groups]
-        squares = norms.square() * torch.tensor(shares, dtype=torch.float64, device=norms.device)
-        return math.fsum(squares.tolist())
+        norms = torch.stack(torch._foreach_norm([self.grads[g] for g in held])).tolist()
+        return math.fsum([self.shares[g] * norm * norm for g, norm in zip(held, norms, strict=True)])
 
-    def _update(self, slots: GroupSlots, microbatch: int) -> None:
-        group = slots.group.id
-        if self.update is not None:
+    def apply(self, groups: Sequence[str]) -> None:
+        """Update the shards of these groups, if a step left an update for them."""
+        if self.update is None:
+            return
+        ids = [self.by_name[name].group.id for name in groups]
+        for group in ids:
             if self.own and group not in self.touched and group not in self.summed:
                 self.grads[group].zero_()  # no unit of this step touched it
-            self.update.apply(group)
+        self.update.apply(ids)
 
     def _gather(self, slots: GroupSlots, microbatch: int) -> None:
         group = slots.group
@@ -222,6 +223,11 @@ def poison(buffer: Tensor) -> None:
 def _full_grad(slots: GroupSlots) -> Tensor:
     assert slots.grad is not None, slots.group.name
     return slots.grad
+
+
+def _share(group: Group, mesh: Mesh) -> float:
+    """What part of a group's elements this rank counts, so that all ranks together count each once."""
+    return mesh.axis_size(group.gather_axes + group.leaves[0].compute.axes) / mesh.size
 
 
 def _nothing() -> None:

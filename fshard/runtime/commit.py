@@ -59,7 +59,9 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int) -> Verdict:
         copies: how many ranks work on the same part.
     """
     mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted), float(tally.means)]
-    rows = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
+    rows = [mine]
+    if lane.size > 1:
+        rows = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     status = tuple(int(row[0]) for row in rows)
     if not any(status) and len({(row[4], row[5]) for row in rows}) > 1:
         raise unlike_losses([(bool(row[4]), int(row[5])) for row in rows])

@@ -13,6 +13,7 @@ The engine knows neither schedule nor communication. It tells an *executor* whic
 exist: one runs a schedule, one gathers on demand, and one, on fake tensors, only writes down what it sees.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,8 +28,8 @@ from fshard.runtime.handles import Handle, Mispredicted, make_handle
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
 
-Called = tuple[str, Any, list[Any]]
-"""A unit's call: its name, its parameters, and their leaves."""
+Called = tuple[str, Any, list[Any], Callable[..., Any]]
+"""A unit's call: its name, its parameters, their leaves, and the unit as a function of its other arguments."""
 
 Sink = Callable[[int, list[int], list[Tensor | None]], None]
 """Receives gradients: ``(group id, leaf numbers, gradients)``; a None gradient is zero."""
@@ -82,6 +83,7 @@ class Engine:
         self.names: dict[tuple[str, tuple[object, ...]], str] = {}
         self.trees: dict[Unit, tuple[Any, Called]] = {}
         self.handed: dict[str, Tensor] = {}
+        self.given: list[Tensor] = []
         self.counts: dict[str, int] = {}
         self.storages: set[int] = set()
         self.inside = ""
@@ -106,8 +108,10 @@ class Engine:
 
     def params(self) -> dict[str, Any]:
         """The parameter tree that the loss function gets: nested dicts of slot leaves."""
-        held = self.slots.by_path | self.handed
-        return self.layout.tree([held[path] for path in self.layout.paths])
+        if not self.given:
+            held = self.slots.by_path | self.handed
+            self.given = [held[path] for path in self.layout.paths]
+        return self.layout.tree(self.given)
 
     def guard(self, root: Sequence[int]) -> None:
         """From now on, hand out handles for all leaves but those of the groups that code outside of units reads."""
@@ -117,13 +121,14 @@ class Engine:
                     slot = slot_of(tensor)
                     assert slot is not None
                     self.handed[leaf.path] = make_handle(slot, tensor, leaf.compute_shape)
+        self.given.clear()
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called with slot leaves for parameters. A unit inside a unit is part of the outer one."""
         if self.inside:
             return unit.fn(params, *args, **kwargs)
         executor = self._running(unit)
-        name, params, leaves = self._identify(unit, params)
+        name, params, leaves, function = self._identify(unit, params)
         if self.differentiating:
             return self._again(unit, name, params, args, kwargs)
         index = self.counts.get(name, 0)
@@ -134,7 +139,7 @@ class Engine:
         versions = [x._version for x in watched]
         self.inside = name
         try:
-            result = unit.fn(params, *args, **kwargs)
+            result = function(*args, **kwargs)
         except RuntimeError as error:
             if "in-place operation" in str(error):
                 raise self._forbidden(unit, name, params, args, kwargs) from error
@@ -216,7 +221,7 @@ class Engine:
         self.executor.reach("backward", name, index)
         for group, numbers in self.reads[name].sinks:
             leaves = self.slots.groups[group].leaves
-            if any(leaves[n].grad is not None for n in numbers):
+            if any([leaves[n].grad is not None for n in numbers]):
                 self._collect_outside(group, numbers)
         self.under_way = name
         return True
@@ -230,10 +235,10 @@ class Engine:
             self.executor.settle()
 
     def _collect(self, group: int, numbers: list[int]) -> None:
-        leaves = self.slots.groups[group].leaves
-        self.sink(group, numbers, [leaves[n].grad for n in numbers])
-        for n in numbers:
-            leaves[n].grad = None
+        leaves = [self.slots.groups[group].leaves[n] for n in numbers]
+        self.sink(group, numbers, [leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
 
     def _collect_outside(self, group: int, numbers: list[int]) -> None:
         assert self.executor is not None
@@ -257,7 +262,7 @@ class Engine:
         return self.executor
 
     def _identify(self, unit: Unit, params: Any) -> Called:
-        """The name of a unit's call, its parameters with slot leaves for handles, and these leaves."""
+        """The name of a unit's call, its parameters with slot leaves for handles, these leaves, and what to call."""
         # The tree that a split module hands to its unit is made once, so its identity tells everything.
         held = self.trees.get(unit)
         if held is not None and held[0] is params:
@@ -272,7 +277,8 @@ class Engine:
         if any([type(leaf) is Handle for leaf in leaves]):
             leaves = [self.slots.by_path[path] for path in self.reads[name].paths]
             params = tree.unflatten(spec, leaves)
-        called = (name, params, leaves)
+        function = unit.prepare(params) if unit.prepare else functools.partial(unit.fn, params)
+        called = (name, params, leaves, function)
         if unit.name:
             self.trees[unit] = (given, called)
         return called

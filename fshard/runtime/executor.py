@@ -27,7 +27,10 @@ class Actions(Protocol):
     """What the ops of a schedule do."""
 
     def perform(self, op: Op) -> None:
-        """Do one op that is not a compute op."""
+        """Do one op that is neither a compute op nor an update."""
+
+    def apply(self, groups: Sequence[str]) -> None:
+        """Update these groups."""
 
     def live(self, group: str) -> bool:
         """Whether units can read this group now."""
@@ -57,8 +60,10 @@ class Scheduled:
 
     def settle(self) -> None:
         """Issue the ops that need not wait."""
-        while self.cursor < len(self.ops) and self.ops[self.cursor].kind in EAGER:
-            self._run_to(self.cursor + 1)
+        end = self.cursor
+        while end < len(self.ops) and self.ops[end].kind in EAGER:
+            end += 1
+        self._run_to(end)
 
     def end_microbatch(self) -> None:
         """Nothing to add: the schedule holds it."""
@@ -79,7 +84,9 @@ class Scheduled:
         while self.cursor < position:
             op = self.ops[self.cursor]
             self.cursor += 1
-            if op.kind not in COMPUTE:
+            if op.kind == "update":
+                self._update(op, position)
+            elif op.kind not in COMPUTE:
                 self._perform(op)
 
     def _perform(self, op: Op) -> None:
@@ -88,6 +95,15 @@ class Scheduled:
         except CommError as error:
             raise CommError(f"op {self.cursor - 1} of {len(self.ops)}, '{op}': {error}") from error
         self.record.append(op)
+
+    def _update(self, first: Op, position: int) -> None:
+        # Updates that follow each other are done together.
+        ops = [first]
+        while self.cursor < position and self.ops[self.cursor].kind == "update":
+            ops.append(self.ops[self.cursor])
+            self.cursor += 1
+        self.actions.apply([op.target for op in ops])
+        self.record += ops
 
 
 class Again:

@@ -61,7 +61,7 @@ class Workshop:
 
     def scheduled(self, program: Program, weighted: bool, foreign: bool) -> Prepared:
         """A program with its schedule, made at the first call."""
-        key = (str(program), weighted, foreign)
+        key = (program.text, weighted, foreign)
         if key not in self.programs:
             schedule = self.schedule(program)
             arena = self._arena(schedule.memory.arena_bytes)

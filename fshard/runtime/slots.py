@@ -28,6 +28,8 @@ class GroupSlots:
         grad: the full flat gradient; None if frozen.
         grads: a view of it for each leaf.
         gaps: the views of it that no leaf covers.
+        numbers: of all leaves, in order.
+        storages: the identities of what the leaves are views of.
     """
 
     def __init__(self, group: Group, mesh: Mesh, engine: Any) -> None:
@@ -40,6 +42,8 @@ class GroupSlots:
         self.gaps: list[Tensor] = []
         self.bound: Shard | None = None
         self.leaves: list[Tensor] = []
+        self.numbers = list(range(len(group.leaves)))
+        self.storages: set[int] = set()
         for leaf in group.leaves:
             tensor = torch.empty(0, dtype=group.dtype, device=mesh.device).requires_grad_(leaf.trainable)
             attach(tensor, Slot(engine, leaf.path))
@@ -47,6 +51,7 @@ class GroupSlots:
 
     def bind(self, buffer: Tensor) -> None:
         """Let the leaves be views of a full buffer. Their identity, and what refers to them, stays."""
+        self.storages = {buffer.untyped_storage()._cdata}
         for view, leaf in zip(leaf_views(self.group, buffer.data), self.leaves, strict=True):
             leaf.data = view
 
@@ -99,6 +104,7 @@ class Slots:
         assert slot is not None
         attach(leaf, slot)
         slots.leaves[number] = self.by_path[slot.path] = leaf
+        slots.storages.add(leaf.untyped_storage()._cdata)
 
     def release(self) -> None:
         """Let go of the arena. The slots cannot be used any more."""
@@ -111,7 +117,7 @@ class Slots:
 
     def storages(self) -> set[int]:
         """The identities of every storage that a leaf may alias."""
-        return {leaf.untyped_storage()._cdata for slots in self.groups for leaf in slots.leaves}
+        return set().union(*[slots.storages for slots in self.groups])
 
 
 def cut(arena: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """Resident shards, and the optimizer updates that wait for the next forward to hide behind."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,20 +94,25 @@ class Update:
         """Whether a group was updated."""
         return len(self.waiting) < len(self.grads.cuts)
 
-    def apply(self, group: int) -> None:
-        """Update one group, if that was not done yet."""
-        if group not in self.waiting:
-            return
-        cuts = self.grads.cuts[group]
-        views = zip(self.shards[group].slices(cuts), self.grads.slices(group), cuts, strict=True)
+    def apply(self, groups: Sequence[int]) -> None:
+        """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype."""
+        alike: dict[tuple[Hashable, torch.dtype], tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]] = {}
+        due = [group for group in groups if group in self.waiting]
+        for group in due:
+            cuts = self.grads.cuts[group]
+            for (param, state), grad, cut in zip(
+                self.shards[group].slices(cuts), self.grads.slices(group), cuts, strict=True
+            ):
+                params, grads, states = alike.setdefault((cut[2], param.dtype), ([], [], []))
+                params.append(param)
+                grads.append(grad)
+                states.append(state)
         with torch.no_grad():
-            for (param, state), grad, (_, _, hyper) in views:
-                self.opt.update(
-                    [param], [grad], [state], step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None
-                )
-        del self.waiting[group]
+            for (hyper, _), slices in alike.items():
+                self.opt.update(*slices, step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None)
+        for group in due:
+            del self.waiting[group]
 
     def finish(self) -> None:
         """Update every group that was not updated yet."""
-        for group in list(self.waiting):
-            self.apply(group)
+        self.apply(list(self.waiting))

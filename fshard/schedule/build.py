@@ -1,10 +1,10 @@
 """Building a schedule: one rule that turns a program into ops.
 
 The compute ops of the step stand first: per microbatch ``forward root``, the forward calls, the backward
-calls, ``backward root``. Everything else is placed around them. Before compute k: gather what the computes k
-to k+prefetch read and is not there, each trainable group's update ahead of its first gather; wait for what k
-reads. After compute k: free what it read, unless the next window reads it again; reduce the gradients that it
-completed.
+calls, ``backward root``. Everything else is placed around them. Before compute k: gather what the computes
+k to k+prefetch read and is not there, each trainable group's update ahead of its first gather; wait for what
+k reads. Groups that are not gathered are updated together, before the first compute. After compute k: free
+what it read, unless the next window reads it again; reduce the gradients that it completed.
 
 Around a turn (from the last forward call to the first backward call, and from a microbatch to the next) the
 window for keeping is that of the first call after it. What it holds is there at that call anyway, and so is
@@ -80,7 +80,7 @@ class _Builder:
         """All ops."""
         self._emit("agree")
         for g, uses in enumerate(self.uses):
-            if not uses:
+            if not uses and self.groups[g].gathered:
                 self._update_first(g)
         for k, op in enumerate(self.computes):
             self._before(k, op)
@@ -102,6 +102,11 @@ class _Builder:
             for g in self.reads[self.computes[self.edge].target]:
                 self._request(g)
             self.edge += 1
+        if k == 0:
+            # Together, so that one kernel call can do them all, and behind the first gathers, which hide them.
+            for g, info in enumerate(self.groups):
+                if not info.gathered:
+                    self._update_first(g)
         for g in self.reads[op.target]:
             if self.state[g] == "coming":
                 self._emit("wait", g)
@@ -125,8 +130,8 @@ class _Builder:
         return passed < len(uses) and (group in self.kept or uses[passed] <= horizon)
 
     def _request(self, group: int) -> None:
-        self._update_first(group)
         if self.groups[group].gathered and not self.state[group]:
+            self._update_first(group)
             self._emit("gather", group)
             self.state[group] = "coming"
 

@@ -18,6 +18,7 @@ commit              the norm, and the vote of all ranks; the last op of a train 
 =========  =======  =====================================================================================
 """
 
+import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -102,6 +103,11 @@ class Program:
         called = dict.fromkeys(call.unit for call in self.forward)
         names = dict.fromkeys((ROOT, *called, *sorted(self.reads)))
         object.__setattr__(self, "reads", {name: tuple(self.reads.get(name, ())) for name in names})
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Equal for equal programs. It is asked for in every step, and made once."""
+        return repr(self)
 
 
 @dataclass(frozen=True)
