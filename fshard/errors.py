@@ -68,6 +68,10 @@ class NonFiniteError(ShardError, ArithmeticError):
     """The gradient norm is infinite or nan. The state is as it was before the step."""
 
 
+class RematError(ShardError, RuntimeError):
+    """A function that cannot be computed again: it would give something else, or lose a gradient."""
+
+
 class KeyReuseError(ShardError, RuntimeError):
     """The same random numbers were drawn twice from one key, inside of ``fs.random.checked()``."""
 

@@ -40,12 +40,20 @@ class SavePolicy:
         """``context_fn`` for ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``."""
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-        return functools.partial(create_selective_checkpoint_contexts, self._decide)
+        kept: Any = _save  # Dynamo takes a plain function or a list as a constant, and no method
+        if self.ops is not None:
+            kept = [getattr(op, name) for op in sorted(self.ops, key=str) for name in _overloads(op)]
+        return functools.partial(create_selective_checkpoint_contexts, kept)
 
-    def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        from torch.utils.checkpoint import CheckpointPolicy
 
-        return CheckpointPolicy.MUST_SAVE if self.saves(op) else CheckpointPolicy.PREFER_RECOMPUTE
+def _overloads(op: OpOverloadPacket) -> list[str]:
+    return op.overloads()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _save(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.MUST_SAVE
 
 
 def saving(*ops: Any) -> SavePolicy:

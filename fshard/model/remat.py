@@ -1,0 +1,269 @@
+"""``fs.remat``: compute a function again in the backward instead of keeping what its forward made.
+
+The forward is one autograd Function that saves its inputs. Its backward is the same kind of Function around the
+function's ``torch.func.vjp``, and its jvp around ``torch.func.jvp``, so that every derivative of it recomputes, too,
+and each transform of torch.func finds a rule (``jax.checkpoint``; Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", 2016).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.overrides import TorchFunctionMode
+
+from fshard import tree
+from fshard.errors import PlanError, RematError
+from fshard.model.policies import SavePolicy, nothing
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+Flat = Callable[..., tuple[Tensor, ...]]
+
+
+def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
+    """A function that gives what ``fn`` gives, and keeps only its inputs for the backward (``jax.checkpoint``).
+
+    It works under ``grad``, ``vjp``, ``jvp``, ``vmap``, any nesting of them, double backward, and ``torch.compile``.
+
+    Args:
+        fn: a pure function of pytrees of tensors and plain values, which returns a pytree. All tensors that gradients
+            are wanted of must be arguments. Random numbers in it must come from ``fs.random``.
+        policy: which results are kept nevertheless: ``fs.policies.nothing`` (the default), ``dots``, ``everything``,
+            ``saving(ops)``. ``dots`` and ``saving`` work in plain autograd and under ``torch.compile``; they raise
+            under a transform of ``torch.func`` and on double backward. Inside of a compiled transform the compiler
+            sees the whole computation, and ``remat`` leaves it alone.
+
+    Raises:
+        RematError: when it is called: ``fn`` reads a tensor of the surrounding graph through a closure, draws from
+            torch's global generator, or a transform cannot honour the policy.
+        PlanError: ``policy`` is no policy.
+
+    >>> import fshard as fs
+    >>> f = fs.remat(lambda w, x: torch.tanh(x @ w).sum())
+    >>> torch.func.grad(f)(torch.zeros(2, 1), torch.ones(3, 2))
+    tensor([[3.],
+            [3.]])
+    """
+    policy = nothing if policy is None else policy
+    if not isinstance(policy, SavePolicy):
+        raise PlanError(f"remat(policy={policy!r}): give fs.policies.nothing, dots, everything or saving(ops)")
+    if policy.ops is None:
+        return fn
+
+    contexts: dict[str, Any] = {"context_fn": policy.contexts()} if policy.ops else {}
+
+    @functools.wraps(fn)
+    def again(*args: Any, **kwargs: Any) -> Any:
+        transformed = _functorch.peek_interpreter_stack() is not None
+        if torch.compiler.is_compiling() and transformed:
+            return fn(*args, **kwargs)
+        if torch.compiler.is_compiling() or (policy.ops and not transformed):
+            from torch.utils.checkpoint import checkpoint
+
+            return checkpoint(fn, *args, use_reentrant=False, **contexts, **kwargs)
+        if policy.ops:
+            raise RematError(
+                f"remat(policy={policy}) under a transform of torch.func, which has no place to keep single results: "
+                f"use fs.policies.nothing or everything there"
+            )
+        return _again(fn, args, kwargs)
+
+    return again  # type: ignore[return-value]
+
+
+@dataclass
+class Call:
+    """One call of a function, as a function of its tensors alone.
+
+    Attributes:
+        fn: from tensors to a tuple of tensors.
+        watched: whether what it reads beside its arguments is checked; once, at the first forward, is enough.
+        autocast: the state of autocast at the call, which the backward does not have by itself.
+    """
+
+    fn: Flat
+    watched: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with _autocast(self.autocast):
+            return self.fn(*tensors)
+
+    def derived(self, fn: Flat) -> "Call":
+        """A derivative of this call, to be recomputed in its turn."""
+        return Call(fn, False, self.autocast)
+
+
+class Remat(torch.autograd.Function):
+    """``Remat.apply(call, *tensors)``: the call's result, whose derivatives compute it again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Compute, and keep nothing."""
+        if not call.watched:
+            return call(*tensors)
+        detached = [tensor.detach() for tensor in tensors]
+        with Watch():
+            return call(*detached)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save the inputs."""
+        ctx.call, ctx.places = inputs[0], [i for i, out in enumerate(output) if _floating(out)]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+        ctx.mark_non_differentiable(*(out for out in output if not _floating(out)))
+        ctx.set_materialize_grads(True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The vjp of the call, recomputed."""
+        tensors = ctx.saved_tensors
+        wanted = [i for i, tensor in enumerate(tensors) if _floating(tensor)]
+        call = ctx.call.derived(functools.partial(_vjp, ctx.call, len(tensors), wanted, ctx.places))
+        found = iter(Remat.apply(call, *tensors, *(grads[i] for i in ctx.places)))  # type: ignore[no-untyped-call]
+        return None, *(next(found) if i in wanted else None for i in range(len(tensors)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The jvp of the call, recomputed."""
+        tensors = ctx.saved_tensors
+        wanted = [i for i, tensor in enumerate(tensors) if _floating(tensor)]
+        given = [t if (t := tangents[i]) is not None else torch.zeros_like(tensors[i]) for i in wanted]
+        call = ctx.call.derived(functools.partial(_jvp, ctx.call, len(tensors), wanted, ctx.places))
+        found = iter(Remat.apply(call, *tensors, *given))  # type: ignore[no-untyped-call]
+        count = max(ctx.places, default=-1) + 1
+        return tuple(next(found) if i in ctx.places else None for i in range(count))
+
+
+def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves, spec = tree.flatten((args, kwargs))
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    plain = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
+    result: list[Any] = []
+
+    def flat(*given: Tensor) -> tuple[Tensor, ...]:
+        filled = list(plain)
+        for i, tensor in zip(tensors_at, given, strict=True):
+            filled[i] = tensor
+        args, kwargs = tree.unflatten(spec, filled)
+        outs, out_spec = tree.flatten(fn(*args, **kwargs))
+        result[:] = [[_TENSOR if isinstance(out, Tensor) else out for out in outs], out_spec]
+        # A Function's results are its own: an input that is returned as it stands would lose its gradient.
+        same = [any(out is tensor for tensor in given) for out in outs]
+        found = zip(outs, same, strict=True)
+        return tuple(out.view_as(out) if alike else out for out, alike in found if isinstance(out, Tensor))
+
+    tensors_at = list(tensors)
+    with _unchanged_generators():
+        call = Call(flat, True, _autocast_state())
+        outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
+    kept, out_spec = result[0], result[1]
+    return tree.unflatten(out_spec, [next(outs) if value is _TENSOR else value for value in kept])
+
+
+_TENSOR = object()
+
+
+def _vjp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of the wanted tensors among ``args[:count]``; ``args[count:]`` are those of the results."""
+    of = _restricted(call, args[:count], wanted, places)
+    _, pull = torch.func.vjp(of, *(args[i] for i in wanted))
+    grads: tuple[Tensor, ...] = pull(args[count:])
+    return grads
+
+
+def _jvp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor) -> tuple[Tensor, ...]:
+    """The tangents of the results; ``args[count:]`` are those of the wanted tensors among ``args[:count]``."""
+    of = _restricted(call, args[:count], wanted, places)
+    tangents: tuple[Tensor, ...] = torch.func.jvp(of, tuple(args[i] for i in wanted), args[count:])[1]
+    return tangents
+
+
+def _restricted(call: Call, tensors: Sequence[Tensor], wanted: Sequence[int], places: Sequence[int]) -> Flat:
+    """The call as a function of its floating-point tensors, with its floating-point results."""
+
+    def of(*some: Tensor) -> tuple[Tensor, ...]:
+        filled = list(tensors)
+        for i, tensor in zip(wanted, some, strict=True):
+            filled[i] = tensor
+        outs = call(*filled)
+        return tuple(outs[i] for i in places)
+
+    return of
+
+
+def _floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Watch(TorchFunctionMode):
+    """Refuses tensors of the surrounding graph that are no arguments: their gradients would be lost without a word.
+
+    It looks at what operators are given. The function's arguments come detached, so whatever requires grad, or belongs
+    to a transform that is not under way inside, came from outside. Samples of a surrounding vmap are no danger.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look, then run."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor) and name != "detach" and _foreign(tensor):
+                    raise RematError(
+                        f"the function given to fs.remat reads a tensor of shape {list(tensor.shape)} in {name} that "
+                        f"needs a gradient and is no argument of it: pass it as an argument, or read tensor.detach() "
+                        f"if it is a constant. (Inside, differentiate with torch.func, not with requires_grad.)"
+                    )
+        return func(*args, **kwargs)
+
+
+def _foreign(tensor: Tensor) -> bool:
+    if not _functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor.requires_grad
+    level, batched = _functorch.maybe_get_level(tensor), _functorch.is_batchedtensor(tensor)
+    vmap = _functorch.TransformType.Vmap
+    stack = _functorch.get_interpreter_stack() or ()
+    # A transform that is suspended lends its level to those that begin inside: the kinds must agree, too.
+    return not any(one.level() == level and (one.key() == vmap) == batched for one in stack)
+
+
+@contextmanager
+def _unchanged_generators() -> Iterator[None]:
+    """Refuse draws from torch's generators: a recomputation would draw other numbers."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    before = [generator.get_state() for generator in generators]
+    yield
+    for generator, state in zip(generators, before, strict=True):
+        if not torch.equal(generator.get_state(), state):
+            raise RematError(
+                f"the function given to fs.remat draws from torch's generator on {generator.device}, and would draw "
+                f"other numbers when it is computed again: use fs.random with a key among the arguments, and split "
+                f"modules in eval mode, or without nn.Dropout"
+            )
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES)
+
+
+@contextmanager
+def _autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
+    """Autocast as it was at the call; its cache would keep casts of tensors that are there for this call alone."""
+    with ExitStack() as stack:
+        if state != _autocast_state():
+            for kind, enabled, dtype in state:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        yield
