@@ -175,7 +175,7 @@ _TENSOR = object()
 def _vjp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor) -> tuple[Tensor, ...]:
     """The gradients of the wanted tensors among ``args[:count]``; ``args[count:]`` are those of the results."""
     of = _restricted(call, args[:count], wanted, places)
-    _, pull = torch.func.vjp(of, *(args[i] for i in wanted))
+    pull = torch.func.vjp(of, *(args[i] for i in wanted))[1]
     grads: tuple[Tensor, ...] = pull(args[count:])
     return grads
 
