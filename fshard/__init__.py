@@ -6,7 +6,7 @@ The spec says where, the schedule says when, the runtime does it::
     model/          modules as parameter trees and pure functions, units, initial values
     optim/          update rules, fused on flat buffers
     sharding/       WHERE: mesh, spec, rules, layout, plan
-    schedule/       WHEN: ops, build, check, text, memory
+    schedule/       WHEN: ops, build, check, text, memory, simulate
     runtime/        HOW: communication, arena, engine, executor
     collectives/    psum, all_gather, ... by axis name, differentiable
     state/          the train state, and its ways in and out of whole tensors
@@ -26,6 +26,7 @@ from fshard.model.unit import unit
 from fshard.runtime.loss import Mean
 from fshard.schedule.policy import Policy, keep
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.simulate import Costs, Link, Simulation, simulate
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
@@ -37,7 +38,9 @@ from fshard.step import TrainStep, make_train_step
 __version__ = "0.1.0"
 
 __all__ = [
+    "Costs",
     "EvalStep",
+    "Link",
     "Mean",
     "Mesh",
     "Metrics",
@@ -47,6 +50,7 @@ __all__ = [
     "Policy",
     "Rule",
     "Schedule",
+    "Simulation",
     "TrainState",
     "TrainStep",
     "abstract_mesh",
@@ -65,6 +69,7 @@ __all__ = [
     "random",
     "remat",
     "shard",
+    "simulate",
     "split",
     "unit",
     "unshard",

@@ -169,6 +169,11 @@ def bad_policy(problems: Iterable[str]) -> PlanError:
     return PlanError(lines("this policy cannot be:", problems, remedy))
 
 
+def bad_costs(problems: Iterable[str]) -> PlanError:
+    """Costs that no op can have."""
+    return PlanError(lines("these costs cannot be:", problems, "give seconds and bytes a second of ops that exist"))
+
+
 def no_unit_to_keep(patterns: Iterable[str], units: Sequence[str]) -> PlanError:
     """Patterns of ``fs.keep`` that no unit of the program has a name for."""
     some = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "") or "none at all"

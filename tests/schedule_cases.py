@@ -106,7 +106,8 @@ def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, .
         trainable = draw(st.booleans())
         full, grad, stage = draw(sizes), draw(sizes) * trainable, draw(sizes) * trainable
         gathered, reduced = draw(st.booleans()), draw(st.booleans()) and trainable
-        groups.append(GroupInfo(f"g{i}", full, full // 2, grad, stage, gathered, reduced, trainable))
+        sent = draw(sizes) * gathered, draw(sizes) * reduced, draw(sizes) * reduced
+        groups.append(GroupInfo(f"g{i}", full, full // 2, grad, stage, gathered, reduced, trainable, *sent))
     ids = st.lists(st.integers(0, count - 1), unique=True, max_size=3).map(tuple) if count else st.just(())
     units = [f"u{i}" for i in range(draw(st.integers(0, most)))]
     reads = {unit: draw(ids) for unit in ("root", *units)}

@@ -9,9 +9,11 @@ import fshard as fs
 from fshard.schedule import Schedule, build
 from fshard.schedule.ops import Call, GroupInfo, Program
 from fshard.view import timeline
-from fshard.view.timeline import LANES, bars, live, stacked
+from fshard.view.timeline import LANES, _places, bars, live, stacked, timed_bars
 
-GROUPS = tuple(GroupInfo(name, 4096, 2048, 4096, 4096, True, True, True) for name in ("root", "a", "b", "c"))
+GROUPS = tuple(
+    GroupInfo(name, 4096, 2048, 4096, 4096, True, True, True, 2048, 2048) for name in ("root", "a", "b", "c")
+)
 CALLS = tuple(Call(name) for name in "abc")
 PROGRAM = Program(CALLS, CALLS[::-1], {"root": (0,), "a": (1,), "b": (2,), "c": (3,)})
 
@@ -59,6 +61,19 @@ def test_live_bytes_are_those_of_the_schedule(schedule: Schedule) -> None:
 def test_exposed_transfers_are_those_without_compute() -> None:
     assert all(bar.exposed for bar in bars(SCHEDULES["on the spot"]) if bar.lane == "gather")
     assert [bar.label for bar in bars(SCHEDULES["default"]) if bar.exposed] == ["root", "root"]
+
+
+def test_with_a_simulation_the_axis_is_time(schedule: Schedule, tmp_path: Any) -> None:
+    costs = {(op.kind, op.target): 1.0 for op in schedule if op.kind in ("forward", "backward")}
+    run = fs.simulate(schedule, fs.Costs(costs, fs.Link(4096.0)))
+    figure = timeline(schedule, run)
+    figure.savefig(tmp_path / "step.png", dpi=40)
+    if schedule.program.forward:
+        assert str(run).splitlines()[0].removeprefix("step ") in figure.axes[1].get_xlabel()
+    for bar, at in zip(timed_bars(run, 2.0), _places(schedule.ops), strict=True):
+        assert bar.label == schedule[at].target
+        assert (bar.begin, bar.end) == (2 * run.starts[at], 2 * run.ends[at])
+    assert sum(bar.exposed for bar in timed_bars(run, 1.0)) == len(run.waits())
 
 
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fshard.runtime.clock import Clock, Mark, make_clock
-from fshard.runtime.comm import Handle, Lane, Transport
+from fshard.runtime.comm import Done, Handle, Lane, Transport
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
 from fshard.schedule.ops import Op
@@ -38,10 +39,14 @@ class Actions:
         lanes: the communicators.
         grads: the gradient shard of each trainable group, by group id.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
+        accumulate: the microbatches of a step. Replicas add up their shards in the last one.
     """
 
-    def __init__(self, plan: Plan, slots: Slots, lanes: Lanes, grads: Mapping[int, Tensor], poison: bool) -> None:
+    def __init__(
+        self, plan: Plan, slots: Slots, lanes: Lanes, grads: Mapping[int, Tensor], poison: bool, accumulate: int
+    ) -> None:
         self.plan, self.slots, self.lanes, self.grads, self.poison = plan, slots, lanes, grads, poison
+        self.accumulate = accumulate
         self.by_name = {slots.group.name: slots for slots in slots.groups}
         self.clock = make_clock(plan.mesh.device)
         self.verbs: dict[str, Callable[[GroupSlots, int], None]] = {
@@ -156,24 +161,22 @@ class Actions:
         if group.id not in self.touched:
             grad.zero_()
         self.touched.discard(group.id)
-        add = group.id in self.summed
-        shard, stage = self.grads[group.id], slots.reduce_stage
-        replicas = self.lanes.sum[group.sum_axes]
-        finish: Handle
+        add, shard = group.id in self.summed, self.grads[group.id]
+        replicas, last = self.lanes.sum[group.sum_axes], microbatch == self.accumulate - 1
+        finish: Handle = Done()
         if group.parts == 1:
-            work = replicas.all_reduce(grad, self._now())
-            finish = Fold(work, grad, shard, add)
+            shard.add_(grad) if add else shard.copy_(grad)
+            if last:
+                finish = replicas.all_reduce(shard, self._now())
         else:
-            assert stage is not None
-            sent, spare = grad, stage
+            sent, spare = grad, slots.reduce_stage
+            assert spare is not None
             if group.staged:
-                sent, spare = stage[: group.numel], stage[group.numel :]
+                sent, spare = spare[: group.numel], spare[group.numel :]
                 pack(group, slots.grads, sent)
-            lane = self.lanes.scatter[group.gather_axes]
-            direct = replicas.size == 1
-            target = shard if direct else spare[: group.chunk]
-            work = lane.reduce_scatter(target, sent, spare, add and direct, self._now())
-            finish = work if direct else Fold(work, target, shard, add, replicas, self.clock)
+            finish = self.lanes.scatter[group.gather_axes].reduce_scatter(shard, sent, spare, add, self._now())
+            if last and replicas.size > 1:
+                finish = Total(finish, shard, replicas, self.clock)
         self.summed.add(group.id)
         self.handles[f"reduce {group.name}"] = finish
 
@@ -187,29 +190,19 @@ class Actions:
         return (self.clock.mark(),)
 
 
-class Fold:
-    """The handle of a reduction whose sum is still to be added over replicas, or into the gradient shard."""
+@dataclass(frozen=True)
+class Total:
+    """The handle of a reduction that is still to be added up over replicas."""
 
-    def __init__(
-        self,
-        work: Handle,
-        part: Tensor,
-        shard: Tensor,
-        add: bool,
-        replicas: Lane | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self.work, self.part, self.shard, self.add, self.replicas, self.clock = work, part, shard, add, replicas, clock
+    work: Handle
+    shard: Tensor
+    replicas: Lane
+    clock: Clock
 
     def wait(self) -> None:
-        """Wait for the sum, then bring it home."""
+        """Wait for this rank's sum, then add up."""
         self.work.wait()
-        if self.replicas is not None:
-            self.replicas.all_reduce(self.part, (self.clock.mark() if self.clock else None,)).wait()
-        if self.add:
-            self.shard.add_(self.part)
-        else:
-            self.shard.copy_(self.part)
+        self.replicas.all_reduce(self.shard, (self.clock.mark(),)).wait()
 
 
 def poison(buffer: Tensor) -> None:

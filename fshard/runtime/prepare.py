@@ -103,7 +103,7 @@ class Workshop:
                     slots.bind_grad(self._grad(slots.group.id))
                 elif slots.group.trainable:
                     self._grad(slots.group.id)
-        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.poison)
+        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.poison, self.accumulate)
         sinks.append(actions)
         ops = schedule.ops if schedule else ()
         positions = {(o.kind, o.target, o.index, o.microbatch): i for i, o in enumerate(ops) if o.kind in COMPUTE}

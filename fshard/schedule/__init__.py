@@ -6,17 +6,22 @@ from fshard.schedule.memory import Memory
 from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
+from fshard.schedule.simulate import Costs, Link, Simulation, simulate
 
 __all__ = [
     "ROOT",
     "Call",
+    "Costs",
     "GroupInfo",
+    "Link",
     "Memory",
     "Op",
     "Policy",
     "Program",
     "Schedule",
+    "Simulation",
     "build",
     "check",
     "parse",
+    "simulate",
 ]

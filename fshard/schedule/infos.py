@@ -24,6 +24,9 @@ def stage_numel(plan: Plan, group: Group) -> int:
 
 def _info(plan: Plan, group: Group) -> GroupInfo:
     item = group.dtype.itemsize
+    peers, replicas = group.parts - 1, plan.mesh.axis_size(group.sum_axes)
+    scattered = peers * group.chunk * item
+    summed = 2 * (replicas - 1) * group.chunk * item // replicas
     return GroupInfo(
         name=group.name,
         full_bytes=group.numel * item * (2 if group.staged else 1),
@@ -33,4 +36,7 @@ def _info(plan: Plan, group: Group) -> GroupInfo:
         gathered=group.parts > 1,
         reduced=group.trainable and (group.parts > 1 or plan.mesh.axis_size(group.sum_axes) > 1),
         trainable=group.trainable,
+        gather_sent=scattered,
+        reduce_sent=scattered if group.trainable else 0,
+        sum_sent=summed if group.trainable else 0,
     )

@@ -123,6 +123,9 @@ class GroupInfo:
         gathered: False for a group that compute reads where it lies: it is not gathered, waited for or freed.
         reduced: False for a group whose gradient needs no communication: it is not reduced or collected.
         trainable: whether it has gradients and updates.
+        gather_sent: what this rank sends in one gather.
+        reduce_sent: what it sends in one reduction over the ranks that hold its shards.
+        sum_sent: what it sends once a step, in the last microbatch, to add its shard up over replicas.
 
     Raises:
         PlanError: a size is negative, or the name is empty.
@@ -136,9 +139,13 @@ class GroupInfo:
     gathered: bool
     reduced: bool
     trainable: bool
+    gather_sent: int = 0
+    reduce_sent: int = 0
+    sum_sent: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes)
+        held = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes)
+        sizes = (*held, self.gather_sent, self.reduce_sent, self.sum_sent)
         if not self.name or min(sizes) < 0:
             raise errors.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
 

@@ -22,7 +22,7 @@ TITLE = "fshard schedule 1"
 WIDTH = 100
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
 PLAIN = re.compile(r'[^\s"#@][^\s"]*')
-SIZES = ("full", "shard", "grad", "stage")
+SIZES = ("full", "shard", "grad", "stage", "sends")
 FLAGS = (("resident", "gathered"), ("unreduced", "reduced"), ("frozen", "trainable"))
 """The words for False and True of each flag of a group."""
 
@@ -77,7 +77,8 @@ def _header(parts: Parts) -> Iterator[str]:
     width = max((len(_name(group.name)) for group in groups), default=0)
     for group in groups:
         sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes, group.stage_bytes)
-        numbers = " ".join(f"{key}={size}" for key, size in zip(SIZES, sizes, strict=True))
+        sends = f"{group.gather_sent},{group.reduce_sent},{group.sum_sent}"
+        numbers = " ".join(f"{key}={size}" for key, size in zip(SIZES, (*sizes, sends), strict=True))
         flags = (group.gathered, group.reduced, group.trainable)
         words = " ".join(pair[flag] for pair, flag in zip(FLAGS, flags, strict=True))
         yield f"group {_name(group.name):<{width}} {numbers} {words} # {', '.join(map(size_text, sizes))}"
@@ -187,13 +188,17 @@ class _Reader:
         name = _unquoted(tokens[0])
         if name in self.groups:
             raise ValueError(f"group {name!r} is there twice")
-        full, shard, grad, stage = (_number(value, "") for value in _values(tokens[1:5], SIZES))
-        for word, pair in zip(tokens[5:], FLAGS, strict=True):
+        *values, sends = _values(tokens[1:6], SIZES)
+        full, shard, grad, stage = (_number(value, "") for value in values)
+        if sends.count(",") != 2:
+            raise ValueError(f"sends={sends} is not of the form GATHER,REDUCE,SUM")
+        sent = [_number(value, "") for value in sends.split(",")]
+        for word, pair in zip(tokens[6:], FLAGS, strict=True):
             if word not in pair:
                 raise ValueError(f"{word!r} is neither {pair[0]} nor {pair[1]}")
-        gathered, reduced, trainable = (word == pair[1] for word, pair in zip(tokens[5:], FLAGS, strict=True))
+        gathered, reduced, trainable = (word == pair[1] for word, pair in zip(tokens[6:], FLAGS, strict=True))
         self.ids[name] = len(self.groups)
-        self.groups[name] = GroupInfo(name, full, shard, grad, stage, gathered, reduced, trainable)
+        self.groups[name] = GroupInfo(name, full, shard, grad, stage, gathered, reduced, trainable, *sent)
 
     def _unit(self, tokens: list[str]) -> None:
         if len(tokens) < 2 or tokens[1] != "reads":

@@ -1,11 +1,12 @@
 """A schedule as a picture: what is in flight beside each compute op, and what the arena holds meanwhile.
 
 The horizontal axis is the order of ops, not time: nobody knows how long an op takes before it runs. Compute ops are
-wide and all others narrow, so a transfer that spans a compute op is one that can hide behind it.
+wide and all others narrow, so a transfer that spans a compute op is one that can hide behind it. With a simulation
+the axis is the time that its costs lead to.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from fshard import errors
 from fshard.schedule.memory import size_text
 from fshard.schedule.ops import ROOT, UNIT_KINDS, Op
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.simulate import Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +39,7 @@ OUTSIDE = (0.42, 0.45, 0.5, 1.0)
 """The color of groups and of code outside of units."""
 
 CAPTION = "from left to right: the order of ops, not time.  Outlined: a transfer with no compute op to hide behind."
+TIMED = "from left to right: simulated time.  Outlined: a transfer that compute waits for.  The step: "
 
 FONT = 8.5
 CHARACTER = 0.066
@@ -61,11 +64,12 @@ class Bar:
     exposed: bool = False
 
 
-def timeline(schedule: Schedule) -> "Figure":
+def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figure":
     """Draw a schedule: lanes of gathers, compute, reductions and updates, and below them the arena.
 
     Args:
         schedule: the schedule, for example ``step.trace(batch)`` on an abstract mesh.
+        simulation: what ``fs.simulate(schedule, costs)`` gave: the axis is then time.
 
     Returns:
         A figure of its own, which pyplot does not know: ``figure.savefig("step.png")``.
@@ -80,8 +84,13 @@ def timeline(schedule: Schedule) -> "Figure":
     except ImportError as error:
         raise errors.missing_extra("fs.view.timeline", "matplotlib", "view") from error
     edges = positions(schedule.ops)
+    drawn = list(bars(schedule))
+    if simulation is not None and simulation.seconds:
+        scale = edges[-1] / simulation.seconds
+        edges = [time * scale for time in (*simulation.issued, simulation.seconds)]
+        drawn = list(timed_bars(simulation, scale))
     width = min(max(2.0 + 0.66 * edges[-1], 8.0), 40.0)
-    rows = stacked(bars(schedule), edges[-1] / (width - 1.6) * CHARACTER)
+    rows = stacked(drawn, edges[-1] / (width - 1.6) * CHARACTER)
     heights = {lane: 1 + max((row for bar, row in rows if bar.lane == lane), default=0) for lane in LANES}
     lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(LANES) + 0.3
     figure = Figure(figsize=(width, lanes_height + 2.6), layout="constrained", facecolor="white")
@@ -94,6 +103,8 @@ def timeline(schedule: Schedule) -> "Figure":
     _lanes(top, rows, heights, colors)
     _phases(top, schedule, edges)
     _arena(below, schedule, edges)
+    caption = CAPTION if simulation is None else f"{TIMED}{str(simulation).splitlines()[0].removeprefix('step ')}"
+    below.set_xlabel(caption, fontsize=FONT, color=GRAY, loc="left")
     what = "train step" if schedule.train else "evaluation"
     title = f"One {what}, {len(schedule)} ops: {schedule.policy} accumulate={schedule.accumulate}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 2, color=INK, weight="bold")
@@ -126,7 +137,23 @@ def bars(schedule: Schedule) -> Iterator[Bar]:
             yield Bar(op.kind, op.target, op.target, edges[at], edges[end], exposed)
 
 
-def stacked(items: Iterator[Bar], character: float) -> list[tuple[Bar, int]]:
+def timed_bars(simulation: Simulation, scale: float) -> Iterator[Bar]:
+    """The bars of all lanes: a transfer lasts from its first byte to its arrival. ``scale``: of the axis, a second."""
+    ops = simulation.schedule.ops
+    for at, bar in zip(_places(ops), bars(simulation.schedule), strict=True):
+        exposed = False
+        if bar.lane in ENDS:
+            end = next(i for i in range(at, len(ops)) if (ops[i].kind, ops[i].target) == (ENDS[bar.lane], bar.label))
+            exposed = simulation.ends[end] > simulation.issued[end]
+        yield replace(bar, begin=simulation.starts[at] * scale, end=simulation.ends[at] * scale, exposed=exposed)
+
+
+def _places(ops: Sequence[Op]) -> Iterator[int]:
+    """Where the ops stand that have bars."""
+    return (at for at, op in enumerate(ops) if op.kind in UNIT_KINDS or op.kind == "update" or op.kind in ENDS)
+
+
+def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:
     """Each bar with its row in its lane: bars that overlap, with their labels, lie in different rows.
 
     Args:
@@ -232,4 +259,3 @@ def _arena(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
     ax.text(edges[-1], size * 1.03, words, ha="right", va="bottom", fontsize=FONT, color=ALERT)
     if any(below):
         ax.legend(loc="upper left", ncols=3, frameon=False, fontsize=FONT, labelcolor=INK, borderaxespad=0.1)
-    ax.set_xlabel(CAPTION, fontsize=FONT, color=GRAY, loc="left")

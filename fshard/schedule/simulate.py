@@ -1,0 +1,231 @@
+"""Simulating a schedule: when each op begins and ends, given what ops cost. Pure and deterministic.
+
+The model has one device, which runs forwards, backwards and updates in the order of the schedule, and lanes beside
+it: the gathers are one lane, the reductions another. A lane carries one transfer at a time, in the order of issue.
+Lanes over one link share it the same way: who asked first is served first. ``wait`` and ``collect`` hold the device
+until their transfer has arrived; that time is *exposed*. Times are sums and maxima of costs and nothing else, so
+that none of them gets longer when a cost gets smaller.
+
+What it leaves out: transfers take nothing from compute (on gloo they take processor time), and ranks are alike.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from fshard import errors
+from fshard.schedule.memory import size_text
+from fshard.schedule.ops import GroupInfo, Op
+from fshard.schedule.schedule import Schedule
+
+NOTHING: Mapping[tuple[str, str], float] = MappingProxyType({})
+
+TIMED = frozenset(("forward", "backward", "update", "collect", "agree", "commit"))
+"""Kinds of ops that may take time on the device."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries transfers.
+
+    Args:
+        bytes_per_s: what a rank can send in a second.
+        latency: seconds from the issue of a transfer to its first byte.
+
+    Raises:
+        PlanError: a rate that is not positive, or a negative latency.
+    """
+
+    bytes_per_s: float = math.inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.bytes_per_s > 0:
+            problems.append(f"bytes_per_s={self.bytes_per_s!r} is not positive")
+        if not 0 <= self.latency < math.inf:
+            problems.append(f"latency={self.latency!r} is no number of seconds")
+        if problems:
+            raise errors.bad_costs(problems)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What ops cost.
+
+    Args:
+        seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. Kinds are
+            forward, backward, update, collect, agree and commit; ops that it lacks take no time.
+        link: the link of gathers, and of reductions too unless they have their own.
+        reduces: the link of reductions, if it is another than that of gathers.
+
+    Raises:
+        PlanError: a negative time, or one of an op that takes none.
+    """
+
+    seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    link: Link = Link()
+    reduces: Link | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        for (kind, target), value in self.seconds.items():
+            if kind not in TIMED:
+                problems.append(f"{kind} {target}: ops of this kind take no time on the device")
+            elif not 0 <= value < math.inf:
+                problems.append(f"{kind} {target} takes {value!r} seconds")
+        if problems:
+            raise errors.bad_costs(problems)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """When the ops of a schedule run. All times are seconds from the begin of the step.
+
+    Attributes:
+        schedule: what was simulated.
+        issued: when the device comes to each op.
+        starts: when each op begins; for a gather or a reduce, when its first byte goes.
+        ends: when each op is over; for a gather or a reduce, when it has arrived.
+        compute: the seconds in which the device is busy.
+        wire: the seconds in which the busiest link is.
+        sent: bytes that a rank sends.
+    """
+
+    schedule: Schedule = field(repr=False)
+    issued: tuple[float, ...] = field(repr=False)
+    starts: tuple[float, ...] = field(repr=False)
+    ends: tuple[float, ...] = field(repr=False)
+    compute: float
+    wire: float
+    sent: int
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return max(self.ends, default=0.0)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits."""
+        return self.seconds - self.compute
+
+    def waits(self) -> list[tuple[float, Op]]:
+        """The ops that hold the device for a transfer, longest first, and for how long."""
+        held = [
+            (end - start, op)
+            for op, start, end in zip(self.schedule, self.issued, self.ends, strict=True)
+            if op.kind in ("wait", "collect") and end > start
+        ]
+        return sorted(held, key=lambda pair: -pair[0])
+
+    def __str__(self) -> str:
+        rows = [
+            f"step {time_text(self.seconds)}: compute {time_text(self.compute)}, wire {time_text(self.wire)} for "
+            f"{size_text(self.sent)} sent, exposed {time_text(self.exposed)}"
+        ]
+        rows += [f"{time_text(seconds):>10}  {op}" for seconds, op in self.waits()[:5]]
+        return "\n".join(rows)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+    """When each op of a schedule begins and ends.
+
+    Args:
+        schedule: the schedule.
+        costs: what its ops cost.
+
+    Raises:
+        PlanError: costs of an op that the schedule does not have.
+        ScheduleError: something is waited for that was never issued.
+
+    >>> from fshard.schedule import Call, GroupInfo, Policy, Program, build
+    >>> group = GroupInfo("layer", 200, 100, 0, 0, True, False, False, gather_sent=100)
+    >>> program = Program((Call("layer"),), (), {"layer": (0,)})
+    >>> schedule = build(program, [group], Policy(), train=False)
+    >>> print(simulate(schedule, Costs({("forward", "layer"): 2.0}, Link(bytes_per_s=100.0, latency=0.5))))
+    step 3.500 s: compute 2.000 s, wire 1.000 s for 100 B sent, exposed 1.500 s
+       1.500 s  wait layer
+    """
+    known = {(op.kind, op.target) for op in schedule}
+    strange = [f"{kind} {target}: no such op" for kind, target in costs.seconds if (kind, target) not in known]
+    if strange:
+        raise errors.bad_costs(strange)
+    return _Clock(schedule, costs).run()
+
+
+def time_text(seconds: float) -> str:
+    """A time for people.
+
+    >>> time_text(0.0123)
+    '12.300 ms'
+    """
+    value, unit = (
+        (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms") if seconds >= 1e-3 else (seconds * 1e6, "us")
+    )
+    return f"{value:.3f} {unit}"
+
+
+class _Clock:
+    """The time on the device, on each lane and on each link."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.infos: dict[str, GroupInfo] = {info.name: info for info in schedule.groups}
+        self.now = self.compute = 0.0
+        self.lanes: dict[str, float] = {}
+        self.links: dict[str, float] = {}
+        self.busy: dict[str, float] = {}
+        self.sent = 0
+        self.arrival: dict[tuple[str, str], float] = {}
+
+    def run(self) -> Simulation:
+        issued, starts, ends = [], [], []
+        for at, op in enumerate(self.schedule):
+            issued.append(self.now)
+            start, end = self._take(at, op)
+            starts.append(start)
+            ends.append(end)
+        wire = max(self.busy.values(), default=0.0)
+        return Simulation(self.schedule, tuple(issued), tuple(starts), tuple(ends), self.compute, wire, self.sent)
+
+    def _take(self, at: int, op: Op) -> tuple[float, float]:
+        if op.kind in ("gather", "reduce"):
+            info = self.infos[op.target]
+            sent = info.gather_sent if op.kind == "gather" else info.reduce_sent
+            span = self._transfer(op.kind, sent)
+            if op.kind == "reduce" and not sent and self._last(op):
+                span = self._transfer("sum", info.sum_sent)
+            self.arrival[op.kind, op.target] = span[1]
+            return span
+        start = self.now
+        if op.kind in ("wait", "collect"):
+            awaited = "gather" if op.kind == "wait" else "reduce"
+            if (awaited, op.target) not in self.arrival:
+                raise errors.broken_lifetime(f"{awaited} of {op.target}", at, str(op), "none is in flight")
+            self.now = max(self.now, self.arrival.pop((awaited, op.target)))
+            if op.kind == "collect" and self._last(op) and self.infos[op.target].reduce_sent:
+                self.now = self._transfer("sum", self.infos[op.target].sum_sent)[1]
+        seconds = self.costs.seconds.get((op.kind, op.target), 0.0)
+        self.now += seconds
+        self.compute += seconds
+        return start, self.now
+
+    def _last(self, op: Op) -> bool:
+        return op.microbatch == self.schedule.accumulate - 1
+
+    def _transfer(self, lane: str, sent: int) -> tuple[float, float]:
+        """Begin and end of a transfer that is issued now."""
+        if not sent:
+            return self.now, self.now
+        own = lane != "gather" and self.costs.reduces is not None
+        link = self.costs.reduces if own and self.costs.reduces is not None else self.costs.link
+        name = "reduces" if own else "link"
+        seconds = sent / link.bytes_per_s
+        start = max(self.now, self.lanes.get(lane, 0.0)) + link.latency
+        start = max(start, self.links.get(name, 0.0))
+        self.lanes[lane] = self.links[name] = start + seconds
+        self.busy[name] = self.busy.get(name, 0.0) + seconds
+        self.sent += sent
+        return start, start + seconds
