@@ -14,6 +14,7 @@ from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import rate
 from fshard.runtime.attempt import Outcome, raise_failure
+from fshard.runtime.backends import make_cache
 from fshard.runtime.commit import FAILED, Verdict
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.rng import seeded
@@ -35,6 +36,7 @@ class Options:
     policy: Policy
     donate: bool
     debug: bool
+    compile: str | None
 
 
 class TrainStep:
@@ -48,6 +50,7 @@ class TrainStep:
     def __init__(self, loss_fn: Callable[..., Any], opt: Any, plan: Plan, options: Options) -> None:
         self.opt, self.plan, self.options = opt, plan, options
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
+        workshop.cache = make_cache(options.compile)
         self._runner = Runner(loss_fn, workshop)
         self._cuts = {g.id: segments(g, plan.mesh, opt.hyper) for g in plan.groups if g.trainable}
         self._kept = list(opt.init(torch.empty(0)))
@@ -132,6 +135,12 @@ class TrainStep:
         """What the latest step ran on this rank, op by op. It equals ``schedule.ops`` if the program kept to it."""
         return tuple(self._runner.record)
 
+    @property
+    def units(self) -> str:
+        """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
+        cache = self._runner.workshop.cache
+        return "every unit runs as it is: compile=None" if cache is None else cache.text()
+
     def _check_state(self, state: TrainState) -> None:
         state.check_plan(self.plan)
         shards = state.shards()
@@ -191,6 +200,7 @@ def make_train_step(
     schedule: Policy | None = None,
     donate: bool = True,
     debug: bool = False,
+    compile: str | None = None,
 ) -> TrainStep:
     """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
 
@@ -205,9 +215,13 @@ def make_train_step(
             updates happen. None stands for ``fs.Policy()``.
         donate: reuse the memory of the state that a step takes.
         debug: fill every freed range with nan, so that a read of freed memory shows.
+        compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
+            and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
+            ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that
+            cannot be traced run as they are; ``step.units`` names them.
 
     Raises:
-        PlanError: an option that cannot be.
+        PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
     """
     policy = Policy() if schedule is None else schedule
     problems = []
@@ -228,4 +242,4 @@ def make_train_step(
         problems.append(f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)")
     if problems:
         raise PlanError("; ".join(problems))
-    return TrainStep(loss_fn, opt, plan, Options(clip_norm, accumulate, policy, donate, debug))
+    return TrainStep(loss_fn, opt, plan, Options(clip_norm, accumulate, policy, donate, debug, compile))

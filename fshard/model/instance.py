@@ -11,11 +11,12 @@ While an engine runs the program its tensors are the same objects in every step,
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fshard.model.buffers import Place, Tracker
@@ -156,6 +157,19 @@ class Template:
             self._redirect(modules)
         return instance
 
+    def kind(self) -> Hashable:
+        """Equal for two templates whose instances, with the same tensors in the same places, do the same."""
+        return tuple(
+            (
+                part.kind,
+                tuple(sorted((name, _fixed(value)) for name, value in part.attributes.items() if name not in _HOOKS)),
+                tuple(_fixed(part.attributes.get(name)) for name in _HOOKS),
+                *(part.children, part.params, part.buffers),
+                id(self) if part.referring or part.shell else None,
+            )
+            for part in self._parts
+        )
+
     def _redirect(self, modules: Sequence[nn.Module]) -> None:
         """Let attributes that refer to modules of the template refer to those of the instance."""
         memo: dict[int, Any] = dict(self._outside)
@@ -181,6 +195,10 @@ class Body:
         self.buffers = buffers
         self._template = template
         self._tracker = tracker
+
+    def kind(self) -> Hashable:
+        """Equal for two structures that are the same function: of the same classes, attributes and shape."""
+        return self._template.kind(), self.params.paths, self.buffers.paths
 
     def run(
         self, leaves: Sequence[Any], given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -228,6 +246,20 @@ class Body:
         if held is None or held.busy or not all(map(operator.is_, held.leaves, leaves)):
             held = slot.instances[self] = self._template.make(leaves)
         return held
+
+
+def _fixed(value: Any) -> Hashable:
+    """Equal for two values that a program cannot tell apart; what is no plain value is equal to itself alone."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
+        return type(value).__name__, repr(value)
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, *map(_fixed, value)
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, *sorted(map(repr, map(_fixed, value)))
+    if isinstance(value, dict):
+        # Keys of hooks are numbers that differ from module to module and mean nothing.
+        return type(value).__name__, *((key if isinstance(key, str) else "", _fixed(x)) for key, x in value.items())
+    return "object", id(value)
 
 
 def _numbered(entries: Mapping[str, Tensor | None], numbers: Numbers) -> tuple[tuple[str, int], ...]:

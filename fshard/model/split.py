@@ -294,7 +294,9 @@ def _function(body: Body) -> Callable[..., Any]:
         given = [buffers[path] for path in body.buffers.paths]
         return body.run(body.params.leaves(params), given, args, kwargs)
 
-    return stateful if body.buffers.paths else plain
+    chosen = stateful if body.buffers.paths else plain
+    vars(chosen)["kind"] = body.kind  # by which a compiler sees that two units are the same function
+    return chosen
 
 
 def _preparation(body: Body) -> Callable[..., Any] | None:

@@ -112,6 +112,26 @@ class Actions:
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
+    def claim(self, groups: Sequence[tuple[int, bool]]) -> bool:
+        """Ask for the right to write flat gradients instead of adding to them.
+
+        Args:
+            groups: by id, and whether all leaves of it will be written. What will not be is zero on return.
+
+        Returns:
+            Whether none of them holds anything yet. If one does, nothing has happened.
+        """
+        if not self.touched.isdisjoint([group for group, _ in groups]):
+            return False
+        for group, whole in groups:
+            slots = self.slots.groups[group]
+            self.touched.add(group)
+            if not whole:
+                _full_grad(slots).zero_()
+            elif slots.gaps and slots.grad is not self.grads[group]:
+                torch._foreach_zero_(slots.gaps)
+        return True
+
     def settle_gradients(self) -> None:
         """Make the gradients of resident groups that no unit touched zero."""
         for slots in self.slots.groups:

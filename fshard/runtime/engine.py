@@ -51,6 +51,15 @@ class Executor(Protocol):
         """Whether code outside of units may read this group."""
 
 
+class Compiled(Protocol):
+    """Runs calls of units in another way than by their functions."""
+
+    def call(
+        self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
+    ) -> tuple[bool, Any]:
+        """Run a call, or do not; and its result."""
+
+
 class Reads:
     """Which leaves a unit reads: their paths in the order of its flat leaves, and by group, for the sink."""
 
@@ -70,6 +79,9 @@ class Engine:
     Attributes:
         inside: the unit whose function is running, if one is.
         foreign: whether the loss may depend on tensors that require grad and are no parameters.
+        inner: the units that the program has differentiated itself.
+        graphs: what runs units as compiled graphs; None if nothing does.
+        epoch: changes whenever leaves have been bound to other memory.
     """
 
     def __init__(self, plan: Plan, sink: Sink) -> None:
@@ -90,6 +102,9 @@ class Engine:
         self.differentiating = False
         self.under_way = ""
         self.foreign = True
+        self.inner: set[str] = set()
+        self.graphs: Compiled | None = None
+        self.epoch = 0
 
     def start(self, executor: Executor) -> None:
         """Begin a pass of the program: the next calls of units are the first of their name."""
@@ -99,6 +114,7 @@ class Engine:
         self.counts.clear()
         self.trainable = [leaf for s in self.slots.groups if s.group.trainable for leaf in s.leaves]
         self.storages = self.slots.storages()
+        self.epoch = sum([slots.binds for slots in self.slots.groups])
 
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
@@ -134,6 +150,11 @@ class Engine:
         index = self.counts.get(name, 0)
         self.counts[name] = index + 1
         executor.reach("forward", name, index)
+        if self.graphs is not None:
+            ran, result = self.graphs.call(unit, name, index, params, leaves, self.reads[name].paths, (args, kwargs))
+            if ran:
+                executor.settle()
+                return result
         inputs = _tensors((args, kwargs) if kwargs else args)
         watched = [*inputs, *leaves]
         versions = [x._version for x in watched]
@@ -213,6 +234,7 @@ class Engine:
         if self.executor is None:
             raise UnitError(f"unit {name} is differentiated after its step is over, when its parameters are gone")
         if not self.differentiating:
+            self.inner.add(name)
             for group in self.reads[name].groups:
                 if not self.executor.outside(group):
                     raise Mispredicted(f"the program differentiates unit {name} itself")
@@ -225,6 +247,17 @@ class Engine:
                 self._collect_outside(group, numbers)
         self.under_way = name
         return True
+
+    def leave_backward(self, shared: bool) -> None:
+        """The backward of the unit under way is over; with ``shared`` some of its gradients are still on their way."""
+        if not shared:
+            self.under_way = ""
+            assert self.executor is not None
+            self.executor.settle()
+
+    def deliver(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
+        """Gradients of some leaves of a group that are not on the leaves."""
+        self.sink(group, numbers, grads)
 
     def _leave(self) -> None:
         if self.under_way:

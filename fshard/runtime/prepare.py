@@ -1,8 +1,9 @@
 """From a program to what runs it: a checked schedule, an engine, and their memory."""
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from fshard.runtime.actions import Actions, Lanes
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
+from fshard.runtime.trace import Found
 from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.infos import group_infos, stage_numel
@@ -18,6 +20,9 @@ from fshard.schedule.ops import ROOT, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
+
+if TYPE_CHECKING:
+    from fshard.runtime.graphs.cache import Cache
 
 ALIGN = 256
 
@@ -52,6 +57,7 @@ class Workshop:
     grads: dict[int, Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Prepared] = field(default_factory=dict)
     arena: Tensor | None = None
+    cache: "Cache | None" = None
 
     def schedule(self, program: Program) -> Schedule:
         """The checked schedule of a program."""
@@ -59,16 +65,31 @@ class Workshop:
         check(schedule)
         return schedule
 
-    def scheduled(self, program: Program, weighted: bool, foreign: bool) -> Prepared:
+    def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
-        key = (program.text, weighted, foreign)
+        program, weighted, foreign = found.program, found.weighted, found.foreign
+        key = (program.text, weighted, foreign, found.inner)
         if key not in self.programs:
             schedule = self.schedule(program)
             arena = self._arena(schedule.memory.arena_bytes)
             self.programs[key] = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
             self.programs[key].engine.foreign = foreign
             self.programs[key].engine.guard(program.reads[ROOT])
+            self._compiled(self.programs[key], found)
         return self.programs[key]
+
+    def _compiled(self, prepared: Prepared, found: Found) -> None:
+        if self.cache is None:
+            return
+        from fshard.runtime.graphs.cache import Graphs  # it imports a compiler's worth of modules
+
+        engine, program = prepared.engine, found.program
+        readers: Counter[int] = Counter()
+        for unit in (*(call.unit for call in program.backward), ROOT, ROOT):
+            readers.update(program.reads[unit])
+        grads = {slots.group.id: slots.grads for slots in engine.slots.groups if slots.group.trainable}
+        claim = prepared.actions.claim
+        engine.graphs = Graphs(self.cache, self.plan, engine, claim, grads, readers, found.inner, found.foreign)
 
     def on_demand(self) -> Prepared:
         """What runs a program that is not known yet: every group has a place of its own."""

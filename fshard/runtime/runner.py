@@ -134,7 +134,7 @@ class Runner:
             check_device(batch, self.plan.mesh.device)
             parts = microbatches(batch, self.workshop.accumulate)
             found = self.look(batch)
-            return (self.workshop.scheduled(found.program, found.weighted, found.foreign) if found else None), parts
+            return (self.workshop.scheduled(found) if found else None), parts
         except BaseException as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
             agree(self.workshop.lanes.control, 0, batch, False, error)
@@ -190,7 +190,7 @@ class Runner:
             raise uneven_rows(outcome.uneven)
         executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
-        self.found[signature(work.batch)] = Found(program, outcome.weighted, True)
+        self.found[signature(work.batch)] = Found(program, outcome.weighted, True, frozenset(prepared.engine.inner))
         return outcome
 
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:

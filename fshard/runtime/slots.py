@@ -30,6 +30,7 @@ class GroupSlots:
         gaps: the views of it that no leaf covers.
         numbers: of all leaves, in order.
         storages: the identities of what the leaves are views of.
+        binds: how often the leaves were bound.
     """
 
     def __init__(self, group: Group, mesh: Mesh, engine: Any) -> None:
@@ -41,6 +42,7 @@ class GroupSlots:
         self.grads: list[Tensor] = []
         self.gaps: list[Tensor] = []
         self.bound: Shard | None = None
+        self.binds = 0
         self.leaves: list[Tensor] = []
         self.numbers = list(range(len(group.leaves)))
         self.storages: set[int] = set()
@@ -54,6 +56,7 @@ class GroupSlots:
         self.storages = {buffer.untyped_storage()._cdata}
         for view, leaf in zip(leaf_views(self.group, buffer.data), self.leaves, strict=True):
             leaf.data = view
+        self.binds += 1
 
     def bind_resident(self, shard: Shard) -> None:
         """Let the leaves of a group that is not gathered be views of its shard."""

@@ -49,11 +49,13 @@ class Found:
         program: its calls.
         weighted: whether its loss is an ``fs.Mean``.
         foreign: whether its loss may depend on tensors that require grad and are no parameters.
+        inner: the units that it differentiates itself.
     """
 
     program: Program
     weighted: bool
     foreign: bool
+    inner: frozenset[str] = frozenset()
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,7 +118,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
     finally:
         engine.stop()
     groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
-    return Found(program_of(seen, groups), weighted, foreign)
+    return Found(program_of(seen, groups), weighted, foreign, frozenset(engine.inner))
 
 
 def _fake_leaves(engine: Engine, plan: Plan) -> None:

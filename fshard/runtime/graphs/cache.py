@@ -1,0 +1,219 @@
+"""Which graph a call of a unit runs: by the unit's structure and the shapes, strides, dtypes and values it is given."""
+
+import enum
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.model.unit import Unit
+from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
+from fshard.runtime.graphs.run import Bound, Call, Claim, Host, exact
+from fshard.runtime.graphs.trace import Meta, Source, Untraceable, meta_of
+from fshard.sharding.plan import Plan
+
+MANY = 16
+"""Graphs that one unit may need before it is run eagerly: one whose Python arguments change with every step."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
+"""Python values that a graph may depend on."""
+
+
+@dataclass(eq=False)
+class Cache:
+    """The graphs of a train step, shared by all its programs.
+
+    Attributes:
+        compiler: makes code of a graph.
+        backend: its name.
+        graphs: by what they depend on; a text says why a call has none.
+        report: for each unit, the graphs of its calls, and why calls have none.
+    """
+
+    compiler: Compiler
+    backend: str
+    graphs: dict[Hashable, Graph | str] = field(default_factory=dict)
+    report: dict[str, dict[Graph | str, None]] = field(default_factory=dict)
+
+    def graph(self, key: Hashable, source: Source) -> Graph | str:
+        """The graph of a call, or why it has none."""
+        found = self.graphs.get(key)
+        if found is None:
+            number = sum(isinstance(graph, Graph) for graph in self.graphs.values())
+            try:
+                found = compile_graph(source, self.compiler, number)
+            except Untraceable as reason:
+                found = str(reason)
+            except Exception as error:  # whatever a unit's Python, or an operator, raises at tensors without values
+                found = f"it cannot be traced: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            self.graphs[key] = found
+        return found
+
+    def text(self) -> str:
+        """A line for each unit met so far."""
+        lines = []
+        for unit, runs in self.report.items():
+            graphs = [f"{self.backend} graph {run.number}" for run in runs if isinstance(run, Graph)]
+            reasons = [f"as it is: {run}" for run in runs if isinstance(run, str)]
+            lines.append(f"{unit}: {'; '.join([*graphs, *reasons])}")
+        return "\n".join(lines)
+
+    def note(self, unit: str, found: Graph | str) -> None:
+        """Remember what a unit's call runs."""
+        self.report.setdefault(unit, {})[found] = None
+
+
+Key = tuple[Any, ...]
+
+
+class Site:
+    """The calls of one unit: what they ran before."""
+
+    __slots__ = ("bound", "found", "key")
+
+    def __init__(self) -> None:
+        self.key: Key | None = None
+        self.bound: Bound | None = None
+        self.found: dict[Key, Bound | None] = {}
+
+
+class Graphs:
+    """The graphs of one program, bound to its engine's leaves.
+
+    Args:
+        cache: the graphs of all programs.
+        plan: the plan.
+        host: the engine.
+        claim: asks for the right to write flat gradients.
+        grads: by group, the views of its flat gradient.
+        readers: by group, how many differentiated calls read it; code outside of units counts as many.
+        inner: units that the program differentiates itself.
+        anchored: whether the loss depends on tensors that are no parameters.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        plan: Plan,
+        host: Host,
+        claim: Claim,
+        grads: Mapping[int, list[Tensor]],
+        readers: Mapping[int, int],
+        inner: frozenset[str],
+        anchored: bool,
+    ) -> None:
+        self.cache, self.host, self.claim, self.grads = cache, host, claim, dict(grads)
+        self.places = {path: (group.id, number) for path, (group, number) in plan.places().items()}
+        self.readers, self.inner, self.anchored = readers, inner, anchored
+        self.sites: dict[str, Site] = {}
+
+    def call(
+        self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
+    ) -> tuple[bool, Any]:
+        """Run a call of a unit, if it has a graph.
+
+        Args:
+            unit: the unit.
+            name: its name.
+            index: how many calls of that name came before in this pass.
+            params: its parameters.
+            leaves: their leaves.
+            paths: the paths of these.
+            args: ``(args, kwargs)``.
+
+        Returns:
+            Whether it ran, and its result.
+        """
+        if _watched():
+            return False, None
+        inputs, key = _quick(args)
+        site = self.sites.get(name)
+        if site is None:
+            site = self.sites[name] = Site()
+        if key == site.key:
+            bound = site.bound
+        else:
+            if key not in site.found:
+                site.found[key] = self._find(unit, name, params, leaves, paths, args, key)
+            bound = site.bound = site.found[key]
+            site.key = key
+        if bound is None:
+            return False, None
+        return True, Call(bound, self.host, self.claim, name, index).run(inputs, self.anchored)
+
+    def _find(
+        self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any, key: Key
+    ) -> Bound | None:
+        found = self._graph(unit, name, params, leaves, paths, args, key)
+        self.cache.note(name, found)
+        if isinstance(found, str):
+            return None
+        return Bound(found, leaves, [self.places[path] for path in paths], self.grads)
+
+    def _graph(
+        self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any, key: Key
+    ) -> Graph | str:
+        if name in self.inner:
+            return "the program differentiates it itself, inside of the loss"
+        values, spec = tree.flatten(args)
+        odd = [x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)]
+        if odd:
+            return f"an argument is a {type(odd[0]).__name__}, neither a plain tensor nor a plain Python value"
+        if len(self.sites[name].found) >= MANY:
+            return f"its arguments took {MANY} forms: pass Python numbers that change as tensors"
+        grad = torch.is_grad_enabled()
+        metas = [meta_of(leaf) for leaf in leaves]
+        shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]
+        source = Source(
+            fn=unit.fn,
+            params=tree.flatten(params)[1],
+            args=spec,
+            leaves=tuple(metas if grad else [replace(meta, requires_grad=False) for meta in metas]),
+            shared=frozenset(n for n in shared if metas[n].requires_grad and grad),
+            values=tuple(_meta(x, grad) if isinstance(x, Tensor) else x for x in values),
+            grad=grad,
+        )
+        kind = getattr(unit.fn, "kind", None)
+        plain = tuple(x if isinstance(x, Meta) else exact(x) for x in source.values)
+        code = kind() if kind is not None else unit.fn
+        return self.cache.graph((code, source.params, spec, source.leaves, source.shared, plain, key[-1]), source)
+
+
+def _meta(x: Tensor, grad: bool) -> Meta:
+    return meta_of(x) if grad else replace(meta_of(x), requires_grad=False)
+
+
+def _ordinary(x: Any) -> bool:
+    """Whether a value is a tensor like any other."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
+
+
+def _quick(args: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Sequence[Tensor], Key]:
+    """The tensors among the arguments of a call, and all that its graph depends on."""
+    flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None)
+    positional, keywords = args
+    if not keywords and all([type(x) is Tensor for x in positional]):
+        return positional, (*[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in positional], flags)
+    values, spec = tree.flatten(args)
+    key = [
+        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if _ordinary(x) else exact(x) for x in values
+    ]
+    return [x for x in values if isinstance(x, Tensor)], (spec, *key, flags)
+
+
+def _autocast() -> Key:
+    kinds = ("cpu", "cuda")
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _watched() -> bool:
+    """Whether somebody looks into the calls of ops: then the unit's own are to be seen."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+    )

@@ -1,0 +1,278 @@
+"""Straight-line Python from a graph: one statement an op, and every tensor dropped after its last use.
+
+Calling an op through ``torch.ops`` costs about twice what its ordinary Python binding does. Where there is a binding
+that dispatches to exactly this op with exactly these arguments, which is tried out on fake tensors, it is called.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard.runtime.graphs.partition import ATEN, Halves, is_view, value
+
+TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
+"""Ops that can write their result right into a gradient, with the same bits: they have a kernel for ``out=``."""
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A graph as functions. ``P`` is what ``views`` makes of the leaves; ``R`` is what ``forward`` saved.
+
+    Attributes:
+        views: ``views(leaves) -> P``: the leaves, and the views of them that the graph uses.
+        forward: ``forward(P, *inputs) -> (outputs, R)``.
+        backward: ``backward(P, R, *tangents) -> (parts, gradients of leaves)``.
+        targets: ``targets(views of the flat gradient) -> G``.
+        direct: ``direct(P, R, G, *tangents) -> parts``: gradients go into the flat gradient.
+        text: the source of all of them.
+    """
+
+    views: Run
+    forward: Run
+    backward: Run
+    targets: Run
+    direct: Run
+    text: str
+
+
+@dataclass
+class Writer:
+    """Source under construction, with the objects that it names."""
+
+    lines: list[str] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+    module: Any = None
+
+    def constant(self, thing: Any, hint: str = "c") -> str:
+        """A name for an object."""
+        for name, held in self.names.items():
+            if held is thing or (type(thing) is list and type(held) is list and repr(held) == repr(thing)):
+                return name
+        name = f"{hint}_{len(self.names)}"
+        self.names[name] = thing
+        return name
+
+    def literal(self, argument: Any) -> str:
+        """An argument of a node as source."""
+        if isinstance(argument, fx.Node):
+            return argument.name
+        if isinstance(argument, (list, tuple)):
+            if any(isinstance(x, fx.Node) for x in argument):
+                return f"[{', '.join(map(self.literal, argument))}]"
+            return self.constant(list(argument))
+        if argument is None or isinstance(argument, (bool, int, str)):
+            return repr(argument)
+        return self.constant(argument)
+
+    def call(self, node: fx.Node, out: str = "") -> str:
+        """A node as an expression."""
+        arguments = [self.literal(a) for a in node.args] + [f"{k}={self.literal(a)}" for k, a in node.kwargs.items()]
+        if out:
+            arguments.append(f"out={out}")
+        return f"{self.constant(binding(node), 'f')}({', '.join(arguments)})"
+
+
+def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> Code:
+    """Write a graph's functions.
+
+    Args:
+        halves: the graph.
+        own: the numbers of the leaves that are not shared and require grad, in the order of the flat gradients.
+        saved: the names of what the forward of another trace of this unit saved; None for this trace's own.
+    """
+    saved = _names(halves.saved) if saved is None else saved
+    joint, writer = halves.joint, Writer(module=halves.joint.module)
+    held = [*joint.leaves, *halves.hoisted]
+    used = _used(halves)
+    kept = [node for node in held if node in used]
+    _function(writer, "views", ["L"], [f"{_tuple(joint.leaves)} = L", *_plain(writer, halves.hoisted)], _tuple(kept))
+    bind = [f"{_tuple(kept)} = P"] if kept else []
+    body = _body(writer, halves.forward, [*joint.outputs, *halves.saved])
+    result = f"{_tuple(joint.outputs)}, [{', '.join(n.name for n in halves.saved)}]"
+    _function(writer, "forward", ["P", *_names(joint.inputs)], bind + body, result)
+    tangents = [node.name for node in joint.tangents if node is not None]
+    bind += [f"{_join(saved)} = R", "R.clear()"] if saved else []
+    kept = [*joint.parts, *(g for g in joint.grads if g is not None)]
+    body = _body(writer, halves.backward, kept, freed=halves.saved)
+    grads = ", ".join(g.name if g is not None else "None" for g in joint.grads)
+    _function(writer, "backward", ["P", "R", *tangents], bind + body, f"{_tuple(joint.parts)}, [{grads}]")
+    _direct(writer, halves, tangents, bind, own)
+    text = "\n".join(writer.lines)
+    space = dict(writer.names)
+    exec(compile(text, "<unit graph>", "exec"), space)
+    return Code(space["views"], space["forward"], space["backward"], space["targets"], space["direct"], text=text)
+
+
+def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:
+    """The backward that writes gradients where they belong."""
+    joint, places, views, copies, zeros = halves.joint, {}, [], [], []
+    for number, grad in enumerate(joint.grads):
+        if number not in numbers:
+            continue
+        name, at = f"G{number}", f"gs[{numbers.index(number)}]"
+        root = _root(grad, joint) if grad is not None else None
+        if root is not None and root not in places:
+            places[root] = name
+            views.append((name, f"{at}.view({tuple(value(root).shape)})"))
+        elif grad is None:
+            views.append((name, at))
+            zeros.append(name)
+        else:
+            views.append((name, at))
+            copies.append((name, grad.name))
+    _function(writer, "targets", ["gs"], [f"{n} = {v}" for n, v in views], _join([n for n, _ in views]))
+    dropped = {n for root in places for n in _chain(halves, root)}
+    nodes = [node for node in halves.backward if node not in dropped]
+    kept = [*joint.parts, *(g for n, g in enumerate(joint.grads) if g is not None and f"G{n}" not in places.values())]
+    lines = [f"{_join([n for n, _ in views])} = G"] if views else []
+    lines += bind + _body(writer, nodes, kept, places, halves.saved)
+    if copies:
+        into, what = ", ".join(n for n, _ in copies), ", ".join(g for _, g in copies)
+        lines.append(f"{writer.constant(torch._foreach_copy_, 'f')}([{into}], [{what}])")
+    if zeros:
+        lines.append(f"{writer.constant(torch._foreach_zero_, 'f')}([{', '.join(zeros)}])")
+    _function(writer, "direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
+
+
+def _root(grad: fx.Node, joint: Any) -> fx.Node | None:
+    """The op that can write this gradient into its place, if there is one and nobody else reads its result."""
+    node, results = grad, joint.flat
+    while is_view(node) and len(node.users) == 1:
+        node = node.args[0]  # type: ignore[assignment]
+    whole = value(node)
+    fits = node.target in TARGETS and len(node.users) == 1 and results.count(grad) == 1 and node not in joint.forward
+    alike = fits and whole.is_contiguous() and value(grad).is_contiguous() and whole.numel() == value(grad).numel()
+    return node if alike else None
+
+
+def _chain(halves: Halves, root: fx.Node) -> Iterable[fx.Node]:
+    """The views of a node, up to the end of the graph."""
+    node = root
+    while True:
+        (node,) = node.users
+        if node.op == "output":
+            return
+        yield node
+
+
+def _used(halves: Halves) -> set[fx.Node]:
+    nodes = [*halves.forward, *halves.backward]
+    return {source for node in nodes for source in node.all_input_nodes} | set(halves.joint.flat)
+
+
+def _function(writer: Writer, name: str, arguments: list[str], body: list[str], result: str) -> None:
+    writer.lines.append(f"def {name}({', '.join(arguments)}):")
+    writer.lines += [f"    {line}" for line in [*body, f"return {result}"]]
+
+
+def _names(nodes: Iterable[fx.Node]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def _tuple(nodes: Iterable[fx.Node]) -> str:
+    return _join(_names(nodes))
+
+
+def _join(names: Sequence[str]) -> str:
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def _plain(writer: Writer, nodes: Iterable[fx.Node]) -> list[str]:
+    return [f"{node.name} = {writer.call(node)}" for node in nodes]
+
+
+def _body(
+    writer: Writer,
+    nodes: Sequence[fx.Node],
+    kept: Iterable[fx.Node],
+    places: dict[fx.Node, str] | None = None,
+    freed: Iterable[fx.Node] = (),
+) -> list[str]:
+    """Statements of some nodes, that drop what only they use after its last use."""
+    places, lasting, own = places or {}, set(kept), {*nodes, *freed}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last.update(dict.fromkeys(node.all_input_nodes, node))
+    lines: list[str] = []
+    unpacked: set[fx.Node] = set()
+    for node in nodes:
+        if node in unpacked:
+            pass
+        elif node in places:
+            lines.append(writer.call(node, places[node]))
+        elif node.op == "get_attr":
+            lines.append(f"{node.name} = {writer.constant(getattr(writer.module, str(node.target)), 'k')}")
+        elif node.target is operator.getitem:
+            lines.append(f"{node.name} = {node.args[0]}[{node.args[1]!r}]")
+        elif picks := _picks(node, own):
+            names = [f"{picks[i].name}" if i in picks else "_" for i in range(len(value(node)))]
+            lines.append(f"{_join(names)} = {writer.call(node)}")
+            unpacked.update(picks.values())
+        else:
+            lines.append(f"{node.name} = {writer.call(node)}")
+        gone = [x.name for x in node.all_input_nodes if last[x] is node and x in own and x not in lasting]
+        if gone and node not in unpacked:
+            lines.append(f"del {', '.join(gone)}")
+    return lines
+
+
+def _picks(node: fx.Node, own: set[fx.Node]) -> dict[int, fx.Node] | None:
+    """The nodes that pick the results of a node that has several, by number; None if it is not only read so."""
+    found = {}
+    for user in node.users:
+        if user.target is not operator.getitem or user not in own or user.args[1] in found:
+            return None
+        found[user.args[1]] = user
+    return found if found and isinstance(value(node), (tuple, list)) else None  # type: ignore[return-value]
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.prim.device.default:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def binding(node: fx.Node) -> Run:
+    """The cheapest callable that does what a node's op does."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target  # type: ignore[return-value]
+    name = target._schema.name.partition("::")[2]
+    spaces = (torch, torch._C._nn, Tensor)
+    found = [getattr(space, name) for space in spaces if hasattr(space, name)] if target.namespace == "aten" else []
+    return next((run for run in found if _same(run, node)), target._op)
+
+
+def _same(run: Run, node: fx.Node) -> bool:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    fakes = [value(source) for source in node.all_input_nodes]
+    mode = next((x.fake_mode for x in fakes if hasattr(x, "fake_mode")), None)
+    if mode is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+        return False
+    seen = _Seen()
+    try:
+        with torch.no_grad(), mode, seen:
+            run(*args, **kwargs)
+    except Exception:  # whatever a binding raises at arguments that are not its own
+        return False
+    return len(seen.calls) == 1 and seen.calls[0][0] is node.target and _alike(seen.calls[0][1:], (args, kwargs))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and a == b)

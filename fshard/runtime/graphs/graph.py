@@ -1,0 +1,147 @@
+"""A distinct unit's graph, compiled; shared by all calls that are equal to it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.graphs.emit import Code
+from fshard.runtime.graphs.partition import Halves, cut, value
+from fshard.runtime.graphs.trace import Joint, Result, Source, Tangents, Untraceable, inspect, trace
+
+Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
+"""Makes code of a graph: ``(graph, numbers of the leaves with gradients, names of what the forward saves)``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """The backward for one pattern of gradients.
+
+    Attributes:
+        code: it, with the forward.
+        edges: for each edge of the autograd node the number of the part that goes there, or -1.
+        extra: parts beyond the edges, and the edge that each is added to.
+    """
+
+    code: Code
+    edges: tuple[int, ...]
+    extra: tuple[tuple[int, int], ...]
+
+
+@dataclass(eq=False)
+class Graph:
+    """A compiled unit.
+
+    Attributes:
+        source: what was traced.
+        result: how its result is made.
+        code: its functions.
+        edges: what its autograd node is connected to: ``(kind, number)``.
+        own: the numbers of the leaves whose gradients it computes whole.
+        saved: the names of what the forward saves.
+        watched: the inputs and the outputs whose memory it saves: nobody may write to them before the backward.
+        usual: the gradients that its first trace expects.
+        variants: its backwards, by the gradients that they take; None where that of ``usual`` must do.
+        wanted: the numbers of the outputs that are differentiable.
+        differentiable: whether its calls belong into autograd's graph.
+        number: of this graph, in the order of compilation.
+    """
+
+    source: Source
+    result: Result
+    compiler: Compiler
+    number: int
+    code: Code
+    edges: tuple[tuple[str, int], ...]
+    own: tuple[int, ...]
+    saved: tuple[str, ...]
+    watched: tuple[tuple[int, ...], tuple[int, ...]]
+    usual: Tangents
+    variants: dict[Tangents, Variant | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)
+        self.differentiable = bool(self.edges or self.own) and bool(self.wanted)
+
+    def variant(self, grads: Sequence[Tensor | None]) -> tuple[Variant, Sequence[Tensor | None]]:
+        """The backward for these gradients, traced at the first time; and the gradients in the form that it takes."""
+        pattern = tuple([None if grad is None else grad.stride() for grad in grads])
+        if pattern not in self.variants:
+            self.variants[pattern] = self._variant(pattern)
+        found = self.variants[pattern]
+        if found is not None:
+            return found, [grad for grad in grads if grad is not None]
+        usual = self.variants[self.usual]
+        assert usual is not None
+        return usual, self._as_usual(grads)
+
+    def _variant(self, pattern: Tangents) -> Variant | None:
+        try:
+            halves = cut(trace(self.source, self.result, pattern))
+        except Untraceable:
+            return None
+        if not {node.name for node in halves.saved} <= set(self.saved):
+            return None
+        return match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
+
+    def _as_usual(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """These gradients with the strides that the first trace had; zeros for None."""
+        made: list[Tensor | None] = []
+        wanted = [out for out in self.result.outputs if out.requires_grad]
+        for grad, out in zip(grads, wanted, strict=True):
+            usual = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device=out.device)
+            made.append(usual.zero_() if grad is None else usual.copy_(grad))
+        return made
+
+
+def match(code: Code, joint: Joint, edges: Sequence[tuple[str, int]]) -> Variant:
+    """Bring parts of gradients to the edges of an autograd node."""
+    free = list(range(len(joint.places)))
+    taken = []
+    for edge in edges:
+        part = next((i for i in free if joint.places[i] == edge), -1)
+        taken.append(part)
+        if part >= 0:
+            free.remove(part)
+    extra = [(i, max(n for n, edge in enumerate(edges) if edge == joint.places[i])) for i in free]
+    return Variant(code, tuple(taken), tuple(extra))
+
+
+def compile_graph(source: Source, compiler: Compiler, number: int) -> Graph:
+    """Trace and compile a unit.
+
+    Args:
+        source: the call.
+        compiler: makes the code.
+        number: of this graph.
+
+    Raises:
+        Untraceable: it cannot be a graph.
+    """
+    result = inspect(source)
+    joint = trace(source, result, result.tangents)
+    halves = cut(joint)
+    own = [i for i, leaf in enumerate(source.leaves) if i not in source.shared and leaf.requires_grad]
+    code = compiler(halves, own, None)
+    graph = Graph(
+        source=source,
+        result=result,
+        compiler=compiler,
+        number=number,
+        code=code,
+        edges=tuple(joint.places),
+        own=tuple(own),
+        saved=tuple(node.name for node in halves.saved),
+        watched=_watched(halves),
+        usual=result.tangents,
+    )
+    graph.variants[graph.usual] = match(code, joint, graph.edges)
+    return graph
+
+
+def _watched(halves: Halves) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    held = {value(n).untyped_storage()._cdata for n in halves.saved if isinstance(value(n), Tensor)}
+    inputs = [i for i, n in enumerate(halves.joint.inputs) if value(n).untyped_storage()._cdata in held]
+    outputs = [i for i, n in enumerate(halves.joint.outputs) if value(n).untyped_storage()._cdata in held]
+    return tuple(inputs), tuple(outputs)

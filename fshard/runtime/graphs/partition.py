@@ -1,0 +1,176 @@
+"""From one traced graph to two: a forward that returns what its backward needs, and the backward.
+
+What autograd saved is what the forward keeps, so memory is that of the eager unit. Parameters are not kept: they are
+gathered again before the backward, to the same place. Views of parameters are made once, when a graph is bound to
+leaves, and not on every call.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fshard.runtime.graphs.trace import Joint, Untraceable
+
+ATEN = torch.ops.aten
+SAME = frozenset((ATEN.detach.default, ATEN.alias.default, ATEN.lift_fresh.default))
+"""Ops that return their argument as far as values go."""
+
+RESHAPES = frozenset((ATEN.view.default, ATEN._unsafe_view.default))
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A graph cut in two.
+
+    Attributes:
+        joint: where it came from.
+        hoisted: views of parameters, in an order in which they can be made.
+        forward: the nodes of the forward.
+        backward: the nodes of the backward.
+        saved: what the forward keeps for the backward: nodes of the forward, inputs among them.
+    """
+
+    joint: Joint
+    hoisted: list[fx.Node]
+    forward: list[fx.Node]
+    backward: list[fx.Node]
+    saved: list[fx.Node]
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor that a node gave in the trace."""
+    return node.meta.get("val")
+
+
+def cut(joint: Joint) -> Halves:
+    """Tidy a graph up and cut it.
+
+    Raises:
+        Untraceable: it writes to what it was given, or draws random numbers in its backward.
+    """
+    _check_writes(joint)
+    _check_draws(joint)
+    _tidy(joint.graph)
+    _drop_dead(joint)
+    hoisted = _hoisted(joint)
+    apart = {*joint.leaves, *hoisted}
+    given = {*joint.inputs, *joint.tangents}
+    body = [n for n in joint.graph.nodes if n not in apart and n not in given and n.op in ("call_function", "get_attr")]
+    forward = [node for node in body if node in joint.forward]
+    backward = [node for node in body if node not in joint.forward]
+    needed = {source for node in backward for source in node.all_input_nodes}
+    needed |= set(results(joint))
+    saved = [n for n in joint.graph.nodes if n in needed and n in joint.forward and n not in apart]
+    return Halves(joint, hoisted, forward, backward, saved)
+
+
+def results(joint: Joint) -> list[fx.Node]:
+    """What the backward returns."""
+    return joint.flat[joint.count :]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at its argument's memory in another way, and returns one tensor."""
+    if node.op != "call_function" or not isinstance(value(node), Tensor):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    if node.target in RESHAPES:
+        return True
+    alias = schema.arguments[0].alias_info if schema.arguments else None
+    return alias is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node may be left out if nobody reads its result."""
+    if node.op == "get_attr" or not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not node.target._schema.is_mutable and not random and not _writes_statistics(node)
+
+
+def _writes_statistics(node: fx.Node) -> bool:
+    # Batch normalization writes its running statistics without declaring it.
+    return "batch_norm" in str(node.target)
+
+
+def _check_writes(joint: Joint) -> None:
+    given = {value(node).untyped_storage()._cdata for node in (*joint.leaves, *joint.inputs)}
+    for node in joint.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            for argument, source in zip(node.target._schema.arguments, node.args, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(source, fx.Node) and value(source).untyped_storage()._cdata in given:
+                    raise Untraceable("it writes in place to what it was given")
+
+
+def _check_draws(joint: Joint) -> None:
+    for node in joint.graph.nodes:
+        if node not in joint.forward and isinstance(node.target, torch._ops.OpOverload):
+            if torch.Tag.nondeterministic_seeded in node.target.tags:
+                raise Untraceable("its backward draws random numbers: checkpointing inside of it draws them again")
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Leave out ops that change nothing, and make one view of a chain of views."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in SAME:
+            node.replace_all_uses_with(node.args[0])
+        elif is_view(node):
+            same = next((above for above in _bases(node) if _equal(value(above), value(node))), None)
+            if same is not None:
+                node.replace_all_uses_with(same)
+            elif node.target in RESHAPES:
+                _shorten(graph, node)
+
+
+def _bases(node: fx.Node) -> Iterable[fx.Node]:
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+        yield node
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one tensor are the same view."""
+    return (
+        a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+        and a.dtype == b.dtype
+    )
+
+
+def _shorten(graph: fx.Graph, node: fx.Node) -> None:
+    """Reshape what a chain of reshapes starts with, if that is the same."""
+    base: Any = node.args[0]
+    while base.op == "call_function" and base.target in RESHAPES:
+        base = base.args[0]
+    if base is node.args[0]:
+        return
+    try:
+        with value(base).fake_mode, torch.no_grad():
+            direct = value(base).view(value(node).shape)
+    except RuntimeError:
+        return
+    if direct.stride() == value(node).stride():
+        node.args = (base, list(value(node).shape))
+        node.target = ATEN.view.default
+
+
+def _drop_dead(joint: Joint) -> None:
+    for node in reversed(joint.graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and is_pure(node):
+            joint.graph.erase_node(node)
+
+
+def _hoisted(joint: Joint) -> list[fx.Node]:
+    known, found = set(joint.leaves), []
+    for node in joint.graph.nodes:
+        if node.all_input_nodes and is_view(node) and known.issuperset(node.all_input_nodes):
+            known.add(node)
+            found.append(node)
+    return found

@@ -1,0 +1,215 @@
+"""Running graphs: a unit's call becomes one node of autograd's graph."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView as Below
+
+from fshard import tree
+from fshard.errors import UnitError
+from fshard.runtime.graphs.graph import Graph, Variant
+from fshard.runtime.handles import Mispredicted
+
+Claim = Callable[[Sequence[tuple[int, bool]]], bool]
+"""``claim([(group, whole)])``: whether the flat gradients of these groups may be written instead of added to. What will
+not be written is zero then; ``whole`` tells that all leaves will be."""
+
+
+class Host(Protocol):
+    """The engine, as graphs know it. ``epoch`` changes whenever leaves have been bound to other memory."""
+
+    epoch: int
+
+    def enter_backward(self, name: str, index: int) -> bool:
+        """A unit's backward begins."""
+
+    def leave_backward(self, shared: bool) -> None:
+        """It is over; with ``shared`` some of its gradients are still on leaves."""
+
+    def deliver(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
+        """Add gradients of leaves to a group's flat gradient."""
+
+
+class Bound:
+    """A graph and the leaves of one unit.
+
+    Args:
+        graph: the graph.
+        leaves: the unit's leaves.
+        places: for each leaf its group and its number in it.
+        grads: by group, the views of the flat gradient.
+    """
+
+    def __init__(
+        self, graph: Graph, leaves: list[Tensor], places: Sequence[tuple[int, int]], grads: dict[int, list[Tensor]]
+    ) -> None:
+        self.graph, self.leaves = graph, leaves
+        self.epoch = -1
+        self.views: Any = None
+        self.own: dict[int, list[int]] = {}
+        for number in graph.own:
+            self.own.setdefault(places[number][0], []).append(number)
+        self.places = places
+        self.grads = [grads[places[n][0]][places[n][1]] for n in graph.own] if grads else []
+        self.claims = [(group, len(numbers) == len(grads[group])) for group, numbers in self.own.items()]
+        self.targets: dict[Variant, Any] = {}
+        self.shared = any(kind == "leaf" for kind, _ in graph.edges)
+        self.anchor = [leaves[graph.own[0]]] if graph.own else []
+        self.single = graph.result.leaves == (("out", 0),) and tree.flatten(0)[1] == graph.result.spec
+
+    def params(self, epoch: int) -> Any:
+        """What the graph reads of the leaves."""
+        if epoch != self.epoch:
+            with torch.no_grad():
+                self.views = self.graph.code.views(self.leaves)
+            self.epoch = epoch
+        return self.views
+
+    def into(self, variant: Variant) -> Any:
+        """Where a backward writes gradients."""
+        found = self.targets.get(variant)
+        if found is None:
+            found = self.targets[variant] = variant.code.targets(self.grads)
+        return found
+
+    def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The unit's result."""
+        held = {"out": outputs, "in": inputs}
+        leaves = [held[kind][what] if kind in held else what for kind, what in self.graph.result.leaves]
+        return tree.unflatten(self.graph.result.spec, leaves)
+
+
+class Call:
+    """One call of a unit: what its backward needs."""
+
+    __slots__ = ("bound", "claim", "host", "index", "name", "saved", "watched")
+
+    def __init__(self, bound: Bound, host: Host, claim: Claim, name: str, index: int) -> None:
+        self.bound, self.host, self.claim, self.name, self.index = bound, host, claim, name, index
+        self.saved: list[Any] | None = None
+        self.watched: list[tuple[Tensor, int]] = []
+
+    def run(self, inputs: Sequence[Tensor], anchored: bool) -> Any:
+        """The forward."""
+        bound = self.bound
+        graph = bound.graph
+        params = bound.params(self.host.epoch)
+        with quiet():
+            outputs, saved = graph.code.forward(params, *inputs)
+        if graph.differentiable:
+            outputs = self._attach(inputs, outputs, saved, anchored)
+        return outputs[0] if bound.single else bound.result(outputs, inputs)
+
+    def _attach(self, inputs: Any, outputs: Any, saved: list[Any], anchored: bool) -> Sequence[Tensor]:
+        bound = self.bound
+        graph = bound.graph
+        self.saved = saved
+        watched_inputs, watched_outputs = graph.watched
+        for i in watched_inputs:
+            self.watched.append((inputs[i], inputs[i]._version))
+        for i in watched_outputs:
+            # An output itself would refer to its own node.
+            alias = outputs[i].detach()
+            for place, held in enumerate(saved):
+                if held is outputs[i]:
+                    saved[place] = alias
+            self.watched.append((alias, alias._version))
+        edges = [inputs[n] if kind == "in" else bound.leaves[n] for kind, n in graph.edges]
+        if anchored or not edges:
+            edges += bound.anchor
+        wanted = graph.wanted
+        if len(wanted) == 1:
+            attached = (Node.apply(self, [outputs[wanted[0]]], *edges),)  # type: ignore[no-untyped-call]
+        else:
+            attached = Node.apply(self, [outputs[i] for i in wanted], *edges)  # type: ignore[no-untyped-call]
+        if len(wanted) == len(outputs):
+            return attached
+        whole = list(outputs)
+        for i, out in zip(wanted, attached, strict=True):
+            whole[i] = out
+        return whole
+
+    def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """The gradients for the edges of the node."""
+        if torch.is_grad_enabled() or not self.host.enter_backward(self.name, self.index):
+            raise Mispredicted(f"the program differentiates unit {self.name} itself")
+        saved, self.saved = self.saved, None
+        if saved is None:
+            raise UnitError(f"unit {self.name} is differentiated twice, and has kept nothing for the second time")
+        for tensor, version in self.watched:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"an argument or a result of unit {self.name}, of shape {list(tensor.shape)}, is at version "
+                    f"{tensor._version}; expected version {version} instead"
+                )
+        self.watched.clear()
+        variant, tangents = self.bound.graph.variant(grads)
+        parts = self._run(variant, saved, tangents)
+        self.host.leave_backward(self.bound.shared)
+        out = [parts[i] if i >= 0 else None for i in variant.edges]
+        for part, edge in variant.extra:
+            held = out[edge]
+            out[edge] = parts[part] if held is None else held + parts[part]
+        return out
+
+    def _run(self, variant: Variant, saved: list[Any], tangents: Sequence[Any]) -> Sequence[Tensor]:
+        bound = self.bound
+        params = bound.params(self.host.epoch)
+        parts: Sequence[Tensor]
+        if self.claim(bound.claims):
+            with quiet():
+                parts = variant.code.direct(params, saved, bound.into(variant), *tangents)
+            return parts
+        with quiet():
+            parts, grads = variant.code.backward(params, saved, *tangents)
+        for group, numbers in bound.own.items():
+            self.host.deliver(group, [bound.places[n][1] for n in numbers], [grads[n] for n in numbers])
+        return parts
+
+
+class Node(torch.autograd.Function):
+    """A unit's call in autograd's graph. Its outputs have been computed when it is made."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, outputs: Any, *edges: Tensor) -> Any:
+        """Take the outputs. As arguments of their own they would count as inputs, handed on as they are."""
+        ctx.call, ctx.edges = call, len(edges)
+        if len(outputs) == 1:
+            return outputs[0]
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Run the unit's backward."""
+        found = ctx.call.backward(grads)
+        return None, None, *found, *([None] * (ctx.edges - len(found)))
+
+
+class Uncast:
+    """``Below``, without autocast too: what it casts is in the graph."""
+
+    def __enter__(self) -> None:
+        self.guards = Below(), torch._C._DisableAutocast()
+        for guard in self.guards:
+            guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self.guards):
+            guard.__exit__(*error)
+
+
+def quiet() -> Any:
+    """The context in which a graph's ops run: nobody but their kernels sees them."""
+    return Uncast() if torch._C._is_any_autocast_enabled() else Below()
+
+
+def exact(value: Any) -> Any:
+    """A key by which two plain Python values are equal only if a program cannot tell them apart; None if none is."""
+    if isinstance(value, float):
+        return (float, value, math.copysign(1.0, value))
+    return (type(value), value)

@@ -1,0 +1,307 @@
+"""Tracing a unit: its forward and its backward as one graph of ATen ops, on fake tensors alone.
+
+The unit's function runs under ``make_fx``, and autograd differentiates it there and then, so the graph holds exactly
+the ops that the engine would run eagerly, in autograd's own order. Nothing is decomposed and nothing is reordered,
+since a unit's graph must give the same bits as the unit.
+
+A tensor that is used several times gets its gradient in several parts, which autograd adds in the order in which they
+arrive, across units. A sum made inside of a unit would be another order, so the graph returns the parts.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from fshard import tree
+
+
+class Untraceable(Exception):  # noqa: N818 - not an error: the unit runs eagerly
+    """A unit cannot be run as a graph; the text says why."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a graph depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def fake(self) -> Tensor:
+        """A tensor like it; call this inside of a fake mode."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.requires_grad)
+
+
+def meta_of(x: Tensor) -> Meta:
+    """The meta of a tensor."""
+    return Meta(tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A call to trace.
+
+    Attributes:
+        fn: ``fn(params, *args, **kwargs)``.
+        params: the structure of the parameter tree.
+        args: the structure of ``(args, kwargs)``.
+        leaves: the leaves of the parameters.
+        shared: the numbers of those leaves whose gradient autograd sums, because others read them too.
+        values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, and all else as it is.
+        grad: whether gradients are enabled.
+    """
+
+    fn: Callable[..., Any]
+    params: Any
+    args: Any
+    leaves: tuple[Meta, ...]
+    shared: frozenset[int]
+    values: tuple[Any, ...]
+    grad: bool
+
+    @property
+    def inputs(self) -> list[Meta]:
+        """The tensors among the values."""
+        return [value for value in self.values if isinstance(value, Meta)]
+
+    def call(self, leaves: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """Call the function with these tensors."""
+        rest = iter(inputs)
+        values = [next(rest) if isinstance(value, Meta) else value for value in self.values]
+        args, kwargs = tree.unflatten(self.args, values)
+        return self.fn(tree.unflatten(self.params, leaves), *args, **kwargs)
+
+
+Tangents = tuple[tuple[int, ...] | None, ...]
+"""For each differentiable output the strides of its gradient, None if it has none."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a unit's result is made of what its graph returns.
+
+    Attributes:
+        spec: the structure of the result.
+        leaves: for each of its leaves ``("out", number)``, ``("in", number of an input)`` or ``("value", it)``.
+        outputs: the meta of each output of the graph; ``requires_grad`` says whether it is differentiable.
+    """
+
+    spec: Any
+    leaves: tuple[tuple[str, Any], ...]
+    outputs: tuple[Meta, ...]
+
+    @property
+    def tangents(self) -> Tangents:
+        """The gradients to expect: one for each differentiable output, with its strides."""
+        return tuple(out.stride for out in self.outputs if out.requires_grad)
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A traced call.
+
+    Attributes:
+        graph: placeholders for leaves, inputs and tangents, then the ops; those of the forward first.
+        module: holds the graph's constants.
+        leaves: the placeholders of the leaves.
+        inputs: the placeholders of the inputs.
+        tangents: the placeholders of the gradients of differentiable outputs; None for one that has none.
+        forward: the nodes of the forward, placeholders of tangents not among them.
+        count: how many outputs there are.
+        places: what each part of a gradient belongs to: ``(kind, number)``, kind "leaf" or "in", as parts arrive.
+        present: for each leaf whether it has a gradient here; one that is shared has parts instead.
+    """
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    leaves: list[fx.Node]
+    inputs: list[fx.Node]
+    tangents: list[fx.Node | None]
+    forward: set[fx.Node]
+    count: int
+    places: list[tuple[str, int]]
+    present: list[bool]
+
+    @property
+    def flat(self) -> list[fx.Node]:
+        """What the graph returns. Nodes may be replaced, so it is always asked of the graph."""
+        (flat,) = next(reversed(self.graph.nodes)).args
+        return list(flat)
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The outputs of the unit."""
+        return self.flat[: self.count]
+
+    @property
+    def parts(self) -> list[fx.Node]:
+        """The parts of gradients that autograd sums."""
+        return self.flat[self.count : self.count + len(self.places)]
+
+    @property
+    def grads(self) -> list[fx.Node | None]:
+        """The gradient of each leaf; None if it has none here."""
+        rest = iter(self.flat[self.count + len(self.places) :])
+        return [next(rest) if present else None for present in self.present]
+
+
+def inspect(source: Source) -> Result:
+    """Run the unit on fake tensors and see what it returns.
+
+    Raises:
+        Untraceable: it cannot be a graph.
+    """
+    python = random.getstate()
+    with FakeTensorMode() as mode:
+        leaves = [leaf.fake() for leaf in source.leaves]
+        inputs = [value.fake() for value in source.inputs]
+        watched = [*leaves, *inputs]
+        versions = [x._version for x in watched]
+        flat, spec = tree.flatten(source.call(leaves, inputs))
+    if versions != [x._version for x in watched]:
+        raise Untraceable("it writes in place to what it was given")
+    if random.getstate() != python:
+        random.setstate(python)
+        raise Untraceable("it draws from Python's random, whose numbers would be the same in every step")
+    found: list[tuple[str, Any]] = []
+    outputs: list[Tensor] = []
+    storages = {x.untyped_storage()._cdata for x in watched}
+    for leaf in flat:
+        same = [i for i, x in enumerate(inputs) if leaf is x]
+        if not isinstance(leaf, Tensor):
+            found.append(("value", leaf))
+        elif same:
+            found.append(("in", same[0]))
+        else:
+            _check_output(leaf, mode, storages)
+            found.append(("out", len(outputs)))
+            outputs.append(leaf)
+    return Result(spec, tuple(found), tuple(meta_of(out) for out in outputs))
+
+
+def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None:
+    if getattr(out, "fake_mode", None) is not mode:
+        raise Untraceable("it returns a tensor that it did not compute from its arguments")
+    if out.layout is not torch.strided or out.is_nested:
+        raise Untraceable("it returns a tensor that is not strided")
+    storage = out.untyped_storage()._cdata
+    if storage in storages:
+        raise Untraceable("it returns a view of an argument, a parameter or another result, not a tensor of its own")
+    storages.add(storage)
+
+
+def trace(source: Source, result: Result, tangents: Tangents) -> Joint:
+    """Trace a unit, and its backward from gradients with these strides.
+
+    Raises:
+        Untraceable: it cannot be a graph.
+    """
+    with FakeTensorMode():
+        leaves = [leaf.fake() for leaf in source.leaves]
+        inputs = [value.fake() for value in source.inputs]
+        wanted = [out for out in result.outputs if out.requires_grad]
+        seeds = [
+            None if strides is None else torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)
+            for out, strides in zip(wanted, tangents, strict=True)
+        ]
+    tracer = _Tracer(source, [seed is not None for seed in seeds])
+    torch.clear_autocast_cache()
+    with torch.set_grad_enabled(source.grad):
+        module = make_fx(tracer, tracing_mode="fake")(leaves, inputs, [seed for seed in seeds if seed is not None])
+    torch.clear_autocast_cache()
+    return tracer.joint(module)
+
+
+class _Tracer:
+    """The function that ``make_fx`` runs. It notes what the flat output of the graph means."""
+
+    def __init__(self, source: Source, seeded: list[bool]) -> None:
+        self.source, self.seeded = source, seeded
+        self.split = 0
+        self.count = 0
+        self.places: list[tuple[str, int]] = []
+        self.present: list[bool] = []
+
+    def __call__(self, leaves: list[Tensor], inputs: list[Tensor], seeds: list[Tensor]) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None
+        graph = mode.tracer.graph
+        flat = tree.leaves(self.source.call(leaves, inputs))
+        outputs = [x for x in flat if isinstance(x, Tensor) and not any(x is y for y in inputs)]
+        self.split = len(graph.nodes)
+        parts, grads = self._backward(leaves, inputs, outputs, iter(seeds))
+        self.count = len(outputs)
+        self.places = [(kind, number) for kind, number, _ in parts]
+        self.present = [grad is not None for grad in grads]
+        return [*outputs, *(part for _, _, part in parts), *(grad for grad in grads if grad is not None)]
+
+    def _backward(self, leaves: Any, inputs: Any, outputs: Any, seeds: Any) -> tuple[Any, Any]:
+        wanted = [out for out in outputs if out.requires_grad]
+        pairs = [(out, next(seeds)) for out, seeded in zip(wanted, self.seeded, strict=True) if seeded]
+        summed = [("leaf", i, leaves[i]) for i in sorted(self.source.shared)]
+        summed += [("in", i, x) for i, x in enumerate(inputs)]
+        targets = [(kind, i, x) for kind, i, x in summed if x.requires_grad]
+        own = [x.requires_grad and i not in self.source.shared for i, x in enumerate(leaves)]
+        owned = [x for x, mine in zip(leaves, own, strict=True) if mine]
+        if not pairs or not (targets or owned):
+            return [], [None for _ in own]
+        parts: list[tuple[str, int, Tensor]] = []
+        _watch([out for out, _ in pairs], targets, parts)
+        every = [*owned, *(x for _, _, x in targets)]
+        with torch._C._DisableAutocast():  # a backward runs when the context of its forward is over
+            found = torch.autograd.grad([o for o, _ in pairs], every, [g for _, g in pairs], allow_unused=True)
+        grads = iter(found[: len(owned)])
+        return parts, [next(grads) if mine else None for mine in own]
+
+    def joint(self, module: fx.GraphModule) -> Joint:
+        nodes = list(module.graph.nodes)
+        holders = [node for node in nodes if node.op == "placeholder"]
+        n, m = len(self.source.leaves), len(self.source.inputs)
+        rest = iter(holders[n + m :])
+        return Joint(
+            graph=module.graph,
+            module=module,
+            leaves=holders[:n],
+            inputs=holders[n : n + m],
+            tangents=[next(rest) if seeded else None for seeded in self.seeded],
+            forward=set(nodes[: self.split]) - set(holders[n + m :]),
+            count=self.count,
+            places=self.places,
+            present=self.present,
+        )
+
+
+def _watch(outputs: list[Tensor], targets: list[tuple[str, int, Tensor]], parts: list[tuple[str, int, Tensor]]) -> None:
+    """Let each part of a target's gradient be noted when autograd has computed it."""
+    ends = {torch.autograd.graph.get_gradient_edge(x).node: (kind, i) for kind, i, x in targets}
+    seen: set[Any] = set()
+    stack = [out.grad_fn for out in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        hits = [(place, ends[below]) for place, (below, _) in enumerate(node.next_functions) if below in ends]
+        if hits:
+            node.register_hook(_Noted(hits, parts))
+        stack.extend(below for below, _ in node.next_functions)
+
+
+class _Noted:
+    def __init__(self, hits: list[tuple[int, tuple[str, int]]], parts: list[tuple[str, int, Tensor]]) -> None:
+        self.hits, self.parts = hits, parts
+
+    def __call__(self, grads: tuple[Tensor | None, ...], above: Any) -> None:
+        for place, (kind, number) in self.hits:
+            grad = grads[place]
+            if grad is not None:
+                self.parts.append((kind, number, grad))
