@@ -8,34 +8,34 @@ says whose step it is, and the others sleep (``turns.py``). JAX's gloo does not 
 import argparse
 import importlib.util
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import peers
-from common import HERE, QUIET, Report, Row, arguments, free_port, ratio
+from common import HERE, QUIET, Report, arguments, free_port, ratio
 from model import SMALL, Size, make, rows
 from turns import Family
 
 TORCH = ("fsdp2", "fshard", "fshard no reshard")
-TARGET = 0.45
+FORMS: dict[str, dict[str, Any]] = {"jax": {}, "jax scan": {"scan": 1}, "jax matrices": {"least": 4096}}
+"""Ways to write it, by name: blocks in a row, all leaves sharded; blocks by ``lax.scan``; only matrices sharded."""
+
 CLAIMS = (
-    ("fshard", "jax", TARGET),
-    ("fshard no reshard", "jax", TARGET),
+    ("fshard", "jax", 0.45),
+    ("fshard no reshard", "jax", 0.45),
     ("fsdp2", "jax", None),
-    ("jax", "fsdp2", None),
+    ("jax scan", "jax", None),
+    ("jax matrices", "jax", None),
 )
-FORMS = {
-    "jax": {},
-    "jax scan": {"scan": 1},
-}
-"""Ways to write it."""
-TOLERANCE = 1e-4
 CHECKED = 3
 PYTORCH = {**QUIET, "OMP_NUM_THREADS": "1"}
 JAX = {"TF_CPP_MIN_LOG_LEVEL": "3", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "true"}
@@ -48,8 +48,15 @@ def obstacle() -> str | None:
     return None
 
 
+def no_gpu() -> str | None:
+    """Why JAX cannot use a GPU here, or None. Asked in another process: JAX takes hold of what it finds."""
+    ask = "import jax; print([device.platform for device in jax.devices()])"
+    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env={**os.environ, **JAX})
+    return None if "gpu" in found.stdout or "cuda" in found.stdout else "JAX sees no GPU: pip install 'jax[cuda12]'"
+
+
 def write_data(path: Path, size: Size, ranks: int, numbers: int) -> None:
-    """The start weights and the rows of all batches, (numbers, ranks, batch, tokens + 1), for processes without PyTorch."""
+    """For processes without PyTorch: the start weights, and all rows, (numbers, ranks, batch, tokens + 1)."""
     weights = {f"w:{name}": leaf.detach().numpy() for name, leaf in make(size).state_dict().items()}
     batches = np.stack([np.stack([rows(size, n, r).numpy() for r in range(ranks)]) for n in range(numbers)])
     np.savez(path, rows=batches.astype(np.int32), **weights)
@@ -75,16 +82,16 @@ def around() -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def check(families: dict[str, Family]) -> None:
-    """See that all train alike.
+def check(families: dict[str, Family], tolerance: float = 1e-4, numbers: range = range(CHECKED)) -> None:
+    """See that all train alike, on the batches of these numbers.
 
     Raises:
         SystemExit: they do not.
     """
-    seen = {name: [family.step(name, n)["loss"] for n in range(CHECKED)] for name, family in families.items()}
+    seen = {name: [family.step(name, n)["loss"] for n in numbers] for name, family in families.items()}
     first = next(iter(seen.values()))
     for name, losses in seen.items():
-        if any(abs(a - b) > TOLERANCE * abs(b) for a, b in zip(losses, first, strict=True)):
+        if any(abs(a - b) > tolerance * abs(b) for a, b in zip(losses, first, strict=True)):
             raise SystemExit(f"the peers do not train alike: {name} {losses}, {next(iter(seen))} {first}")
 
 
@@ -127,25 +134,33 @@ def measure(args: argparse.Namespace) -> int:
         return 0
     rounds = args.rounds or (6 if args.quick else 20)
     size = replace(SMALL, depth=args.depth) if args.depth else SMALL
-    forms = {name: FORMS[name] for name in args.forms}
-    configuration = {"model": asdict(size), "ranks": args.ranks, "rounds": rounds, "peers": [*TORCH, *forms]}
-    report = Report("jax_fsdp", __doc__.splitlines()[0], configuration)
-    for ranks in args.ranks:
-        samples = run(ranks, size, rounds, list(TORCH), forms)
+    wanted = args.peers or [*TORCH, *(["jax"] if args.quick else FORMS)]
+    notes: list[str] = []
+    names = peers.select([name for name in wanted if name not in FORMS], notes)
+    forms = {name: FORMS[name] for name in wanted if name in FORMS}
+    ranks_of = args.ranks or ([2] if args.quick else [2, 4])
+    configuration = {"model": asdict(size), "ranks": ranks_of, "rounds": rounds, "peers": [*names, *forms]}
+    report = Report("jax_fsdp", __doc__.splitlines()[0], {**configuration, "jax": metadata.version("jax")}, notes=notes)
+    for ranks in ranks_of:
+        samples = run(ranks, size, rounds, names, forms)
         report.medians[f"{ranks} ranks"] = {
             name: {kind: statistics.median(values) for kind, values in sample.items()}
             for name, sample in samples.items()
         }
-        print(report.medians)
+        for over, under, target in CLAIMS:
+            for kind in ("wall", "cpu") if over in samples and under in samples else ():
+                pair = samples[over][kind], samples[under][kind]
+                wanted_ratio = target if kind == "wall" else None
+                report.rows.append(ratio(f"{ranks} ranks: {over} / {under}", kind, *pair, wanted_ratio))
     return report.finish(args)
 
 
 def options(cli: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    cli.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    cli.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 and 4)")
     cli.add_argument("--rounds", type=int, help="steps of each peer")
     cli.add_argument("--depth", type=int, help="blocks, instead of the benchmark's own")
-    cli.add_argument("--forms", nargs="+", default=["jax"], choices=FORMS, help="ways to write it in JAX")
+    cli.add_argument("--peers", nargs="+", metavar="NAME", help="instead of the usual ones")
 
 
 if __name__ == "__main__":

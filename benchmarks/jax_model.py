@@ -25,13 +25,13 @@ class Form:
         heads: attention heads.
         scan: run the blocks by ``lax.scan`` over stacked parameters, instead of one after the other.
         least: leaves of fewer elements are replicated: one small collective costs more than their memory.
-        policy: what the backward keeps of a block: ``"all"``, or ``"weights gathered again"`` (reshard after forward).
+        attention: which implementation; None leaves it to JAX.
     """
 
     heads: int
     scan: bool = False
     least: int = 0
-    policy: str = "all"
+    attention: str | None = None
 
 
 def stack(leaves: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -57,9 +57,10 @@ def spec(name: str, shape: tuple[int, ...], ranks: int, least: int) -> Partition
 
 def norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
     """Layer norm, as ``torch.nn.LayerNorm``."""
-    mean = x.mean(-1, keepdims=True)
-    spread = jnp.square(x - mean).mean(-1, keepdims=True)
-    return (x - mean) * jax.lax.rsqrt(spread + 1e-5) * weight + bias
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(-1, keepdims=True)
+    spread = jnp.square(wide - mean).mean(-1, keepdims=True)
+    return ((wide - mean) * jax.lax.rsqrt(spread + 1e-5) * weight + bias).astype(x.dtype)
 
 
 def linear(x: jax.Array, p: Mapping[str, jax.Array], name: str) -> jax.Array:
@@ -67,13 +68,13 @@ def linear(x: jax.Array, p: Mapping[str, jax.Array], name: str) -> jax.Array:
     return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
 
 
-def block(x: jax.Array, p: Mapping[str, jax.Array], heads: int) -> jax.Array:
+def block(x: jax.Array, p: Mapping[str, jax.Array], form: Form) -> jax.Array:
     """Pre-norm attention and MLP."""
     batch, tokens, width = x.shape
     mixed = linear(norm(x, p["norm1.weight"], p["norm1.bias"]), p, "qkv")
-    q, k, v = jnp.moveaxis(mixed.reshape(batch, tokens, 3, heads, -1), 2, 0)
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, tokens, width)
-    x = x + linear(y, p, "out")
+    q, k, v = jnp.moveaxis(mixed.reshape(batch, tokens, 3, form.heads, -1), 2, 0)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=form.attention)
+    x = x + linear(y.reshape(batch, tokens, width), p, "out")
     hidden = jax.nn.gelu(linear(norm(x, p["norm2.weight"], p["norm2.bias"]), p, "up"), approximate=False)
     return x + linear(hidden, p, "down")
 
@@ -91,9 +92,7 @@ def make_loss(form: Form, mesh: Mesh) -> Callable[[Params, jax.Array], jax.Array
         return {name: jax.lax.with_sharding_constraint(leaf, whole) for name, leaf in p.items()}
 
     def one(x: jax.Array, p: Mapping[str, jax.Array]) -> jax.Array:
-        return jax.lax.with_sharding_constraint(block(x, gathered(p), form.heads), spread)
-
-    run = jax.checkpoint(one, policy=_keep_all_but_weights) if form.policy != "all" else one
+        return jax.lax.with_sharding_constraint(block(x, gathered(p), form), spread)
 
     def loss(params: Params, rows: jax.Array) -> jax.Array:
         rest = gathered({name: leaf for name, leaf in params.items() if not name.startswith("blocks.")})
@@ -101,33 +100,30 @@ def make_loss(form: Form, mesh: Mesh) -> Callable[[Params, jax.Array], jax.Array
         x = rest["embed.weight"][tokens] + rest["place.weight"][: tokens.shape[1]]
         if form.scan:
             stacked = {k.removeprefix(STACKED): leaf for k, leaf in params.items() if k.startswith(STACKED)}
-            x, _ = jax.lax.scan(lambda carry, p: (run(carry, p), None), x, stacked)
+            x, _ = jax.lax.scan(lambda carry, p: (one(carry, p), None), x, stacked)
         else:
             depth = len({name.split(".")[1] for name in params if name.startswith("blocks.")})
             for i in range(depth):
                 at = f"blocks.{i}."
-                x = run(x, {k.removeprefix(at): leaf for k, leaf in params.items() if k.startswith(at)})
+                x = one(x, {k.removeprefix(at): leaf for k, leaf in params.items() if k.startswith(at)})
         logits = norm(x, rest["norm.weight"], rest["norm.bias"]) @ rest["head.weight"].T
-        likely = jax.nn.log_softmax(logits)
+        likely = jax.nn.log_softmax(logits.astype(jnp.float32))
         return -jnp.take_along_axis(likely, targets[..., None], -1).mean()
 
     return loss
 
 
-def _keep_all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
-    return str(primitive) != "sharding_constraint"
-
-
 def adamw(
     p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, step: jax.Array, hyper: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One leaf's update, as ``torch.optim.AdamW``. ``step`` counts from 1."""
+    """One leaf's update, as ``torch.optim.AdamW``: in float32, whatever is kept. ``step`` counts from 1."""
+    kept, (p, g, m, v) = p.dtype, (x.astype(jnp.float32) for x in (p, g, m, v))
     low, high = hyper["betas"]
     m = low * m + (1 - low) * g
     v = high * v + (1 - high) * g * g
     root = jnp.sqrt(v) / jnp.sqrt(1 - high**step) + hyper["eps"]
     p = p * (1 - hyper["lr"] * hyper["weight_decay"]) - hyper["lr"] / (1 - low**step) * m / root
-    return p, m, v
+    return p.astype(kept), m.astype(kept), v.astype(kept)
 
 
 def init(params: Params) -> tuple[Params, Params, Params, jax.Array]:

@@ -1,7 +1,7 @@
 """One rank of JAX: the GPT of ``jax_model.py`` on all ranks, stepped when a line on standard input says so.
 
-Started by ``jax_fsdp.py`` and ``gpu.py``, which write the start weights and the rows to a file first, so that this process needs no
-PyTorch. See ``turns.py`` for the lines.
+Started by ``jax_fsdp.py`` and ``gpu.py``, which write the start weights and the rows to a file first, so that this
+process needs no PyTorch. See ``turns.py`` for the lines.
 """
 
 import argparse
@@ -29,10 +29,16 @@ class Rank:
         given = np.load(args.data)
         self.rows = given["rows"]
         leaves = {name.removeprefix("w:"): given[name] for name in given.files if name.startswith("w:")}
-        form = Form(args.heads, bool(args.scan), args.least, args.policy)
+        form = Form(
+            args.heads,
+            bool(args.scan),
+            args.least,
+            "cudnn" if args.platform == "cuda" and args.dtype == "bf16" else None,
+        )
         leaves = stack(leaves, args.depth) if form.scan else leaves
         specs = {name: spec(name, leaf.shape, self.ranks, form.least) for name, leaf in leaves.items()}
-        params = {name: self._place(np.asarray(leaf), specs[name]) for name, leaf in leaves.items()}
+        dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[args.dtype]
+        params = {name: self._place(np.asarray(leaf).astype(dtype), specs[name]) for name, leaf in leaves.items()}
         self.state = init(params)
         self.train = make_step(form, self.mesh, json.loads(args.hyper), specs)
         self.meet = jax.jit(jnp.sum, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
@@ -70,7 +76,7 @@ def main() -> int:
     cli.add_argument("--heads", type=int, required=True)
     cli.add_argument("--scan", type=int, default=0)
     cli.add_argument("--least", type=int, default=0)
-    cli.add_argument("--policy", default="all")
+    cli.add_argument("--dtype", default="fp32", help="of everything: fp32 or bf16")
     cli.add_argument("--hlo", type=Path, help="write the compiled program here")
     args = cli.parse_args()
     args.rank, args.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

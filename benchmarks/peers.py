@@ -1,6 +1,7 @@
 """The peers: one class each, the same model, the same start weights, ``step(rows)``; and how they take turns."""
 
 import contextlib
+import functools
 import gc
 import os
 import time
@@ -68,12 +69,17 @@ class Torch:
 
 
 class Fshard:
-    """This library."""
+    """This library. ``mesh``: instead of that of all ranks; further arguments are those of ``fs.Policy``."""
 
     def __init__(
-        self, module: nn.Module, clip: float | None = None, units: Sequence[str] = ("blocks.*",), **policy: Any
+        self,
+        module: nn.Module,
+        clip: float | None = None,
+        units: Sequence[str] = ("blocks.*",),
+        mesh: fs.Mesh | None = None,
+        **policy: Any,
     ) -> None:
-        self.mesh = fs.make_mesh((-1,), ("shard",))
+        self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
         model = fs.split(module, units=units)
 
         def loss_fn(params: dict[str, Any], rows: Tensor) -> Tensor:
@@ -91,31 +97,48 @@ class Fshard:
         self.loss = metrics.loss
 
 
-def fsdp2(module: nn.Module, reshard: bool = True, prefetch: int = 0) -> nn.Module:
-    """``fully_shard`` for each block and for the rest.
+def fsdp2(
+    module: nn.Module, reshard: bool = True, prefetch: int = 0, unshard_async: bool = False, compiled: bool = False
+) -> nn.Module:
+    """``fully_shard`` for each block and for the rest, as its documentation recommends.
 
     Args:
         module: the model.
-        reshard: whether to reshard after forward.
+        reshard: whether to reshard after forward; the rest, which the backward reads first, never does.
         prefetch: blocks ahead whose weights the forward asks for; FSDP2's backward prefetches one by itself.
+        unshard_async: let gathers run beside compute. On CPU, where there are no streams, nothing else does.
+        compiled: ``torch.compile`` each block first.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     blocks = [block for block in module.modules() if type(block).__name__ == "Block"]
     for block in blocks:
+        if compiled:
+            block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-    for i, block in enumerate(blocks):
-        if prefetch and blocks[i + 1 : i + 1 + prefetch]:
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])  # type: ignore[attr-defined]
+    fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard else False)
+    chain: Any = [module, *blocks]
+    for i, one in enumerate(chain):
+        if prefetch and chain[i + 1 : i + 1 + prefetch]:
+            one.set_modules_to_forward_prefetch(chain[i + 1 : i + 1 + prefetch])
+        if prefetch > 1 and chain[max(1, i - prefetch) : i]:
+            one.set_modules_to_backward_prefetch(chain[max(1, i - prefetch) : i][::-1])
+    if unshard_async:
+        chain[0]._set_unshard_async_op(True)
     return module
 
 
-def fsdp1(module: nn.Module) -> nn.Module:
-    """``FullyShardedDataParallel`` with one flat parameter a block."""
+def fsdp1(module: nn.Module, prefetch: bool = False) -> nn.Module:
+    """``FullyShardedDataParallel`` with one flat parameter a block; ``prefetch`` in the forward, too."""
     policy = ModuleWrapPolicy({Block})
+    device = torch.device(device_type())
     return FullyShardedDataParallel(
-        module, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        module, auto_wrap_policy=policy, device_id=device, use_orig_params=True, forward_prefetch=prefetch
     )
+
+
+def ddp(module: nn.Module, bucket: float = 25) -> nn.Module:
+    """``DistributedDataParallel`` without copies of gradients, for a graph that stays; buckets of so many MB."""
+    return DistributedDataParallel(module, bucket_cap_mb=bucket, gradient_as_bucket_view=True, static_graph=True)
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -127,12 +150,18 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "eager": Torch,
     "eager clip": lambda module: Torch(module, clip=CLIP),
     "compiled": lambda module: Torch(module, compiled),
-    "ddp": lambda module: Torch(module, DistributedDataParallel),
+    "ddp": lambda module: Torch(module, ddp),
+    "ddp small buckets": lambda module: Torch(module, lambda m: ddp(m, bucket=4)),
     "fsdp1": lambda module: Torch(module, fsdp1),
+    "fsdp1 prefetch": lambda module: Torch(module, lambda m: fsdp1(m, prefetch=True)),
     "fsdp2": lambda module: Torch(module, fsdp2),
     "fsdp2 prefetch": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=1)),
+    "fsdp2 async": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=1, unshard_async=True)),
+    "fsdp2 async 2": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=2, unshard_async=True)),
     "fsdp2 no reshard": lambda module: Torch(module, lambda m: fsdp2(m, reshard=False)),
+    "fsdp2 async no reshard": lambda m: Torch(m, lambda m: fsdp2(m, reshard=False, prefetch=1, unshard_async=True)),
     "fsdp2 clip": lambda module: Torch(module, fsdp2, CLIP),
+    "fsdp2 compiled": lambda module: Torch(module, lambda m: fsdp2(m, compiled=True)),
     "fshard": Fshard,
     "fshard prefetch 2": lambda module: Fshard(module, prefetch=2),
     "fshard one reduce": lambda module: Fshard(module, reduces=1),
@@ -142,6 +171,7 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
 """By name. ``clip``: to a global norm, exactly."""
 
 
+@functools.cache
 def compiler_works() -> str | None:
     """Why ``torch.compile`` cannot be a peer here, or None."""
     try:
@@ -149,6 +179,23 @@ def compiler_works() -> str | None:
     except Exception as error:  # whatever is missing: a compiler, headers, a backend
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return None
+
+
+def obstacle(name: str) -> str | None:
+    """Why there is no such peer here, or None."""
+    if name not in PEERS:
+        return f"there is no such peer; known: {', '.join(PEERS)}"
+    if any(word in name for word in ("compiled", "inductor")):
+        why = compiler_works()
+        return f"torch.compile does not work here ({why})" if why else None
+    return None
+
+
+def select(names: Sequence[str], notes: list[str]) -> list[str]:
+    """The names of those peers that are there; why others are not goes to the notes."""
+    obstacles = {name: obstacle(name) for name in names}
+    notes += [f"{name}: skipped: {why}" for name, why in obstacles.items() if why]
+    return [name for name, why in obstacles.items() if not why]
 
 
 def build(names: Sequence[str], size: Size) -> dict[str, Peer]:
@@ -234,6 +281,12 @@ def process_group() -> Any:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def device_type() -> str:
+    """Where the peers train: a GPU under NCCL, and under the fake group where there is one."""
+    backend = str(dist.get_backend()) if dist.is_initialized() else ""
+    return "cuda" if torch.cuda.is_available() and backend != "gloo" else "cpu"
 
 
 def _place() -> tuple[int, int]:

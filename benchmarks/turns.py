@@ -5,6 +5,7 @@ JSON. A line is ``step NAME NUMBER``: let the peer NAME make a step on batch NUM
 takes time from the one whose turn it is.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -56,6 +57,7 @@ class Family:
             except subprocess.TimeoutExpired:
                 pass
         self._kill()
+        self._close()
 
     def ask(self, line: str) -> list[dict[str, Any]]:
         """Say a line to all, and return what each answers.
@@ -98,6 +100,13 @@ class Family:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def _close(self) -> None:
+        for process in self.processes:
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):  # a line that a dead process never read
+                    if pipe is not None:
+                        pipe.close()
 
 
 def answering() -> TextIO:

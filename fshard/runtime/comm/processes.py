@@ -30,7 +30,7 @@ class Processes:
         if self.mesh.axis_size(axes) == 1:
             return Alone()
         if (role, axes) not in self.lanes:
-            backend = "gloo" if role == "control" else self.backend
+            backend = "gloo" if role == "control" and self.backend != "fake" else self.backend
             mine = None
             for ranks in self.mesh.partition(axes):
                 group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
@@ -38,7 +38,7 @@ class Processes:
             name = f"{role}({'+'.join(axes)})"
             size = self.mesh.axis_size(axes)
             lane: Lane = GlooLane(name, size, mine)
-            if backend == "nccl":
+            if backend != "gloo" and self.mesh.device.type == "cuda":
                 lane = NcclLane(name, size, mine, make_clock(self.mesh.device))
             self.lanes[role, axes] = lane
         return self.lanes[role, axes]
@@ -72,7 +72,8 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
     backend = str(dist.get_backend())
     if backend == "undefined":  # one for each device type: CUDA tensors go by NCCL, others by gloo
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend not in ("gloo", "nccl"):
-        raise PlanError(f"the process group's backend is {backend!r}; fshard runs on gloo and nccl")
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    if backend not in ("gloo", "nccl", "fake"):
+        raise PlanError(f"the process group's backend is {backend!r}; fshard runs on gloo and nccl, and times on fake")
+    gpu = backend == "nccl" or (backend == "fake" and torch.cuda.is_available())
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     return dist.get_rank(), dist.get_world_size(), device, backend, owned

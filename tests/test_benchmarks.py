@@ -1,0 +1,129 @@
+"""What the benchmarks compute with their numbers, and that the peers in other runtimes train the same model."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+NAMES = ("lab", "model", "common", "report", "turns", "peers", "jax_fsdp", "balance", "gpu", "pictures")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The modules of the folder, which is no package: its files are scripts."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        names = [name for name in NAMES if (FOLDER / f"{name}.py").exists()]
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in {name for name in set(sys.modules) - before if (FOLDER / f"{name}.py").exists()}:
+            del sys.modules[name]
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_each_round(bench: Any) -> None:
+    # The machine is ten times slower in the last round: a ratio of medians or of sums would show it.
+    row = bench.common.ratio("a / b", "wall", [1.0, 2.0, 30.0], [2.0, 4.0, 30.0], target=0.5)
+    assert row.value == 0.5 and not row.short and row.verdict == "ok"
+    assert row.low == 0.5 and row.high == 1.0
+
+
+def test_a_missed_target_says_by_how_much(bench: Any) -> None:
+    row = bench.common.Row("a / b", "wall", 0.75, target=0.6)
+    assert row.short and row.verdict == "+25%"
+    assert bench.common.Row("a", "wall", float("nan"), target=0.6).short
+    assert bench.common.Row("a", "wall", 3.0).verdict == ""
+
+
+@pytest.mark.parametrize(("flags", "status"), [(["--strict"], 1), ([], 0)])
+def test_only_strict_runs_fail_on_a_shortfall(
+    bench: Any, flags: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--results", str(tmp_path), *flags])
+    report = bench.common.Report("thing", "A claim.", {"ranks": 2})
+    report.rows = [bench.common.Row("a", "wall", 2.0, target=1.0)]
+    assert report.finish(bench.common.arguments("A claim.")) == status
+    written = json.loads((tmp_path / "thing.json").read_text())
+    assert written["rows"][0]["verdict"] == "+100%"
+    assert {"commit", "torch", "device", "load", "load_after"} <= written["environment"].keys()
+    report.rows = [bench.common.Row("a", "s", 2.0, target=1.0, strict=False)]
+    assert report.finish(bench.common.arguments("A claim.")) == 0, "an absolute time is not judged"
+
+
+def test_the_page_holds_what_was_measured(bench: Any, tmp_path: Path) -> None:
+    report = bench.common.Report("thing", "A claim.", {}, notes=["a note"])
+    report.rows = [bench.common.ratio("a / b", "wall", [1.0], [2.0], 0.4), bench.common.Row("bytes", "MiB", 3.0)]
+    report.environment["load_after"] = [0.0, 0.0]
+    report.finish(SimpleNamespace(quick=False, strict=False, results=tmp_path))
+    text = "\n".join(bench.report.section(json.loads((tmp_path / "thing.json").read_text())))
+    assert "| a / b | wall | **0.500** | 0.500 .. 0.500 | ≤ 0.4 | +25% |" in text
+    assert "| bytes | MiB | 3.000 |  |  |  |" in text and text.rstrip().endswith("a note")
+
+
+def test_a_peer_that_is_not_there_leaves_a_note(bench: Any) -> None:
+    notes: list[str] = []
+    assert bench.peers.select(["eager", "nosuch"], notes) == ["eager"]
+    assert len(notes) == 1 and notes[0].startswith("nosuch: skipped: there is no such peer; known: eager, ")
+
+
+def test_a_process_that_dies_ends_the_turns(bench: Any) -> None:
+    dies = [sys.executable, "-c", "input(); raise SystemExit(3)"]
+    with (
+        pytest.raises(SystemExit, match="family: no answer to 'step a 1'"),
+        bench.turns.Family("family", [dies], {}) as f,
+    ):
+        f.ask("step a 1")
+    assert [process.poll() for process in f.processes] == [3]
+
+
+def test_a_process_that_is_silent_ends_the_turns(bench: Any) -> None:
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(SystemExit, match="no answer"), bench.turns.Family("family", [sleeps], {}, timeout=0.2) as f:
+        f.ask("step a 1")
+    assert f.processes[0].poll() is not None
+
+
+@pytest.mark.parametrize("form", ["jax", pytest.param("jax scan", marks=pytest.mark.slow)])
+def test_jax_trains_the_same_model(bench: Any, form: str, tmp_path: Path) -> None:
+    if bench.jax_fsdp.obstacle():
+        pytest.skip("JAX is not installed")
+    size = bench.model.Size(depth=2, width=32, heads=2, tokens=8, batch=2, vocabulary=16)
+    bench.jax_fsdp.write_data(tmp_path / "data.npz", size, ranks=1, numbers=4)
+    plain, ours = bench.peers.Torch(bench.model.make(size)), []
+    for number in range(4):
+        plain.step(bench.model.rows(size, number))
+        ours.append(float(plain.loss))
+    command = bench.jax_fsdp.jax_command(tmp_path / "data.npz", size, bench.jax_fsdp.FORMS[form])
+    with bench.turns.Family(form, [command], bench.jax_fsdp.JAX, timeout=150) as family:
+        theirs = [family.step(form, number)["loss"] for number in range(4)]
+    assert theirs == pytest.approx(ours, rel=1e-5)
+
+
+def test_gaps_are_what_no_kernel_covers(bench: Any) -> None:
+    # Two that overlap, one inside of another, a gap of 3, one that comes out of order.
+    assert bench.gpu.exposed([(0, 4), (2, 6), (3, 5), (11, 12), (9, 11)]) == (12, 3)
+    assert bench.gpu.exposed([]) == (0, 0)
+
+
+def test_balance_divides_by_the_longer_of_the_two(bench: Any) -> None:
+    samples = {"full": [1.1, 2.2, 1.1], "compute": [1.0, 2.0, 1.0], "wire": [0.5, 1.0, 3.0]}
+    first, second, *_ = bench.balance.describe("x", samples, least=0.25)
+    assert "compute" in first.case and first.value == pytest.approx(1.1) and first.target == 1.1
+    assert second.value == pytest.approx(1.1 / 1.5)
+
+
+def test_a_mute_lane_leaves_no_uninitialized_memory(bench: Any) -> None:
+    lane = bench.balance.MuteLane(2, control=False)
+    out = torch.full((4,), float("nan"))
+    lane.all_gather(out, torch.tensor([1.0, 2.0])).wait()
+    assert out.tolist() == [1, 2, 1, 2]
+    lane.all_gather(out, torch.tensor([3.0, 4.0])).wait()
+    assert out.tolist() == [1, 2, 1, 2], "later gathers move nothing"
