@@ -3,6 +3,8 @@
 import contextlib
 import os
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +154,30 @@ def closed() -> bool:
 
 def test_closing_a_mesh(pool: Pools) -> None:
     assert pool(2).run(closed) == [True] * 2
+
+
+FAKE = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fshard as fs
+
+dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+mesh = fs.make_mesh((-1,), ("shard",))
+params = {"w": torch.ones(256)}
+plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+opt = fs.optim.sgd(0.1)
+step = fs.make_train_step(lambda p, b: (p["w"] * b).mean(), opt, plan, clip_norm=0.01)
+state = fs.init_state(plan, opt, params=params)
+for _ in range(3):
+    state, metrics = step(state, torch.ones(1))
+print(mesh.size, mesh.rank, state.params["w"].shape[0], [op.kind for op in step.record].count("gather"))
+"""
+
+
+def test_one_rank_of_eight_over_the_fake_process_group() -> None:
+    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True)
+    assert done.stdout.split() == ["8", "3", "32", "1"], done.stderr
 
 
 TIMEOUT = 2.0
