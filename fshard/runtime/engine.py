@@ -96,6 +96,7 @@ class Engine:
         self.trees: dict[Unit, tuple[Any, Called]] = {}
         self.handed: dict[str, Tensor] = {}
         self.given: list[Tensor] = []
+        self.open: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.storages: set[int] = set()
         self.inside = ""
@@ -127,6 +128,7 @@ class Engine:
         if not self.given:
             held = self.slots.by_path | self.handed
             self.given = [held[path] for path in self.layout.paths]
+            self.open = {path: leaf for path, leaf in held.items() if type(leaf) is not Handle}
         return self.layout.tree(self.given)
 
     def guard(self, root: Sequence[int]) -> None:
@@ -207,10 +209,11 @@ class Engine:
 
         A loss itself stays as it is, since its graph is still needed.
         """
-        versions = [leaf._version for leaf in self.slots.by_path.values()]
-        result = fn(self.params(), batch)
-        if versions != [leaf._version for leaf in self.slots.by_path.values()]:
-            now = zip(self.slots.by_path.items(), versions, strict=True)
+        params = self.params()
+        versions = [leaf._version for leaf in self.open.values()]  # handles cannot be written
+        result = fn(params, batch)
+        if versions != [leaf._version for leaf in self.open.values()]:
+            now = zip(self.open.items(), versions, strict=True)
             changed = [path for (path, leaf), version in now if leaf._version != version]
             raise written_outside(changed)
         if not train:
