@@ -111,6 +111,13 @@ def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda 
     return cli.parse_args()
 
 
+def peers_option(cli: argparse.ArgumentParser) -> None:
+    """Which peers take part."""
+    cli.add_argument(
+        "--peers", nargs="+", metavar="NAME", help="instead of the usual ones; one that is not there is skipped"
+    )
+
+
 def ratio(
     case: str, measure: str, over: Sequence[float], under: Sequence[float], target: float | None = None, **more: Any
 ) -> Row:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import peers
-from common import HERE, QUIET, Report, arguments, free_port, ratio
+from common import HERE, QUIET, Report, arguments, free_port, peers_option, ratio
 from model import SMALL, Size, make, rows
 from turns import Family
 
@@ -32,7 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {"jax": {}, "jax scan": {"scan": 1}, "jax mat
 CLAIMS = (
     ("fshard", "jax", 0.45),
     ("fshard no reshard", "jax", 0.45),
-    ("fsdp2", "jax", None),
+    ("jax", "fsdp2", None),
     ("jax scan", "jax", None),
     ("jax matrices", "jax", None),
 )
@@ -160,7 +160,7 @@ def options(cli: argparse.ArgumentParser) -> None:
     cli.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 and 4)")
     cli.add_argument("--rounds", type=int, help="steps of each peer")
     cli.add_argument("--depth", type=int, help="blocks, instead of the benchmark's own")
-    cli.add_argument("--peers", nargs="+", metavar="NAME", help="instead of the usual ones")
+    peers_option(cli)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,26 @@
 """Write the tables of ``results/*.json`` into this folder's README.md, between its two markers."""
 
+import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from common import HERE, RESULTS, Row, cells_of
 
 BEGIN, END = "<!-- results: made by report.py -->", "<!-- end of results -->"
-ORDER = ("host_overhead", "step_time", "wire", "optimizer", "memory", "plan_time")
+ORDER = (
+    "host_overhead",
+    "step_time",
+    "jax_fsdp",
+    "wire",
+    "balance",
+    "optimizer",
+    "memory",
+    "plan_time",
+    "gpu",
+)
 
 
 def section(content: dict[str, Any]) -> list[str]:
@@ -30,17 +43,41 @@ def section(content: dict[str, Any]) -> list[str]:
     return [*lines, *("" for _ in content["notes"][:1]), *content["notes"], ""]
 
 
+def summary(contents: Sequence[dict[str, Any]]) -> list[str]:
+    """Every row with a target on one page, the missed ones first."""
+    judged = [
+        (content["name"], Row(**{key: value for key, value in row.items() if key in Row.__dataclass_fields__}))
+        for content in contents
+        for row in content["rows"]
+        if row["target"] is not None
+    ]
+    missed = [(name, row) for name, row in judged if row.short]
+    lines = [f"**{len(judged) - len(missed)} of {len(judged)} targets are met.**", ""]
+    if missed:
+        lines += ["| missed | case | measure | value | target | |", "|---|---|---|---:|---|---|"]
+    for name, row in missed:
+        case, measure, value, _, target, verdict = cells_of(row)
+        lines.append(f"| `{name}.py` | {case} | {measure} | {value} | {target.replace('<=', '≤')} | {verdict} |")
+    return [*lines, ""]
+
+
+def page(text: str, found: Mapping[str, dict[str, Any]]) -> str:
+    """The README with what was found between its markers."""
+    lines = summary([found[name] for name in ORDER if name in found])
+    for name in ORDER:
+        lines += section(found[name]) if name in found else [f"### {name}.py", "", "Not measured yet.", ""]
+    before, rest = text.split(BEGIN)
+    return before + "\n".join([BEGIN, "", *lines]) + END + rest.split(END)[1]
+
+
 def main() -> int:
     """Read, render, write."""
-    lines: list[str] = []
-    for name in ORDER:
-        path = RESULTS / f"{name}.json"
-        if path.exists():
-            lines += section(json.loads(path.read_text()))
-    page = HERE / "README.md"
-    before, rest = page.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(before + "\n".join([BEGIN, "", *lines]) + END + after)
+    cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cli.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
+    args = cli.parse_args()
+    found = {path.stem: json.loads(path.read_text()) for path in args.results.glob("*.json") if path.stem in ORDER}
+    readme = HERE / "README.md"
+    readme.write_text(page(readme.read_text(), found))
     return 0
 
 

@@ -11,10 +11,21 @@ from dataclasses import asdict
 from typing import Any
 
 import lab
-from common import Report, Row, arguments, ratio, run_workers
+import peers
+from common import Report, Row, arguments, peers_option, ratio, run_workers
 from model import SMALL
 
-PEERS = ("fsdp2", "fsdp2 no reshard", "fsdp2 clip", "fsdp1", "ddp", "fshard", "fshard clip", "fshard no reshard")
+PEERS = (
+    "fsdp2",
+    "fsdp2 async",
+    "fsdp2 no reshard",
+    "fsdp2 clip",
+    "fsdp1",
+    "ddp",
+    "fshard",
+    "fshard clip",
+    "fshard no reshard",
+)
 QUICK = ("fsdp2", "fsdp2 no reshard", "fshard", "fshard no reshard")
 CLAIMS = {
     "1gbit": (
@@ -22,13 +33,15 @@ CLAIMS = {
         ("fshard clip", "fsdp2 clip", 0.55),
         ("fshard no reshard", "fsdp2 no reshard", None),
         ("fshard", "ddp", None),
+        ("fshard", "fsdp2 async", None),
     ),
     "200mbit": (
         ("fshard", "fsdp2", 0.65),
         ("fshard clip", "fsdp2 clip", 0.65),
         ("fshard no reshard", "fsdp2", 0.48),
         ("fshard no reshard", "fsdp2 no reshard", 0.60),
-        ("fshard no reshard", "ddp", None),
+        ("fshard no reshard", "ddp", 0.95),
+        ("fshard", "fsdp2 async", None),
     ),
 }
 BYTES = 1.02
@@ -40,10 +53,11 @@ def measure(args: argparse.Namespace) -> int:
     if why:
         print(f"wire: skipped: {why}")
         return 0
-    names = list(QUICK if args.quick else PEERS)
+    notes: list[str] = []
+    names = peers.select(args.peers or (QUICK if args.quick else PEERS), notes)
     rounds = args.rounds or (3 if args.quick else 8)
     configuration = {"model": asdict(SMALL), "ranks": args.ranks, "rates": args.rates, "threads": 1, "rounds": rounds}
-    report = Report("wire", __doc__.splitlines()[0], {**configuration, "peers": names})
+    report = Report("wire", __doc__.splitlines()[0], {**configuration, "peers": names}, notes=notes)
     for rate in args.rates:
         for ranks in args.ranks:
             case(report, rate, ranks, {"peers": names, "rounds": rounds})
@@ -59,7 +73,10 @@ def case(report: Report, rate: str, ranks: int, chosen: dict[str, Any]) -> None:
     report.medians[title] = {
         name: {kind: statistics.median(sample[kind]) for kind in sample} for name, sample in samples.items()
     }
-    for over, under, target in CLAIMS.get(rate, ()):
+    claims = CLAIMS.get(rate, ())
+    claimed = {over for over, under, _ in claims if under == "fsdp2"} | {"fsdp2"}
+    rest = [(name, "fsdp2", None) for name in samples if name not in claimed and not name.endswith(" clip")]
+    for over, under, target in (*claims, *rest):
         if over in samples and under in samples:
             pair = samples[over]["wall"], samples[under]["wall"]
             report.rows.append(ratio(f"{title}: {over} / {under}", "wall", *pair, target))
@@ -68,13 +85,14 @@ def case(report: Report, rate: str, ranks: int, chosen: dict[str, Any]) -> None:
         least = found["minimum"][name]
         if least:
             report.rows.append(Row(f"{title}: {name} / its minimum", "bytes", sent / least, target=BYTES))
-        elif name in ("fsdp2", "ddp"):
+        elif name in ("fsdp2", "ddp") and "fshard" in samples:
             least = found["minimum"]["fshard"]
             report.rows.append(Row(f"{title}: {name} / minimum of fshard", "bytes", sent / least))
 
 
 def options(cli: argparse.ArgumentParser) -> None:
     """What can be chosen."""
+    peers_option(cli)
     cli.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     cli.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of each rank's link, as tc reads it")
     cli.add_argument("--rounds", type=int, help="steps of each peer")

@@ -127,3 +127,29 @@ def test_a_mute_lane_leaves_no_uninitialized_memory(bench: Any) -> None:
     assert out.tolist() == [1, 2, 1, 2]
     lane.all_gather(out, torch.tensor([3.0, 4.0])).wait()
     assert out.tolist() == [1, 2, 1, 2], "later gathers move nothing"
+
+
+def test_the_page_counts_what_is_missed_and_says_what_was_not_measured(bench: Any) -> None:
+    rows = [vars(bench.common.Row(f"case {i}", "wall", 0.5 + i, target=1.0)) for i in range(3)]
+    around = {"date": "", "commit": "", "changed": False, "torch": "", "python": "", "cores": 1, "processor": ""}
+    content = {"name": "wire", "claim": "Claim.", "rows": rows, "notes": []}
+    found = {"wire": {**content, "environment": {**around, "load": [0], "load_after": [0]}}}
+    text = bench.report.page(f"before\n{bench.report.BEGIN}\nold\n{bench.report.END}\nafter\n", found)
+    assert "**1 of 3 targets are met.**" in text and "| `wire.py` | case 2 | wall | 2.500 | ≤ 1 | +150% |" in text
+    assert "### gpu.py\n\nNot measured yet." in text and "old" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert bench.report.page(text, found) == text, "written twice, it is the same"
+
+
+def test_pictures_show_the_ratios_to_fsdp2(bench: Any, tmp_path: Path) -> None:
+    rows = [
+        vars(bench.common.ratio("2 ranks: fshard / fsdp2", "wall", [1.0, 2.0], [2.0, 4.0])),
+        vars(bench.common.ratio("2 ranks: fshard / fsdp2", "cpu", [9.0], [1.0])),
+        vars(bench.common.ratio("4 ranks: fshard / fsdp2", "wall", [9.0], [1.0])),
+        vars(bench.common.ratio("2 ranks: fshard / ddp", "wall", [9.0], [1.0])),
+    ]
+    (tmp_path / "step_time.json").write_text(json.dumps({"rows": rows}))
+    panels = bench.pictures.collect(tmp_path)
+    assert panels == {"loopback, 2 ranks": {"fshard": (0.5, 0.5, 0.5)}}
+    bench.pictures.draw(panels, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
