@@ -10,7 +10,9 @@ from fshard.runtime.comm import LocalTransport, Processes, join
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 
-def make_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, timeout: float = 300.0) -> Mesh:
+def make_mesh(
+    sizes: Sequence[int], axis_names: Sequence[str], *, timeout: float = 300.0, shared_memory: bool = True
+) -> Mesh:
     """The mesh of this job's ranks (``jax.make_mesh``).
 
     Under torchrun it joins the process group: NCCL where CUDA is available, else gloo. In a process that has one
@@ -20,6 +22,7 @@ def make_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, timeout: float
         sizes: ranks along each axis; one may be ``-1`` for what is left of the world.
         axis_names: one name an axis.
         timeout: seconds after which a collective that does not finish raises ``CommError``.
+        shared_memory: let CPU ranks of one host talk through memory that they share. False sends everything by gloo.
 
     Returns:
         The mesh as this rank sees it. ``mesh.close()`` leaves the process group; it is also a context manager.
@@ -37,5 +40,5 @@ def make_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, timeout: float
         return Mesh(resolved, tuple(axis_names), 0, device, LocalTransport())
     rank, world, device, backend, owned = joined
     mesh = Mesh(resolve_sizes(sizes, axis_names, world), tuple(axis_names), rank, device)
-    transport = Processes(mesh, backend, datetime.timedelta(seconds=timeout), owned)
+    transport = Processes(mesh, backend, datetime.timedelta(seconds=timeout), owned, shared_memory)
     return dataclasses.replace(mesh, transport=transport)

@@ -81,6 +81,7 @@ class Actions:
     def stop(self) -> None:
         """The step is over: let go of what it was given."""
         self.shards, self.update = [], None
+        self.handles.clear()  # something is left in it only if a collective has failed
         self.on_agree = self.on_commit = _nothing
 
     def perform(self, op: Op) -> None:

@@ -149,16 +149,18 @@ class Runner:
         actions.on_commit = lambda: self._vote(prepared, outcome)
         executor = Scheduled(prepared.schedule, prepared.positions, actions)
         self.latest, self.record = prepared, executor.record
-        executor.agree()
-        outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
-        if outcome.status != OK and self.in_backward:
-            actions.update = None
-            if outcome.status == RETRY and work.update is not None and work.update.begun:
-                outcome.status, outcome.failure = FAILED, left_in_backward()
-        executor.finish()
-        if not self.workshop.train:
-            self._vote(prepared, outcome)
-        actions.stop()
+        try:
+            executor.agree()
+            outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
+            if outcome.status != OK and self.in_backward:
+                actions.update = None
+                if outcome.status == RETRY and work.update is not None and work.update.begun:
+                    outcome.status, outcome.failure = FAILED, left_in_backward()
+            executor.finish()
+            if not self.workshop.train:
+                self._vote(prepared, outcome)
+        finally:
+            actions.stop()
         return outcome
 
     def _on_demand(self, prepared: Prepared, work: Work) -> Outcome:

@@ -13,12 +13,12 @@ def group_infos(plan: Plan) -> tuple[GroupInfo, ...]:
 def stage_numel(plan: Plan, group: Group) -> int:
     """Elements of staging that a group's reduction needs while it is in flight.
 
-    On the host each rank receives a row from every peer before it adds them; NCCL adds on the way and needs room for
-    the chunk alone. Groups cut along a tensor dim are packed into rank-major order first.
+    On the host a rank receives its chunk from every peer; NCCL adds on the way and needs room for one. Groups cut along
+    a tensor dim are packed into rank-major order first.
     """
     if group.parts == 1:
         return 0
-    received = group.chunk if plan.mesh.device.type == "cuda" else group.numel
+    received = group.chunk if plan.mesh.device.type == "cuda" else group.numel - group.chunk
     return received + (group.numel if group.staged else 0)
 
 

@@ -7,6 +7,7 @@ gathers, reduces and control messages never queue behind each other. Every colle
 
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
+from fshard.runtime.comm.host import HostLane
 from fshard.runtime.comm.lanes import Alone, Done, Handle, Lane, LocalTransport, Marks, Transport
 from fshard.runtime.comm.nccl import NcclLane
 from fshard.runtime.comm.processes import Processes, join
@@ -16,6 +17,7 @@ __all__ = [
     "Done",
     "GlooLane",
     "Handle",
+    "HostLane",
     "Lane",
     "LocalTransport",
     "Marks",

@@ -103,14 +103,19 @@ class LocalTransport:
         """Nothing was joined."""
 
 
-def bring(out: Tensor, rows: Sequence[Tensor], add: bool) -> None:
-    """``out`` = (its value if ``add``, plus) the rows added in order. ``out`` may be the first row."""
-    rest = rows
+def bring(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
+    """``out`` = (its value if ``add``, plus) the rows added in order. ``out`` may be the first or the second row."""
+    coming = iter(rows)
     if not add:
-        if len(rows) == 1:
-            out.copy_(rows[0])
+        first, second = next(coming), next(coming, None)
+        if second is None:
+            out.copy_(first)
         else:
-            torch.add(rows[0], rows[1], out=out)
-        rest = rows[2:]
-    for row in rest:
+            torch.add(first, second, out=out)
+    for row in coming:
         out.add_(row)
+
+
+def cuts(flat: Tensor, parts: int, sizes: Sizes) -> Sequence[Tensor]:
+    """The chunks of an all-to-all, one behind the other."""
+    return flat.split(sizes) if sizes is not None else flat.view(parts, -1).unbind()

@@ -1,6 +1,7 @@
 """c10d collectives under way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import CommError
+
+
+@contextmanager
+def naming(describe: str) -> Iterator[str]:
+    """Errors of the transport become a ``CommError`` that says which collective failed."""
+    try:
+        yield describe
+    except (RuntimeError, OSError) as error:
+        text = str(error).splitlines() or [type(error).__name__]
+        raise CommError(f"{describe} failed: {text[0]}") from error
 
 
 @dataclass(frozen=True)
@@ -20,10 +31,8 @@ class Pending:
 
     def wait(self) -> None:
         """Wait as long as the communicator's timeout, then finish."""
-        try:
+        with naming(self.describe):
             self.work.wait()
-        except RuntimeError as error:
-            raise CommError(f"{self.describe} failed: {str(error).splitlines()[0]}") from error
         if self.finish is not None:
             self.finish()
 

@@ -2,55 +2,115 @@
 
 import datetime
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fshard.errors import PlanError
 from fshard.runtime.clock import make_clock
+from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
+from fshard.runtime.comm.host import HostLane
 from fshard.runtime.comm.lanes import Alone, Lane
+from fshard.runtime.comm.links import Door, Link, place
 from fshard.runtime.comm.nccl import NcclLane
 from fshard.sharding.mesh import Axes, Mesh
 
 
-@dataclass(frozen=True)
 class Processes:
-    """The ranks of a torch.distributed job. Lanes are process groups, made in the same order on all ranks."""
+    """The ranks of a torch.distributed job. Lanes are made in the same order on all ranks, each at the first call.
 
-    mesh: Mesh
-    backend: str
-    timeout: datetime.timedelta
-    owned: bool
-    lanes: dict[tuple[str, Axes], Lane] = field(default_factory=dict)
+    Args:
+        mesh: the mesh as this rank sees it.
+        backend: ``"gloo"``, ``"nccl"`` or ``"fake"``. Control messages never go over NCCL.
+        timeout: how long a rank waits for others.
+        owned: whether to destroy the default process group at the end.
+        shared_memory: whether ranks of one host may use it in place of gloo.
+    """
+
+    def __init__(
+        self, mesh: Mesh, backend: str, timeout: datetime.timedelta, owned: bool, shared_memory: bool = True
+    ) -> None:
+        self.mesh, self.backend, self.timeout, self.owned = mesh, backend, timeout, owned
+        self.shared_memory = shared_memory
+        self.lanes: dict[tuple[str, Axes], Lane] = {}
+        self.base: Lane | None = None
+        self.places: list[str] = []
+        self.groups: list[Any] = []
 
     def lane(self, role: str, axes: Axes) -> Lane:
-        """The process group of this role over these axes, made at the first call. ``control`` talks over gloo."""
+        """The communicator of this role over these axes."""
         if self.mesh.axis_size(axes) == 1:
             return Alone()
         if (role, axes) not in self.lanes:
-            backend = "gloo" if role == "control" and self.backend != "fake" else self.backend
-            mine = None
-            for ranks in self.mesh.partition(axes):
-                group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
-                mine = group if self.mesh.rank in ranks else mine
-            name = f"{role}({'+'.join(axes)})"
-            size = self.mesh.axis_size(axes)
-            lane: Lane = GlooLane(name, size, mine)
-            if backend != "gloo" and self.mesh.device.type == "cuda":
-                lane = NcclLane(name, size, mine, make_clock(self.mesh.device))
-            self.lanes[role, axes] = lane
+            self.lanes[role, axes] = self._make(role, axes)
         return self.lanes[role, axes]
 
     def close(self) -> None:
-        """Destroy this transport's groups, and the default group if ``make_mesh`` made it."""
+        """Close all lanes and destroy their groups, and the default group if ``make_mesh`` made it."""
         for lane in self.lanes.values():
-            if isinstance(lane, GlooLane | NcclLane) and dist.is_initialized():
-                dist.destroy_process_group(lane.group)
+            if isinstance(lane, HostLane):
+                lane.close()
         self.lanes.clear()
+        self.base = None
+        while self.groups:
+            group = self.groups.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
         if self.owned and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _make(self, role: str, axes: Axes) -> Lane:
+        backend = "gloo" if role == "control" and self.backend != "fake" else self.backend
+        name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
+        links, linked = self._meet(parts) if backend == "gloo" and self.shared_memory else (None, set())
+        group = None
+        for ranks in parts:
+            if ranks not in linked:
+                group = self._group(ranks, backend) or group
+        if links is not None:
+            mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
+            return HostLane(name, mine.index(self.mesh.rank), links, self.timeout.total_seconds())
+        if backend != "gloo":
+            return NcclLane(name, size, group, make_clock(self.mesh.device))
+        return GlooLane(name, size, group)
+
+    def _group(self, ranks: Sequence[int], backend: str) -> Any:
+        """A process group; None for ranks that are not in it, which must ask for it all the same."""
+        group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
+        if self.mesh.rank not in ranks:
+            return None
+        self.groups.append(group)
+        return group
+
+    def _meet(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[Link | None] | None, set[tuple[int, ...]]]:
+        """Links to the ranks of this rank's part, if all of it is on one host; and all parts for which that holds."""
+        base = self._base()
+        near = {ranks for ranks in parts if self.places[ranks[0]] and len({self.places[r] for r in ranks}) == 1}
+        if not near:
+            return None, near
+        mine = next(ranks for ranks in parts if self.mesh.rank in ranks)
+        links, door = None, Door()
+        addresses = exchange_text(base, door.address, 64)
+        try:
+            if mine in near:
+                links = door.open(sorted(mine).index(self.mesh.rank), [addresses[rank] for rank in sorted(mine)])
+        except OSError:
+            links = None  # then all of the part talk over gloo
+        finally:
+            door.close()
+        there = exchange(base, torch.tensor([links is not None])).view(-1).tolist()
+        near = {ranks for ranks in near if all(there[rank] for rank in ranks)}
+        return links if mine in near else None, near
+
+    def _base(self) -> Lane:
+        """Over all ranks, by gloo: where they tell each other where they are."""
+        if self.base is None:
+            self.base = GlooLane("base", self.mesh.size, self._group(range(self.mesh.size), "gloo"))
+            self.places = list(exchange_text(self.base, place(), 256))
+        return self.base
 
 
 def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:

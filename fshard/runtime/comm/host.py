@@ -1,0 +1,117 @@
+"""Lanes between the ranks of one host: through memory that they share (``mail.py``).
+
+Against gloo on the loopback interface this saves the system calls, the copies into and out of the kernel, and gloo's
+threads. NCCL and MPI do the same between the processes of a host. All is done by the caller: a copy when a collective
+is issued, another, or the sum, when it is waited for.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+from torch import Tensor
+
+from fshard.errors import CommError
+from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
+from fshard.runtime.comm.links import Link
+from fshard.runtime.comm.mail import Mail
+from fshard.runtime.comm.pending import naming
+
+
+class HostLane:
+    """A communicator of ranks on one host.
+
+    Args:
+        name: for errors.
+        rank: this rank's position.
+        links: to the other ranks, by position; None at this one's own.
+        timeout: seconds that a rank waits for a peer.
+    """
+
+    def __init__(self, name: str, rank: int, links: Sequence[Link | None], timeout: float) -> None:
+        self.name, self.rank, self.size = name, rank, len(links)
+        self.mail = Mail(links, timeout)
+        self.numbers = count()
+        self.order = [(rank + step) % self.size for step in range(1, self.size)]
+
+    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+        """Each rank copies the peers' shards to their places."""
+        rows, number, describe = out.view(self.size, -1), next(self.numbers), f"all-gather on {self.name}"
+
+        def finish() -> None:
+            for at in self.order:
+                with self.mail.part(at, number, shard.dtype) as part:
+                    rows[at].copy_(part)
+
+        with self.failing(describe):
+            self.mail.publish(number, dict.fromkeys(self.order, shard))
+        rows[self.rank].copy_(shard)
+        return Later(self, describe, finish)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+        """Each rank adds its chunk of all ranks' tensors, in their order. ``stage`` is not needed."""
+        number, describe = next(self.numbers), f"reduce-scatter on {self.name}"
+        rows = full.view(self.size, -1).unbind()
+        with self.failing(describe):
+            self.mail.publish(number, {at: rows[at] for at in self.order})
+        return Later(self, describe, lambda: bring(out, self._rows(number, rows[self.rank]), add))
+
+    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+        """Each rank adds all ranks' buffers, in their order."""
+        flat, number, describe = buffer.view(-1), next(self.numbers), f"all-reduce on {self.name}"
+        with self.failing(describe):
+            self.mail.publish(number, dict.fromkeys(self.order, flat))
+        return Later(self, describe, lambda: bring(flat, self._rows(number, flat.clone()), False))
+
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+        """Each rank copies what peers have for it."""
+        number, describe = next(self.numbers), f"all-to-all on {self.name}"
+        to, into = cuts(full, self.size, send), cuts(out, self.size, receive)
+        parts = {at: to[at] for at in self.order if to[at].numel()}
+
+        def finish() -> None:
+            for at in self.order:
+                if into[at].numel():
+                    with self.mail.part(at, number, out.dtype) as part:
+                        into[at].copy_(part)
+
+        with self.failing(describe):
+            if parts:
+                self.mail.publish(number, parts)
+        into[self.rank].copy_(to[self.rank])
+        return Later(self, describe, finish)
+
+    def close(self) -> None:
+        """Close the links."""
+        self.mail.close()
+
+    def _rows(self, number: int, mine: Tensor) -> Iterator[Tensor]:
+        """The parts of all ranks, in their order. They are valid until the last one was taken."""
+        with ExitStack() as parts:
+            for at in range(self.size):
+                yield mine if at == self.rank else parts.enter_context(self.mail.part(at, number, mine.dtype))
+
+    @contextmanager
+    def failing(self, describe: str) -> Iterator[None]:
+        """A lane that has failed is closed, so that peers that wait for this rank fail too, instead of timing out."""
+        try:
+            with naming(describe):
+                yield
+        except CommError:
+            self.close()
+            raise
+
+
+@dataclass(frozen=True)
+class Later:
+    """The handle of a collective whose rest is done by ``wait``."""
+
+    lane: HostLane
+    describe: str
+    finish: Callable[[], None]
+
+    def wait(self) -> None:
+        """Take what peers have published, as soon as they have."""
+        with self.lane.failing(self.describe):
+            self.finish()
