@@ -72,7 +72,7 @@ def _wrong(lane: Any, mesh: fs.Mesh, every: list[Tensor], mine: Tensor, size: in
     gathered = torch.empty_like(mine)
     lane.all_gather(gathered, mine[:size].contiguous()).wait()
     out += ["all_gather"] * (not torch.equal(gathered, torch.cat([row[:size] for row in every])))
-    total = mine.double()
+    total = mine.double().clone()
     lane.all_reduce(total).wait()
     out += ["all_reduce"] * (not torch.allclose(total, torch.stack([row.double() for row in every]).sum(0)))
     chunks = [row.view(mesh.size, size)[mesh.rank] for row in every]

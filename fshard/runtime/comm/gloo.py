@@ -41,7 +41,7 @@ class GlooLane:
             works = [self.group.send([shard], peer, tag) for peer in peers]
             works += [self.group.recv([rows[peer]], peer, tag) for peer in peers]
         rows[me].copy_(shard)
-        return Messages(describe, works)
+        return Messages(describe, works, (out, shard))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
         """The peers' rows of this rank's chunk are received in ``stage`` and added by ``wait``."""
@@ -55,7 +55,7 @@ class GlooLane:
                 works += [self.group.send([sent[peer][cut]], peer, tag) for peer in peers]
                 arrivals = {peer: self.group.recv([rows[peer][cut]], peer, tag) for peer in peers}
                 parts.append(Sum(out[cut], [row[cut] for row in rows], arrivals, add))
-        return Messages(describe, works, parts)
+        return Messages(describe, works, (full, stage), parts)
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """gloo's ring, in place."""
@@ -70,7 +70,7 @@ class GlooLane:
             works = [self.group.send([to[peer]], peer, tag) for peer in self._peers() if to[peer].numel()]
             works += [self.group.recv([into[peer]], peer, tag) for peer in self._peers() if into[peer].numel()]
         into[me].copy_(to[me])
-        return Messages(describe, works)
+        return Messages(describe, works, (out, full))
 
     def _peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all begin with the same."""
@@ -100,10 +100,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Messages:
-    """The messages of one collective: sums to make of what arrives, and what else is to be waited for."""
+    """The messages of one collective: sums to make of what arrives, and what else is to be waited for.
+
+    gloo knows addresses only: ``held`` keeps the tensors behind them.
+    """
 
     describe: str
     works: Sequence[Any]
+    held: Sequence[Tensor]
     sums: Sequence[Sum] = ()
 
     def wait(self) -> None:

@@ -118,4 +118,4 @@ def bring(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
 
 def cuts(flat: Tensor, parts: int, sizes: Sizes) -> Sequence[Tensor]:
     """The chunks of an all-to-all, one behind the other."""
-    return flat.split(sizes) if sizes is not None else flat.view(parts, -1).unbind()
+    return torch.split(flat, sizes) if sizes is not None else flat.view(parts, -1).unbind()
