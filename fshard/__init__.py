@@ -20,6 +20,7 @@ from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.metrics import Metrics
 from fshard.model import init, policies, random
+from fshard.model.precision import Precision
 from fshard.model.remat import remat
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
@@ -48,6 +49,7 @@ __all__ = [
     "P",
     "Plan",
     "Policy",
+    "Precision",
     "Rule",
     "Schedule",
     "Simulation",

@@ -240,6 +240,11 @@ def make_train_step(
         )
     if not callable(loss_fn):
         problems.append(f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)")
+    if policy.accumulation == "full" and accumulate > 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
+        problems.append(
+            "accumulation='full' adds up whole gradients in the dtype that travels, and Precision(reduce=) rounds that "
+            "at every microbatch: use accumulation='sharded'"
+        )
     if problems:
         raise PlanError("; ".join(problems))
     return TrainStep(loss_fn, opt, plan, Options(clip_norm, accumulate, policy, donate, debug, compile))

@@ -182,7 +182,7 @@ def memory_in_use() -> list[int]:
 
 def test_shared_memory_is_used_again(pool: Pools) -> None:
     for sizes in pool(3).run(memory_in_use):
-        assert sizes[0] == 2 and max(sizes) <= 6  # what a peer has not read yet, and what it reads
+        assert 1 <= sizes[0] <= 2 and max(sizes) <= 6  # two under way, and those that peers have not read yet
 
 
 def control(kind: str) -> tuple[list[int], list[str]]:

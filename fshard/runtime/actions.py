@@ -38,15 +38,24 @@ class Actions:
         slots: the groups' memory in the arena.
         lanes: the communicators.
         grads: the gradient shard of each trainable group, by group id.
+        casts: room for the shard of each group that units read in another dtype, by group id.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
         accumulate: the microbatches of a step. Replicas add up their shards in the last one.
     """
 
     def __init__(
-        self, plan: Plan, slots: Slots, lanes: Lanes, grads: Mapping[int, Tensor], poison: bool, accumulate: int
+        self,
+        plan: Plan,
+        slots: Slots,
+        lanes: Lanes,
+        grads: Mapping[int, Tensor],
+        casts: Mapping[int, Tensor],
+        poison: bool,
+        accumulate: int,
     ) -> None:
         self.plan, self.slots, self.lanes, self.grads, self.poison = plan, slots, lanes, grads, poison
-        self.accumulate = accumulate
+        self.casts, self.accumulate = casts, accumulate
+        self.cast: set[int] = set()
         self.by_name = {slots.group.name: slots for slots in slots.groups}
         self.clock = make_clock(plan.mesh.device)
         self.verbs: dict[str, Callable[[GroupSlots, int], None]] = {
@@ -74,9 +83,12 @@ class Actions:
         self.readable.clear()
         self.touched.clear()
         self.summed.clear()
+        self.cast.clear()
         for slots in self.slots.groups:
             if slots.group.parts == 1:
-                slots.bind_resident(shards[slots.group.id])
+                waits = update is not None and not own and slots.group.trainable
+                cast = self.casts.get(slots.group.id)
+                slots.bind_resident(cast if waits and cast is not None else self._readable(slots.group.id))
 
     def stop(self) -> None:
         """The step is over: let go of what it was given."""
@@ -156,14 +168,28 @@ class Actions:
             if self.own and group not in self.touched and group not in self.summed:
                 self.grads[group].zero_()  # no unit of this step touched it
         self.update.apply(ids)
+        self.cast.difference_update(ids)
+        for group in ids:
+            if self.plan.groups[group].parts == 1:
+                self._readable(group)
 
     def _gather(self, slots: GroupSlots, microbatch: int) -> None:
         group = slots.group
         target = slots.stage if slots.stage is not None else slots.full
         assert target is not None
         self.handles[f"gather {group.name}"] = self.lanes.gather[group.gather_axes].all_gather(
-            target, self.shards[group.id].param, self._now()
+            target, self._readable(group.id), self._now()
         )
+
+    def _readable(self, group: int) -> Tensor:
+        """This rank's shard in the dtype that units read, cast at most once an update."""
+        param, cast = self.shards[group].param, self.casts.get(group)
+        if cast is None:
+            return param
+        if group not in self.cast:
+            cast.copy_(param)
+            self.cast.add(group)
+        return cast
 
     def _wait(self, slots: GroupSlots, microbatch: int) -> None:
         group = slots.group

@@ -1,7 +1,7 @@
 """From a program to what runs it: a checked schedule, an engine, and their memory."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Workshop:
     poison: bool
     lanes: Lanes | None
     grads: dict[int, Tensor] = field(default_factory=dict)
+    casts: dict[int, Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Prepared] = field(default_factory=dict)
     arena: Tensor | None = None
     cache: "Cache | None" = None
@@ -87,8 +88,11 @@ class Workshop:
         readers: Counter[int] = Counter()
         for unit in (*(call.unit for call in program.backward), ROOT, ROOT):
             readers.update(program.reads[unit])
-        grads = {slots.group.id: slots.grads for slots in engine.slots.groups if slots.group.trainable}
+        trained = [slots for slots in engine.slots.groups if slots.group.trainable]
+        grads = {slots.group.id: slots.grads for slots in trained}
         claim = prepared.actions.claim
+        if any(slots.grad is not None and slots.grad.dtype != slots.group.compute_dtype for slots in trained):
+            claim = _refuse  # a graph writes in the dtype in which it computes; the sink casts
         engine.graphs = Graphs(self.cache, self.plan, engine, claim, grads, readers, found.inner, found.foreign)
 
     def on_demand(self) -> Prepared:
@@ -124,12 +128,18 @@ class Workshop:
                     slots.bind_grad(self._grad(slots.group.id))
                 elif slots.group.trainable:
                     self._grad(slots.group.id)
-        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.poison, self.accumulate)
+        self._make_casts()
+        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.casts, self.poison, self.accumulate)
         sinks.append(actions)
         ops = schedule.ops if schedule else ()
         positions = {(o.kind, o.target, o.index, o.microbatch): i for i, o in enumerate(ops) if o.kind in COMPUTE}
         digest = int(schedule.hash[:15], 16) if schedule else 0
         return Prepared(schedule, engine, actions, weighted, digest, positions)
+
+    def _make_casts(self) -> None:
+        for group in self.plan.groups:
+            if group.compute_dtype != group.dtype and group.id not in self.casts:
+                self.casts[group.id] = torch.empty(group.chunk, dtype=group.compute_dtype, device=self.plan.mesh.device)
 
     def _grad(self, number: int) -> Tensor:
         group = self.plan.groups[number]
@@ -149,6 +159,11 @@ class Workshop:
         if self.poison:
             arena.fill_(255)  # every floating-point dtype reads all ones as nan
         return arena
+
+
+def _refuse(groups: Sequence[tuple[int, bool]]) -> bool:
+    """Nothing may be written straight into flat gradients."""
+    return False
 
 
 def lanes_of(plan: Plan) -> Lanes | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fshard.model.unit import Slot, attach, slot_of
-from fshard.runtime.update import Shard
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
@@ -41,13 +40,13 @@ class GroupSlots:
         self.reduce_stage: Tensor | None = None
         self.grads: list[Tensor] = []
         self.gaps: list[Tensor] = []
-        self.bound: Shard | None = None
+        self.bound: Tensor | None = None
         self.binds = 0
         self.leaves: list[Tensor] = []
         self.numbers = list(range(len(group.leaves)))
         self.storages: set[int] = set()
         for leaf in group.leaves:
-            tensor = torch.empty(0, dtype=group.dtype, device=mesh.device).requires_grad_(leaf.trainable)
+            tensor = torch.empty(0, dtype=group.compute_dtype, device=mesh.device).requires_grad_(leaf.trainable)
             attach(tensor, Slot(engine, leaf.path))
             self.leaves.append(tensor)
 
@@ -58,11 +57,11 @@ class GroupSlots:
             leaf.data = view
         self.binds += 1
 
-    def bind_resident(self, shard: Shard) -> None:
-        """Let the leaves of a group that is not gathered be views of its shard."""
-        if self.bound is not shard:
-            self.bind(shard.param)
-            self.bound = shard
+    def bind_resident(self, buffer: Tensor) -> None:
+        """Let the leaves of a group that is not gathered be views of its shard, or of a cast of it."""
+        if self.bound is not buffer:
+            self.bind(buffer)
+            self.bound = buffer
 
     def bind_grad(self, buffer: Tensor) -> None:
         """Let the gradients be views of a full flat buffer."""
@@ -90,16 +89,16 @@ class Slots:
             group = slots.group
             at = offsets.get(f"param:{group.name}")
             if at is not None:
-                slots.full = cut(arena, at, group.numel, group.dtype)
+                slots.full = cut(arena, at, group.numel, group.compute_dtype)
                 slots.bind(slots.full)
                 if group.staged:
-                    slots.stage = cut(arena, at + slots.full.nbytes, group.numel, group.dtype)
+                    slots.stage = cut(arena, at + slots.full.nbytes, group.numel, group.compute_dtype)
             at = offsets.get(f"grad:{group.name}")
             if at is not None:
-                slots.bind_grad(cut(arena, at, group.numel, group.dtype))
+                slots.bind_grad(cut(arena, at, group.numel, group.reduce_dtype))
             at = offsets.get(f"stage:{group.name}")
             if at is not None:
-                slots.reduce_stage = cut(arena, at, stage_numel[group.id], group.dtype)
+                slots.reduce_stage = cut(arena, at, stage_numel[group.id], group.reduce_dtype)
 
     def replace(self, slots: GroupSlots, number: int, leaf: Tensor) -> None:
         """Put another tensor, such as a fake one, in the place of a leaf."""

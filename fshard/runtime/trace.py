@@ -124,7 +124,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
 def _fake_leaves(engine: Engine, plan: Plan) -> None:
     for slots in engine.slots.groups:
         for number, leaf in enumerate(slots.group.leaves):
-            fake = torch.empty(leaf.compute_shape, dtype=leaf.dtype, device=plan.mesh.device)
+            fake = torch.empty(leaf.compute_shape, dtype=slots.group.compute_dtype, device=plan.mesh.device)
             engine.slots.replace(slots, number, fake.requires_grad_(leaf.trainable))
 
 

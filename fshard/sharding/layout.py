@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fshard.model.precision import Precision
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, Shape, axes_of
 
@@ -34,6 +35,7 @@ class Leaf:
     compute: P
     compute_shape: Shape
     aliases: tuple[str, ...] = ()
+    precision: Precision = Precision()
 
     @property
     def numel(self) -> int:
@@ -96,8 +98,18 @@ class Group:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that all leaves share."""
+        """The dtype that all leaves share, in which they are kept."""
         return self.leaves[0].dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which they are gathered, and units read them."""
+        return self.leaves[0].precision.computes_in(self.dtype)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of the flat gradient. One that is not scattered over ranks is not rounded."""
+        return self.leaves[0].precision.reduces_in(self.dtype) if self.parts > 1 else self.dtype
 
     @property
     def trainable(self) -> bool:
@@ -168,7 +180,7 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
     bins: dict[tuple[str, object], list[Leaf]] = {}
     for path, leaf in leaves.items():
         kind = "flat" if leaf.gather_dim is None else "dim"
-        key = (leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable)
+        key = (leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable, leaf.precision)
         bins.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []
     count: dict[str, int] = {}

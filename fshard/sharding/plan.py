@@ -9,6 +9,7 @@ import torch
 
 from fshard import tree
 from fshard.errors import PlanError, TreeError, lines
+from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import RuleLike, match
@@ -30,6 +31,7 @@ class Plan:
         leaves: by path, in the order of the parameter tree.
         groups: the flat buffers.
         inits: initializers by path, where the model knows them.
+        precision: the dtypes of compute and communication.
     """
 
     mesh: Mesh
@@ -37,6 +39,7 @@ class Plan:
     leaves: Mapping[str, Leaf]
     groups: tuple[Group, ...]
     inits: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    precision: Precision = Precision()
 
     @property
     def data_axes(self) -> Axes:
@@ -83,7 +86,7 @@ class Plan:
         return {path: given[path] for path in self.leaves}
 
     def __str__(self) -> str:
-        return render(self.mesh, self.batch, self.leaves, self.places())
+        return render(self.mesh, self.batch, self.leaves, self.places(), self.precision)
 
 
 def make_plan(
@@ -93,6 +96,7 @@ def make_plan(
     *,
     batch: P | None = None,
     units: Sequence[str] = (),
+    precision: Precision | None = None,
 ) -> Plan:
     """Say where every leaf of a model lives.
 
@@ -102,6 +106,7 @@ def make_plan(
         rules: ``(pattern, spec or tactic)`` pairs or ``fs.Rule``; ``re.fullmatch`` on paths, the first match wins.
         batch: how the batch is cut; its axes are the data axes. A mesh of one axis has that one by default.
         units: for a nested dict, patterns of the subtrees that form units, one path component a ``*``.
+        precision: the dtypes of compute and communication, ``fs.Precision(...)``; None keeps those of the leaves.
 
     Returns:
         The plan. It holds no tensor and needs no process group.
@@ -119,16 +124,19 @@ def make_plan(
         raise PlanError(
             f"make_plan was given the module {type(model).__name__} itself: call fs.split(module, units=...) first"
         )
+    precision = Precision() if precision is None else precision
+    if not isinstance(precision, Precision):
+        raise PlanError(f"precision={precision!r} must be fs.Precision(...)")
     units = (units,) if isinstance(units, str) else tuple(units)
     tensors = _tensors(model if isinstance(model, Mapping) else model.params)
     batch = _batch_spec(batch, mesh)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
     specs = match(rules, shapes)
     check_specs(specs, shapes, mesh, batch.axes)
-    leaves = _leaves(model, tensors, specs, mesh, batch)
+    leaves = _leaves(model, tensors, specs, mesh, batch, precision)
     owners = _owners(leaves, units) if isinstance(model, Mapping) else _owned_by(leaves, model.units)
     groups = make_groups(leaves, owners, mesh, batch.axes)
-    return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})))
+    return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})), precision)
 
 
 def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -145,7 +153,12 @@ def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _leaves(
-    model: Any, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, tuple[P, P | None]], mesh: Mesh, batch: P
+    model: Any,
+    tensors: Mapping[str, torch.Tensor],
+    specs: Mapping[str, tuple[P, P | None]],
+    mesh: Mesh,
+    batch: P,
+    precision: Precision,
 ) -> dict[str, Leaf]:
     """Each leaf with its specs resolved against the mesh."""
     aliases: Mapping[str, str] = getattr(model, "aliases", {})
@@ -164,6 +177,7 @@ def _leaves(
             compute=compute,
             compute_shape=box(shape, compute, mesh)[1],
             aliases=tuple(a for a, canonical in aliases.items() if canonical == path),
+            precision=precision,
         )
     return leaves
 

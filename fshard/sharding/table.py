@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P, axes_of
@@ -39,7 +40,13 @@ def human(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
-def render(mesh: Mesh, batch: P, leaves: Mapping[str, Leaf], places: Mapping[str, tuple[Group, int]]) -> str:
+def render(
+    mesh: Mesh,
+    batch: P,
+    leaves: Mapping[str, Leaf],
+    places: Mapping[str, tuple[Group, int]],
+    precision: Precision,
+) -> str:
     """The table of a plan: path, typed shape, group, bytes on this rank; then the totals."""
     rows = [("path", "leaf", "group", "bytes a rank")]
     total = 0
@@ -58,6 +65,9 @@ def render(mesh: Mesh, batch: P, leaves: Mapping[str, Leaf], places: Mapping[str
     groups = len({group.id for group, _ in places.values()})
     axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
     head = f"mesh {axes}, batch {batch}, rank {mesh.rank}, {mesh.device.type}"
+    if precision != Precision():
+        chosen = {"compute": precision.compute, "reduce": precision.reduce}
+        head += "".join(f", {what} in {SHORT[dtype]}" for what, dtype in chosen.items() if dtype is not None)
     foot = (
         f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {human(whole)} whole, "
         f"{human(total)} on rank {mesh.rank}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -34,6 +35,7 @@ class Lane(Protocol):
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
         """``out`` = this rank's chunk of the sum over ranks, added to what it holds if ``add``.
 
+        ``full`` may be of a lower precision than ``out``; the sum is taken in that of ``out``.
         ``full`` and ``stage`` may be overwritten.
         """
 
@@ -104,14 +106,18 @@ class LocalTransport:
 
 
 def bring(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
-    """``out`` = (its value if ``add``, plus) the rows added in order. ``out`` may be the first or the second row."""
+    """``out`` = (its value if ``add``, plus) the rows added in order, in the dtype of ``out``.
+
+    ``out`` may be the first row, or the second.
+    """
     coming = iter(rows)
     if not add:
         first, second = next(coming), next(coming, None)
-        if second is None:
-            out.copy_(first)
-        else:
+        if second is not None and first.dtype == out.dtype:
             torch.add(first, second, out=out)
+        else:
+            out.copy_(first)
+            coming = chain([second] if second is not None else [], coming)
     for row in coming:
         out.add_(row)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.runtime.clock import Clock
-from fshard.runtime.comm.lanes import Handle, Marks, Sizes
+from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring
 from fshard.runtime.comm.pending import Pending, all_gather, reduce_scatter
 
 
@@ -26,11 +26,20 @@ class NcclLane:
             return Pending(all_gather(out, shard, self.group), f"all-gather on {self.name}")
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
-        """NCCL reduce-scatter on this lane's stream; by way of ``stage`` if it adds."""
+        """NCCL reduce-scatter on this lane's stream; by way of ``stage`` if it adds.
+
+        NCCL adds in the dtype that travels. Where that is not the dtype of ``out``, rows travel and are added here.
+        """
+        describe = f"reduce-scatter on {self.name}"
+        if full.dtype != out.dtype:
+            rows = stage[: full.numel()]
+            with self.clock.lane(after):
+                work = dist.all_to_all_single(rows, full, group=self.group, async_op=True)
+                return Pending(work, describe, lambda: bring(out, rows.view(self.size, -1), add))
         target = stage[: out.numel()] if add else out
         finish = (lambda: out.add_(target)) if add else None
         with self.clock.lane(after):
-            return Pending(reduce_scatter(target, full, self.group), f"reduce-scatter on {self.name}", finish)
+            return Pending(reduce_scatter(target, full, self.group), describe, finish)
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """NCCL all-reduce on this lane's stream."""

@@ -1,0 +1,55 @@
+"""Precision: in which dtypes a step computes and communicates. What is kept is never rounded."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fshard.errors import PlanError
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+"""float16 is not among them: its gradients need loss scaling, or small ones vanish silently."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a step, as in FSDP2's ``MixedPrecisionPolicy``. Given to ``fs.make_plan(precision=)``.
+
+    Parameters, optimizer state and gradient shards keep the dtype of the model, the master dtype. Only floating-point
+    leaves are concerned.
+
+    Args:
+        compute: what units read. Each rank casts its shard once an update, and gathers what came out: with bfloat16
+            half the bytes. Units see tensors of this dtype; casting their inputs is their own affair. None: as kept.
+        reduce: what gradients are rounded to before they are sent to be summed. Each rank adds what it receives to
+            its gradient shard in the master dtype, in the order of ranks; sums over replicas and over microbatches
+            stay in it too. None: the master dtype.
+
+    Raises:
+        PlanError: not a floating-point dtype that is supported here.
+
+    >>> Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+    Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}={value!r}"
+            for name, value in (("compute", self.compute), ("reduce", self.reduce))
+            if value is not None and value not in DTYPES
+        ]
+        if wrong:
+            names = ", ".join(map(str, DTYPES))
+            raise PlanError(
+                f"fs.Precision({', '.join(wrong)}): give one of {names}, or None; float16 needs loss scaling"
+            )
+
+    def computes_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which units read a leaf of this dtype."""
+        return self.compute if self.compute is not None and dtype.is_floating_point else dtype
+
+    def reduces_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a leaf of this dtype travel."""
+        return self.reduce if self.reduce is not None and dtype.is_floating_point else dtype

@@ -1,0 +1,196 @@
+"""Precision: what is cast, what is rounded, and what is not. Every run equals the same casts in one plain process."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+import fshard as fs
+from fshard import P
+from fshard.schedule.infos import group_infos
+from tests.workers import Pools
+
+BF16, F32 = torch.bfloat16, torch.float32
+LR, STEPS, ROWS = 0.3, 4, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run."""
+
+    precision: fs.Precision
+    spec: P = P(flat="shard")
+    accumulate: int = 1
+    reshard: bool = True
+    compile: str | None = None
+    shared_memory: bool = True
+    update: str = "deferred"
+
+
+CASES = {
+    "as kept": Case(fs.Precision()),
+    "compute": Case(fs.Precision(compute=BF16)),
+    "reduce": Case(fs.Precision(reduce=BF16)),
+    "both": Case(fs.Precision(BF16, BF16)),
+    "both, by gloo": Case(fs.Precision(BF16, BF16), shared_memory=False),
+    "both, microbatches": Case(fs.Precision(BF16, BF16), accumulate=2, reshard=False),
+    "both, rows": Case(fs.Precision(BF16, BF16), spec=P("shard")),
+    "both, replicated": Case(fs.Precision(BF16, BF16), spec=P()),
+    "compute, update in backward": Case(fs.Precision(compute=BF16), update="in_backward"),
+    "reduce, graphs": Case(fs.Precision(reduce=BF16), compile="fx"),
+}
+
+
+def start() -> dict[str, dict[str, Tensor]]:
+    """Start values whose sums depend on rounding."""
+    draw = torch.Generator().manual_seed(5)
+
+    def layer(n: int, m: int) -> dict[str, Tensor]:
+        return {"w": torch.randn(n, m, generator=draw) / m**0.5, "b": torch.randn(n, generator=draw)}
+
+    return {"one": layer(32, 16), "two": layer(16, 32), "out": layer(8, 16)}
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's rows."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, 16, generator=draw), torch.randn(ROWS, 8, generator=draw)
+
+
+@fs.unit
+def layer(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One unit. It brings its input to the dtype of its weights."""
+    return torch.tanh(F.linear(x.to(p["w"].dtype), p["w"], p["b"]))
+
+
+def loss_fn(params: dict[str, dict[str, Tensor]], rows: tuple[Tensor, Tensor]) -> Tensor:
+    """Squared error, in float32."""
+    x = layer(params["two"], layer(params["one"], rows[0]))
+    out = F.linear(x, params["out"]["w"], params["out"]["b"])
+    return (out.float() - rows[1]).square().mean()
+
+
+def trained(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, set[torch.dtype]]]:
+    """On a rank: losses, parameters after training, and the dtypes that there were."""
+    with fs.make_mesh((-1,), ("shard",), shared_memory=case.shared_memory) as mesh:
+        params = start()
+        rules = [(".*", case.spec)]
+        plan = fs.make_plan(params, mesh, rules, batch=P("shard"), units=("one", "two"), precision=case.precision)
+        opt = fs.optim.sgd(LR)
+        policy = fs.Policy(reshard=case.reshard, update=case.update)
+        more: dict[str, Any] = {"compile": case.compile} if case.compile else {}
+        seen: dict[str, set[torch.dtype]] = {"read": set(), "kept": set()}
+
+        def watched(p: Any, rows: Any) -> Tensor:
+            seen["read"].add(p["out"]["w"].dtype)
+            return loss_fn(p, rows)
+
+        step = fs.make_train_step(watched, opt, plan, accumulate=case.accumulate, schedule=policy, debug=True, **more)
+        state = fs.init_state(plan, opt, params=params)
+        losses = []
+        for number in range(STEPS):
+            state, metrics = step(state, batch(number, mesh.rank))
+            losses.append(float(metrics.loss))
+        whole = fs.unshard(state.params, plan)
+        flat = {f"{unit}.{name}": whole[unit][name] for unit in whole for name in whole[unit]}
+        seen["kept"] = {leaf.dtype for leaf in flat.values()} | {g.dtype for g in step._grads.shards.values()}
+        return losses, flat, seen
+
+
+def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The same casts and roundings in one process. Gradients that no peer needs are not rounded."""
+    kept = {f"{unit}.{name}": leaf for unit, leaves in start().items() for name, leaf in leaves.items()}
+    compute = case.precision.compute or F32
+    reduce = case.precision.reduce if case.precision.reduce and world > 1 and case.spec.axes else F32
+    losses = []
+    for number in range(STEPS):
+        sums: dict[str, Tensor] = {}
+        values = []
+        for part in range(case.accumulate):
+            for rank in range(world):
+                held = {path: leaf.detach().to(compute, copy=True).requires_grad_() for path, leaf in kept.items()}
+                tree: dict[str, dict[str, Tensor]] = {}
+                for path, leaf in held.items():
+                    tree.setdefault(path.split(".")[0], {})[path.split(".")[1]] = leaf
+                rows = [x.chunk(case.accumulate)[part] for x in batch(number, rank)]
+                value = loss_fn(tree, (rows[0], rows[1]))
+                value.backward(torch.full_like(value, 1 / (world * case.accumulate)))
+                values.append(value.item())
+                for path, leaf in held.items():
+                    assert leaf.grad is not None
+                    mine = leaf.grad.to(reduce).to(F32)
+                    sums[path] = sums[path] + mine if path in sums else mine
+        losses.append(sum(values) / len(values))
+        kept = {path: leaf - LR * sums[path] for path, leaf in kept.items()}
+    return losses, kept
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_the_same_casts_in_one_process(pool: Pools, world: int, name: str) -> None:
+    case = CASES[name]
+    losses, params = plain(case, world)
+    for rank, (theirs, whole, seen) in enumerate(pool(world).run(trained, case)):
+        assert theirs == pytest.approx(losses, rel=1e-6), (rank, seen)
+        for path, leaf in params.items():
+            torch.testing.assert_close(whole[path], leaf, rtol=1e-6, atol=1e-6, msg=lambda m, p=path: f"{p}: {m}")
+        assert seen == {"read": {case.precision.compute or F32}, "kept": {F32}}
+
+
+def test_rounding_shows() -> None:
+    """The cases differ by more than the tolerance that they are compared with."""
+    ends = [plain(CASES[name], 2)[1]["one.w"] for name in ("as kept", "compute", "reduce")]
+    for i, one in enumerate(ends):
+        assert all((one - other).abs().max() > 1e-5 for other in ends[:i])
+
+
+def test_half_the_bytes() -> None:
+    params, mesh = start(), fs.abstract_mesh((4,), ("shard",))
+
+    def info(precision: fs.Precision | None) -> Any:
+        plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("one", "two"), precision=precision)
+        return group_infos(plan)[0]
+
+    kept, both, compute = info(None), info(fs.Precision(BF16, BF16)), info(fs.Precision(compute=BF16))
+    for name in ("full_bytes", "grad_bytes", "stage_bytes", "gather_sent", "reduce_sent"):
+        assert getattr(both, name) * 2 == getattr(kept, name), name
+    assert (compute.full_bytes, compute.gather_sent) == (both.full_bytes, both.gather_sent)
+    assert (compute.grad_bytes, compute.reduce_sent) == (kept.grad_bytes, kept.reduce_sent)
+    assert both.shard_bytes * 2 == kept.shard_bytes * 3  # the shard, and its cast
+
+
+def test_the_table_says_it() -> None:
+    params, mesh = start(), fs.abstract_mesh((4,), ("shard",))
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], precision=fs.Precision(BF16, BF16))
+    assert str(plan).splitlines()[0].endswith(", compute in bf16, reduce in bf16")
+    assert plan.groups[0].dtype == F32
+
+
+def test_integers_stay() -> None:
+    params = {"w": torch.ones(16), "ids": torch.arange(16)}
+    mesh = fs.abstract_mesh((4,), ("shard",))
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], precision=fs.Precision(BF16, BF16))
+    assert {g.leaves[0].path: g.compute_dtype for g in plan.groups} == {"w": BF16, "ids": torch.int64}
+
+
+@pytest.mark.parametrize("wrong", [torch.float16, torch.int32, "bfloat16", torch.float8_e4m3fn])
+def test_dtypes_that_cannot_be(wrong: Any) -> None:
+    with pytest.raises(fs.errors.PlanError, match=r"fs\.Precision\(reduce=.*give one of torch\.bfloat16"):
+        fs.Precision(reduce=wrong)
+
+
+def test_something_else_for_a_precision() -> None:
+    with pytest.raises(fs.errors.PlanError, match=r"precision=torch\.bfloat16 must be fs\.Precision"):
+        fs.make_plan(start(), fs.abstract_mesh((2,), ("s",)), [(".*", fs.fsdp("s"))], precision=BF16)  # type: ignore[arg-type]
+
+
+def test_whole_gradients_are_not_added_up_rounded() -> None:
+    params, mesh = start(), fs.abstract_mesh((2,), ("shard",))
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], precision=fs.Precision(reduce=BF16))
+    policy = fs.Policy(accumulation="full")
+    with pytest.raises(fs.errors.PlanError, match="accumulation"):
+        fs.make_train_step(loss_fn, fs.optim.sgd(LR), plan, accumulate=2, schedule=policy)
+    fs.make_train_step(loss_fn, fs.optim.sgd(LR), plan, schedule=policy)
