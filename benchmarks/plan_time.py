@@ -10,6 +10,7 @@ import argparse
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import Call, Program
 
 RANKS, LEAVES, WIDTH = 1024, 8, 64
+LINEAR = 2.4
+"""Twice the units may take so many times as long: 2, and some noise. Quadratic would be 4."""
+
 IMPORT = """
 import time
 import torch
@@ -60,7 +64,7 @@ def importing() -> float:
 def measure(args: argparse.Namespace) -> int:
     """Time, report."""
     rounds = 3 if args.quick else 7
-    counts = (500, 1000)
+    counts = (500, 1000, 2000)
     configuration = {"ranks": RANKS, "units": counts, "leaves a unit": LEAVES, "width": WIDTH, "rounds": rounds}
     report = Report("plan_time", __doc__.splitlines()[0], configuration)
     trees = {units: tree(units) for units in counts}
@@ -69,13 +73,14 @@ def measure(args: argparse.Namespace) -> int:
     for _ in range(rounds):
         for units in counts:
             times[units].append(plan_and_schedule(trees[units], units))
-    half, whole = times.values()
     for part in ("plan", "schedule", "both"):
-        seconds = [run[part] for run in whole]
+        seconds = [run[part] for run in times[1000]]
         target = 2.0 if part == "both" else None
-        report.rows.append(middle(f"{part}, {counts[1]} units", "s", seconds, target, strict=False))
-    pair = [run["both"] for run in whole], [run["both"] for run in half]
-    report.rows.append(ratio(f"{counts[1]} / {counts[0]} units", "cpu", *pair, 2.4))
+        report.rows.append(middle(f"{part}, 1000 units", "s", seconds, target, strict=False))
+    for less, more in pairwise(counts):
+        pair = ([run["both"] for run in times[units]] for units in (more, less))
+        report.rows.append(ratio(f"{more} / {less} units", "cpu", *pair, LINEAR))
+    importing()  # the first may have to compile
     imports = [importing() for _ in range(rounds)]
     report.rows.append(middle("import fshard after torch", "s", imports, 0.3, strict=False))
     return report.finish(args)
