@@ -35,6 +35,7 @@ from fshard.sharding.spec import P, fsdp
 from fshard.state.init import init_state, shard, unshard
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep, make_train_step
+from fshard.transform.loss import sharded_loss
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "random",
     "remat",
     "shard",
+    "sharded_loss",
     "simulate",
     "split",
     "unit",

@@ -304,3 +304,12 @@ def no_derivative() -> TransformError:
         "pmax has no derivative: pass pmax(x.detach(), axis) where it is a constant, as in a softmax, or take the "
         "maximum of all_gather(x, axis), which has one"
     )
+
+
+def step_transformed(what: str) -> TransformError:
+    """A step inside of a transform."""
+    return TransformError(
+        f"{what} was called inside of a transform of torch.func: it reuses the memory of the state that it is given, "
+        f"which no transform can follow. Transform fs.sharded_loss(loss_fn, plan) or fs.value_and_grad(loss_fn, plan) "
+        f"instead, and update with fs.differentiable(opt, plan)"
+    )

@@ -8,7 +8,7 @@ import torch
 from fshard import tree
 from fshard.errors import PlanError
 from fshard.metrics import global_result
-from fshard.runtime.attempt import raise_failure, uneven_rows
+from fshard.runtime.attempt import raise_failure, refuse_transforms, uneven_rows
 from fshard.runtime.commit import FAILED
 from fshard.runtime.loss import is_scalar
 from fshard.runtime.prepare import Workshop, lanes_of
@@ -42,6 +42,7 @@ class EvalStep:
             DonatedError, TreeError: the state was donated to a step, or made for another plan.
             BatchError: a 0-dim result over batches of different sizes; return ``fs.Mean``.
         """
+        refuse_transforms("an eval step")
         state.check_plan(self.plan)
         with torch.inference_mode(False):  # slots are made once, and must be ordinary tensors
             outcome = self._runner.run(Work(batch, state.finished()))

@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import rate
-from fshard.runtime.attempt import Outcome, raise_failure
+from fshard.runtime.attempt import Outcome, raise_failure, refuse_transforms
 from fshard.runtime.backends import make_cache
 from fshard.runtime.commit import FAILED, Verdict
 from fshard.runtime.prepare import Workshop, lanes_of
@@ -74,8 +74,10 @@ class TrainStep:
             NonFiniteError: the gradient norm is not finite.
             PeerError: another rank failed.
             CommError: a collective failed or timed out; the process group is lost.
+            TransformError: it was called inside of a transform of ``torch.func``.
             Exception: whatever the loss function raises.
         """
+        refuse_transforms("a train step")
         if not isinstance(state, TrainState):
             raise TreeError(
                 f"the first argument is a {type(state).__name__}: step(state, batch) takes what init_state returns"

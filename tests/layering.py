@@ -17,7 +17,8 @@ LAYERS = (
     ("runtime", "view"),
     ("collectives",),
     ("state",),
-    ("step", "evaluate", "metrics", "transform", "launch"),
+    ("step", "evaluate", "metrics", "launch"),
+    ("transform",),
     ("",),
 )
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import BatchError, CommError, PeerError, ScheduleError, lines
+from fshard.errors import BatchError, CommError, PeerError, ScheduleError, lines, step_transformed
 from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import Lane, exchange, exchange_text
 from fshard.runtime.commit import FAILED, OK, RETRY, Verdict
@@ -114,6 +114,16 @@ def raise_failure(lane: Lane, failure: BaseException | None, status: list[int]) 
             "The state is as it was before the call and can be used.",
         )
     )
+
+
+def refuse_transforms(what: str) -> None:
+    """Steps work on memory that transforms know nothing of.
+
+    Raises:
+        TransformError: a transform of ``torch.func`` is under way.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise step_transformed(what)
 
 
 def request(lane: Lane, text: str) -> None:

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.collectives.group import Group as Ranks
+from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, fill
 from fshard.model.philox import fold
-from fshard.runtime.clock import make_clock
-from fshard.runtime.comm import LocalTransport
 from fshard.runtime.update import Shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
-from fshard.state.train_state import TrainState, local_view
+from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
+from fshard.state.train_state import TrainState
 
 Inits = Sequence[tuple[str, Initializer]]
 
@@ -60,6 +61,9 @@ def init_state(
 def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """This rank's part of a tree of whole tensors. Local; the inverse of ``unshard``.
 
+    It is a linear map, right under every transform of ``torch.func``, and its adjoint is ``unshard``: a tree of whole
+    tensors counts as one value, of which every rank holds a copy. (Its gradient is collective, then.)
+
     Args:
         full: a nested dict of whole tensors, the same on every rank.
         plan: the plan.
@@ -70,14 +74,20 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     flat = plan.check_tree(full, whole=True, what="full")
     out: dict[str, Tensor] = {}
     for group in plan.groups:
-        buffer = _shard_of(plan, group, lambda path, piece: take(flat[path], piece))
-        for number, leaf in enumerate(group.leaves):
-            out[leaf.path] = local_view(plan, group, number, buffer)
+        placed = [flat[leaf.path].to(device=plan.mesh.device, dtype=group.dtype) for leaf in group.leaves]
+        leaves = [narrow(leaf, plan.mesh, tensor) for leaf, tensor in zip(group.leaves, placed, strict=True)]
+        chunk = apply(join_leaves(group, leaves), Cut(_ranks(plan, group), -1))
+        pieces = cut_pieces(group, plan.mesh, chunk)
+        out.update((leaf.path, piece) for leaf, piece in zip(group.leaves, pieces, strict=True))
     return tree.nest({path: out[path] for path in plan.leaves})
 
 
 def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The whole tensors of a sharded tree, on every rank. Collective; the inverse of ``shard``.
+
+    It is a linear map, right under every transform of ``torch.func``, and its adjoint is ``shard``. What is computed
+    from the whole tensors must be the same on all ranks for gradients to be right; a loss of each rank's own batch is
+    what ``fs.sharded_loss`` is for.
 
     Args:
         params: a nested dict of local tensors, such as ``state.params``.
@@ -95,20 +105,16 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     flat = plan.check_tree(params, whole=False)
     out: dict[str, Tensor] = {}
     for group in plan.groups:
-        held = group.gather_axes + group.leaves[0].compute.axes
-        axes = tuple(axis for axis in plan.mesh.axis_names if axis in held)  # rows arrive in the order of ranks
-        mine = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
-        part = plan.mesh.index(group.gather_axes)
-        for number, leaf in enumerate(group.leaves):
-            begin, end = group.shard_range(number, part)
-            mine[begin:end] = flat[leaf.path].detach().reshape(-1)
-        transport = plan.mesh.transport or LocalTransport()
-        rows = mine.new_empty(plan.mesh.axis_size(axes) * group.chunk)
-        transport.lane("unshard", axes).all_gather(rows, mine, (make_clock(plan.mesh.device).mark(),)).wait()
-        shards = dict(zip(plan.mesh.ranks(axes), rows.view(-1, group.chunk), strict=True))
-        for number, leaf in enumerate(group.leaves):
-            out[leaf.path] = _whole(plan, group, number, shards)
+        chunk = join_pieces(group, plan.mesh, [flat[leaf.path] for leaf in group.leaves])
+        full = apply(chunk, Collect(_ranks(plan, group), -1))
+        for leaf, tensor in zip(group.leaves, cut_leaves(group, full), strict=True):
+            # Its own memory: the buffer of the group would live as long as any view of it.
+            out[leaf.path] = widen(leaf, plan.mesh, tensor).clone(memory_format=torch.contiguous_format)
     return tree.nest({path: out[path] for path in plan.leaves})
+
+
+def _ranks(plan: Plan, group: Group) -> Ranks:
+    return Ranks(plan.mesh, group.gather_axes)
 
 
 def take(whole: Tensor, piece: Piece) -> Tensor:
@@ -139,23 +145,6 @@ def _shard_of(plan: Plan, group: Group, value: Callable[[str, Piece], Tensor]) -
         if end > begin:
             buffer[begin:end] = value(leaf.path, group.piece(number, plan.mesh)).to(buffer)
     return buffer
-
-
-def _whole(plan: Plan, group: Group, number: int, shards: Mapping[int, Tensor]) -> Tensor:
-    leaf = group.leaves[number]
-    whole = torch.empty(leaf.shape, dtype=group.dtype, device=plan.mesh.device)
-    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
-    for rank, row in shards.items():
-        piece = group.piece(number, plan.mesh, rank)
-        begin, end = group.shard_range(number, plan.mesh.index(group.gather_axes, rank))
-        size = torch.Size(piece.shape).numel()
-        key = (piece.offset, piece.shape)
-        if key not in boxes:
-            boxes[key] = torch.empty(size, dtype=group.dtype, device=plan.mesh.device)
-        boxes[key][piece.start : piece.stop] = row[begin:end]
-    for (offset, shape), values in boxes.items():
-        whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = values.view(shape)
-    return whole
 
 
 def _initializers(plan: Plan, rules: Inits) -> dict[str, Initializer]:

@@ -1,0 +1,128 @@
+"""Shards to the parameters that a loss function reads, on the path that every transform can follow.
+
+The gather of a group is one collective whose adjoint is a reduce-scatter; replicated leaves pass through ``Vary``,
+whose adjoint is a sum. With ``reshard`` the groups of a unit are gathered where the unit runs, inside of ``fs.remat``:
+only shards and the unit's inputs are kept, and every derivative gathers again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives.group import Group as Ranks
+from fshard.collectives.linear import Gather, Vary, apply
+from fshard.model.remat import remat
+from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.sharding.layout import Group
+from fshard.sharding.plan import ROOT, Plan
+from fshard.state.pack import cut_leaves, join_pieces
+
+
+def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The compute leaves of a group. Varying over every data axis on which they are not cut."""
+    if not group.trainable:
+        pieces = [piece.detach() for piece in pieces]
+    sums = Ranks(plan.mesh, group.sum_axes)
+    if group.parts == 1 and sums.size == 1:
+        # No data moves, but a loss that writes to its parameters must not reach the caller's.
+        return [
+            piece.view(leaf.compute_shape).view_as(piece.view(leaf.compute_shape))
+            for leaf, piece in zip(group.leaves, pieces, strict=True)
+        ]
+    chunk = join_pieces(group, plan.mesh, pieces)
+    if group.trainable and sums.size > 1:
+        chunk = apply(chunk, Vary(sums))
+    if group.parts > 1:
+        chunk = apply(chunk, Gather(Ranks(plan.mesh, group.gather_axes), -1))
+    return cut_leaves(group, chunk)
+
+
+def gather_all(plan: Plan, flat: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The parameter tree of compute leaves."""
+    out: dict[str, Tensor] = {}
+    for group in plan.groups:
+        leaves = gather(plan, group, [flat[leaf.path] for leaf in group.leaves])
+        out.update((leaf.path, tensor) for leaf, tensor in zip(group.leaves, leaves, strict=True))
+    return tree.nest({path: out[path] for path in plan.leaves})
+
+
+class Lazy(Tensor):
+    """A leaf of a unit, in the tree that a loss function gets. A unit that is called with it gathers its groups for
+    itself; any other use gathers the leaf for good."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Put the gathered leaves in the places of the lazy ones."""
+        args, kwargs = tree.map(_gathered, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        slot = slot_of(self)
+        return f"<parameter {slot.path if slot else ''}, gathered where its unit runs>"
+
+
+def _gathered(value: Any) -> Any:
+    slot = slot_of(value) if isinstance(value, Lazy) else None
+    return value if slot is None else slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
+
+
+class Resharding:
+    """What runs the units of one call of a loss function: gather, compute, forget; in the backward once more.
+
+    Args:
+        plan: the plan.
+        flat: this rank's pieces by path.
+    """
+
+    def __init__(self, plan: Plan, flat: Mapping[str, Tensor]) -> None:
+        self.plan, self.flat, self.places = plan, flat, plan.places()
+        self.kept: dict[int, list[Tensor]] = {}
+
+    def params(self) -> dict[str, Any]:
+        """The tree for the loss function."""
+        out: dict[str, Tensor] = {}
+        for group in self.plan.groups:
+            lazy = group.unit != ROOT and group.parts > 1
+            leaves = [self._lazy(group, n) for n in range(len(group.leaves))] if lazy else self._keep(group.id)
+            out.update((leaf.path, tensor) for leaf, tensor in zip(group.leaves, leaves, strict=True))
+        return tree.nest({path: out[path] for path in self.plan.leaves})
+
+    def leaf(self, path: str) -> Tensor:
+        """A leaf that code between units reads."""
+        group, number = self.places[path]
+        return self._keep(group.id)[number]
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit; called by the unit itself."""
+        leaves, spec = tree.flatten(params)
+        slots = [slot_of(leaf) if isinstance(leaf, Lazy) else None for leaf in leaves]
+        given = [leaf if slot is None else None for leaf, slot in zip(leaves, slots, strict=True)]
+        at = [self.places[slot.path] if slot is not None else None for slot in slots]
+        groups = {place[0].id: place[0] for place in at if place is not None}
+
+        def body(pieces: dict[int, list[Tensor]], given: list[Any], args: Any, kwargs: Any) -> Any:
+            full = {number: gather(self.plan, groups[number], pieces[number]) for number in groups}
+            filled = [
+                leaf if place is None else full[place[0].id][place[1]] for leaf, place in zip(given, at, strict=True)
+            ]
+            return unit.fn(tree.unflatten(spec, filled), *args, **kwargs)
+
+        pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}
+        args, kwargs = tree.map(_gathered, (args, kwargs))
+        return remat(body)(pieces, given, args, kwargs)
+
+    def _keep(self, number: int) -> list[Tensor]:
+        if number not in self.kept:
+            group = self.plan.groups[number]
+            self.kept[number] = gather(self.plan, group, [self.flat[leaf.path] for leaf in group.leaves])
+        return self.kept[number]
+
+    def _lazy(self, group: Group, number: int) -> Tensor:
+        leaf = group.leaves[number]
+        empty = torch.empty(leaf.compute_shape, dtype=leaf.dtype, device="meta")
+        lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
+        attach(lazy, Slot(self, leaf.path))
+        return lazy

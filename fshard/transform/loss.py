@@ -1,0 +1,193 @@
+"""``fs.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives.group import Group as Ranks
+from fshard.collectives.linear import Settle, Spread, Sum, apply
+from fshard.errors import LossError, UnitError, lines, no_processes, unlike_losses
+from fshard.runtime.attempt import raise_failure, uneven_rows
+from fshard.runtime.batch import check_device, digest, leading_dims
+from fshard.runtime.comm import Lane, LocalTransport, exchange
+from fshard.runtime.loss import Loss, Mean, means_of, read_loss
+from fshard.sharding.plan import Plan
+from fshard.transform.gather import Resharding, gather_all
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class ShardedLoss:
+    """``f(params, batch) -> loss``. Made by ``fs.sharded_loss``."""
+
+    loss_fn: LossFn
+    plan: Plan
+    has_aux: bool
+    reshard: bool
+    debug: bool
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The global mean loss.
+
+        Args:
+            params: this rank's part of the parameters, such as ``state.params``.
+            batch: this rank's part of the global batch.
+
+        Returns:
+            A 0-dim tensor, equal on all ranks; with ``has_aux`` the pair of it and the auxiliary values.
+
+        Raises:
+            TreeError, BatchError, LossError: arguments or results that do not fit, alike on all ranks.
+            UnitError: the loss function wrote to its arguments in place.
+            PeerError: the loss function raised on another rank.
+            ReplicationError: in debug mode, what must be equal on all ranks is not.
+        """
+        lane = control(self.plan)
+        failure, loss = None, None
+        try:
+            flat = self.plan.check_tree(params, whole=False)
+            check_device(batch, self.plan.mesh.device)
+        except Exception as error:
+            failure = error
+        # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
+        _agree(lane, None, batch, failure)
+        if self.debug:
+            self._check_replicas(flat)
+        try:
+            loss = self._run(flat, batch)
+        except Exception as error:
+            failure = error
+        _agree(lane, loss, batch, failure)
+        assert loss is not None
+        value, aux = self._mean(loss)
+        if self.debug:
+            self._check_rank_free(flat, batch, loss)
+        return (value, aux) if self.has_aux else value
+
+    def _run(self, flat: dict[str, Tensor], batch: Any) -> Loss:
+        params = Resharding(self.plan, flat).params() if self.reshard else gather_all(self.plan, flat)
+        watched = [(f"params {path}", leaf) for path, leaf in tree.paths(params)]
+        watched += [(f"batch leaf {i}", x) for i, x in enumerate(tree.leaves(batch)) if isinstance(x, Tensor)]
+        before = [leaf._version for _, leaf in watched]
+        loss = read_loss(self.loss_fn(params, batch))
+        written = [name for (name, leaf), version in zip(watched, before, strict=True) if leaf._version != version]
+        if written:
+            remedy = "A loss is a pure function: compute new values (x = x + y, not x += y)."
+            raise UnitError(lines("the loss function wrote in place to its arguments:", written, remedy))
+        if loss.aux and not self.has_aux:
+            raise LossError(
+                f"the loss function returned aux values {list(loss.aux)}, which this function has no place for: pass "
+                f"has_aux=True, as to torch.func.grad, and it returns (loss, aux)"
+            )
+        return loss
+
+    def _mean(self, loss: Loss) -> tuple[Tensor, Any]:
+        """The mean over the data axes of the loss and of every ``fs.Mean`` in aux, by one sum."""
+        parts = [Mean(loss.total, 1.0 if loss.count is None else loss.count), *means_of(loss.aux)]
+        rows = [torch.stack((part.total.double(), _constant(part.count, part.total))) for part in parts]
+        table = torch.stack(rows)
+        data = Ranks(self.plan.mesh, self.plan.data_axes)
+        if data.size > 1:
+            table = apply(table, Sum(data))
+        means = [
+            (row[0] / row[1].detach()).to(torch.promote_types(part.total.dtype, torch.float32))
+            for row, part in zip(table.unbind(0), parts, strict=True)
+        ]
+        found = iter(means[1:])
+        return means[0], tree.map(lambda leaf: next(found) if isinstance(leaf, Mean) else leaf, loss.aux)
+
+    def _check_replicas(self, flat: dict[str, Tensor]) -> None:
+        """What a leaf is replicated over must hold the same values."""
+        for group in self.plan.groups:
+            held = (*group.gather_axes, *group.leaves[0].compute.axes)
+            copies = Ranks(self.plan.mesh, tuple(a for a in self.plan.mesh.axis_names if a not in held))
+            if copies.size > 1:
+                for leaf in group.leaves:
+                    apply(flat[leaf.path].detach(), Settle(copies, f"params {leaf.path}", True))
+
+    def _check_rank_free(self, flat: dict[str, Tensor], batch: Any, loss: Loss) -> None:
+        """The loss of one and the same batch must be the same on all ranks."""
+        mesh = self.plan.mesh
+        others = Ranks(mesh, tuple(a for a in mesh.axis_names if a not in self.plan.data_axes))
+        if others.size > 1:
+            apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
+        data = Ranks(mesh, self.plan.data_axes)
+        rows = exchange(control(self.plan), torch.tensor([digest(leading_dims(batch))]))
+        if data.size == 1 or (rows != rows[0]).any():
+            return
+        same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
+        with torch.no_grad():
+            detached = {path: leaf.detach() for path, leaf in flat.items()}
+            again = read_loss(self.loss_fn(gather_all(self.plan, detached), same))
+            label = "the loss of one batch (what depends on the rank must be part of the batch, or come from it)"
+            apply(again.total, Settle(data, label, True))
+
+
+def sharded_loss(
+    loss_fn: LossFn, plan: Plan, *, has_aux: bool = False, reshard: bool = True, debug: bool = False
+) -> ShardedLoss:
+    """The loss over the global batch, as a pure function of this rank's shards.
+
+    ``f(params, batch)`` composes with everything in ``torch.func``, in any nesting, and with ``torch.autograd``:
+    gradients come out as shards, as ``params`` go in. All ranks must apply the same transforms in the same order.
+    ``torch.func.linearize`` is refused.
+
+    Args:
+        loss_fn: as for ``fs.make_train_step``. With ``fs.Mean`` the global mean is exact.
+        plan: the plan.
+        has_aux: return ``(loss, aux)``; ``fs.Mean`` leaves of aux become global means, others are this rank's own.
+        reshard: gather the parameters of a unit where it runs, and gather and compute it again in the backward, so that
+            no rank holds the whole model. False gathers everything once: faster, where it fits.
+        debug: check on each call that replicated leaves are equal on all ranks, and that the loss depends on the rank
+            through its batch alone.
+
+    Returns:
+        The function.
+
+    >>> import fshard as fs
+    >>> params = {"w": torch.ones(3)}
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> f = fs.sharded_loss(lambda p, x: (p["w"] * x).sum(), plan)
+    >>> torch.func.grad(f)(fs.shard(params, plan), torch.arange(3.0))
+    {'w': tensor([0., 1., 2.])}
+    """
+    return ShardedLoss(loss_fn, plan, has_aux, reshard, debug)
+
+
+def control(plan: Plan) -> Lane:
+    """The lane on which ranks compare what they do."""
+    transport = plan.mesh.transport
+    if transport is None and plan.mesh.size > 1:
+        raise no_processes()
+    lane: Lane = (transport or LocalTransport()).lane("control", plan.mesh.axis_names)
+    return lane
+
+
+def _agree(lane: Lane, loss: Loss | None, batch: Any, failure: Exception | None) -> None:
+    """Raise on all ranks what went wrong on any of them, and refuse losses that have no common mean."""
+    if lane.size == 1:
+        if failure is not None:
+            raise failure
+        return
+    dims = leading_dims(batch)
+    weighted, means = loss is not None and loss.count is not None, len(means_of(loss.aux)) if loss else 0
+    plain = loss is not None and not weighted
+    mine = [failure is not None, weighted, means, digest(dims) if plain else 0, dims[0] if dims else -1]
+    rows = exchange(lane, torch.tensor([int(x) for x in mine]))
+    if rows[:, 0].any():
+        raise_failure(lane, failure, [int(x) for x in rows[:, 0]])
+    if (rows[:, 1:3] != rows[0, 1:3]).any():
+        raise unlike_losses([(bool(row[1]), int(row[2])) for row in rows])
+    if (rows[:, 3] != rows[0, 3]).any():
+        raise uneven_rows([int(x) for x in rows[:, 4]])
+
+
+def _constant(count: Tensor | float, like: Tensor) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.detach().double()
+    return torch.tensor(count, dtype=torch.float64, device=like.device)
