@@ -46,8 +46,8 @@ GOOD = {
     "runtime/comm/lanes.py": "import torch\nimport torch.distributed as dist\ntorch.distributed.f()",
     "runtime/comm/__init__.py": "",
     "runtime/comm/p2p.py": "from torch import distributed",
-    "transform.py": "from fshard.runtime import comm\ndef f():\n    from fshard import sharding\n    x = {}",
-    "step.py": "from fshard import transform\nfrom fshard.transform import f\ndef run(): ...",
+    "launch.py": "from fshard.runtime import comm\ndef f():\n    from fshard import sharding\n    x = {}",
+    "step.py": "from fshard import launch\nfrom fshard.launch import f\ndef run(): ...",
 }
 
 LONG = "def f():\n" + "    x = 1\n" * 60

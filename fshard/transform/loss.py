@@ -117,8 +117,9 @@ class ShardedLoss:
         if others.size > 1:
             apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
         data = Ranks(mesh, self.plan.data_axes)
-        rows = exchange(control(self.plan), torch.tensor([digest(leading_dims(batch))]))
-        if data.size == 1 or (rows != rows[0]).any():
+        with torch._C._DisableFuncTorch():
+            rows = exchange(control(self.plan), torch.tensor([digest(leading_dims(batch))])).flatten().tolist()
+        if data.size == 1 or len(set(rows)) > 1:
             return
         same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
         with torch.no_grad():
@@ -178,13 +179,14 @@ def _agree(lane: Lane, loss: Loss | None, batch: Any, failure: Exception | None)
     weighted, means = loss is not None and loss.count is not None, len(means_of(loss.aux)) if loss else 0
     plain = loss is not None and not weighted
     mine = [failure is not None, weighted, means, digest(dims) if plain else 0, dims[0] if dims else -1]
-    rows = exchange(lane, torch.tensor([int(x) for x in mine]))
-    if rows[:, 0].any():
-        raise_failure(lane, failure, [int(x) for x in rows[:, 0]])
-    if (rows[:, 1:3] != rows[0, 1:3]).any():
-        raise unlike_losses([(bool(row[1]), int(row[2])) for row in rows])
-    if (rows[:, 3] != rows[0, 3]).any():
-        raise uneven_rows([int(x) for x in rows[:, 4]])
+    with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
+        rows = exchange(lane, torch.tensor([int(x) for x in mine])).tolist()
+        if any(row[0] for row in rows):
+            raise_failure(lane, failure, [row[0] for row in rows])
+    if any(row[1:3] != rows[0][1:3] for row in rows):
+        raise unlike_losses([(bool(row[1]), row[2]) for row in rows])
+    if any(row[3] != rows[0][3] for row in rows):
+        raise uneven_rows([row[4] for row in rows])
 
 
 def _constant(count: Tensor | float, like: Tensor) -> Tensor:
