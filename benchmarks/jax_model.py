@@ -26,12 +26,14 @@ class Form:
         scan: run the blocks by ``lax.scan`` over stacked parameters, instead of one after the other.
         least: leaves of fewer elements are replicated: one small collective costs more than their memory.
         attention: which implementation; None leaves it to JAX.
+        half: gather and compute in bfloat16, whatever the parameters are.
     """
 
     heads: int
     scan: bool = False
     least: int = 0
     attention: str | None = None
+    half: bool = False
 
 
 def stack(leaves: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -89,7 +91,8 @@ def make_loss(form: Form, mesh: Mesh) -> Callable[[Params, jax.Array], jax.Array
     spread = NamedSharding(mesh, PartitionSpec(AXIS))
 
     def gathered(p: Mapping[str, jax.Array]) -> Params:
-        return {name: jax.lax.with_sharding_constraint(leaf, whole) for name, leaf in p.items()}
+        cast = {name: leaf.astype(jnp.bfloat16) if form.half else leaf for name, leaf in p.items()}
+        return {name: jax.lax.with_sharding_constraint(leaf, whole) for name, leaf in cast.items()}
 
     def one(x: jax.Array, p: Mapping[str, jax.Array]) -> jax.Array:
         return jax.lax.with_sharding_constraint(block(x, gathered(p), form), spread)

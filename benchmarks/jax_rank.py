@@ -37,7 +37,7 @@ class Rank:
         )
         leaves = stack(leaves, args.depth) if form.scan else leaves
         specs = {name: spec(name, leaf.shape, self.ranks, form.least) for name, leaf in leaves.items()}
-        dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[args.dtype]
+        dtype = jnp.bfloat16 if args.dtype == "bf16" else jnp.float32
         params = {name: self._place(np.asarray(leaf).astype(dtype), specs[name]) for name, leaf in leaves.items()}
         self.state = init(params)
         self.train = make_step(form, self.mesh, json.loads(args.hyper), specs)
@@ -76,7 +76,7 @@ def main() -> int:
     cli.add_argument("--heads", type=int, required=True)
     cli.add_argument("--scan", type=int, default=0)
     cli.add_argument("--least", type=int, default=0)
-    cli.add_argument("--dtype", default="fp32", help="of everything: fp32 or bf16")
+    cli.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "mixed"))
     cli.add_argument("--hlo", type=Path, help="write the compiled program here")
     args = cli.parse_args()
     args.rank, args.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

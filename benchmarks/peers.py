@@ -13,7 +13,7 @@ import torch.distributed as dist
 from model import Block, Size, loss_of, make, rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,6 +40,7 @@ class Torch:
         module: the model, not wrapped.
         wrap: what makes it what it is a peer as: DDP, FSDP1, FSDP2, ``torch.compile``; nothing for plain PyTorch.
         clip: the norm to clip to.
+        autocast: compute in bfloat16 by autocast.
     """
 
     def __init__(
@@ -47,15 +48,18 @@ class Torch:
         module: nn.Module,
         wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
         clip: float | None = None,
+        autocast: bool = False,
     ) -> None:
         self.module, self.clip = wrap(module), clip
         self.parameters = list(self.module.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **ADAMW)
         self.loss = torch.tensor(0.0)
+        self.autocast = functools.partial(torch.autocast, device_type(), torch.bfloat16, autocast)
 
     def step(self, rows: Tensor) -> None:
         """Forward, backward, clip, update; gradients are dropped at the end, so none is resident between steps."""
-        loss = loss_of(self.module(rows[:, :-1]), rows)
+        with self.autocast():
+            loss = loss_of(self.module(rows[:, :-1]), rows)
         loss.backward()
         self.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -77,6 +81,7 @@ class Fshard:
         clip: float | None = None,
         units: Sequence[str] = ("blocks.*",),
         mesh: fs.Mesh | None = None,
+        precision: fs.Precision | None = None,
         **policy: Any,
     ) -> None:
         self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
@@ -85,7 +90,8 @@ class Fshard:
         def loss_fn(params: dict[str, Any], rows: Tensor) -> Tensor:
             return loss_of(model.apply(params, rows[:, :-1]), rows)
 
-        plan = fs.make_plan(model, self.mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+        rules = [(r".*", fs.fsdp("shard"))]
+        plan = fs.make_plan(model, self.mesh, rules, batch=fs.P("shard"), precision=precision)
         opt = fs.optim.adamw(**ADAMW)
         self.plan, self.state = plan, fs.init_state(plan, opt, params=model.params)
         self.train = fs.make_train_step(loss_fn, opt, plan, clip_norm=clip, schedule=fs.Policy(**policy))
@@ -98,7 +104,12 @@ class Fshard:
 
 
 def fsdp2(
-    module: nn.Module, reshard: bool = True, prefetch: int = 0, unshard_async: bool = False, compiled: bool = False
+    module: nn.Module,
+    reshard: bool = True,
+    prefetch: int = 0,
+    unshard_async: bool = False,
+    compiled: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """``fully_shard`` for each block and for the rest, as its documentation recommends.
 
@@ -108,14 +119,16 @@ def fsdp2(
         prefetch: blocks ahead whose weights the forward asks for; FSDP2's backward prefetches one by itself.
         unshard_async: let gathers run beside compute. On CPU, where there are no streams, nothing else does.
         compiled: ``torch.compile`` each block first.
+        dtype: to compute and to communicate in, if not that of the parameters.
     """
     mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     blocks = [block for block in module.modules() if type(block).__name__ == "Block"]
     for block in blocks:
         if compiled:
             block.compile()
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard else False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
     chain: Any = [module, *blocks]
     for i, one in enumerate(chain):
         if prefetch and chain[i + 1 : i + 1 + prefetch]:
@@ -167,8 +180,13 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fshard one reduce": lambda module: Fshard(module, reduces=1),
     "fshard no reshard": lambda module: Fshard(module, reshard=False),
     "fshard clip": lambda module: Fshard(module, clip=CLIP),
+    "eager bf16": lambda module: Torch(module, autocast=True),
+    "compiled bf16": lambda module: Torch(module, compiled, autocast=True),
+    "fsdp2 bf16": lambda module: Torch(module, lambda m: fsdp2(m, dtype=torch.bfloat16)),
+    "fsdp2 async bf16": lambda m: Torch(m, lambda m: fsdp2(m, prefetch=1, unshard_async=True, dtype=torch.bfloat16)),
+    "fshard bf16": lambda module: Fshard(module, precision=fs.Precision(torch.bfloat16, torch.bfloat16)),
 }
-"""By name. ``clip``: to a global norm, exactly."""
+"""By name. ``clip``: to a global norm, exactly. ``bf16``: parameters stay float32, compute and communication do not."""
 
 
 @functools.cache
