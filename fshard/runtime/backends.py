@@ -1,5 +1,6 @@
 """The backends that ``compile=`` names."""
 
+import warnings
 from typing import TYPE_CHECKING
 
 from fshard.errors import PlanError
@@ -24,4 +25,25 @@ def make_cache(backend: str | None) -> "Cache | None":
     from fshard.runtime.graphs.cache import Cache
     from fshard.runtime.graphs.emit import emit
 
-    return Cache(emit, backend)
+    if backend == "fx":
+        return Cache(emit, backend)
+    _check_compiler()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own imports use what torch deprecates
+        from fshard.runtime.graphs.inductor import compile_halves
+
+    return Cache(compile_halves, backend)
+
+
+def _check_compiler() -> None:
+    """See that there is what Inductor needs on the CPU; on a GPU it needs triton, which says so itself."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError, OSError) as error:
+        raise PlanError(
+            "compile='inductor' needs a C++ compiler, and there is none: install g++ or clang++ (apt install g++), or "
+            "name one in the environment variable CXX; compile='fx' needs none"
+        ) from error

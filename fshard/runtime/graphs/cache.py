@@ -48,7 +48,7 @@ class Cache:
             except Untraceable as reason:
                 found = str(reason)
             except Exception as error:  # whatever a unit's Python, or an operator, raises at tensors without values
-                found = f"it cannot be traced: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                found = f"it cannot be a graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             self.graphs[key] = found
         return found
 

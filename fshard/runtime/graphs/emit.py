@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard.runtime.graphs.partition import ATEN, Halves, is_view, value
+from fshard.runtime.graphs.partition import ATEN, Halves, is_view, value, watched
 
 TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
 """Ops that can write their result right into a gradient, with the same bits: they have a kernel for ``out=``."""
+
+FUNCTIONS = ("views", "forward", "backward", "targets", "direct")
 
 Run = Callable[..., Any]
 
@@ -32,6 +34,7 @@ class Code:
         targets: ``targets(views of the flat gradient) -> G``.
         direct: ``direct(P, R, G, *tangents) -> parts``: gradients go into the flat gradient.
         text: the source of all of them.
+        watched: the numbers of the inputs and of the outputs whose memory ``R`` shares.
     """
 
     views: Run
@@ -40,6 +43,7 @@ class Code:
     targets: Run
     direct: Run
     text: str
+    watched: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
@@ -107,7 +111,9 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
     text = "\n".join(writer.lines)
     space = dict(writer.names)
     exec(compile(text, "<unit graph>", "exec"), space)
-    return Code(space["views"], space["forward"], space["backward"], space["targets"], space["direct"], text=text)
+    shares = watched(halves.saved, joint.inputs, joint.outputs)
+    views, forward, backward, targets, direct = (space[name] for name in FUNCTIONS)
+    return Code(views, forward, backward, targets, direct, text, shares)
 
 
 def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:

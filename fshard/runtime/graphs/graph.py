@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.graphs.emit import Code
-from fshard.runtime.graphs.partition import Halves, cut, value
+from fshard.runtime.graphs.partition import Halves, cut
 from fshard.runtime.graphs.trace import Joint, Result, Source, Tangents, Untraceable, inspect, trace
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
@@ -79,11 +79,11 @@ class Graph:
     def _variant(self, pattern: Tangents) -> Variant | None:
         try:
             halves = cut(trace(self.source, self.result, pattern))
+            if {node.name for node in halves.saved} <= set(self.saved):
+                return match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
         except Untraceable:
-            return None
-        if not {node.name for node in halves.saved} <= set(self.saved):
-            return None
-        return match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
+            pass
+        return None
 
     def _as_usual(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """These gradients with the strides that the first trace had; zeros for None."""
@@ -133,15 +133,8 @@ def compile_graph(source: Source, compiler: Compiler, number: int) -> Graph:
         edges=tuple(joint.places),
         own=tuple(own),
         saved=tuple(node.name for node in halves.saved),
-        watched=_watched(halves),
+        watched=code.watched,
         usual=result.tangents,
     )
     graph.variants[graph.usual] = match(code, joint, graph.edges)
     return graph
-
-
-def _watched(halves: Halves) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    held = {value(n).untyped_storage()._cdata for n in halves.saved if isinstance(value(n), Tensor)}
-    inputs = [i for i, n in enumerate(halves.joint.inputs) if value(n).untyped_storage()._cdata in held]
-    outputs = [i for i, n in enumerate(halves.joint.outputs) if value(n).untyped_storage()._cdata in held]
-    return tuple(inputs), tuple(outputs)

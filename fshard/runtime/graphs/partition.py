@@ -5,7 +5,7 @@ gathered again before the backward, to the same place. Views of parameters are m
 leaves, and not on every call.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,20 @@ def cut(joint: Joint) -> Halves:
 def results(joint: Joint) -> list[fx.Node]:
     """What the backward returns."""
     return joint.flat[joint.count :]
+
+
+def watched(
+    saved: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of the inputs and of the outputs whose memory is among what is saved."""
+    held = {_storage(node) for node in saved if isinstance(value(node), Tensor)}
+    return tuple(i for i, n in enumerate(inputs) if _storage(n) in held), tuple(
+        i for i, n in enumerate(outputs) if _storage(n) in held
+    )
+
+
+def _storage(node: fx.Node) -> int:
+    return int(value(node).untyped_storage()._cdata)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -263,6 +263,7 @@ class _Tracer:
         return parts, [next(grads) if mine else None for mine in own]
 
     def joint(self, module: fx.GraphModule) -> Joint:
+        module.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
         nodes = list(module.graph.nodes)
         holders = [node for node in nodes if node.op == "placeholder"]
         n, m = len(self.source.leaves), len(self.source.inputs)
