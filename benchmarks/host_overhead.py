@@ -14,9 +14,12 @@ from common import Report, arguments, peers_option, ratio
 from model import TINY
 
 BASE = "eager"
-ALL = ("eager", "eager clip", "compiled", "ddp", "fsdp1", "fsdp2", "fsdp2 compiled", "fshard", "fshard clip")
-QUICK = ("eager", "fsdp2", "fshard", "fshard clip")
-TARGETS = {"fshard": 1.15, "fshard clip": 1.15}
+ALL = (
+    *("eager", "eager clip", "compiled", "ddp", "fsdp1", "fsdp2", "fsdp2 compiled"),
+    *("fshard", "fshard clip", "fshard fx", "fshard inductor"),
+)
+QUICK = ("eager", "fsdp2", "fshard", "fshard clip", "fshard fx")
+TARGETS = {"fshard": 1.15, "fshard clip": 1.15, "fshard fx": 0.90, "fshard inductor": 0.65}
 
 
 def measure(args: argparse.Namespace) -> int:

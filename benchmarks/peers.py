@@ -82,6 +82,7 @@ class Fshard:
         units: Sequence[str] = ("blocks.*",),
         mesh: fs.Mesh | None = None,
         precision: fs.Precision | None = None,
+        compile: str | None = None,
         **policy: Any,
     ) -> None:
         self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
@@ -94,7 +95,9 @@ class Fshard:
         plan = fs.make_plan(model, self.mesh, rules, batch=fs.P("shard"), precision=precision)
         opt = fs.optim.adamw(**ADAMW)
         self.plan, self.state = plan, fs.init_state(plan, opt, params=model.params)
-        self.train = fs.make_train_step(loss_fn, opt, plan, clip_norm=clip, schedule=fs.Policy(**policy))
+        self.train = fs.make_train_step(
+            loss_fn, opt, plan, clip_norm=clip, schedule=fs.Policy(**policy), compile=compile
+        )
         self.loss = torch.tensor(0.0)
 
     def step(self, rows: Tensor) -> None:
@@ -185,6 +188,8 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fsdp2 bf16": lambda module: Torch(module, lambda m: fsdp2(m, dtype=torch.bfloat16)),
     "fsdp2 async bf16": lambda m: Torch(m, lambda m: fsdp2(m, prefetch=1, unshard_async=True, dtype=torch.bfloat16)),
     "fshard bf16": lambda module: Fshard(module, precision=fs.Precision(torch.bfloat16, torch.bfloat16)),
+    "fshard fx": lambda module: Fshard(module, compile="fx"),
+    "fshard inductor": lambda module: Fshard(module, compile="inductor"),
 }
 """By name. ``clip``: to a global norm, exactly. ``bf16``: parameters stay float32, compute and communication do not."""
 
