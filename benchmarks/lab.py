@@ -2,13 +2,18 @@
 
 One veth pair a rank leads to a bridge, which has a namespace of its own too, so the machine's own network is not
 touched. A token bucket on both ends of each pair is the link: what a rank sends and what it receives are shaped, each
-to the full rate. Needs Linux, root and iproute2.
+to the full rate. With ``--together 2`` every two ranks share a host: fast links lead to the host's bridge, and one slow
+link from there to the others. Needs Linux, root and iproute2.
+
+A lab that was killed leaves namespaces behind; the next one removes them. Its ranks die with it.
 
     python benchmarks/lab.py --ranks 2 --rate 1gbit -- python benchmarks/worker.py --peers fsdp2 fshard
+    python benchmarks/lab.py --ranks 4 --together 2 --inside 10gbit --rate 200mbit -- ...
     python benchmarks/lab.py --clean     # remove what a killed lab left behind
 """
 
 import argparse
+import ctypes
 import os
 import shutil
 import signal
@@ -16,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 
 PREFIX = "fslab"
@@ -33,17 +39,23 @@ class Lab:
     Args:
         ranks: how many namespaces.
         rate: of each link, as ``tc`` reads it: ``1gbit``, ``200mbit``.
+        together: ranks on one host. The link of ``rate`` is then the host's.
+        inside: the rate of the links between ranks of one host; only with ``together``.
     """
 
-    def __init__(self, ranks: int, rate: str) -> None:
-        self.ranks, self.rate = ranks, rate
-        self.switch = f"{PREFIX}-{os.getpid()}-switch"
-        self.names = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(ranks)]
+    def __init__(self, ranks: int, rate: str, together: int = 1, inside: str = "10gbit") -> None:
+        if together < 1 or ranks % together:
+            raise LabError(f"{ranks} ranks cannot be put on hosts of {together}")
+        self.ranks, self.rate, self.together, self.inside = ranks, rate, together, inside
+        owner = f"{PREFIX}-{os.getpid()}-{started(os.getpid())}"
+        self.switch = f"{owner}-switch"
+        self.names = [f"{owner}-{rank}" for rank in range(ranks)]
 
     def __enter__(self) -> "Lab":
         why = obstacle()
         if why:
             raise LabError(why)
+        clean()
         try:
             self._build()
         except BaseException:
@@ -70,17 +82,29 @@ class Lab:
     def _build(self) -> None:
         for name in (self.switch, *self.names):
             _ip("netns", "add", name)
-        _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self.switch, "link", "set", "bridge", "up")
+        self._bridge("bridge")
+        for host in range(self.ranks // self.together if self.together > 1 else 0):
+            up, down = f"up{host}", f"down{host}"
+            self._bridge(f"host{host}")
+            _ip("-n", self.switch, "link", "add", up, "type", "veth", "peer", "name", down)
+            _ip("-n", self.switch, "link", "set", up, "master", f"host{host}", "up")
+            _ip("-n", self.switch, "link", "set", down, "master", "bridge", "up")
+            for device in (up, down):
+                _shape(self.switch, device, self.rate)
         for rank, name in enumerate(self.names):
-            port = f"port{rank}"
+            port, alone = f"port{rank}", self.together == 1
+            bridge = "bridge" if alone else f"host{rank // self.together}"
             _ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
-            _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", self.switch, "link", "set", port, "master", bridge, "up")
             _ip("-n", name, "address", "add", f"{_address(rank)}/24", "dev", DEVICE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", DEVICE, "up")
             for where, device in ((self.switch, port), (name, DEVICE)):
-                _shape(where, device, self.rate)
+                _shape(where, device, self.rate if alone else self.inside)
+
+    def _bridge(self, name: str) -> None:
+        _ip("-n", self.switch, "link", "add", name, "type", "bridge")
+        _ip("-n", self.switch, "link", "set", name, "up")
 
     def _remove(self) -> None:
         for name in (*self.names, self.switch):
@@ -118,7 +142,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str],
     try:
         for rank, command in enumerate(commands):
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=own, start_new_session=True))
+            processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=die_with_parent))
         while True:
             codes = [process.poll() for process in processes]
             failed = [code for code in codes if code]
@@ -132,6 +156,21 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str],
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is gone, however it went."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def started(pid: int) -> str:
+    """When a process has started, in ticks since boot; empty if there is none. Numbers of processes are used again."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[19]
 
 
 def unwind_on_signals() -> None:
@@ -157,7 +196,7 @@ def clean() -> list[str]:
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
         parts = name.split("-")
-        if parts[0] == PREFIX and len(parts) == 3 and not os.path.exists(f"/proc/{parts[1]}"):
+        if parts[0] == PREFIX and len(parts) == 4 and started(int(parts[1])) != parts[2]:
             remove(name)
             gone.append(name)
     return gone
@@ -188,6 +227,8 @@ def main() -> int:
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cli.add_argument("--ranks", type=int, default=2, help="how many (default: 2)")
     cli.add_argument("--rate", default="1gbit", help="of each rank's link, as tc reads it (default: 1gbit)")
+    cli.add_argument("--together", type=int, default=1, help="ranks on one host, which share a link (default: 1)")
+    cli.add_argument("--inside", default="10gbit", help="rate of links inside of a host (default: 10gbit)")
     cli.add_argument("--timeout", type=float, default=600, help="seconds (default: 600)")
     cli.add_argument("--clean", action="store_true", help="remove what killed labs left behind, and stop")
     cli.add_argument("command", nargs=argparse.REMAINDER, help="-- and what each rank runs")
@@ -203,7 +244,7 @@ def main() -> int:
     if not command:
         cli.error("no command: give it after --")
     unwind_on_signals()
-    with Lab(args.ranks, args.rate) as lab:
+    with Lab(args.ranks, args.rate, args.together, args.inside) as lab:
         commands = [lab.command(rank, command) for rank in range(args.ranks)]
         status = run_ranks(commands, lab.environment(), args.timeout)
         for rank, sent in enumerate(lab.sent()):

@@ -25,6 +25,7 @@ PEERS = (
     "fshard",
     "fshard clip",
     "fshard no reshard",
+    "fshard bf16",
 )
 QUICK = ("fsdp2", "fsdp2 no reshard", "fshard", "fshard no reshard")
 CLAIMS = {
@@ -34,6 +35,7 @@ CLAIMS = {
         ("fshard no reshard", "fsdp2 no reshard", None),
         ("fshard", "ddp", None),
         ("fshard", "fsdp2 async", None),
+        ("fshard bf16", "fshard", None),
     ),
     "200mbit": (
         ("fshard", "fsdp2", 0.65),
@@ -42,9 +44,13 @@ CLAIMS = {
         ("fshard no reshard", "fsdp2 no reshard", 0.60),
         ("fshard no reshard", "ddp", 0.95),
         ("fshard", "fsdp2 async", None),
+        ("fshard bf16", "fshard", None),
     ),
 }
 BYTES = 1.02
+HALF = 0.51
+SPEEDS = {"1gbit": 125e6, "200mbit": 25e6}
+"""Bytes a second of a link."""
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -80,11 +86,15 @@ def case(report: Report, rate: str, ranks: int, chosen: dict[str, Any]) -> None:
         if over in samples and under in samples:
             pair = samples[over]["wall"], samples[under]["wall"]
             report.rows.append(ratio(f"{title}: {over} / {under}", "wall", *pair, target))
+            if target is not None and rate in SPEEDS:
+                alone = [bytes_sent / SPEEDS[rate] for bytes_sent in samples[over]["sent"]]
+                report.rows.append(ratio(f"{title}: {over}, its bytes alone / {under}", "ideal", alone, pair[1]))
     for name, sample in samples.items():
         sent = statistics.median(sample["sent"])
         least = found["minimum"][name]
         if least:
-            report.rows.append(Row(f"{title}: {name} / its minimum", "bytes", sent / least, target=BYTES))
+            target = HALF if name.endswith("bf16") else BYTES
+            report.rows.append(Row(f"{title}: {name} / its minimum", "bytes", sent / least, target=target))
         elif name in ("fsdp2", "ddp") and "fshard" in samples:
             least = found["minimum"]["fshard"]
             report.rows.append(Row(f"{title}: {name} / minimum of fshard", "bytes", sent / least))

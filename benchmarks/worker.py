@@ -20,7 +20,10 @@ import fshard as fs
 
 
 def minimum_bytes(peer: Any) -> float:
-    """What a rank must send in one step: (W - 1) / W of the group, for each gather and reduce of the schedule."""
+    """What a rank must send in one step: (W - 1) / W of the group, for each gather and reduce of the schedule.
+
+    A group counts in the dtype of the parameters, also where its schedule sends it in another.
+    """
     if not isinstance(peer, peers.Fshard):
         return 0.0
     schedule: fs.Schedule = peer.train.schedule

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,3 +155,27 @@ def test_pictures_show_the_ratios_to_fsdp2(bench: Any, tmp_path: Path) -> None:
     assert panels == {"loopback, 2 ranks": {"fshard": (0.5, 0.5, 0.5)}}
     bench.pictures.draw(panels, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_lab_whose_process_is_gone_is_removed(bench: Any) -> None:
+    why = bench.lab.obstacle()
+    if why:
+        pytest.skip(why)
+    mine, theirs = f"fslab-{os.getpid()}-{bench.lab.started(os.getpid())}-0", f"fslab-{os.getpid()}-1-0"
+    try:
+        for name in (mine, theirs):
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        gone = bench.lab.clean()
+        assert theirs in gone and mine not in gone
+    finally:
+        for name in (mine, theirs):
+            bench.lab.remove(name)
+
+
+def test_a_lab_that_cannot_be_says_so(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(bench.lab.LabError, match="3 ranks cannot be put on hosts of 2"):
+        bench.lab.Lab(3, "1gbit", together=2)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    if sys.platform.startswith("linux"):
+        with pytest.raises(bench.lab.LabError, match="needs root"), bench.lab.Lab(2, "1gbit"):
+            pass
