@@ -11,13 +11,15 @@ The spec says where, the schedule says when, the runtime does it::
     collectives/    psum, all_gather, ... by axis name, differentiable
     state/          the train state, and its ways in and out of whole tensors
     step, evaluate  a function, an optimizer and a plan become a step
-    launch          meshes of real processes
+    mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks
+    launch, virtual meshes of real processes, and of ranks that are played in one
     view/           pictures of schedules
 """
 
 from fshard import collectives, errors, optim, view
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
+from fshard.mapping import shard_map
 from fshard.metrics import Metrics
 from fshard.model import init, policies, random
 from fshard.model.precision import Precision
@@ -36,6 +38,7 @@ from fshard.state.init import init_state, shard, unshard
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep, make_train_step
 from fshard.transform.loss import sharded_loss
+from fshard.virtual import VirtualMesh, virtual_mesh
 
 __version__ = "0.1.0"
 
@@ -56,6 +59,7 @@ __all__ = [
     "Simulation",
     "TrainState",
     "TrainStep",
+    "VirtualMesh",
     "abstract_mesh",
     "collectives",
     "errors",
@@ -73,9 +77,11 @@ __all__ = [
     "remat",
     "shard",
     "sharded_loss",
+    "shard_map",
     "simulate",
     "split",
     "unit",
     "unshard",
     "view",
+    "virtual_mesh",
 ]

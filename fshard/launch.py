@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fshard.runtime.comm import LocalTransport, Processes, join
+from fshard.runtime.baton import playing
+from fshard.runtime.comm import LocalTransport, Processes, SharedTransport, join
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 
@@ -33,6 +34,10 @@ def make_mesh(
     >>> make_mesh((-1,), ("shard",)).size
     1
     """
+    thread = playing()
+    if thread is not None:  # a rank of fs.virtual_mesh
+        mesh = Mesh(resolve_sizes(sizes, axis_names, thread.baton.size), tuple(axis_names), thread.rank)
+        return dataclasses.replace(mesh, transport=SharedTransport(mesh, thread.baton))
     joined = join(timeout)
     if joined is None:
         resolved = resolve_sizes(sizes, axis_names, 1)

@@ -69,3 +69,27 @@ def leaves(tree: Tree) -> list[Any]:
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """The pytree of ``fn(leaf, *leaves of rest)``; ``None`` counts as a leaf."""
     return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
+
+
+def spread(prefix: Tree, tree: Tree) -> list[Any]:
+    """For each leaf of a tree the leaf of the prefix that stands for it (``jax``'s pytree prefixes).
+
+    >>> spread(("a", "b"), (1, {"x": 2, "y": 3}))
+    ['a', 'b', 'b']
+
+    Raises:
+        TreeError: the prefix has another structure.
+    """
+    try:
+        return list(optree.broadcast_prefix(prefix, tree, none_is_leaf=True))
+    except ValueError as error:
+        raise TreeError(f"a tree of this structure is no prefix of the other: {error}") from error
+
+
+def names(tree: Tree, root: str) -> list[str]:
+    """The expression that names each leaf of a tree.
+
+    >>> names((1, {"x": 2}), "args")
+    ['args[0]', "args[1]['x']"]
+    """
+    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]

@@ -138,3 +138,17 @@ def pulled(case: Case, xs: Values, gs: Values) -> Values:
     count = 1 if case.types[1] == "I" else len(ys)
     total = sum(((y * g).sum() for y, g in zip(ys[:count], gs, strict=False)), 0 * roots[0].sum())
     return [torch.autograd.grad(total, root, retain_graph=True, materialize_grads=True)[0] for root in roots]
+
+
+def curved(case: Case, xs: Values, ds: Values) -> tuple[Values, Values]:
+    """For the sum of cubes of all results: its gradients, and their derivatives along ``ds``."""
+    roots = [x.clone().requires_grad_() for x in xs]
+    if case.types[0] == "I":
+        roots = [roots[0]] * len(xs)
+    ys = case.plain(roots)
+    total = sum((y.pow(3).sum() for y in (ys[:1] if case.types[1] == "I" else ys)), 0 * roots[0].sum())
+    first = [torch.autograd.grad(total, r, create_graph=True, materialize_grads=True)[0] for r in roots]
+    count = 1 if case.types[0] == "I" else len(roots)
+    along = sum(((g * d).sum() for g, d in zip(first[:count], ds, strict=False)), 0 * roots[0].sum())
+    second = [torch.autograd.grad(along, r, retain_graph=True, materialize_grads=True)[0] for r in roots]
+    return [g.detach() for g in first], second

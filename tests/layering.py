@@ -17,7 +17,7 @@ LAYERS = (
     ("runtime", "view"),
     ("collectives",),
     ("state",),
-    ("step", "evaluate", "metrics", "launch"),
+    ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping"),
     ("transform",),
     ("",),
 )

@@ -16,6 +16,8 @@ a copy. Types and adjoints, for a linear map of all ranks' values together:
 ``psum_scatter``                 varying -> varying      ``all_gather``
 ``all_to_all``                   varying -> varying      ``all_to_all`` back
 ``ppermute``                     varying -> varying      ``ppermute`` back
+``cut``                          invariant -> varying    ``assemble``
+``assemble``                     varying -> invariant    ``cut``
 ``pmax``                         varying -> invariant    none: differentiating it raises
 ================================ ======================= ==============================================
 
@@ -38,6 +40,7 @@ from fshard.collectives.api import (
     pvary,
 )
 from fshard.collectives.scope import use_mesh
+from fshard.collectives.specs import assemble, cut
 from fshard.collectives.startdone import (
     InFlight,
     all_gather_start,
@@ -54,8 +57,10 @@ __all__ = [
     "all_gather_start",
     "all_to_all",
     "all_to_all_start",
+    "assemble",
     "axis_index",
     "axis_size",
+    "cut",
     "done",
     "pmax",
     "pmean",

@@ -60,21 +60,34 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
         yield mesh
 
 
+def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, bool]:
+    """A mesh, or else the one in scope; and whether all values are varying there.
+
+    Raises:
+        AxisError: no mesh is in scope, or another one than in the enclosing ``fs.shard_map`` was given.
+    """
+    scope = SCOPE.get()
+    if scope is None:
+        if mesh is None:
+            raise unbound_axis(what)
+        return mesh, False
+    here = scope.mesh if mesh is None else mesh
+    if scope.implicit and (here.sizes, here.axis_names) != (scope.mesh.sizes, scope.mesh.axis_names):
+        raise AxisError(f"mesh={here} inside of a shard_map over {scope.mesh}: collectives there use its axes")
+    return here, scope.implicit
+
+
 def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
     """The ranks that an axis name stands for, on this mesh or on the one in scope.
 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis, or an axis is named twice.
     """
-    scope = SCOPE.get()
-    if mesh is None:
-        if scope is None:
-            raise unbound_axis(axis)
-        mesh = scope.mesh
+    mesh, implicit = in_scope(axis, mesh)
     axes = axis if isinstance(axis, tuple) else (axis,)
     for name in axes:
         if name not in mesh.axis_names:
             raise unknown_axis(name, mesh.axis_names)
     if not axes or len(set(axes)) < len(axes):
         raise AxisError(f"axis={axis!r}: name at least one axis, and none twice; the mesh has {mesh.axis_names}")
-    return Group(mesh, axes, scope is not None and scope.implicit and scope.mesh == mesh)
+    return Group(mesh, axes, implicit)

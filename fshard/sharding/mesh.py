@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -81,7 +81,7 @@ class Mesh:
         if self.transport is not None:
             self.transport.close()
 
-    def __enter__(self) -> "Mesh":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -11,6 +11,7 @@ from fshard.runtime.comm.host import HostLane
 from fshard.runtime.comm.lanes import Alone, Done, Handle, Lane, LocalTransport, Marks, Transport
 from fshard.runtime.comm.nccl import NcclLane
 from fshard.runtime.comm.processes import Processes, join
+from fshard.runtime.comm.shared import SharedTransport
 
 __all__ = [
     "Alone",
@@ -23,6 +24,7 @@ __all__ = [
     "Marks",
     "NcclLane",
     "Processes",
+    "SharedTransport",
     "Transport",
     "exchange",
     "exchange_text",

@@ -1,0 +1,70 @@
+"""Tensors that a function closes over. Their gradients would miss what specs say about arguments."""
+
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard import tree
+from fshard.errors import CollectiveError, lines
+
+
+def check_captured(f: Callable[..., Any]) -> None:
+    """Refuse a function that holds tensors that need a gradient: in its closure, its defaults, its globals or itself.
+
+    Raises:
+        CollectiveError: it does; the message names them.
+    """
+    names = [name for name, value in _held(f, set()) if _needs_gradient(value)]
+    if names and (torch.is_grad_enabled() or any("transform" in name for name in names)):
+        remedy = (
+            "A spec says how gradients are added over ranks, and only arguments have one: pass them as arguments, or "
+            "detach them."
+        )
+        raise CollectiveError(lines("shard_map: the function uses tensors that need a gradient:", names, remedy))
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return isinstance(value, nn.Module) and any(leaf.requires_grad for leaf in value.parameters())
+
+
+def _held(f: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The tensors and modules that a callable holds, by name."""
+    if id(f) in seen:
+        return
+    seen.add(id(f))
+    if isinstance(f, functools.partial):
+        yield from _held(f.func, seen)
+        yield from _tensors("partial argument", (f.args, f.keywords), seen)
+    elif isinstance(f, MethodType):
+        yield from _held(f.__func__, seen)
+        yield from _tensors("self", f.__self__, seen)
+    elif isinstance(f, FunctionType):
+        cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+        for name, cell in cells:
+            try:
+                yield from _tensors(name, cell.cell_contents, seen)
+            except ValueError:  # not assigned yet
+                continue
+        yield from _tensors("default argument", (f.__defaults__, f.__kwdefaults__), seen)
+        for name in f.__code__.co_names:
+            value = f.__globals__.get(name)
+            if isinstance(value, Tensor | nn.Module):
+                yield name, value
+    elif isinstance(f, nn.Module):
+        yield type(f).__name__, f
+    elif hasattr(f, "__wrapped__"):
+        yield from _held(f.__wrapped__, seen)
+
+
+def _tensors(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    for leaf in tree.leaves(value):
+        if isinstance(leaf, Tensor | nn.Module):
+            yield name, leaf
+        elif isinstance(leaf, FunctionType | MethodType | functools.partial):
+            yield from ((f"{name}: {inner}", held) for inner, held in _held(leaf, seen))

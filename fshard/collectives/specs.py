@@ -1,0 +1,113 @@
+"""Global tensors and the slices that specs make of them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fshard.collectives.build import untraced
+from fshard.collectives.group import Group
+from fshard.collectives.linear import Collect, Cut, Gather, apply
+from fshard.collectives.scope import in_scope
+from fshard.errors import CollectiveError, unknown_axis
+from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.spec import P, axes_of
+
+
+@untraced
+def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
+    """This rank's slice of a global tensor that all ranks hold. Invariant -> varying over the spec's axes; its adjoint
+    is ``assemble``.
+
+    Args:
+        x: the global tensor.
+        spec: which axes divide its dims; ``flat`` is not possible here.
+        mesh: if not the one in scope.
+
+    Raises:
+        AxisError: the mesh has no such axis, or none is in scope.
+        CollectiveError: the axes do not divide the shape.
+    """
+    mesh, implicit = in_scope(spec, mesh)
+    check_spec(x, spec, mesh, "cut", True)
+    for dim, axes in _divided(spec):
+        group = Group(mesh, axes)
+        if implicit:
+            x = x.chunk(group.size, dim)[group.index]
+        else:
+            x = apply(x, Cut(group, dim - x.dim()))
+    return x
+
+
+@untraced
+def assemble(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
+    """The global tensor of these slices, on all ranks. Varying -> invariant over the spec's axes; its adjoint is
+    ``cut``.
+
+    Args:
+        x: this rank's slice.
+        spec: which axes divide the dims of the global tensor.
+        mesh: if not the one in scope.
+
+    Raises:
+        AxisError: the mesh has no such axis, or none is in scope.
+        CollectiveError: the spec names more dims than there are.
+    """
+    mesh, implicit = in_scope(spec, mesh)
+    check_spec(x, spec, mesh, "assemble", False)
+    for dim, axes in _divided(spec):
+        kind = Gather if implicit else Collect
+        x = apply(x, kind(Group(mesh, axes), dim - x.dim()))
+    return x
+
+
+def other_axes(spec: P, mesh: Mesh) -> Axes:
+    """The axes of a mesh that a spec does not name."""
+    return tuple(axis for axis in mesh.axis_names if axis not in spec.axes)
+
+
+def check_spec(x: Tensor, spec: P, mesh: Mesh, label: str, whole: bool) -> None:
+    """Refuse a spec that a tensor cannot have.
+
+    Args:
+        x: the tensor; the global one if ``whole``.
+        spec: the spec.
+        mesh: the mesh.
+        label: what the tensor is called.
+        whole: check that the axes divide the dims.
+    """
+    for axis in spec.axes:
+        if axis not in mesh.axis_names:
+            raise unknown_axis(axis, mesh.axis_names)
+    if spec.flat is not None or len(set(spec.axes)) < len(spec.axes):
+        why = "flat-shards, which only leaves of a plan can be" if spec.flat else "names an axis twice"
+        raise CollectiveError(f"{label}: {spec} {why}; name one or more axes for each dim that is divided")
+    if len(spec.dims) > x.dim():
+        raise CollectiveError(f"{label} has shape {list(x.shape)}, but {spec} names {len(spec.dims)} dims")
+    for dim, axes in _divided(spec) if whole else ():
+        if x.shape[dim] % mesh.axis_size(axes):
+            raise CollectiveError(
+                f"{label} has shape {list(x.shape)}: dim {dim} is not a multiple of {mesh.axis_size(axes)}, the size "
+                f"of {'+'.join(axes)!r} in {spec}; pad it, or divide another dim"
+            )
+
+
+def slice_of(x: Tensor, spec: P, mesh: Mesh, rank: int) -> Tensor:
+    """A rank's slice of a global tensor, as a view."""
+    for dim, axes in _divided(spec):
+        x = x.chunk(mesh.axis_size(axes), dim)[mesh.index(axes, rank)]
+    return x
+
+
+def joined(slices: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
+    """The global tensor of the slices of all ranks, in rank order: the inverse of ``slice_of``."""
+    shape = list(slices[0].shape)
+    for dim, axes in _divided(spec):
+        shape[dim] *= mesh.axis_size(axes)
+    out = slices[0].new_empty(shape)
+    for rank in reversed(range(mesh.size)):  # where ranks hold the same slice, the first one's counts
+        slice_of(out, spec, mesh, rank).copy_(slices[rank])
+    return out
+
+
+def _divided(spec: P) -> list[tuple[int, Axes]]:
+    return [(dim, axes_of(entry)) for dim, entry in enumerate(spec.dims) if entry is not None]

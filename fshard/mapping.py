@@ -1,0 +1,176 @@
+"""``fs.shard_map``: code that each rank runs on its slices, as a function of global tensors."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fshard import tree
+from fshard.capture import check_captured
+from fshard.collectives.build import untraced
+from fshard.collectives.group import Group
+from fshard.collectives.linear import Settle, Vary, apply
+from fshard.collectives.scope import SCOPE, bind
+from fshard.collectives.specs import check_spec, other_axes
+from fshard.controller import whole
+from fshard.errors import AxisError, CollectiveError
+from fshard.runtime.comm import SharedTransport
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.spec import P
+from fshard.tree import Tree
+from fshard.virtual import VirtualMesh
+
+
+def shard_map(
+    f: Callable[..., Any], mesh: Mesh, in_specs: Tree, out_specs: Tree, *, check: bool | None = None
+) -> Callable[..., Any]:
+    """Map a function over the slices of its arguments (``jax.shard_map``).
+
+    Each rank calls ``f`` with its slices of the arguments and returns its slices of the results; in between it may
+    call ``fs.collectives`` on the mesh's axes. What is denoted is a function of global tensors: cut the arguments by
+    ``in_specs``, run ``f`` on every rank, join the results by ``out_specs``.
+
+    * On a mesh of real ranks, and inside of ``mesh.run`` on a virtual one, every rank makes the call, with its own
+      slices as plain tensors, and gets its own slices back.
+    * On a virtual mesh outside of ``run``, the call takes global tensors and returns global tensors.
+
+    **Derivatives** are those of the function of global tensors, cut by the same specs: where an argument's spec names
+    no axis, its gradient is the sum over that axis, the same on all ranks; where a result's spec names none, its
+    cotangent is one value, the same on all ranks. Every transform of torch.func and torch.autograd composes with it, in
+    any nesting, except ``linearize``. A derivative that is taken *inside* of ``f`` treats every rank's values as
+    variables of their own: ``grad(h)(x)`` is the derivative of the sum of all ranks' ``h`` by this rank's ``x``
+    (JAX with ``check_vma=False``), so ``psum`` your local gradients, and keep the ``psum`` of a loss out of ``h``.
+
+    Args:
+        f: ``f(*slices)``. It must not close over tensors that need a gradient: pass them as arguments.
+        mesh: the mesh; its axes are in scope inside.
+        in_specs: a pytree prefix of the arguments with specs as leaves: one ``P`` for all, or a tuple with one entry an
+            argument. Arguments that are no tensors pass through, and need specs without axes.
+        out_specs: a pytree prefix of the result.
+        check: compare results over the axes that their specs do not name, which they must not depend on, as
+            ``jax.shard_map(check_vma=True)`` does by types. The default compares at the first call for each structure
+            and shapes, and always on a virtual mesh; False never, True always.
+
+    Returns:
+        A function of slices, or of global tensors.
+
+    Raises:
+        AxisError: a spec names an axis that the mesh has not, or a shard_map lies inside of another.
+        CollectiveError: a spec does not fit its tensor, or ``f`` closes over a tensor that needs a gradient.
+        ReplicationError: a result differs between ranks where its spec says that it does not.
+        TreeError: specs are no prefix of what they are for.
+
+    >>> import torch
+    >>> from fshard.collectives import psum
+    >>> from fshard.virtual import virtual_mesh
+    >>> mesh = virtual_mesh((4,), ("shard",))
+    >>> mean = shard_map(lambda x: psum(x.sum(), "shard") / 8, mesh, P("shard"), P())
+    >>> mean(torch.arange(8.0)), torch.func.grad(mean)(torch.arange(8.0))[0]
+    (tensor(3.5000), tensor(0.1250))
+    """
+    for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        wrong = [leaf for leaf in tree.leaves(specs) if not isinstance(leaf, P)]
+        if wrong:
+            raise CollectiveError(
+                f"shard_map: {what} holds {wrong[0]!r}; its leaves are specs such as P('shard') or P()"
+            )
+    mapped = Mapped(f, mesh, in_specs, out_specs, check)
+
+    @functools.wraps(f)
+    def call(*args: Any) -> Any:
+        return mapped(*args)
+
+    return untraced(call)
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """A function and its specs."""
+
+    f: Callable[..., Any]
+    mesh: Mesh
+    in_specs: Tree
+    out_specs: Tree
+    check: bool | None
+    checked: set[Any] = field(default_factory=set)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it with slices, or with global tensors on a virtual mesh that does not run."""
+        scope = SCOPE.get()
+        if scope is not None and scope.implicit:
+            raise AxisError(f"a shard_map over {self.mesh} inside of one over {scope.mesh}: call its function itself")
+        check_captured(self.f)
+        leaves, structure = tree.flatten(args)
+        specs = tree.spread(self.in_specs, args)
+        everywhere = isinstance(self.mesh, VirtualMesh) and self.mesh.transport is None
+        for leaf, spec, name in zip(leaves, specs, tree.names(args, "args"), strict=True):
+            _check_leaf(leaf, spec, self.mesh, f"shard_map: {name}", everywhere)
+        if not everywhere:
+            results, _, rest = self.local(leaves, specs, structure)
+            return rest(results)
+        assert isinstance(self.mesh, VirtualMesh)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        in_specs = tuple(spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, Tensor))
+
+        def spmd(*slices: Tensor) -> Any:
+            given = iter(slices)
+            mine = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return self.local(mine, specs, structure)
+
+        return whole(self.mesh, spmd, in_specs, tensors)
+
+    def local(self, leaves: list[Any], specs: list[P], structure: Any) -> tuple[list[Tensor], tuple[P, ...], Any]:
+        """Run it on this rank.
+
+        Returns:
+            The result's tensors, their specs, and what puts them back into the result.
+        """
+        args = [self._enter(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+        with bind(self.mesh, True):
+            result = self.f(*tree.unflatten(structure, args))
+        out, form = tree.flatten(result)
+        out_specs, names = tree.spread(self.out_specs, result), tree.names(result, "result")
+        check = self._checks(leaves, out)
+        for number, (leaf, spec, name) in enumerate(zip(out, out_specs, names, strict=True)):
+            _check_leaf(leaf, spec, self.mesh, f"shard_map: {name}", False)
+            out[number] = self._leave(leaf, spec, f"shard_map: {name} with {spec}", check)
+        at = [number for number, leaf in enumerate(out) if isinstance(leaf, Tensor)]
+
+        def rest(tensors: list[Tensor]) -> Any:
+            final = list(out)
+            for number, tensor in zip(at, tensors, strict=True):
+                final[number] = tensor
+            return tree.unflatten(form, final)
+
+        return [out[number] for number in at], tuple(out_specs[number] for number in at), rest
+
+    def _enter(self, leaf: Any, spec: P) -> Any:
+        axes = other_axes(spec, self.mesh)
+        if not isinstance(leaf, Tensor) or not axes or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        return apply(leaf, Vary(Group(self.mesh, axes)))
+
+    def _leave(self, leaf: Any, spec: P, label: str, check: bool) -> Any:
+        axes = other_axes(spec, self.mesh)
+        if not isinstance(leaf, Tensor) or not axes:
+            return leaf
+        return apply(leaf, Settle(Group(self.mesh, axes), label, check))
+
+    def _checks(self, leaves: list[Any], out: list[Any]) -> bool:
+        if self.check is not None:
+            return self.check
+        if isinstance(self.mesh.transport, SharedTransport):
+            return True
+        kind = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in (*leaves, *out))
+        first = kind not in self.checked
+        self.checked.add(kind)
+        return first
+
+
+def _check_leaf(leaf: Any, spec: P, mesh: Mesh, label: str, everywhere: bool) -> None:
+    if isinstance(leaf, Tensor):
+        check_spec(leaf, spec, mesh, label, everywhere)
+    elif spec.axes:
+        raise CollectiveError(f"{label} is a {type(leaf).__name__}, which {spec} cannot divide: give it P()")

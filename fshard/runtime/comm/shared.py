@@ -1,0 +1,170 @@
+"""Lanes between the ranks of one process: what a collective moves is copied when the last rank has come to it.
+
+Sums are added in the order of ranks, as on gloo.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import CommError
+from fshard.runtime.baton import Baton, RankThread, playing
+from fshard.runtime.comm.lanes import Alone, Handle, Lane, Marks, Sizes, bring
+from fshard.sharding.mesh import Axes, Mesh
+
+Part = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Round:
+    """One collective: what each rank brought."""
+
+    call: str
+    parts: dict[int, Part] = field(default_factory=dict)
+    complete: bool = False
+
+
+@dataclass(eq=False)
+class Board:
+    """The collectives of one communicator, in order."""
+
+    name: str
+    members: tuple[int, ...]
+    rounds: dict[int, Round] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SharedTransport:
+    """What joins a rank of a virtual mesh to the others."""
+
+    mesh: Mesh
+    baton: Baton
+
+    def lane(self, role: str, axes: Axes) -> Lane:
+        """The communicator of this role over these axes."""
+        members = tuple(sorted(self.mesh.ranks(axes)))
+        if len(members) == 1:
+            return Alone()
+        board = self.baton.boards.setdefault((role, members), Board(f"{role}({'+'.join(axes)})", members))
+        return SharedLane(board, self.mesh.rank, self.baton)
+
+    def close(self) -> None:
+        """Nothing was joined."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A collective that other ranks may still have to come to."""
+
+    round: Round
+    board: Board
+    number: int
+    thread: RankThread
+
+    def wait(self) -> None:
+        """Let the others run until the last of them has come."""
+        if not self.round.complete:
+            what = f"{self.round.call} on {self.board.name}, its call {self.number}"
+            self.thread.baton.wait(self.thread, lambda: self.round.complete, what)
+
+
+@dataclass(frozen=True)
+class SharedLane:
+    """A communicator between threads."""
+
+    board: Board
+    rank: int
+    baton: Baton
+
+    @property
+    def size(self) -> int:
+        """How many ranks it joins."""
+        return len(self.board.members)
+
+    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+        """Copy every shard to every rank."""
+        return self._arrive(f"all-gather of {_size(shard)}", {"out": out, "full": shard}, _all_gather)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+        """Add the chunks of all ranks in their order."""
+        return self._arrive(f"reduce-scatter of {_size(full)}", {"out": out, "full": full, "add": add}, _reduce_scatter)
+
+    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+        """Add the buffers of all ranks in their order."""
+        return self._arrive(f"all-reduce of {_size(buffer)}", {"out": buffer}, _all_reduce)
+
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+        """Copy each chunk to its rank."""
+        equal = [full.numel() // self.size] * self.size
+        part = {"out": out, "full": full, "receive": receive or equal, "send": send or equal}
+        return self._arrive("all-to-all" if send else f"all-to-all of {_size(full)}", part, _all_to_all)
+
+    def _arrive(self, call: str, part: Part, perform: Callable[[list[Part]], None]) -> Handle:
+        thread = playing()
+        if thread is None or thread.baton is not self.baton or thread.rank != self.rank:
+            raise CommError(
+                f"{call} on {self.board.name} of rank {self.rank} outside of its run: make forward and backward in the "
+                f"same mesh.run, which each rank leaves with results only"
+            )
+        if self.baton.failure is not None:
+            raise CommError(self.baton.failure)
+        number = self.board.counts[self.rank] = self.board.counts.get(self.rank, 0) + 1
+        round_ = self.board.rounds.setdefault(number, Round(call))
+        handle = Arrival(round_, self.board, number, thread)
+        if round_.call != call:
+            self._disagree(handle, call)
+        round_.parts[self.rank] = part
+        if len(round_.parts) == self.size:
+            del self.board.rounds[number]
+            inference = any(part["out"].is_inference() for part in round_.parts.values())
+            with torch.inference_mode(inference), torch.no_grad():
+                perform([round_.parts[rank] for rank in self.board.members])
+            round_.complete = True
+            round_.parts.clear()
+        return handle
+
+    def _disagree(self, handle: Arrival, call: str) -> None:
+        first = min(handle.round.parts)
+        thread = handle.thread
+        thread.waits = (lambda: False, f"{call} on {self.board.name}, its call {handle.number}")
+        where = f"on {self.board.name} where rank {first} calls {handle.round.call}"
+        self.baton.fail(f"rank {self.rank} calls {call} {where}:")
+        raise CommError(str(self.baton.failure))
+
+
+def _size(x: Tensor) -> str:
+    return f"{x.numel()} {str(x.dtype).removeprefix('torch.')}"
+
+
+def _all_gather(parts: list[Part]) -> None:
+    full = torch.cat([part["full"].reshape(-1) for part in parts])
+    for part in parts:
+        part["out"].view(-1).copy_(full)
+
+
+def _reduce_scatter(parts: list[Part]) -> None:
+    rows = [part["full"].reshape(len(parts), -1).clone() for part in parts]
+    for number, part in enumerate(parts):
+        bring(part["out"].view(-1), [row[number] for row in rows], part["add"])
+
+
+def _all_reduce(parts: list[Part]) -> None:
+    total = parts[0]["out"].clone()
+    for part in parts[1:]:
+        total += part["out"]
+    for part in parts:
+        part["out"].copy_(total)
+
+
+def _all_to_all(parts: list[Part]) -> None:
+    chunks = [part["full"].reshape(-1).split(part["send"]) for part in parts]
+    for number, part in enumerate(parts):
+        arriving = [row[number] for row in chunks]
+        sizes = [chunk.numel() for chunk in arriving]
+        if sizes != part["receive"]:
+            raise CommError(f"all-to-all: a rank expects chunks of {part['receive']} elements and is sent {sizes}")
+        part["out"].view(-1).copy_(torch.cat(arriving))

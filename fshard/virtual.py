@@ -1,0 +1,104 @@
+"""A virtual mesh: all ranks of a job played in one process."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import TransformError
+from fshard.runtime.baton import Baton, Randomness, playing
+from fshard.runtime.comm import SharedTransport
+from fshard.sharding.mesh import Mesh, resolve_sizes
+
+
+class VirtualMesh(Mesh):
+    """A mesh whose ranks are played in this process. Made by ``fs.virtual_mesh``.
+
+    Inside of ``run`` it looks like the mesh of the rank that runs. Outside it is an abstract mesh, seen from rank 0.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], axis_names: tuple[str, ...]) -> None:
+        fields = {"sizes": sizes, "axis_names": axis_names, "device": torch.device("cpu")}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def rank(self) -> int:
+        """The rank that runs; 0 outside of ``run``."""
+        thread = playing()
+        return thread.rank if thread is not None and thread.baton.mesh is self else 0
+
+    @property
+    def transport(self) -> Any:
+        """What joins the rank that runs to the others; None outside of ``run``."""
+        thread = playing()
+        return SharedTransport(self, thread.baton) if thread is not None and thread.baton.mesh is self else None
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function on every rank.
+
+        One rank runs at a time, up to the next collective that it must wait in; so a run is deterministic. Inside,
+        ``fs.make_mesh`` gives the rank's view, so the ``main()`` of a script for torchrun runs unchanged. Every rank
+        starts from the current state of the random generators, and this process goes on with that of rank 0.
+
+        Args:
+            fn: called as ``fn(*args, **kwargs)``. All ranks get the same objects: what they write to, they share.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            Exception: what the first rank that failed of itself raised, with a note that names the rank.
+            CommError: the ranks wait for each other, or disagree on a collective; the message says where each one is.
+            TransformError: called under a transform of torch.func: transform the function, or use ``fs.shard_map``.
+
+        >>> from fshard.collectives import axis_index, psum
+        >>> mesh = virtual_mesh((3,), ("shard",))
+        >>> mesh.run(lambda: psum(axis_index("shard", mesh=mesh), "shard", mesh=mesh))
+        [0, 3, 6]
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise TransformError(
+                "mesh.run under a transform of torch.func, which ends at the threads of the ranks: make the transform "
+                "inside of the function that runs, or use fs.shard_map, which can be transformed"
+            )
+        return play(self, functools.partial(fn, *args, **kwargs))
+
+
+def play(mesh: VirtualMesh, fn: Callable[[], Any], again: Randomness | None = None) -> list[Any]:
+    """Run a function on every rank of a virtual mesh; with the random numbers of an earlier run if they are given."""
+    baton = Baton(mesh)
+    results: list[Any] = []
+
+    def all_ranks(x: Tensor) -> Tensor:
+        results.extend(baton.run([fn] * mesh.size, again))
+        return x
+
+    # PyTorch has one forward-mode level for all threads: the first jvp opens it, and clears all tangents when it ends.
+    # This one lasts as long as the run, so a rank that ends its jvp leaves the tangents of the others alone.
+    one = torch.ones(())
+    torch.func.jvp(all_ranks, (one,), (one,))
+    return results
+
+
+def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str]) -> VirtualMesh:
+    """A mesh whose ranks are all played in this process, for notebooks and tests.
+
+    ``mesh.run(fn)`` calls a function on every rank, and ``fs.shard_map(f, mesh, ...)`` maps global tensors. Collectives
+    copy memory; all else is what runs on real ranks, with the same numbers. It is a context manager like any mesh, but
+    holds nothing that must be given back.
+
+    Args:
+        sizes: ranks along each axis, all positive.
+        axis_names: one name an axis.
+
+    Raises:
+        PlanError: names and sizes do not match.
+
+    >>> with virtual_mesh((2, 2), ("replica", "shard")) as mesh:
+    ...     mesh.run(lambda: mesh.coords())
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    return VirtualMesh(resolve_sizes(sizes, axis_names, None), tuple(axis_names))
