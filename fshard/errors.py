@@ -212,7 +212,10 @@ def missing_extra(what: str, library: str, extra: str) -> ImportError:
 
 def no_processes() -> PlanError:
     """Something collective on an abstract mesh."""
-    return PlanError("an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...)")
+    return PlanError(
+        "an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...). A virtual mesh is abstract "
+        "outside of mesh.run(fn), which takes a forward together with its backward"
+    )
 
 
 def left_in_backward() -> ScheduleError:

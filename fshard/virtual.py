@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import TransformError
-from fshard.runtime.baton import Baton, Randomness, playing
+from fshard.runtime.baton import Baton, Randomness, inherited, playing
 from fshard.runtime.comm import SharedTransport
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
@@ -69,11 +69,11 @@ class VirtualMesh(Mesh):
 
 def play(mesh: VirtualMesh, fn: Callable[[], Any], again: Randomness | None = None) -> list[Any]:
     """Run a function on every rank of a virtual mesh; with the random numbers of an earlier run if they are given."""
-    baton = Baton(mesh)
+    baton, inherit = Baton(mesh), inherited()
     results: list[Any] = []
 
     def all_ranks(x: Tensor) -> Tensor:
-        results.extend(baton.run([fn] * mesh.size, again))
+        results.extend(baton.run([inherit(fn) for _ in range(mesh.size)], again))
         return x
 
     # PyTorch has one forward-mode level for all threads: the first jvp opens it, and clears all tangents when it ends.

@@ -22,6 +22,7 @@ FOUR = fs.virtual_mesh((4,), ("shard",))
     ("name", "sizes", "exact"),
     [("gpt", (2,), True), ("conv", (2, 2), True), ("gpt", (3,), False), ("branching", (2,), True)],
 )
+@pytest.mark.filterwarnings("ignore:.*left their schedule")
 def test_training_gives_the_numbers_of_real_ranks(pool: Pools, name: str, sizes: tuple[int, ...], exact: bool) -> None:
     """In every bit, except where gloo's all-reduce adds three ranks in an order of its own."""
     axes = (sizes, ("shard",)) if len(sizes) == 1 else (sizes, ("replica", "shard"))
@@ -168,8 +169,15 @@ def test_tangents_of_one_rank_outlive_the_jvp_of_another() -> None:
 def test_a_backward_outside_of_its_run_is_refused() -> None:
     x = torch.ones(2, requires_grad=True)
     total = FOUR.run(lambda: c.psum_scatter(x.repeat(2), "shard", mesh=FOUR).sum())[1]
-    with pytest.raises(CommError, match="rank 1 outside of its run"):
+    with pytest.raises(fs.errors.PlanError, match="outside of mesh.run"):
         total.backward()
+
+    def kept() -> torch.Tensor:
+        mesh = fs.make_mesh((4,), ("shard",))
+        return c.psum_scatter(x.repeat(2), "shard", mesh=mesh).sum()
+
+    with pytest.raises(CommError, match="rank 1 outside of its run"):
+        FOUR.run(kept)[1].backward()
 
 
 def test_a_run_under_a_transform_is_refused() -> None:

@@ -79,8 +79,8 @@ class Baton:
         Raises:
             BaseException: what the first rank that failed of itself raised, with a note that names the rank.
         """
-        before, inherit = randomness(), _inherited()
-        self.threads = [RankThread(self, rank, inherit(body)) for rank, body in enumerate(bodies)]
+        before = randomness()
+        self.threads = [RankThread(self, rank, body) for rank, body in enumerate(bodies)]
         for thread in self.threads:
             thread.randomness = again or before
             thread.start()
@@ -168,7 +168,7 @@ def draw_from(state: Randomness) -> None:
         sys.modules["numpy"].random.set_state(state.numpy)
 
 
-def _inherited() -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+def inherited() -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """What gives a function the context of the current thread: context variables and PyTorch's modes."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
