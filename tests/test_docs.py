@@ -61,6 +61,11 @@ def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tensor" in capsys.readouterr().out
 
 
+def test_collectives() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "collectives.md") > 8
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
