@@ -18,6 +18,7 @@ def make_mesh(
 
     Under torchrun it joins the process group: NCCL where CUDA is available, else gloo. In a process that has one
     already it takes that. Without torchrun it is a mesh of one rank, so scripts and notebooks run everywhere.
+    Inside of ``fs.virtual_mesh(...).run`` it is the mesh of the ranks that are played.
 
     Args:
         sizes: ranks along each axis; one may be ``-1`` for what is left of the world.
