@@ -54,7 +54,7 @@ class TrainStep:
         self._runner = Runner(loss_fn, workshop)
         self._cuts = {g.id: segments(g, plan.mesh, opt.hyper) for g in plan.groups if g.trainable}
         self._kept = list(opt.init(torch.empty(0)))
-        self._grads = Gradients(workshop.grads, self._cuts)
+        self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
 
@@ -89,7 +89,8 @@ class TrainStep:
         update = state.waiting
         if self.options.policy.update == "in_backward":
             shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
-            own = update = self._update(state, shards, None)
+            # Not for a later step to finish: what this one does not update has no gradient.
+            own = update = Update(self.opt, state.step, shards, self._grads, None)
         part = self.plan.mesh.index(self.plan.data_axes)
         randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
         check = functools.partial(rate, self.opt.lr, state.step + 1)

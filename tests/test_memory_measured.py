@@ -18,6 +18,9 @@ LAYERS = 6
 UNIT_BYTES = WIDTH * WIDTH * 4
 """A unit's one leaf. Activations are a hundredth of it, so what is as large must hold parameters or gradients."""
 
+SLACK = 24 * 1024
+"""Bytes: activations, and other small things."""
+
 
 @fs.unit
 def layer(p: Any, x: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ def measured(policy: fs.Policy, accumulate: int, spec: P) -> dict[str, Any]:
         state = fs.init_state(plan, rule, params=_params())
         step = fs.make_train_step(loss, rule, plan, schedule=policy, accumulate=accumulate)
         batch = torch.ones(2 * accumulate, WIDTH)
-        arena = step.trace(batch).memory.arena_bytes
+        memory = step.trace(batch).memory
         peaks = []
         for _ in range(3):
             with Peak() as peak:
@@ -77,10 +80,11 @@ def measured(policy: fs.Policy, accumulate: int, spec: P) -> dict[str, Any]:
         shard = sum(group.chunk * 4 for group in plan.groups)
         kept = sum(t.untyped_storage().nbytes() for t in (step._runner.workshop.arena,) if t is not None)
         return {
-            "arena": arena,
+            "arena": memory.arena_bytes,
+            "peak": memory.peak_bytes,
             "shard": shard,
             "kept": kept,
-            "first": max(peaks[0].sizes, default=0),
+            "pending": sum(g.untyped_storage().nbytes() for g in step._runner.workshop.grads.values()),
             "first_above": peaks[0].above,
             "above": max(peak.above for peak in peaks[1:]),
             "largest": max(size for peak in peaks[1:] for size in peak.sizes),
@@ -100,16 +104,18 @@ CASES = {
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_allocates_its_arena_once(pool: Pools, world: int, name: str) -> None:
-    # Beside the arena there is the gradient of one unit, as autograd makes it, before it is copied into its range.
-    beside = UNIT_BYTES + UNIT_BYTES // 2
+def test_a_step_allocates_its_arena_once_and_holds_what_it_said(pool: Pools, world: int, name: str) -> None:
+    summing = UNIT_BYTES if not CASES[name][2].axes else 0  # what an all-reduce takes for itself, while it lasts
     for rank, seen in enumerate(pool(world).run(measured, *CASES[name])):
         text = f"rank {rank}: {seen}"
         assert seen["kept"] == seen["arena"], text
-        assert (seen["first"] == seen["arena"]) if seen["arena"] else (seen["first"] == UNIT_BYTES), text
-        made = seen["arena"] + seen["shard"]  # the gradient shards are as large as the parameter shards
-        assert made <= seen["first_above"] <= made + beside, text
-        assert seen["above"] <= beside and seen["largest"] <= UNIT_BYTES, text
+        assert seen["largest"] <= 2 * UNIT_BYTES, text
+        if world == 1:  # gradients are no items: they stay, and beside them is what autograd makes for one leaf
+            assert seen["shard"] <= seen["first_above"] <= seen["shard"] + UNIT_BYTES + SLACK, text
+            assert seen["above"] <= UNIT_BYTES + SLACK, text
+        else:
+            assert 0.98 * seen["peak"] <= seen["first_above"] <= 1.02 * seen["peak"] + SLACK + summing, text
+            assert seen["above"] + seen["arena"] + seen["pending"] <= 1.02 * seen["peak"] + SLACK + summing, text
 
 
 def test_prefetch_costs_what_the_schedule_says() -> None:

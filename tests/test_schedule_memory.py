@@ -1,5 +1,6 @@
 """The memory of a schedule: lifetimes and ranges against definitions spelled out op by op."""
 
+import re
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -20,6 +21,8 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
     """The items alive at each op, and their bytes, from the definition."""
     rows: list[dict[str, int]] = []
     now: dict[str, int] = {}
+    if schedule.policy.update == "deferred":  # the gradients of the step before
+        now = {f"shard:{g.name}": g.shard_bytes for g in schedule.groups if g.reduced and schedule.train}
     for op in schedule:
         done: list[str] = []
         group = next((g for g in schedule.groups if g.name == op.target), None)
@@ -30,12 +33,18 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
         elif op.kind == "gather" and group:
             now[f"param:{op.target}"] = group.full_bytes
         elif op.kind == "reduce" and group:
+            if f"grad:{op.target}" in now:
+                once = schedule.accumulate == 1 or schedule.policy.accumulation == "full"
+                new = group.stage_bytes + group.shard_bytes * once
+                now[f"leaf:{op.target}"] = max(group.grad_bytes - new, 0)
+                done = [f"leaf:{op.target}"]
             now[f"grad:{op.target}"] = group.grad_bytes
+            now[f"shard:{op.target}"] = group.shard_bytes
             if group.stage_bytes:
                 now[f"stage:{op.target}"] = group.stage_bytes
-        elif op.kind in ("free", "collect"):
-            parts = ("param",) if op.kind == "free" else ("grad", "stage")
-            done = [f"{part}:{op.target}" for part in parts]
+        elif op.kind in ("free", "collect", "update"):
+            kinds = {"free": ("param",), "collect": ("grad", "stage"), "update": ("shard",)}[op.kind]
+            done = [f"{part}:{op.target}" for part in kinds]
         rows.append({item: -(-size // 256) * 256 for item, size in now.items()})
         for item in done:
             now.pop(item, None)
@@ -45,12 +54,16 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
 def agrees(schedule: Schedule) -> None:
     """Everything that memory claims, against the definition."""
     memory, rows = schedule.memory, alive_at(schedule)
-    assert set(memory.offsets) == {item for row in rows for item in row}
+    inside = [{item: size for item, size in row.items() if item.startswith("param:")} for row in rows]
+    beside = [sum(row.values()) - sum(part.values()) for row, part in zip(rows, inside, strict=True)]
+    assert set(memory.offsets) == {item for row in inside for item in row}
+    assert set(memory.lifetimes) == set(memory.sizes) == {item for row in rows for item in row}
     assert memory.profile == tuple(sum(row.values()) for row in rows)
-    assert [memory.peak(i) for i in range(len(schedule))] == list(memory.profile)
-    assert memory.lower_bound == max(memory.profile)
-    assert memory.lower_bound <= memory.arena_bytes <= sum(memory.sizes.values())
-    for row in rows:
+    assert [memory.peak(i) for i in range(len(schedule))] == [memory.arena_bytes + size for size in beside]
+    assert memory.peak_bytes == memory.arena_bytes + max(beside)
+    assert memory.lower_bound == max(sum(part.values()) for part in inside)
+    assert memory.lower_bound <= memory.arena_bytes <= sum(memory.sizes[item] for item in memory.offsets)
+    for row in inside:
         ranges = sorted((memory.offset(item), memory.offset(item) + size) for item, size in row.items() if size)
         assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
         assert all(start % 256 == 0 and end <= memory.arena_bytes for start, end in ranges)
@@ -105,15 +118,29 @@ def test_gradients_nobody_fills_live_from_reduce_to_collect() -> None:
     assert "param:idle" not in schedule.memory.offsets
 
 
+def test_shards_wait_for_the_update_of_the_next_step() -> None:
+    schedule = build(*gpt(2), Policy(), accumulate=2)
+    at = {str(op): i for i, op in enumerate(schedule)}
+    last = len(schedule) - 1
+    assert schedule.memory.lifetimes["shard:blocks.1"] == ((0, at["update blocks.1"]), (at["reduce blocks.1"], last))
+    schedule = build(*gpt(2), Policy(update="in_backward"), accumulate=2)
+    at = {str(op): i for i, op in enumerate(schedule)}
+    assert schedule.memory.lifetimes["shard:blocks.1"] == ((at["reduce blocks.1"], at["update blocks.1"]),)
+
+
 def test_resident_and_unreduced_groups_have_no_items() -> None:
     groups = [info("a", gathered=False, reduced=False), info("b", gathered=False)]
     schedule = build(program(("a", "b"), {"a": (0,), "b": (1,)}), groups, Policy())
-    assert set(schedule.memory.offsets) == {"grad:b", "stage:b"}
+    assert not schedule.memory.offsets
+    assert set(schedule.memory.sizes) == {"grad:b", "leaf:b", "stage:b", "shard:b"}
 
 
 def test_memory_prints() -> None:
     lines = str(build(*gpt(1), Policy()).memory).splitlines()
-    assert lines[0].startswith("arena ") and "alive, at op " in lines[0]
+    assert re.fullmatch(
+        r"at most [\d.]+ MiB, at op \d+; arena [\d.]+ MiB, of which at most [\d.]+ MiB are alive", lines[0]
+    )
+    assert any(line.split()[:2] == ["beside", "grad:blocks.0"] for line in lines[1:])
     assert any(line.split()[1] == "param:blocks.0" and "ops 4-" in line for line in lines[1:])
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fshard.runtime.clock import Clock, Mark, make_clock
 from fshard.runtime.comm import Done, Handle, Lane, Transport
+from fshard.runtime.memory import allocate
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
 from fshard.schedule.ops import Op
@@ -75,6 +76,8 @@ class Actions:
         self.readable: set[str] = set()
         self.touched: set[int] = set()
         self.summed: set[int] = set()
+        self.waiting: dict[int, tuple[Sequence[int], Sequence[Tensor | None]]] = {}  # gradients of leaves, by group
+        self.norms: dict[int, Tensor] = {}  # of gradients, by group; those that an update uses up are taken before it
 
     def start(self, shards: list[Shard], update: Update | None, own: bool = False) -> None:
         """Begin a step on these shards, with the update that the step before left, or with this step's ``own``."""
@@ -84,6 +87,8 @@ class Actions:
         self.touched.clear()
         self.summed.clear()
         self.cast.clear()
+        self.norms.clear()
+        self.waiting.clear()
         for slots in self.slots.groups:
             if slots.group.parts == 1:
                 waits = update is not None and not own and slots.group.trainable
@@ -94,6 +99,7 @@ class Actions:
         """The step is over: let go of what it was given."""
         self.shards, self.update = [], None
         self.handles.clear()  # something is left in it only if a collective has failed
+        self.waiting.clear()
         self.on_agree = self.on_commit = _nothing
 
     def perform(self, op: Op) -> None:
@@ -110,17 +116,20 @@ class Actions:
         return group in self.readable or self.by_name[group].group.parts == 1
 
     def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
-        """Put gradients of some leaves of a group into its flat gradient; what is missing is zero."""
+        """Put gradients of some leaves of a group into its flat gradient; what is missing is zero.
+
+        The first ones of a group that is to be reduced wait for that, or for others to be added to, as they are: until
+        then a reduction before theirs may end, which makes room.
+        """
         slots = self.slots.groups[group]
         if group not in self.touched:
             self.touched.add(group)
-            if len(numbers) == len(slots.leaves) and all([grad is not None for grad in grads]):
-                views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
-                torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
-                if slots.gaps:
-                    torch._foreach_zero_(slots.gaps)
-                return
-            _full_grad(slots).zero_()
+            if slots.reduced:
+                self.waiting[group] = numbers, grads
+            else:
+                _fill(slots, numbers, grads)
+            return
+        self._settle(slots)
         pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
@@ -139,11 +148,19 @@ class Actions:
         for group, whole in groups:
             slots = self.slots.groups[group]
             self.touched.add(group)
+            grad = slots.claim_grad()
             if not whole:
-                _full_grad(slots).zero_()
+                grad.zero_()
             elif slots.gaps and slots.grad is not self.grads[group]:
                 torch._foreach_zero_(slots.gaps)
         return True
+
+    def _settle(self, slots: GroupSlots) -> None:
+        """Bring the gradients that wait into the flat gradient."""
+        numbers, grads = self.waiting.pop(slots.group.id, ((), ()))
+        if numbers:
+            slots.claim_grad()
+            _fill(slots, numbers, grads)
 
     def settle_gradients(self) -> None:
         """Make the gradients of resident groups that no unit touched zero."""
@@ -153,20 +170,23 @@ class Actions:
 
     def sumsq(self) -> float:
         """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
-        held = [g for g in self.shares if self.grads[g].numel()]
-        if not held:
+        held = [g for g in self.shares if g not in self.norms and self.grads[g].numel()]
+        if held:
+            self.norms.update(zip(held, torch._foreach_norm([self.grads[g] for g in held]), strict=True))
+        if not self.norms:
             return 0.0
-        norms = torch.stack(torch._foreach_norm([self.grads[g] for g in held])).tolist()
-        return math.fsum([self.shares[g] * norm * norm for g, norm in zip(held, norms, strict=True)])
+        norms = torch.stack(list(self.norms.values())).tolist()
+        return math.fsum([self.shares[g] * norm * norm for g, norm in zip(self.norms, norms, strict=True)])
 
     def apply(self, groups: Sequence[str]) -> None:
         """Update the shards of these groups, if a step left an update for them."""
         if self.update is None:
             return
         ids = [self.by_name[name].group.id for name in groups]
-        for group in ids:
-            if self.own and group not in self.touched and group not in self.summed:
+        for group in ids if self.own else ():
+            if group not in self.touched and group not in self.summed:
                 self.grads[group].zero_()  # no unit of this step touched it
+            self.norms[group] = torch.linalg.vector_norm(self.grads[group])
         self.update.apply(ids)
         self.cast.difference_update(ids)
         for group in ids:
@@ -204,11 +224,13 @@ class Actions:
             poison(slots.full)
 
     def _reduce(self, slots: GroupSlots, microbatch: int) -> None:
-        group, grad = slots.group, _full_grad(slots)
+        group, grad = slots.group, slots.claim_grad()
         if group.id not in self.touched:
             grad.zero_()
+        self._settle(slots)
         self.touched.discard(group.id)
         add, shard = group.id in self.summed, self.grads[group.id]
+        allocate(shard)
         replicas, last = self.lanes.sum[group.sum_axes], microbatch == self.accumulate - 1
         finish: Handle = Done()
         if group.parts == 1:
@@ -218,6 +240,7 @@ class Actions:
         else:
             sent, spare = grad, slots.reduce_stage
             assert spare is not None
+            allocate(spare)
             if group.staged:
                 sent, spare = spare[: group.numel], spare[group.numel :]
                 pack(group, slots.grads, sent)
@@ -230,7 +253,9 @@ class Actions:
     def _collect(self, slots: GroupSlots, microbatch: int) -> None:
         self.handles.pop(f"reduce {slots.group.name}").wait()
         if self.poison:
-            poison(_full_grad(slots))
+            poison(slots.claim_grad())
+        else:
+            slots.drop_grad()
 
     def _now(self) -> tuple[Mark | None, ...]:
         # Everything issued so far: later than the exact free of the range, never too early.
@@ -260,9 +285,19 @@ def poison(buffer: Tensor) -> None:
         buffer.fill_(torch.iinfo(buffer.dtype).max)
 
 
-def _full_grad(slots: GroupSlots) -> Tensor:
-    assert slots.grad is not None, slots.group.name
-    return slots.grad
+def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    """Write the first gradients of a group. Leaves that have none get zeros."""
+    if len(numbers) == len(slots.leaves) and all([grad is not None for grad in grads]):
+        views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
+        torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
+        if slots.gaps:
+            torch._foreach_zero_(slots.gaps)
+        return
+    assert slots.grad is not None
+    slots.grad.zero_()
+    pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
+    if pairs:
+        torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 
 
 def _share(group: Group, mesh: Mesh) -> float:

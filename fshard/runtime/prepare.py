@@ -1,5 +1,6 @@
 """From a program to what runs it: a checked schedule, an engine, and their memory."""
 
+import functools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from fshard.runtime.actions import Actions, Lanes
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
+from fshard.runtime.memory import deallocate
 from fshard.runtime.trace import Found
 from fshard.schedule.build import build
 from fshard.schedule.check import check
@@ -60,6 +62,12 @@ class Workshop:
     arena: Tensor | None = None
     cache: "Cache | None" = None
 
+    @functools.cached_property
+    def reduced(self) -> frozenset[int]:
+        """The groups whose gradients are reduced: their memory comes and goes."""
+        infos = enumerate(group_infos(self.plan))
+        return frozenset(number for number, info in infos if self.train and info.reduced)
+
     def schedule(self, program: Program) -> Schedule:
         """The checked schedule of a program."""
         schedule = build(program, group_infos(self.plan), self.policy, self.accumulate, self.train)
@@ -99,14 +107,8 @@ class Workshop:
         """What runs a program that is not known yet: every group has a place of its own."""
         offsets, end = {}, 0
         for info in group_infos(self.plan):
-            items = (
-                (f"param:{info.name}", info.full_bytes if info.gathered else 0),
-                (f"grad:{info.name}", info.grad_bytes if self.train and info.reduced else 0),
-                (f"stage:{info.name}", info.stage_bytes if self.train and info.reduced else 0),
-            )
-            for item, size in items:
-                if size:
-                    offsets[item], end = end, -(-(end + size) // ALIGN) * ALIGN
+            if info.gathered and info.full_bytes:
+                offsets[f"param:{info.name}"], end = end, -(-(end + info.full_bytes) // ALIGN) * ALIGN
         return self._prepare(None, None, self._new_arena(end), offsets)
 
     def closing(self, microbatch: int) -> list[Op]:
@@ -120,8 +122,7 @@ class Workshop:
         assert self.lanes is not None
         sinks: list[Actions] = []
         engine = Engine(self.plan, lambda group, numbers, grads: sinks[0].sink(group, numbers, grads))
-        stages = {group.id: stage_numel(self.plan, group) for group in self.plan.groups}
-        engine.slots.place(arena, offsets, stages)
+        engine.slots.place(arena, offsets, {g: stage_numel(self.plan, self.plan.groups[g]) for g in self.reduced})
         if self.train:
             for slots in engine.slots.groups:
                 if slots.group.trainable and slots.grad is None:
@@ -145,6 +146,8 @@ class Workshop:
         group = self.plan.groups[number]
         if number not in self.grads:
             self.grads[number] = torch.zeros(group.chunk, dtype=group.dtype, device=self.plan.mesh.device)
+            if number in self.reduced:
+                deallocate(self.grads[number])
         return self.grads[number]
 
     def _arena(self, size: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard.model.unit import Slot, attach, slot_of
+from fshard.runtime.memory import allocate, deallocate
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
@@ -24,7 +25,9 @@ class GroupSlots:
         leaves: what units read, with ``_fshard_slot`` attached.
         full: the gathered buffer, None if the group is resident.
         stage: where rank-major data of a ``dim`` group arrive, before they are unpacked.
-        grad: the full flat gradient; None if frozen.
+        grad: the full flat gradient; None if frozen. If it is to be reduced, it has memory only while it is in use.
+        reduce_stage: what its reduction needs besides; likewise.
+        reduced: whether it is to be reduced.
         grads: a view of it for each leaf.
         gaps: the views of it that no leaf covers.
         numbers: of all leaves, in order.
@@ -38,6 +41,7 @@ class GroupSlots:
         self.stage: Tensor | None = None
         self.grad: Tensor | None = None
         self.reduce_stage: Tensor | None = None
+        self.reduced = False
         self.grads: list[Tensor] = []
         self.gaps: list[Tensor] = []
         self.bound: Tensor | None = None
@@ -69,6 +73,19 @@ class GroupSlots:
         self.grads = leaf_views(self.group, buffer)
         self.gaps = [buffer[a:b] for a, b in self.group.gaps]
 
+    def claim_grad(self) -> Tensor:
+        """The flat gradient, with memory."""
+        assert self.grad is not None, self.group.name
+        if self.reduced:
+            allocate(self.grad)
+        return self.grad
+
+    def drop_grad(self) -> None:
+        """The reduction is over: its memory can go."""
+        assert self.grad is not None and self.reduce_stage is not None, self.group.name
+        deallocate(self.grad)
+        deallocate(self.reduce_stage)
+
 
 class Slots:
     """The slots of all groups of a plan over one arena."""
@@ -83,7 +100,14 @@ class Slots:
         self.arena: Tensor | None = None
 
     def place(self, arena: Tensor, offsets: Mapping[str, int], stage_numel: Mapping[int, int]) -> None:
-        """Cut the arena: ``param:``, ``grad:`` and ``stage:`` items at their offsets in bytes."""
+        """Cut the arena: ``param:`` items at their offsets in bytes.
+
+        Args:
+            arena: the arena.
+            offsets: by item.
+            stage_numel: the staging of each group whose gradient is reduced, by group id. Its gradient and its
+                staging lie beside the arena, without memory for now.
+        """
         self.arena = arena
         for slots in self.groups:
             group = slots.group
@@ -93,12 +117,11 @@ class Slots:
                 slots.bind(slots.full)
                 if group.staged:
                     slots.stage = cut(arena, at + slots.full.nbytes, group.numel, group.compute_dtype)
-            at = offsets.get(f"grad:{group.name}")
-            if at is not None:
-                slots.bind_grad(cut(arena, at, group.numel, group.reduce_dtype))
-            at = offsets.get(f"stage:{group.name}")
-            if at is not None:
-                slots.reduce_stage = cut(arena, at, stage_numel[group.id], group.reduce_dtype)
+            if group.id in stage_numel:
+                slots.bind_grad(torch.empty(group.numel, dtype=group.reduce_dtype, device=arena.device))
+                slots.reduce_stage = torch.empty(stage_numel[group.id], dtype=group.reduce_dtype, device=arena.device)
+                slots.reduced = True
+                slots.drop_grad()
 
     def replace(self, slots: GroupSlots, number: int, leaf: Tensor) -> None:
         """Put another tensor, such as a fake one, in the place of a leaf."""

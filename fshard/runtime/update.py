@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.runtime.memory import deallocate
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
@@ -60,11 +61,13 @@ class Gradients:
     Attributes:
         shards: a chunk a trainable group, by group id; made when the first step runs.
         cuts: the segments of each trainable group.
+        passing: the groups whose chunks have memory from their reduction to their update alone.
         views: those asked for so far.
     """
 
     shards: Mapping[int, Tensor]
     cuts: Mapping[int, tuple[Segment, ...]]
+    passing: frozenset[int]
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def slices(self, group: int) -> list[Tensor]:
@@ -112,6 +115,8 @@ class Update:
                 self.opt.update(*slices, step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None)
         for group in due:
             del self.waiting[group]
+            if group in self.grads.passing:
+                deallocate(self.grads.shards[group])
 
     def finish(self) -> None:
         """Update every group that was not updated yet."""

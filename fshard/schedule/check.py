@@ -320,7 +320,8 @@ def _check_memory(schedule: Schedule) -> None:
     memory = schedule.memory
     begin: list[list[str]] = [[] for _ in schedule.ops]
     end: list[list[str]] = [[] for _ in schedule.ops]
-    for item, lives in memory.lifetimes.items():
+    for item in memory.offsets:
+        lives = memory.lifetimes[item]
         if memory.offset(item) < 0 or memory.offset(item) + memory.sizes[item] > memory.arena_bytes:
             raise _broken(schedule, lives[0][0], f"{item} lies outside of the arena")
         for first, last in lives if memory.sizes[item] else ():

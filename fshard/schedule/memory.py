@@ -1,15 +1,22 @@
-"""Memory: what the arena holds at each op, and where, known before anything runs.
+"""Memory: what a step holds at each op beside its state, and where the arena keeps it, known before anything runs.
 
-Three kinds of item live in the arena: ``param:g``, the gathered buffer of group g, from its gather to its
-free; ``grad:g``, its full flat gradient, from the first backward op of a reader to the collect; ``stage:g``,
-what its reduction needs besides, from reduce to collect. A gradient that no backward op fills lives from
-reduce to collect, and one that is not reduced at all is no item: it is kept between steps. Each item has one
-offset for all its lifetimes, so views of it can be made once (static slots).
+The arena holds one kind of item: ``param:g``, the gathered buffer of group g, from its gather to its free. Each has
+one offset for all its lifetimes, so views of it can be made once (static slots). The other kinds come and go beside
+it, so that they take memory in the backward, when activations no longer do: ``grad:g``, the full flat gradient,
+from the first backward op of a reader to the collect; ``stage:g``, what its reduction needs besides, from reduce to
+collect; and ``shard:g``, this rank's part of the reduced gradient, from the first reduce to the update, which with
+deferred updates is in the next step. Until its reduce a gradient is what autograd made, a tensor a leaf; the flat one
+is filled then, so that for a moment there are two. That is ``leaf:g``, less stage and shard, which come after it.
+A gradient that no backward op fills lives from reduce to collect, and one that is not reduced at all is no item: it
+is kept between steps.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import add
 
 from fshard import errors
 from fshard.schedule.ops import GroupInfo, Op, Program
@@ -21,25 +28,28 @@ ALIGN = 256
 
 @dataclass(frozen=True)
 class Memory:
-    """The arena of one schedule. All sizes are bytes, rounded up to ``ALIGN``.
+    """The memory of one schedule. All sizes are bytes, rounded up to ``ALIGN``.
 
     Attributes:
         arena_bytes: the size of the arena.
-        lower_bound: the most bytes alive at once, which no arena can go below. With one offset for all
-            lifetimes of an item it cannot always be reached; most arenas reach it, and the worst seen
-            was an eighth above it.
-        offsets: the offset of each item.
+        lower_bound: the most bytes of arena items alive at once, which no arena can go below. With one offset
+            for all lifetimes of an item it cannot always be reached; most arenas reach it.
+        peak_bytes: the most that the arena and the items beside it take at once.
+        offsets: the offset of each item of the arena.
         sizes: the size of each item.
         lifetimes: first and last op, both included, of each item's lifetimes.
-        profile: bytes alive at each op.
+        profile: bytes of items alive at each op.
+        beside: those of them that are not in the arena.
     """
 
     arena_bytes: int
     lower_bound: int
+    peak_bytes: int
     offsets: Mapping[str, int] = field(repr=False, hash=False)
     sizes: Mapping[str, int] = field(repr=False, hash=False)
     lifetimes: Mapping[str, tuple[Span, ...]] = field(repr=False, hash=False)
     profile: tuple[int, ...] = field(repr=False)
+    beside: tuple[int, ...] = field(repr=False)
 
     def offset(self, item: str) -> int:
         """Where an item, such as ``"param:blocks.3"``, starts in the arena.
@@ -50,22 +60,27 @@ class Memory:
         return self.offsets[item]
 
     def peak(self, op: int) -> int:
-        """Bytes alive while op number ``op`` runs."""
-        return self.profile[op]
+        """Bytes that the arena, which is there all the time, and the items beside it take at op number ``op``."""
+        return self.arena_bytes + self.beside[op]
 
     def __str__(self) -> str:
-        busiest = self.profile.index(self.lower_bound) if self.profile else 0
-        alive = size_text(self.lower_bound)
-        rows = [f"arena {size_text(self.arena_bytes)}; at most {alive} alive, at op {busiest}"]
-        width = max(map(len, self.offsets), default=0)
-        for item, offset in sorted(self.offsets.items(), key=lambda pair: pair[1]):
+        held = [self.arena_bytes + other for other in self.beside]
+        busiest = held.index(self.peak_bytes) if held else 0
+        rows = [
+            f"at most {size_text(self.peak_bytes)}, at op {busiest}; arena {size_text(self.arena_bytes)}, of which at "
+            f"most {size_text(self.lower_bound)} are alive"
+        ]
+        width = max(map(len, self.sizes), default=0)
+        order = sorted(self.sizes, key=lambda item: (self.offsets.get(item, math.inf), self.lifetimes[item]))
+        for item in order:
             lives = ", ".join(f"{first}-{last}" for first, last in self.lifetimes[item])
-            rows.append(f"{offset:>14} {item:<{width}}  {size_text(self.sizes[item]):>10}  ops {lives}")
+            place = self.offsets.get(item, "beside")
+            rows.append(f"{place:>14} {item:<{width}}  {size_text(self.sizes[item]):>10}  ops {lives}")
         return "\n".join(rows)
 
 
 def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool) -> Memory:
-    """Lifetimes and offsets of everything that these ops put into the arena.
+    """Lifetimes of everything that these ops hold, and offsets of what lies in the arena.
 
     Raises:
         ScheduleError: a lifetime is begun twice, or ended without having begun.
@@ -75,17 +90,22 @@ def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program
     for item, size, span in _lives(ops, groups, program, train):
         sizes[item] = -(-size // ALIGN) * ALIGN
         lifetimes.setdefault(item, []).append(span)
-    spans = [tuple(lives) for lives in lifetimes.values()]
-    profile = _profile(len(ops), list(sizes.values()), spans)
-    bound = max(profile, default=0)
-    offsets = dict(zip(sizes, pack(list(sizes.values()), spans, bound), strict=True))
+    spans = {item: tuple(lives) for item, lives in lifetimes.items()}
+    inside = {item: size for item, size in sizes.items() if item.startswith("param:")}
+    alive = _profile(len(ops), inside, spans)
+    beside = _profile(len(ops), {item: size for item, size in sizes.items() if item not in inside}, spans)
+    bound = max(alive, default=0)
+    offsets = dict(zip(inside, pack(list(inside.values()), [spans[item] for item in inside], bound), strict=True))
+    arena = max((offsets[item] + size for item, size in inside.items()), default=0)
     return Memory(
-        arena_bytes=max((offsets[item] + sizes[item] for item in sizes), default=0),
+        arena_bytes=arena,
         lower_bound=bound,
+        peak_bytes=arena + max(beside, default=0),
         offsets=offsets,
         sizes=sizes,
-        lifetimes=dict(zip(sizes, spans, strict=True)),
-        profile=profile,
+        lifetimes=spans,
+        profile=tuple(map(add, alive, beside)),
+        beside=beside,
     )
 
 
@@ -113,6 +133,8 @@ def _lives(
     reduced = [train and group.trainable and group.reduced for group in groups]
     filled = {unit: [groups[i] for i in ids if reduced[i]] for unit, ids in program.reads.items()}
     born: dict[str, int] = {}
+    rounds = Counter(op.target for op in ops if op.kind == "reduce")
+    kept = {group.name for group, due in zip(groups, reduced, strict=True) if due}
 
     def begin(item: str, at: int) -> None:
         if item in born:
@@ -134,21 +156,35 @@ def _lives(
             for group in filled.get(name, ()):
                 born.setdefault(f"grad:{group.name}", at)
         elif op.kind == "reduce":
+            if f"grad:{name}" in born:
+                yield f"leaf:{name}", _leaf_bytes(by_name[name], rounds[name]), (at, at)
             born.setdefault(f"grad:{name}", at)
+            born.setdefault(f"shard:{name}", at)
             if by_name[name].stage_bytes:
                 begin(f"stage:{name}", at)
         elif op.kind == "collect":
             yield end(f"grad:{name}", by_name[name].grad_bytes, at)
             if by_name[name].stage_bytes:
                 yield end(f"stage:{name}", by_name[name].stage_bytes, at)
+        elif op.kind == "update" and name in kept:
+            # Deferred: the gradient is that of the step before.
+            yield f"shard:{name}", by_name[name].shard_bytes, (born.pop(f"shard:{name}", 0), at)
     for item, at in born.items():
+        if item.startswith("shard:"):
+            yield item, by_name[item.partition(":")[2]].shard_bytes, (at, len(ops) - 1)
+            continue
         raise errors.broken_lifetime(item, at, str(ops[at]), "its lifetime never ends")
 
 
-def _profile(count: int, sizes: Sequence[int], spans: Sequence[Sequence[Span]]) -> tuple[int, ...]:
+def _leaf_bytes(group: GroupInfo, rounds: int) -> int:
+    """What a gradient's being there twice adds to the peak of its reduce. A shard is new in the first round alone."""
+    return max(group.grad_bytes - group.stage_bytes - (group.shard_bytes if rounds == 1 else 0), 0)
+
+
+def _profile(count: int, sizes: Mapping[str, int], spans: Mapping[str, Sequence[Span]]) -> tuple[int, ...]:
     steps = [0] * (count + 1)
-    for size, lives in zip(sizes, spans, strict=True):
-        for first, last in lives:
+    for item, size in sizes.items():
+        for first, last in spans[item]:
             steps[first] += size
             steps[last + 1] -= size
     return tuple(accumulate(steps[:count]))

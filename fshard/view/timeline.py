@@ -1,4 +1,4 @@
-"""A schedule as a picture: what is in flight beside each compute op, and what the arena holds meanwhile.
+"""A schedule as a picture: what is in flight beside each compute op, and what memory holds meanwhile.
 
 The horizontal axis is the order of ops, not time: nobody knows how long an op takes before it runs. Compute ops are
 wide and all others narrow, so a transfer that spans a compute op is one that can hide behind it. With a simulation
@@ -24,12 +24,14 @@ LANES = ("gather", "compute", "reduce", "update")
 ENDS = {"gather": "wait", "reduce": "collect"}
 """The op that ends what the other one began."""
 
-ARENA = (
+MEMORY = (
     ("param", "gathered parameters", "#7d8fb3"),
     ("grad", "full gradients", "#d9a05b"),
+    ("leaf", "gradients of leaves", "#e8c9a0"),
     ("stage", "staging of reductions", "#b5b8bf"),
+    ("shard", "gradient shards", "#8fa98f"),
 )
-"""The kinds of arena items: prefix, words for the legend, color."""
+"""The kinds of items in memory: prefix, words for the legend, color."""
 
 NARROW = 0.13
 """The width of an op that is no compute op; that of a compute op is 1."""
@@ -65,7 +67,7 @@ class Bar:
 
 
 def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figure":
-    """Draw a schedule: lanes of gathers, compute, reductions and updates, and below them the arena.
+    """Draw a schedule: lanes of gathers, compute, reductions and updates, and below them memory.
 
     Args:
         schedule: the schedule, for example ``step.trace(batch)`` on an abstract mesh.
@@ -102,7 +104,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         _bands(ax, schedule.ops, edges)
     _lanes(top, rows, heights, colors)
     _phases(top, schedule, edges)
-    _arena(below, schedule, edges)
+    _memory(below, schedule, edges)
     caption = CAPTION if simulation is None else f"{TIMED}{str(simulation).splitlines()[0].removeprefix('step ')}"
     below.set_xlabel(caption, fontsize=FONT, color=GRAY, loc="left")
     what = "train step" if schedule.train else "evaluation"
@@ -179,9 +181,9 @@ def fits(bar: Bar, character: float) -> bool:
 
 
 def live(schedule: Schedule) -> dict[str, list[int]]:
-    """The bytes alive at each op by kind of item: ``param``, ``grad``, ``stage``. They sum to ``memory.profile``."""
+    """The bytes alive at each op by kind of item: ``param``, ``grad``... They sum to ``memory.profile``."""
     memory = schedule.memory
-    changes = {kind: [0] * (len(schedule) + 1) for kind, _, _ in ARENA}
+    changes = {kind: [0] * (len(schedule) + 1) for kind, _, _ in MEMORY}
     for item, spans in memory.lifetimes.items():
         for first, last in spans:
             changes[item.partition(":")[0]][first] += memory.sizes[item]
@@ -239,23 +241,24 @@ def _phases(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
         ax.text((begin + end) / 2, -0.42, words, ha="center", va="bottom", fontsize=FONT + 0.5, color=GRAY)
 
 
-def _arena(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
-    """The live bytes of the arena, by kind, and its size."""
+def _memory(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
+    """The bytes in use, by kind, the size of the arena, and the peak."""
     below = [0] * len(schedule)
     memory = schedule.memory
-    for (_, words, color), values in zip(ARENA, live(schedule).values(), strict=True):
+    for (_, words, color), values in zip(MEMORY, live(schedule).values(), strict=True):
         above = [a + b for a, b in zip(below, values, strict=True)]
         if any(values):
             low, high = ([*line, line[-1]] for line in (below, above))
             ax.fill_between(edges, low, high, step="post", color=color, linewidth=0, label=words, zorder=2)
         below = above
-    size = memory.arena_bytes
-    ax.axhline(size, color=ALERT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
+    size = memory.peak_bytes
+    for level in (size, memory.arena_bytes):
+        ax.axhline(level, color=ALERT, linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
     ax.set_ylim(0, max(size, 1) * 1.45)
     ticks = [0, size // 2, size] if size else [0]
     ax.set_yticks(ticks, [*map(size_text, ticks)])
-    ax.set_ylabel("arena", fontsize=FONT + 1, color=INK, weight="bold")
-    words = f"{size_text(size)}, of which {size_text(memory.lower_bound)} are alive at the busiest op"
+    ax.set_ylabel("memory", fontsize=FONT + 1, color=INK, weight="bold")
+    words = f"{size_text(size)} at most; the arena, which is there all the time, has {size_text(memory.arena_bytes)}"
     ax.text(edges[-1], size * 1.03, words, ha="right", va="bottom", fontsize=FONT, color=ALERT)
     if any(below):
-        ax.legend(loc="upper left", ncols=3, frameon=False, fontsize=FONT, labelcolor=INK, borderaxespad=0.1)
+        ax.legend(loc="upper left", ncols=5, frameon=False, fontsize=FONT, labelcolor=INK, borderaxespad=0.1)
