@@ -37,7 +37,12 @@ from fshard.sharding.spec import P, fsdp
 from fshard.state.init import init_state, shard, unshard
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep, make_train_step
+from fshard.transform.grad import value_and_grad
 from fshard.transform.loss import sharded_loss
+from fshard.transform.optimizer import differentiable
+from fshard.transform.products import gnvp, hessian_trace, hvp, jvp
+from fshard.transform.samples import clipped_grad, per_sample_grad
+from fshard.transform.trees import tree_norm, tree_normal, tree_rademacher, tree_stack, tree_vdot
 from fshard.virtual import VirtualMesh, virtual_mesh
 
 __version__ = "0.1.0"
@@ -61,27 +66,40 @@ __all__ = [
     "TrainStep",
     "VirtualMesh",
     "abstract_mesh",
+    "clipped_grad",
     "collectives",
+    "differentiable",
     "errors",
     "fsdp",
+    "gnvp",
+    "hessian_trace",
+    "hvp",
     "init",
     "init_state",
+    "jvp",
     "keep",
     "make_eval_step",
     "make_mesh",
     "make_plan",
     "make_train_step",
     "optim",
+    "per_sample_grad",
     "policies",
     "random",
     "remat",
     "shard",
-    "sharded_loss",
     "shard_map",
+    "sharded_loss",
     "simulate",
     "split",
+    "tree_norm",
+    "tree_normal",
+    "tree_rademacher",
+    "tree_stack",
+    "tree_vdot",
     "unit",
     "unshard",
+    "value_and_grad",
     "view",
     "virtual_mesh",
 ]

@@ -27,17 +27,16 @@ def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
         pieces = [piece.detach() for piece in pieces]
     sums = Ranks(plan.mesh, group.sum_axes)
     if group.parts == 1 and sums.size == 1:
-        # No data moves, but a loss that writes to its parameters must not reach the caller's.
-        return [
-            piece.view(leaf.compute_shape).view_as(piece.view(leaf.compute_shape))
-            for leaf, piece in zip(group.leaves, pieces, strict=True)
-        ]
+        # No data moves, but views of its own: a loss that writes to its parameters shows in their versions.
+        alone = zip(group.leaves, pieces, strict=True)
+        return [piece.view(leaf.compute_shape).to(group.compute_dtype) for leaf, piece in alone]
     chunk = join_pieces(group, plan.mesh, pieces)
     if group.trainable and sums.size > 1:
         chunk = apply(chunk, Vary(sums))
     if group.parts > 1:
         chunk = apply(chunk, Gather(Ranks(plan.mesh, group.gather_axes), -1))
-    return cut_leaves(group, chunk)
+    # Cast after the gather, so that gradients are added up in the dtype of the parameters.
+    return cut_leaves(group, chunk.to(group.compute_dtype))
 
 
 def gather_all(plan: Plan, flat: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -122,7 +121,7 @@ class Resharding:
 
     def _lazy(self, group: Group, number: int) -> Tensor:
         leaf = group.leaves[number]
-        empty = torch.empty(leaf.compute_shape, dtype=leaf.dtype, device="meta")
+        empty = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device="meta")
         lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
         attach(lazy, Slot(self, leaf.path))
         return lazy

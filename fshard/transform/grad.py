@@ -1,0 +1,158 @@
+"""``fs.value_and_grad``: on the scheduled executor where nothing else is under way, else on the path of transforms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import PlanError
+from fshard.metrics import combine_aux
+from fshard.runtime.attempt import Outcome, raise_failure
+from fshard.runtime.commit import FAILED
+from fshard.runtime.prepare import Workshop, lanes_of
+from fshard.runtime.runner import Runner, Work
+from fshard.runtime.update import Shard
+from fshard.schedule.ops import Op
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.sharding.plan import Plan
+from fshard.state.pack import cut_pieces, join_pieces
+from fshard.transform.loss import LossFn, ShardedLoss
+from fshard.transform.trees import split_trainable
+
+_TENSOR = object()
+
+
+class ValueAndGrad:
+    """``(params, batch) -> (loss, grads)``. Made by ``fs.value_and_grad``."""
+
+    def __init__(self, loss: ShardedLoss, policy: Policy) -> None:
+        self.loss, self.plan = loss, loss.plan
+        workshop = Workshop(self.plan, policy, 1, True, loss.debug, lanes_of(self.plan))
+        self._runner = Runner(loss.loss_fn, workshop)
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """The global mean loss and its gradient.
+
+        Args:
+            params: this rank's part of the parameters, such as ``state.params``. They are only read.
+            batch: this rank's part of the global batch.
+
+        Returns:
+            The loss, 0-dim and equal on all ranks, or ``(loss, aux)``; and the gradients, a tree of shards like
+            ``params``, zero for frozen leaves.
+
+        Raises:
+            TreeError, BatchError, LossError, UnitError: arguments or a loss that break a rule; alike on all ranks.
+            PeerError: another rank failed.
+        """
+        flat = self.plan.check_tree(params, whole=False)
+        if under_way(list(flat.values())):
+            return self._transformed(params, batch)
+        return self._scheduled(flat, batch)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the latest call that ran on the executor."""
+        latest = self._runner.latest
+        if latest is None or latest.schedule is None:
+            raise PlanError("no schedule yet: it is found from a batch; call the function once, outside of transforms")
+        return latest.schedule
+
+    @property
+    def record(self) -> tuple[Op, ...]:
+        """What the latest call on the executor ran on this rank, op by op."""
+        return tuple(self._runner.record)
+
+    def _transformed(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        trained, rest = split_trainable(self.plan, params)
+
+        kept: list[Any] = []
+
+        def of(trained: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+            found = self.loss(tree.nest({**rest, **trained}), batch)
+            value, aux = found if self.loss.has_aux else (found, {})
+            leaves, spec = tree.flatten(aux)  # torch.func takes tensors alone
+            kept[:] = [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
+            return value, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        grads, (value, tensors) = torch.func.grad_and_value(of, has_aux=True)(trained)
+        spec, leaves = kept
+        found = iter(tensors)
+        aux = tree.unflatten(spec, [next(found) if leaf is _TENSOR else leaf for leaf in leaves])
+        zeros = {path: torch.zeros_like(leaf) for path, leaf in rest.items()}
+        whole = tree.nest({path: {**zeros, **grads}[path] for path in self.plan.leaves})
+        return ((value, aux) if self.loss.has_aux else value), whole
+
+    def _scheduled(self, flat: dict[str, Tensor], batch: Any) -> tuple[Any, dict[str, Any]]:
+        with torch.no_grad():
+            shards = []
+            for group in self.plan.groups:
+                pieces = [flat[leaf.path].detach() for leaf in group.leaves]
+                shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
+        outcome = self._runner.run(Work(batch, shards))
+        lanes = self._runner.workshop.lanes
+        assert outcome.verdict is not None and lanes is not None
+        if outcome.verdict.worst == FAILED:
+            raise_failure(lanes.control, outcome.failure, list(outcome.verdict.status))
+        value = self._value(outcome)
+        if self.loss.has_aux:
+            return (value, combine_aux(lanes.control, outcome.aux)), self._grads(flat, outcome.verdict.scale)
+        return value, self._grads(flat, outcome.verdict.scale)
+
+    def _value(self, outcome: Outcome) -> Tensor:
+        assert outcome.verdict is not None
+        total = outcome.losses[0][0]
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        return torch.tensor(outcome.verdict.loss, dtype=dtype, device=total.device)
+
+    def _grads(self, flat: dict[str, Tensor], scale: float) -> dict[str, Any]:
+        out: dict[str, Tensor] = {}
+        for group in self.plan.groups:
+            if group.trainable:  # out of the executor's own buffer, which the next call overwrites
+                pieces = cut_pieces(group, self.plan.mesh, self._runner.workshop.grads[group.id] * scale)
+            else:
+                pieces = [torch.zeros_like(flat[leaf.path]) for leaf in group.leaves]
+            out.update((leaf.path, piece) for leaf, piece in zip(group.leaves, pieces, strict=True))
+        return tree.nest({path: out[path] for path in self.plan.leaves})
+
+
+def value_and_grad(
+    loss_fn: LossFn, plan: Plan, *, has_aux: bool = False, schedule: Policy | None = None, debug: bool = False
+) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
+    """The global mean loss and its gradient, as a function of this rank's shards (``jax.value_and_grad``).
+
+    Called at the outermost level it runs on the scheduled executor, as a train step does, without the update: gathers
+    and reductions overlap with compute. Under a transform of ``torch.func``, or where autograd records (a parameter
+    requires grad, or has a forward-mode tangent), it runs ``fs.sharded_loss`` instead, and can be differentiated.
+
+    Args:
+        loss_fn: as for ``fs.make_train_step``.
+        plan: the plan.
+        has_aux: return ``((loss, aux), grads)``.
+        schedule: as for ``fs.make_train_step``; on the path of transforms, ``reshard`` alone counts.
+        debug: fill freed memory with nan, and check what ``fs.sharded_loss(debug=True)`` checks.
+
+    >>> import fshard as fs
+    >>> params = {"w": torch.ones(3)}
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> fs.value_and_grad(lambda p, x: (p["w"] * x).sum(), plan)(fs.shard(params, plan), torch.arange(3.0))
+    (tensor(3.), {'w': tensor([0., 1., 2.])})
+    """
+    policy = Policy() if schedule is None else schedule
+    if not isinstance(policy, Policy) or policy.update != "deferred":
+        raise PlanError(f"schedule={schedule!r}: give fs.Policy(...); there is no update here that could be early")
+    return ValueAndGrad(ShardedLoss(loss_fn, plan, has_aux, policy.reshard is not False, debug), policy)
+
+
+def under_way(tensors: list[Tensor]) -> bool:
+    """Whether a transform runs, or autograd records operations on these tensors."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    level = torch.autograd.forward_ad._current_level
+    unpack: Any = torch.autograd.forward_ad.unpack_dual
+    return level >= 0 and any(unpack(tensor).tangent is not None for tensor in tensors)

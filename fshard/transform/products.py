@@ -1,0 +1,157 @@
+"""Products with derivatives: directions, Hessians, Gauss-Newton matrices, traces. No matrix is ever formed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vjp
+from torch.func import jvp as forward
+
+from fshard import tree
+from fshard.collectives.group import Group as Ranks
+from fshard.collectives.linear import Sum, apply
+from fshard.errors import PlanError
+from fshard.model.random import fold_in
+from fshard.runtime.loss import read_loss
+from fshard.sharding.plan import Plan
+from fshard.transform.gather import gather_all
+from fshard.transform.loss import LossFn, sharded_loss
+from fshard.transform.trees import split_trainable, tree_rademacher, tree_vdot
+
+Flat = dict[str, Tensor]
+
+
+def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, Tensor]]:
+    """The loss and its derivative in a direction: ``jvp(loss_fn, plan)(params, v, batch) -> (loss, slope)``.
+
+    One forward pass, by forward-mode derivatives (``jax.jvp``).
+
+    Args:
+        loss_fn: as for ``fs.make_train_step``, without aux.
+        plan: the plan.
+
+    Returns:
+        The function. ``v`` is a tree of shards like ``params``; what it holds for frozen leaves does not count.
+    """
+    f = sharded_loss(loss_fn, plan)
+
+    def along(params: Any, v: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        trained, rest, direction = _split(plan, params, v)
+        with _plain_attention():
+            found = forward(lambda p: f(tree.nest({**rest, **p}), batch), (trained,), (direction,))
+        return found[0], found[1]
+
+    return along
+
+
+def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]]:
+    """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
+
+    Forward over reverse (Pearlmutter, "Fast exact multiplication by the Hessian", 1994): about the time of two
+    gradients.
+
+    Args:
+        loss_fn: as for ``fs.make_train_step``, without aux.
+        plan: the plan.
+
+    Returns:
+        The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
+    """
+    f = sharded_loss(loss_fn, plan)
+
+    def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
+        trained, rest, direction = _split(plan, params, v)
+        gradient = grad(lambda p: f(tree.nest({**rest, **p}), batch))
+        with _plain_attention():
+            return _filled(plan, forward(gradient, (trained,), (direction,))[1], rest)
+
+    return product
+
+
+def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]]:
+    """The generalized Gauss-Newton matrix times a vector: ``gnvp(predict, loss_fn, plan)(params, v, batch)``.
+
+    The matrix is ``J^T H J``, where ``J`` is the Jacobian of the outputs and ``H`` the Hessian of the loss by them
+    (Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002). For a softmax with
+    cross entropy it is the Fisher matrix, and it is positive semi-definite for any convex loss.
+
+    Args:
+        predict: ``predict(params, batch)``, this rank's outputs: any pytree of floating tensors.
+        loss_fn: ``loss_fn(outputs, batch)``, a scalar or an ``fs.Mean``.
+        plan: the plan.
+
+    Returns:
+        The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
+    """
+
+    def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
+        trained, rest, direction = _split(plan, params, v)
+
+        def outputs(p: Flat) -> Any:
+            return predict(gather_all(plan, {**rest, **p}), batch)
+
+        def share(out: Any) -> Tensor:
+            loss = read_loss(loss_fn(out, batch))
+            count = torch.as_tensor(1.0 if loss.count is None else loss.count).detach().to(loss.total)
+            data = Ranks(plan.mesh, plan.data_axes)
+            return loss.total / (apply(count, Sum(data)) if data.size > 1 else count)
+
+        with _plain_attention():
+            found: Any = forward(outputs, (trained,), (direction,))
+            out, moved = found[0], found[1]
+            curved = forward(grad(share), (out,), (moved,))[1]
+        (pulled,) = vjp(outputs, trained)[1](curved)
+        return _filled(plan, pulled, rest)
+
+    return product
+
+
+def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[Any, Any, Tensor], Tensor]:
+    """An unbiased estimate of the trace of the Hessian: ``hessian_trace(loss_fn, plan)(params, batch, key)``.
+
+    The mean of ``z @ H z`` over random signs ``z`` (Hutchinson 1990). It does not depend on the mesh.
+
+    Args:
+        loss_fn: as for ``fs.make_train_step``, without aux.
+        plan: the plan.
+        samples: how many ``z``, one Hessian-vector product each.
+
+    Returns:
+        The function; ``key`` is one of ``fs.random``, the same on every rank. It returns a tensor ``(samples,)``, equal
+        on all ranks: its mean is the estimate, and ``std() / samples ** 0.5`` its error.
+    """
+    if not isinstance(samples, int) or samples < 1:
+        raise PlanError(f"hessian_trace(samples={samples!r}): an int >= 1")
+    times = hvp(loss_fn, plan)
+
+    def probes(params: Any, batch: Any, key: Tensor) -> Tensor:
+        found = []
+        for number in range(samples):
+            signs = tree_rademacher(fold_in(key, number), plan)
+            found.append(tree_vdot(signs, times(params, signs, batch), plan))
+        return torch.stack(found)
+
+    return probes
+
+
+def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:
+    """What is differentiated, the other leaves, and the direction of the former."""
+    trained, rest = split_trainable(plan, params)
+    direction = plan.check_tree(v, whole=False, what="v")
+    return trained, rest, {path: direction[path] for path in trained}
+
+
+def _filled(plan: Plan, found: Flat, rest: Flat) -> dict[str, Any]:
+    whole = {**{path: torch.zeros_like(leaf) for path, leaf in rest.items()}, **found}
+    return tree.nest({path: whole[path] for path in plan.leaves})
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention in single operators: the fused ones have no forward derivative."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        yield

@@ -1,0 +1,135 @@
+"""Gradients of single samples, and sums of them clipped one by one (DP-SGD) in bounded memory.
+
+Parameters are gathered once, outside of the vmap: a gather inside of it would add up the gradients of the samples that
+all ranks have at the same place.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import BatchError, PlanError, lines
+from fshard.runtime.batch import leading_dims
+from fshard.runtime.loss import read_loss
+from fshard.sharding.plan import Plan
+from fshard.transform.gather import gather_all
+from fshard.transform.loss import LossFn
+from fshard.transform.trees import split_trainable
+
+Flat = dict[str, Tensor]
+
+
+def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[str, Any]]:
+    """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
+
+    Args:
+        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row. Of an ``fs.Mean`` it is the mean
+            of that row.
+        plan: the plan.
+
+    Returns:
+        The function. It returns a tree of the trainable leaves, each of shape ``(rows of this rank's batch, *whole leaf
+        shape)``: all samples of this rank, whole. That takes the memory of as many models; ``clipped_grad`` does not.
+
+    Raises:
+        BatchError: tensors of the batch have different numbers of rows, or none.
+    """
+
+    def each(params: Any, batch: Any) -> dict[str, Any]:
+        _rows(batch)
+        trained, rest = split_trainable(plan, params)
+        whole = dict(tree.paths(gather_all(plan, {**rest, **trained})))
+        return tree.nest(_each(loss_fn, whole, list(trained), batch))
+
+    return each
+
+
+def clipped_grad(
+    loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: int | None = None
+) -> Callable[[Any, Any], tuple[dict[str, Any], Tensor]]:
+    """The sum over the global batch of the samples' gradients, each clipped to a norm:
+    ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
+
+    What DP-SGD adds its noise to (Abadi et al., "Deep Learning with Differential Privacy", 2016).
+
+    Args:
+        loss_fn: as for ``per_sample_grad``.
+        plan: the plan.
+        clip_norm: the norm, over all leaves, to which a sample's gradient is scaled down if it is larger.
+        microbatch: rows whose gradients are held at once; all of them if None. The result does not depend on it.
+
+    Returns:
+        The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms`` are those of this
+        rank's samples before clipping, ``(rows,)``.
+
+    Raises:
+        PlanError: ``clip_norm`` or ``microbatch`` is not positive.
+        BatchError: tensors of the batch have different numbers of rows, or none.
+    """
+    if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
+        raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
+
+    def clipped(params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
+        rows = _rows(batch)
+        trained, rest = split_trainable(plan, params)
+
+        def gathered(trained: Flat) -> Flat:
+            flat = dict(tree.paths(gather_all(plan, {**rest, **trained})))
+            return {path: flat[path] for path in trained}
+
+        pulled: Any = torch.func.vjp(gathered, trained)
+        whole, pull = pulled[0], pulled[1]
+        fixed = {path: leaf for path, leaf in tree.paths(gather_all(plan, {**rest, **trained})) if path in rest}
+        total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
+        dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
+        norms = []
+        for start in range(0, rows, microbatch or rows):
+            part = tree.map(lambda x, a=start: x[a : a + (microbatch or rows)] if _has_rows(x) else x, batch)
+            grads = _each(loss_fn, {**fixed, **whole}, list(trained), part)
+            squares = [g.reshape(len(g), -1).to(dtype).square().sum(1) for g in grads.values()]
+            norms.append(torch.stack(squares).sum(0).sqrt())
+            factor = (clip_norm / norms[-1]).clamp(max=1.0)  # 0 / 0 does not occur: clip_norm is positive
+            for path, g in grads.items():
+                total[path] = total[path] + torch.tensordot(factor.to(g), g, 1)
+        (summed,) = pull(total)
+        zeros = {path: torch.zeros_like(leaf) for path, leaf in rest.items()}
+        return tree.nest({path: {**zeros, **summed}[path] for path in plan.leaves}), torch.cat(norms)
+
+    return clipped
+
+
+def _each(loss_fn: LossFn, whole: Flat, paths: list[str], batch: Any) -> Flat:
+    """The gradient of each row by these leaves."""
+    leaves, spec = tree.flatten(batch)
+    at = [i for i, leaf in enumerate(leaves) if _has_rows(leaf)]
+
+    def one(trained: Flat, row: list[Tensor]) -> Tensor:
+        filled = list(leaves)
+        for i, x in zip(at, row, strict=True):
+            filled[i] = x.unsqueeze(0)
+        loss = read_loss(loss_fn(tree.nest({**whole, **trained}), tree.unflatten(spec, filled)))
+        return loss.total if loss.count is None else loss.total / loss.count
+
+    trained = {path: whole[path] for path in paths}
+    grads: Flat = torch.vmap(torch.func.grad(one), (None, 0))(trained, [leaves[i] for i in at])
+    return grads
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def _rows(batch: Any) -> int:
+    """The number of rows of a batch."""
+    dims = leading_dims(batch)
+    if not dims or len(set(dims)) > 1 or not dims[0]:
+        shapes = [f"leaf {i}: {list(x.shape)}" for i, x in enumerate(tree.leaves(batch)) if isinstance(x, Tensor)]
+        head = "the tensors of the batch do not have one row a sample:"
+        raise BatchError(
+            lines(head, shapes, "Give tensors with the samples along dim 0, at least one; 0-dim ones go to all.")
+        )
+    return dims[0]

@@ -1,0 +1,111 @@
+"""Trees of shards as vectors: inner products, norms, random directions, stacks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives.group import Group as Ranks
+from fshard.collectives.linear import Sum, apply
+from fshard.errors import TreeError
+from fshard.model import random
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Axes
+from fshard.sharding.plan import Plan
+
+
+def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
+    """The inner product of two trees of shards: that of the whole tensors, equal on all ranks.
+
+    Sharded leaves are summed over the ranks that hold their parts; replicated ones count once. Leaves of integer dtype
+    are left out.
+
+    Args:
+        a, b: trees of shards, such as ``state.params`` or gradients.
+        plan: the plan.
+
+    Raises:
+        TreeError: a tree is not this rank's part of the plan's.
+    """
+    left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")
+    sums: dict[Axes, Tensor] = {}
+    for group in plan.groups:
+        axes = _held(plan, group)
+        for leaf in group.leaves:
+            if leaf.dtype.is_floating_point:
+                dot = (left[leaf.path] * right[leaf.path]).sum()
+                sums[axes] = sums[axes] + dot if axes in sums else dot
+    if not sums:
+        raise TreeError("no leaf of the plan is floating-point, so there is nothing to multiply")
+    parts = [_summed(plan, axes, value) for axes, value in sums.items()]
+    return torch.stack(parts).sum()
+
+
+def tree_norm(a: Any, plan: Plan) -> Tensor:
+    """The Euclidean norm of a tree of shards: that of all whole tensors together, equal on all ranks."""
+    return tree_vdot(a, a, plan).sqrt()
+
+
+def tree_normal(key: Tensor, plan: Plan) -> dict[str, Any]:
+    """A tree of shards of standard normal numbers, which do not depend on the mesh. Local.
+
+    Args:
+        key: of ``fs.random``, the same on every rank.
+        plan: the plan. Frozen leaves get zeros.
+    """
+    return _random(key, plan, random.normal)
+
+
+def tree_rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
+    """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``tree_normal``."""
+
+    def signs(key: Tensor, shape: Sequence[int], dtype: torch.dtype, **where: Any) -> Tensor:
+        return random.bernoulli(key, 0.5, shape, **where).to(dtype) * 2 - 1
+
+    return _random(key, plan, signs)
+
+
+def tree_stack(trees: Sequence[Any]) -> Any:
+    """Equal trees as one, with a new first dim for ``torch.vmap``: the members of an ensemble.
+
+    >>> tree_stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
+    torch.Size([2, 2])
+    """
+    return tree.map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def split_trainable(plan: Plan, params: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The leaves that get gradients, and all others, by path."""
+    flat = plan.check_tree(params, whole=False)
+    trained = {path: leaf for path, leaf in flat.items() if plan.leaves[path].trainable}
+    return trained, {path: leaf for path, leaf in flat.items() if path not in trained}
+
+
+def _held(plan: Plan, group: Group) -> Axes:
+    """The axes over which ranks hold different parts of a group."""
+    held = (*group.gather_axes, *group.leaves[0].compute.axes)
+    return tuple(axis for axis in plan.mesh.axis_names if axis in held)
+
+
+def _summed(plan: Plan, axes: Axes, value: Tensor) -> Tensor:
+    ranks = Ranks(plan.mesh, axes)
+    return apply(value, Sum(ranks)) if ranks.size > 1 else value
+
+
+def _random(key: Tensor, plan: Plan, draw: Callable[..., Tensor]) -> dict[str, Any]:
+    out, places, device = {}, plan.places(), plan.mesh.device
+    for number, (path, leaf) in enumerate(plan.leaves.items()):
+        group, at = places[path]
+        piece, own = group.piece(at, plan.mesh), random.fold_in(key.to(device), number)
+        local = group.local_shape(at, plan.mesh)
+        if not leaf.trainable:
+            out[path] = torch.zeros(local, dtype=leaf.dtype, device=device)
+        elif piece.shape == leaf.shape:
+            run = draw(own, (piece.numel,), leaf.dtype, start=piece.start)
+            out[path] = run.view(local)
+        else:
+            box = draw(own, piece.shape, leaf.dtype, start=piece.offset, of=leaf.shape)
+            out[path] = box.reshape(-1)[piece.start : piece.stop].view(local)
+    return tree.nest(out)
