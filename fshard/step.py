@@ -15,11 +15,14 @@ from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import rate
 from fshard.runtime.attempt import Outcome, raise_failure, refuse_transforms
 from fshard.runtime.backends import make_cache
+from fshard.runtime.batch import microbatches
 from fshard.runtime.commit import FAILED, Verdict
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.rng import seeded
 from fshard.runtime.runner import Runner, Work
+from fshard.runtime.trace import trace
 from fshard.runtime.update import Gradients, Shard, Update, segments
+from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -119,6 +122,21 @@ class TrainStep:
             )
         self._traced = self._runner.workshop.schedule(found.program)
         return self._traced
+
+    def footprint(self, batch: Any) -> Footprint:
+        """What a step on batches of these shapes holds at its peak beside its state, without running it.
+
+        Activations are those of the eager engine (``compile=None``), as fake tensors show them: memory that an operator
+        takes for itself alone is not in it.
+
+        Raises:
+            PlanError: the program depends on values of tensors, so that only a real step finds it.
+        """
+        part = microbatches(batch, self.options.accumulate)[0]
+        found = trace(self._runner.fn, self.plan, part, True)
+        if found is None:
+            raise PlanError("the program depends on values of the batch's tensors, so its memory cannot be foreseen")
+        return footprint(self._runner.workshop.schedule(found.program), found.needs)
 
     @property
     def schedule(self) -> Schedule:

@@ -206,9 +206,14 @@ class OnDemand:
 
 
 class Tracing:
-    """Only writes down what the program does: the executor of a run on fake tensors."""
+    """Only writes down what the program does: the executor of a run on fake tensors.
 
-    def __init__(self) -> None:
+    Args:
+        turn: called whenever a compute op is over.
+    """
+
+    def __init__(self, turn: Callable[[], None]) -> None:
+        self.turn = turn
         self.forward: list[Call] = []
         self.backward: list[Call] = []
         self.glue: dict[int, None] = {}
@@ -216,6 +221,7 @@ class Tracing:
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Note the call."""
+        self.turn()
         self.again.reach(kind, unit)
         if unit != ROOT:
             (self.forward if kind == "forward" else self.backward).append(Call(unit, index))

@@ -25,7 +25,9 @@ from fshard.errors import UnitError
 from fshard.model.unit import slot_of
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import OnDemand, Tracing, program_of
+from fshard.runtime.ledger import Ledger
 from fshard.runtime.loss import check_differentiable, read_loss
+from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.plan import Plan
 
@@ -50,12 +52,14 @@ class Found:
         weighted: whether its loss is an ``fs.Mean``.
         foreign: whether its loss may depend on tensors that require grad and are no parameters.
         inner: the units that it differentiates itself.
+        needs: what its compute ops need on the batch that it was traced with; nothing if it was not traced.
     """
 
     program: Program
     weighted: bool
     foreign: bool
     inner: frozenset[str] = frozenset()
+    needs: tuple[Need, ...] = ()
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,13 +104,14 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     engine = Engine(plan, _drop)
-    seen = Tracing()
     try:
         with mode:
             _fake_leaves(engine, plan)
         fake = tree.map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batch)
+        ledger = Ledger([x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)])
+        seen = Tracing(ledger.turn)
         engine.start(seen)
-        with mode, GlueWatch(engine, seen), torch.set_grad_enabled(train):
+        with mode, ledger, GlueWatch(engine, seen), torch.set_grad_enabled(train):
             result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
@@ -118,7 +123,8 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
     finally:
         engine.stop()
     groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
-    return Found(program_of(seen, groups), weighted, foreign, frozenset(engine.inner))
+    ledger.turn()
+    return Found(program_of(seen, groups), weighted, foreign, frozenset(engine.inner), tuple(ledger.needs))
 
 
 def _fake_leaves(engine: Engine, plan: Plan) -> None:

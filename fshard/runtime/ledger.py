@@ -1,0 +1,72 @@
+"""What a program's compute ops need, read off its run on fake tensors: memory of activations, and arithmetic."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fshard import tree
+from fshard.schedule.footprint import Need
+
+FLASH = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+"""Operators that PyTorch's own table lacks; they take the arguments of those without ``_for_cpu``."""
+
+
+class Ledger(TorchDispatchMode):
+    """Follows storages from the operator that makes them to their end, and counts floating-point operations.
+
+    A storage counts from the first operator that returns it. What was there before does not: parameters, the batch.
+    What an operator takes only for itself is not seen.
+
+    Args:
+        known: tensors that are there before.
+    """
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: dict[int, Any] = {}
+        self.live = self.peak = self.flops = 0
+        self.needs: list[Need] = []
+        self.known = [x.untyped_storage() for x in known]  # kept, so that no other takes their place
+        self.seen = {storage._cdata for storage in self.known}
+
+    def turn(self) -> None:
+        """One compute op is over, and the next begins."""
+        self.needs.append(Need(self.peak, self.live, self.flops))
+        self.peak, self.flops = self.live, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then note what it made."""
+        out = func(*args, **(kwargs or {}))
+        for x in tree.leaves(out):
+            if isinstance(x, Tensor):
+                self._note(x)
+        count = _formula(func)
+        if count is not None:
+            self.flops += int(count(*args, **(kwargs or {}), out_val=out))
+        return out
+
+    def _note(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.held or key in self.seen:
+            return
+        size = storage.nbytes()
+        self.held[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int, size: int) -> None:
+        del self.held[key]
+        self.live -= size
+
+
+def _formula(func: Any) -> Any:
+    packet = getattr(func, "_overloadpacket", None)
+    name = getattr(packet, "__name__", "")
+    if name in FLASH:
+        packet = getattr(torch.ops.aten, name.replace("_for_cpu", ""))
+    return flop_registry.get(packet)

@@ -1,0 +1,78 @@
+"""The footprint of a step: all that it holds beside its state, op by op, activations included."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fshard.schedule.memory import size_text
+from fshard.schedule.ops import UNIT_KINDS
+from fshard.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one compute op of a program needs, from its begin to that of the next.
+
+    Attributes:
+        peak: the most bytes of activations meanwhile, those that were there before and gradients of leaves included.
+        after: the bytes that are left of them.
+        flops: floating-point operations.
+    """
+
+    peak: int
+    after: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a step holds at its peak, beside parameter shards and optimizer state. All sizes are bytes.
+
+    Attributes:
+        peak_bytes: the whole.
+        op: the number of the op at which that is.
+        where: the op itself.
+        arena_bytes: of it, the arena.
+        gradient_bytes: gradients, their staging and their shards.
+        activation_bytes: activations.
+    """
+
+    peak_bytes: int
+    op: int
+    where: str
+    arena_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"at most {size_text(self.peak_bytes)} beside the state, at op {self.op}, {self.where}: arena "
+            f"{size_text(self.arena_bytes)}, gradients {size_text(self.gradient_bytes)}, activations "
+            f"{size_text(self.activation_bytes)}"
+        )
+
+
+def footprint(schedule: Schedule, needs: Sequence[Need]) -> Footprint:
+    """The peak of a step.
+
+    Args:
+        schedule: its schedule.
+        needs: of each compute op of one microbatch, in order. Every microbatch is taken to need the same.
+
+    A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that.
+    """
+    memory, done = schedule.memory, 0
+    born = [0] * len(schedule)
+    for item, lives in memory.lifetimes.items():
+        for first, _ in lives if item.startswith("grad:") else ():
+            born[first] += memory.sizes[item]
+    best, after = (-1, 0, 0, 0), 0
+    for at, op in enumerate(schedule):
+        held, beside = after, memory.beside[at]
+        if op.kind in UNIT_KINDS:
+            need = needs[done % len(needs)]
+            held, after, done = need.peak, need.after, done + 1
+            beside -= born[at]
+        best = max(best, (held + beside, -at, beside, held))
+    total, at, beside, held = best
+    where = str(schedule[-at]) if len(schedule) else "none"
+    return Footprint(memory.arena_bytes + max(total, 0), -at, where, memory.arena_bytes, beside, held)
