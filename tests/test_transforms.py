@@ -123,3 +123,13 @@ def cut_for_compute(axes: Axes) -> list[str]:
         (grads,) = pull(tensors)
         pairs = [(back[k], tensors[k]) for k in "abc"] + [(grads[k], tensors[k]) for k in "abc"]
         return [f"{i}: {a}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+
+
+def played() -> list[str]:
+    """On a rank that is played: cases with and without resharding."""
+    names = (*CHEAP, "vmap over an ensemble", "through three steps")
+    return every_case(FLAT, "weighted", True, names) + every_case(FLAT, "mean", False, CHEAP)
+
+
+def test_on_a_virtual_mesh() -> None:
+    assert not sum(fs.virtual_mesh((3,), ("shard",)).run(played), [])

@@ -5,7 +5,7 @@ whose adjoint is a sum. With ``reshard`` the groups of a unit are gathered where
 only shards and the unit's inputs are kept, and every derivative gathers again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,10 +74,11 @@ class Resharding:
     Args:
         plan: the plan.
         flat: this rank's pieces by path.
+        agree: asks all ranks whether they are at this unit, and well, before they gather.
     """
 
-    def __init__(self, plan: Plan, flat: Mapping[str, Tensor]) -> None:
-        self.plan, self.flat, self.places = plan, flat, plan.places()
+    def __init__(self, plan: Plan, flat: Mapping[str, Tensor], agree: Callable[[str], None]) -> None:
+        self.plan, self.flat, self.agree, self.places = plan, flat, agree, plan.places()
         self.kept: dict[int, list[Tensor]] = {}
 
     def params(self) -> dict[str, Any]:
@@ -111,11 +112,14 @@ class Resharding:
 
         pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}
         args, kwargs = tree.map(_gathered, (args, kwargs))
+        self.agree(", ".join(group.name for group in groups.values()))
         return remat(body)(pieces, given, args, kwargs)
 
     def _keep(self, number: int) -> list[Tensor]:
         if number not in self.kept:
             group = self.plan.groups[number]
+            if group.unit != ROOT and group.parts > 1:
+                self.agree(group.name)
             self.kept[number] = gather(self.plan, group, [self.flat[leaf.path] for leaf in group.leaves])
         return self.kept[number]
 

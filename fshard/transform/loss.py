@@ -10,10 +10,20 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Settle, Spread, Sum, apply
-from fshard.errors import LossError, UnitError, lines, no_processes, unlike_losses
+from fshard.errors import (
+    CommError,
+    LossError,
+    PeerError,
+    ScheduleError,
+    UnitError,
+    lines,
+    no_processes,
+    unlike_losses,
+)
 from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.batch import check_device, digest, leading_dims
-from fshard.runtime.comm import Lane, LocalTransport, exchange
+from fshard.runtime.comm import Lane, LocalTransport, exchange, exchange_text
+from fshard.runtime.executor import diverged
 from fshard.runtime.loss import Loss, Mean, means_of, read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import Resharding, gather_all
@@ -55,30 +65,36 @@ class ShardedLoss:
         except Exception as error:
             failure = error
         # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
-        _agree(lane, None, batch, failure)
+        _agree(lane, "the call", None, batch, failure)
         if self.debug:
             self._check_replicas(flat)
         try:
-            loss = self._run(flat, batch)
+            loss = self._run(flat, batch, lambda unit: _agree(lane, unit, None, batch, None))
+        except (PeerError, ScheduleError, CommError):
+            raise  # the other ranks know
         except Exception as error:
             failure = error
-        _agree(lane, loss, batch, failure)
+        _agree(lane, "the loss", loss, batch, failure)
         assert loss is not None
         value, aux = self._mean(loss)
         if self.debug:
             self._check_rank_free(flat, batch, loss)
         return (value, aux) if self.has_aux else value
 
-    def _run(self, flat: dict[str, Tensor], batch: Any) -> Loss:
-        params = Resharding(self.plan, flat).params() if self.reshard else gather_all(self.plan, flat)
+    def _run(self, flat: dict[str, Tensor], batch: Any, agree: Callable[[str], None]) -> Loss:
+        params = Resharding(self.plan, flat, agree).params() if self.reshard else gather_all(self.plan, flat)
         watched = [(f"params {path}", leaf) for path, leaf in tree.paths(params)]
         watched += [(f"batch leaf {i}", x) for i, x in enumerate(tree.leaves(batch)) if isinstance(x, Tensor)]
         before = [leaf._version for _, leaf in watched]
-        loss = read_loss(self.loss_fn(params, batch))
+        try:
+            loss = read_loss(self.loss_fn(params, batch))
+        except RuntimeError as error:
+            if "in-place operation" not in str(error):
+                raise
+            raise _written(["a parameter, or a tensor of the batch, that requires grad"]) from error
         written = [name for (name, leaf), version in zip(watched, before, strict=True) if leaf._version != version]
         if written:
-            remedy = "A loss is a pure function: compute new values (x = x + y, not x += y)."
-            raise UnitError(lines("the loss function wrote in place to its arguments:", written, remedy))
+            raise _written(written)
         if loss.aux and not self.has_aux:
             raise LossError(
                 f"the loss function returned aux values {list(loss.aux)}, which this function has no place for: pass "
@@ -169,8 +185,11 @@ def control(plan: Plan) -> Lane:
     return lane
 
 
-def _agree(lane: Lane, loss: Loss | None, batch: Any, failure: Exception | None) -> None:
-    """Raise on all ranks what went wrong on any of them, and refuse losses that have no common mean."""
+def _agree(lane: Lane, place: str, loss: Loss | None, batch: Any, failure: Exception | None) -> None:
+    """Raise on all ranks what went wrong on any of them, and refuse losses that have no common mean.
+
+    A rank that fails takes part in one more exchange, wherever the others are; it fits, since all are alike.
+    """
     if lane.size == 1:
         if failure is not None:
             raise failure
@@ -178,15 +197,22 @@ def _agree(lane: Lane, loss: Loss | None, batch: Any, failure: Exception | None)
     dims = leading_dims(batch)
     weighted, means = loss is not None and loss.count is not None, len(means_of(loss.aux)) if loss else 0
     plain = loss is not None and not weighted
-    mine = [failure is not None, weighted, means, digest(dims) if plain else 0, dims[0] if dims else -1]
+    mine = [failure is not None, digest(place), weighted, means, digest(dims) if plain else 0, dims[0] if dims else -1]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = exchange(lane, torch.tensor([int(x) for x in mine])).tolist()
         if any(row[0] for row in rows):
             raise_failure(lane, failure, [row[0] for row in rows])
-    if any(row[1:3] != rows[0][1:3] for row in rows):
-        raise unlike_losses([(bool(row[1]), row[2]) for row in rows])
-    if any(row[3] != rows[0][3] for row in rows):
-        raise uneven_rows([row[4] for row in rows])
+        if any(row[1] != rows[0][1] for row in rows):
+            raise diverged(exchange_text(lane, place))
+    if any(row[2:4] != rows[0][2:4] for row in rows):
+        raise unlike_losses([(bool(row[2]), row[3]) for row in rows])
+    if any(row[4] != rows[0][4] for row in rows):
+        raise uneven_rows([row[5] for row in rows])
+
+
+def _written(what: list[str]) -> UnitError:
+    remedy = "A loss is a pure function: compute new values (x = x + y, not x += y)."
+    return UnitError(lines("the loss function wrote in place to its arguments:", what, remedy))
 
 
 def _constant(count: Tensor | float, like: Tensor) -> Tensor:
