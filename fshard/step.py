@@ -18,6 +18,7 @@ from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
 from fshard.runtime.commit import FAILED, Verdict
 from fshard.runtime.prepare import Workshop, lanes_of
+from fshard.runtime.remat import Remat, read_remat
 from fshard.runtime.rng import seeded
 from fshard.runtime.runner import Runner, Work
 from fshard.runtime.trace import trace
@@ -40,6 +41,7 @@ class Options:
     donate: bool
     debug: bool
     compile: str | None
+    remat: Remat
 
 
 class TrainStep:
@@ -53,7 +55,7 @@ class TrainStep:
     def __init__(self, loss_fn: Callable[..., Any], opt: Any, plan: Plan, options: Options) -> None:
         self.opt, self.plan, self.options = opt, plan, options
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
-        workshop.cache = make_cache(options.compile)
+        workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
         self._cuts = {g.id: segments(g, plan.mesh, opt.hyper) for g in plan.groups if g.trainable}
         self._kept = list(opt.init(torch.empty(0)))
@@ -222,6 +224,7 @@ def make_train_step(
     donate: bool = True,
     debug: bool = False,
     compile: str | None = None,
+    remat: Any = None,
 ) -> TrainStep:
     """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
 
@@ -240,6 +243,10 @@ def make_train_step(
             and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
             ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that
             cannot be traced run as they are; ``step.units`` names them.
+        remat: which units are computed again in their backward, so that less memory is held between the two: None, for
+            none; ``"all"``; a policy of ``fs.policies``, which says whose results are kept nevertheless; or rules
+            ``[(pattern, one of these)]``, of which the first that matches the whole of a unit's name counts. Gradients
+            keep their bits.
 
     Raises:
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
@@ -268,4 +275,5 @@ def make_train_step(
         )
     if problems:
         raise PlanError("; ".join(problems))
-    return TrainStep(loss_fn, opt, plan, Options(clip_norm, accumulate, policy, donate, debug, compile))
+    options = Options(clip_norm, accumulate, policy, donate, debug, compile, read_remat(remat))
+    return TrainStep(loss_fn, opt, plan, options)

@@ -24,7 +24,9 @@ from fshard import tree
 from fshard.errors import LossError, UnitError, written_outside
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
+from fshard.runtime.graphs import Compiled
 from fshard.runtime.handles import Handle, Mispredicted, make_handle
+from fshard.runtime.remat import Remat
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
 
@@ -51,15 +53,6 @@ class Executor(Protocol):
         """Whether code outside of units may read this group."""
 
 
-class Compiled(Protocol):
-    """Runs calls of units in another way than by their functions."""
-
-    def call(
-        self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
-    ) -> tuple[bool, Any]:
-        """Run a call, or do not; and its result."""
-
-
 class Reads:
     """Which leaves a unit reads: their paths in the order of its flat leaves, and by group, for the sink."""
 
@@ -81,6 +74,7 @@ class Engine:
         foreign: whether the loss may depend on tensors that require grad and are no parameters.
         inner: the units that the program has differentiated itself.
         graphs: what runs units as compiled graphs; None if nothing does.
+        remat: which units are computed again in their backward.
         epoch: changes whenever leaves have been bound to other memory.
     """
 
@@ -105,6 +99,7 @@ class Engine:
         self.foreign = True
         self.inner: set[str] = set()
         self.graphs: Compiled | None = None
+        self.remat = Remat()
         self.epoch = 0
 
     def start(self, executor: Executor) -> None:
@@ -148,7 +143,7 @@ class Engine:
         executor = self._running(unit)
         name, params, leaves, function = self._identify(unit, params)
         if self.differentiating:
-            return self._again(unit, name, params, args, kwargs)
+            return self._again(name, function, args, kwargs)
         index = self.counts.get(name, 0)
         self.counts[name] = index + 1
         executor.reach("forward", name, index)
@@ -282,12 +277,12 @@ class Engine:
             raise Mispredicted(f"code outside of units depends on group {self.plan.groups[group].name}")
         self._collect(group, numbers)
 
-    def _again(self, unit: Unit, name: str, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _again(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Activation checkpointing around units calls them again inside of the backward.
         assert self.executor is not None
         if not self.executor.readable(list(self.reads[name].groups)):
             raise Mispredicted(f"the program calls unit {name} again inside of its backward")
-        return unit.fn(params, *args, **kwargs)
+        return function(*args, **kwargs)
 
     def _running(self, unit: Unit) -> Executor:
         if self.executor is None:
@@ -314,6 +309,7 @@ class Engine:
             leaves = [self.slots.by_path[path] for path in self.reads[name].paths]
             params = tree.unflatten(spec, leaves)
         function = unit.prepare(params) if unit.prepare else functools.partial(unit.fn, params)
+        function = self.remat.around(name, function)
         called = (name, params, leaves, function)
         if unit.name:
             self.trees[unit] = (given, called)

@@ -14,6 +14,7 @@ from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
 from fshard.runtime.memory import deallocate
+from fshard.runtime.remat import Remat
 from fshard.runtime.trace import Found
 from fshard.schedule.build import build
 from fshard.schedule.check import check
@@ -61,6 +62,7 @@ class Workshop:
     programs: dict[Hashable, Prepared] = field(default_factory=dict)
     arena: Tensor | None = None
     cache: "Cache | None" = None
+    remat: Remat = field(default_factory=Remat)
 
     @functools.cached_property
     def reduced(self) -> frozenset[int]:
@@ -101,7 +103,9 @@ class Workshop:
         claim = prepared.actions.claim
         if any(slots.grad is not None and slots.grad.dtype != slots.group.compute_dtype for slots in trained):
             claim = _refuse  # a graph writes in the dtype in which it computes; the sink casts
-        engine.graphs = Graphs(self.cache, self.plan, engine, claim, grads, readers, found.inner, found.foreign)
+        engine.graphs = Graphs(
+            self.cache, self.plan, engine, claim, grads, readers, found.inner, found.foreign, self.remat
+        )
 
     def on_demand(self) -> Prepared:
         """What runs a program that is not known yet: every group has a place of its own."""
@@ -122,6 +126,7 @@ class Workshop:
         assert self.lanes is not None
         sinks: list[Actions] = []
         engine = Engine(self.plan, lambda group, numbers, grads: sinks[0].sink(group, numbers, grads))
+        engine.remat = self.remat
         engine.slots.place(arena, offsets, {g: stage_numel(self.plan, self.plan.groups[g]) for g in self.reduced})
         if self.train:
             for slots in engine.slots.groups:

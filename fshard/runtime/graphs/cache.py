@@ -13,6 +13,7 @@ from fshard.model.unit import Unit
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host, exact
 from fshard.runtime.graphs.trace import Meta, Source, Untraceable, meta_of
+from fshard.runtime.remat import Remat
 from fshard.sharding.plan import Plan
 
 MANY = 16
@@ -56,7 +57,7 @@ class Cache:
         """A line for each unit met so far."""
         lines = []
         for unit, runs in self.report.items():
-            graphs = [f"{self.backend} graph {run.number}" for run in runs if isinstance(run, Graph)]
+            graphs = [f"{run.code.backend} graph {run.number}" for run in runs if isinstance(run, Graph)]
             reasons = [f"as it is: {run}" for run in runs if isinstance(run, str)]
             lines.append(f"{unit}: {'; '.join([*graphs, *reasons])}")
         return "\n".join(lines)
@@ -92,6 +93,7 @@ class Graphs:
         readers: by group, how many differentiated calls read it; code outside of units counts as many.
         inner: units that the program differentiates itself.
         anchored: whether the loss depends on tensors that are no parameters.
+        remat: which units are computed again in their backward.
     """
 
     def __init__(
@@ -104,10 +106,12 @@ class Graphs:
         readers: Mapping[int, int],
         inner: frozenset[str],
         anchored: bool,
+        remat: Remat,
     ) -> None:
         self.cache, self.host, self.claim, self.grads = cache, host, claim, dict(grads)
         self.places = {path: (group.id, number) for path, (group, number) in plan.places().items()}
         self.readers, self.inner, self.anchored = readers, inner, anchored
+        self.remat = remat
         self.sites: dict[str, Site] = {}
 
     def call(
@@ -175,11 +179,13 @@ class Graphs:
             shared=frozenset(n for n in shared if metas[n].requires_grad and grad),
             values=tuple(_meta(x, grad) if isinstance(x, Tensor) else x for x in values),
             grad=grad,
+            policy=self.remat.of(name) if grad else None,
         )
         kind = getattr(unit.fn, "kind", None)
         plain = tuple(x if isinstance(x, Meta) else exact(x) for x in source.values)
         code = kind() if kind is not None else unit.fn
-        return self.cache.graph((code, source.params, spec, source.leaves, source.shared, plain, key[-1]), source)
+        shapes = (source.params, spec, source.leaves, source.shared, plain)
+        return self.cache.graph((code, *shapes, source.policy, key[-1]), source)
 
 
 def _meta(x: Tensor, grad: bool) -> Meta:

@@ -34,6 +34,7 @@ class Code:
         targets: ``targets(views of the flat gradient) -> G``.
         direct: ``direct(P, R, G, *tangents) -> parts``: gradients go into the flat gradient.
         text: the source of all of them.
+        backend: what runs it: ``"fx"`` or ``"inductor"``.
         watched: the numbers of the inputs and of the outputs whose memory ``R`` shares.
     """
 
@@ -43,6 +44,7 @@ class Code:
     targets: Run
     direct: Run
     text: str
+    backend: str
     watched: tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -113,7 +115,7 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
     exec(compile(text, "<unit graph>", "exec"), space)
     shares = watched(halves.saved, joint.inputs, joint.outputs)
     views, forward, backward, targets, direct = (space[name] for name in FUNCTIONS)
-    return Code(views, forward, backward, targets, direct, text, shares)
+    return Code(views, forward, backward, targets, direct, text, "fx", shares)
 
 
 def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:
@@ -233,9 +235,10 @@ def _picks(node: fx.Node, own: set[fx.Node]) -> dict[int, fx.Node] | None:
     """The nodes that pick the results of a node that has several, by number; None if it is not only read so."""
     found = {}
     for user in node.users:
-        if user.target is not operator.getitem or user not in own or user.args[1] in found:
+        if user.target is not operator.getitem or user.args[1] in found:
             return None
-        found[user.args[1]] = user
+        if user in own:
+            found[user.args[1]] = user
     return found if found and isinstance(value(node), (tuple, list)) else None  # type: ignore[return-value]
 
 

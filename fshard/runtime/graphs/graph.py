@@ -78,7 +78,7 @@ class Graph:
 
     def _variant(self, pattern: Tangents) -> Variant | None:
         try:
-            halves = cut(trace(self.source, self.result, pattern))
+            halves = cut(trace(self.source, self.result, pattern), self.source.policy)
             if {node.name for node in halves.saved} <= set(self.saved):
                 return match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
         except Untraceable:
@@ -121,7 +121,7 @@ def compile_graph(source: Source, compiler: Compiler, number: int) -> Graph:
     """
     result = inspect(source)
     joint = trace(source, result, result.tangents)
-    halves = cut(joint)
+    halves = cut(joint, source.policy)
     own = [i for i, leaf in enumerate(source.leaves) if i not in source.shared and leaf.requires_grad]
     code = compiler(halves, own, None)
     graph = Graph(

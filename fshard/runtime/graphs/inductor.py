@@ -16,7 +16,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fshard.runtime.graphs.emit import Code
+from fshard.runtime.graphs.emit import Code, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
 from fshard.runtime.graphs.trace import Joint, Untraceable
 
@@ -30,9 +30,12 @@ def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | No
     Raises:
         Untraceable: what is kept would differ from what the forward of another trace keeps.
     """
+    joint = halves.joint
+    if not joint.forward.isdisjoint(halves.backward):
+        # What remat= computes again is not Inductor's choice: such units run as they do with "fx".
+        return emit(halves, own, saved)
     if saved is not None:
         raise Untraceable("compiled once, for gradients of the usual strides")
-    joint = halves.joint
     with config.patch(SETTINGS):
         whole = _decomposed(joint)
         if any(node is not None for node in joint.tangents):
@@ -115,7 +118,7 @@ class _Compiled:
     def code(self) -> Code:
         """These as the functions of a graph."""
         watched = tuple(n - self.leaves for n in self.inputs), self.watched
-        return Code(tuple, self.forward, self.backward, list, self.direct, "compiled by Inductor", watched)
+        return Code(tuple, self.forward, self.backward, list, self.direct, "compiled by Inductor", "inductor", watched)
 
 
 _TANGENT = 1 << 30

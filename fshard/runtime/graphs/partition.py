@@ -5,6 +5,7 @@ gathered again before the backward, to the same place. Views of parameters are m
 leaves, and not on every call.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fshard.model.policies import SavePolicy
 from fshard.runtime.graphs.trace import Joint, Untraceable
 
 ATEN = torch.ops.aten
@@ -45,8 +47,12 @@ def value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def cut(joint: Joint) -> Halves:
+def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
     """Tidy a graph up and cut it.
+
+    Args:
+        joint: the graph.
+        policy: whose results are kept for the backward, which computes the others again; None for what autograd keeps.
 
     Raises:
         Untraceable: it writes to what it was given, or draws random numbers in its backward.
@@ -63,8 +69,37 @@ def cut(joint: Joint) -> Halves:
     backward = [node for node in body if node not in joint.forward]
     needed = {source for node in backward for source in node.all_input_nodes}
     needed |= set(results(joint))
+    if policy is not None:
+        again = _again(needed & set(forward), _lasting(forward, policy))
+        needed |= {source for node in again for source in node.all_input_nodes}
+        needed -= again
+        backward = [node for node in forward if node in again] + backward
     saved = [n for n in joint.graph.nodes if n in needed and n in joint.forward and n not in apart]
     return Halves(joint, hoisted, forward, backward, saved)
+
+
+def _lasting(forward: list[fx.Node], policy: SavePolicy) -> set[fx.Node]:
+    """The nodes to keep: those that the policy names, and those whose results would not be the same again."""
+    written = {_storage(node) for node in forward if not is_pure(node) and isinstance(value(node), Tensor)}
+    kept: set[fx.Node] = set()
+    for node in forward:
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        lasting = not is_pure(source) or policy.saves(source.target) or node.op == "get_attr"
+        if lasting or (isinstance(value(node), Tensor) and _storage(node) in written):
+            kept.add(node)
+    return kept
+
+
+def _again(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
+    """The nodes to compute again so that what is wanted is there, from what is kept."""
+    found: set[fx.Node] = set()
+    stack = [node for node in wanted if node not in kept]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function" and node not in kept:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def results(joint: Joint) -> list[fx.Node]:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fshard import tree
+from fshard.model.policies import SavePolicy
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error: the unit runs eagerly
@@ -58,6 +59,7 @@ class Source:
         shared: the numbers of those leaves whose gradient autograd sums, because others read them too.
         values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, and all else as it is.
         grad: whether gradients are enabled.
+        policy: what is kept for the backward; None for what autograd keeps.
     """
 
     fn: Callable[..., Any]
@@ -67,6 +69,7 @@ class Source:
     shared: frozenset[int]
     values: tuple[Any, ...]
     grad: bool
+    policy: SavePolicy | None = None
 
     @property
     def inputs(self) -> list[Meta]:

@@ -1,0 +1,93 @@
+"""Which units are computed again in their backward, and what is kept of them: ``make_train_step(..., remat=)``.
+
+The engine runs such a unit under ``torch.utils.checkpoint``. Its first use of something that was not kept comes inside
+of the unit's backward, when its groups have been gathered again, so the second run reads the same leaves.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fshard.errors import PlanError, RematError
+from fshard.model.policies import SavePolicy, everything, nothing
+
+
+@dataclass(frozen=True)
+class Remat:
+    """Rules on units: the first whose pattern matches the whole of a unit's name decides."""
+
+    rules: tuple[tuple[str, SavePolicy], ...] = ()
+
+    def of(self, unit: str) -> SavePolicy | None:
+        """The policy for a unit; None if autograd keeps what it wants."""
+        found = next((policy for pattern, policy in self.rules if re.fullmatch(pattern, unit)), everything)
+        return None if found.ops is None else found
+
+    def around(self, unit: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A unit's function, computed again in the backward if a rule says so."""
+        policy = self.of(unit) if self.rules else None
+        if policy is None:
+            return function
+        options: dict[str, Any] = {"context_fn": policy.contexts()} if policy.ops else {}
+
+        @functools.wraps(function)
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            try:
+                return checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **options)
+            except RuntimeError as error:
+                if "saved tensor hooks" in str(error):
+                    raise _transforming(unit) from error
+                raise
+
+        return kept
+
+
+def _transforming(unit: str) -> RematError:
+    return RematError(
+        f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again: leave it out, "
+        f"remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
+    )
+
+
+def read_remat(given: Any) -> Remat:
+    """``remat=`` as rules.
+
+    Raises:
+        PlanError: it is none of what ``make_train_step`` says.
+    """
+    if given is None:
+        return Remat()
+    if given == "all" or isinstance(given, SavePolicy):
+        return Remat(((".*", _policy(given)),))
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        pairs = [rule for rule in given if isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)]
+        if len(pairs) == len(given):
+            return Remat(tuple((_pattern(pattern), _policy(policy)) for pattern, policy in pairs))
+    raise PlanError(
+        f"remat={given!r} must be None, 'all', a policy of fs.policies, or a list of (pattern of units, one of these)"
+    )
+
+
+def _policy(given: Any) -> SavePolicy:
+    if given is None:
+        return everything
+    if isinstance(given, SavePolicy):
+        return given
+    if given == "all":
+        return nothing
+    raise PlanError(f"remat: {given!r} is no policy: give None, 'all', or one of fs.policies")
+
+
+def _pattern(given: str) -> str:
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise PlanError(f"remat: {given!r} is no regular expression: {error}") from error
+    return given
