@@ -115,8 +115,8 @@ def test_memory_falls_and_dropout_stays(compile: str | None) -> None:
     none, dots, every = (stack(compile, remat) for remat in (None, fs.policies.dots, "all"))
     for other in (dots, every):
         assert other[0] == none[0] and all(map(torch.equal, other[1], none[1]))
-    # Kept of each block without: a mask, its product, tanh. With dots: the matrix product, and in a graph the mask. With
-    # all: only that mask.
+    # Kept of each block without: a mask, its product, tanh. With dots: the matrix product, and in a graph the mask.
+    # With all: only that mask.
     assert none[2] > 8 * 3 * wide
     assert dots[2] < none[2] - 6 * wide
     assert every[2] < dots[2] - 4 * wide

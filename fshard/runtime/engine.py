@@ -309,7 +309,7 @@ class Engine:
             leaves = [self.slots.by_path[path] for path in self.reads[name].paths]
             params = tree.unflatten(spec, leaves)
         function = unit.prepare(params) if unit.prepare else functools.partial(unit.fn, params)
-        function = self.remat.around(name, function)
+        function = self.remat.around(name, function, self)
         called = (name, params, leaves, function)
         if unit.name:
             self.trees[unit] = (given, called)

@@ -8,13 +8,19 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from fshard.errors import PlanError, RematError
 from fshard.model.policies import SavePolicy, everything, nothing
+
+
+class Host(Protocol):
+    """The engine. ``inside`` is the unit whose function is running."""
+
+    inside: str
 
 
 @dataclass(frozen=True)
@@ -28,19 +34,26 @@ class Remat:
         found = next((policy for pattern, policy in self.rules if re.fullmatch(pattern, unit)), everything)
         return None if found.ops is None else found
 
-    def around(self, unit: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, unit: str, function: Callable[..., Any], host: Host) -> Callable[..., Any]:
         """A unit's function, computed again in the backward if a rule says so."""
         policy = self.of(unit) if self.rules else None
         if policy is None:
             return function
         options: dict[str, Any] = {"context_fn": policy.contexts()} if policy.ops else {}
 
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            outer, host.inside = host.inside, unit  # in the backward, too, a unit inside of this one is part of it
+            try:
+                return function(*args, **kwargs)
+            finally:
+                host.inside = outer
+
         @functools.wraps(function)
         def kept(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
             try:
-                return checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **options)
+                return checkpoint(functools.partial(inside, **kwargs), *args, use_reentrant=False, **options)
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
                     raise _transforming(unit) from error
