@@ -135,7 +135,7 @@ class TrainStep:
             PlanError: the program depends on values of tensors, so that only a real step finds it.
         """
         part = microbatches(batch, self.options.accumulate)[0]
-        found = trace(self._runner.fn, self.plan, part, True)
+        found = trace(self._runner.fn, self.plan, part, True, self.options.remat)
         if found is None:
             raise PlanError("the program depends on values of the batch's tensors, so its memory cannot be foreseen")
         return footprint(self._runner.workshop.schedule(found.program), found.needs)

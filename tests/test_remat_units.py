@@ -122,6 +122,18 @@ def test_memory_falls_and_dropout_stays(compile: str | None) -> None:
     assert every[2] < dots[2] - 4 * wide
 
 
+def test_the_footprint_knows_of_remat() -> None:
+    model = fs.split(nn.Sequential(*(Block() for _ in range(8))), units=("*",))
+    mesh = fs.make_mesh((1,), ("shard",))
+    plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    peaks = []
+    for remat in (None, fs.policies.dots, "all"):
+        step = fs.make_train_step(lambda p, x: model.apply(p, x).square().mean(), fs.optim.sgd(0.1), plan, remat=remat)
+        peaks.append(step.footprint(torch.zeros(512, 16)).activation_bytes)
+    wide = 512 * 128 * 4
+    assert peaks[1] < peaks[0] - 6 * wide and peaks[2] < peaks[1] - 4 * wide
+
+
 def test_units_of_different_policies_do_not_share_a_graph() -> None:
     units = stack("fx", [("[0-3]", "all"), ("4", fs.policies.dots)])[3]
     assert [line.split(": ")[1] for line in units.splitlines()] == [

@@ -62,6 +62,9 @@ class Remat:
         return kept
 
 
+NO_REMAT = Remat()
+
+
 def _transforming(unit: str) -> RematError:
     return RematError(
         f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again: leave it out, "

@@ -27,6 +27,7 @@ from fshard.runtime.engine import Engine
 from fshard.runtime.executor import OnDemand, Tracing, program_of
 from fshard.runtime.ledger import Ledger
 from fshard.runtime.loss import check_differentiable, read_loss
+from fshard.runtime.remat import NO_REMAT, Remat
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.plan import Plan
@@ -90,7 +91,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found | None:
+def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT) -> Found | None:
     """The program of a function on a batch, or None if it depends on tensor values.
 
     Args:
@@ -98,12 +99,14 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool) -> Found 
         plan: the plan.
         batch: this rank's batch, or one microbatch of it.
         train: whether ``fn`` returns a loss, of which the backward is traced too.
+        remat: which units are computed again in their backward. It changes what activations take, and no call.
 
     Raises:
         LossError, UnitError: the function breaks a rule, or whatever it raises itself.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     engine = Engine(plan, _drop)
+    engine.remat = remat
     try:
         with mode:
             _fake_leaves(engine, plan)
