@@ -6,7 +6,7 @@ The spec says where, the schedule says when, the runtime does it::
     model/          modules as parameter trees and pure functions, units, initial values
     optim/          update rules, fused on flat buffers
     sharding/       WHERE: mesh, spec, rules, layout, plan
-    schedule/       WHEN: ops, build, check, text, memory, simulate
+    schedule/       WHEN: ops, build, check, text, memory, simulate, auto
     runtime/        HOW: communication, arena, engine, executor
     collectives/    psum, all_gather, ... by axis name, differentiable
     state/          the train state, and its ways in and out of whole tensors
@@ -27,6 +27,7 @@ from fshard.model.remat import remat
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
 from fshard.runtime.loss import Mean
+from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.policy import Policy, keep
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Costs, Link, Simulation, simulate
@@ -48,6 +49,8 @@ from fshard.virtual import VirtualMesh, virtual_mesh
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
+    "Choice",
     "Costs",
     "EvalStep",
     "Link",

@@ -174,6 +174,21 @@ def bad_costs(problems: Iterable[str]) -> PlanError:
     return PlanError(lines("these costs cannot be:", problems, "give seconds and bytes a second of ops that exist"))
 
 
+def memory_too_small(budget: int, least: str, policy: str, items: Iterable[str]) -> PlanError:
+    """A limit on memory that no schedule keeps."""
+    head = f"memory={budget} bytes are too few for any schedule: the least is {least}, with {policy}. Most of it is:"
+    return PlanError(lines(head, items, "Allow that much, use smaller units, more ranks or a smaller batch."))
+
+
+def unknown_rates(missing: Sequence[str]) -> PlanError:
+    """A choice of schedule without numbers, where none can be measured."""
+    given = ", ".join(f"{name}=..." for name in missing)
+    return PlanError(
+        f"schedule='auto' measures {' and '.join(missing)} at the first step, and there was none: make a step "
+        f"first, or give the numbers: schedule=fs.Auto({given})"
+    )
+
+
 def no_unit_to_keep(patterns: Iterable[str], units: Sequence[str]) -> PlanError:
     """Patterns of ``fs.keep`` that no unit of the program has a name for."""
     some = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "") or "none at all"

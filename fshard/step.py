@@ -23,6 +23,7 @@ from fshard.runtime.rng import seeded
 from fshard.runtime.runner import Runner, Work
 from fshard.runtime.trace import trace
 from fshard.runtime.update import Gradients, Shard, Update, segments
+from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
@@ -37,7 +38,7 @@ class Options:
 
     clip_norm: float | None
     accumulate: int
-    policy: Policy
+    policy: Policy | Auto
     donate: bool
     debug: bool
     compile: str | None
@@ -62,6 +63,7 @@ class TrainStep:
         self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
+        self._choice: Choice | None = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Make one step.
@@ -122,7 +124,9 @@ class TrainStep:
                 "the program depends on values of the batch's tensors, which a trace does not have: call the step "
                 "once; it gathers on demand and finds the schedule for the next"
             )
-        self._traced = self._runner.workshop.schedule(found.program)
+        self._traced = self._runner.workshop.schedule(found)
+        if isinstance(self.options.policy, Auto):
+            self._choice = self._runner.workshop.choice(found)
         return self._traced
 
     def footprint(self, batch: Any) -> Footprint:
@@ -138,7 +142,7 @@ class TrainStep:
         found = trace(self._runner.fn, self.plan, part, True, self.options.remat)
         if found is None:
             raise PlanError("the program depends on values of the batch's tensors, so its memory cannot be foreseen")
-        return footprint(self._runner.workshop.schedule(found.program), found.needs)
+        return footprint(self._runner.workshop.schedule(found), found.needs)
 
     @property
     def schedule(self) -> Schedule:
@@ -152,6 +156,21 @@ class TrainStep:
         if schedule is None:
             raise PlanError("no schedule yet: it is found from a batch; call step.trace(batch), or the step itself")
         return schedule
+
+    @property
+    def choice(self) -> Choice:
+        """What ``schedule="auto"`` chose for the latest step, or the latest ``trace``, and from what. ``print`` it.
+
+        Raises:
+            PlanError: nothing was chosen.
+        """
+        latest = self._runner.latest
+        made = self._runner.workshop.choices
+        if latest is not None and latest.schedule is not None and latest.schedule.program.text in made:
+            return made[latest.schedule.program.text]
+        if self._choice is None:
+            raise PlanError("no choice: the schedule was given, or is not found yet; see schedule= of make_train_step")
+        return self._choice
 
     @property
     def record(self) -> tuple[Op, ...]:
@@ -220,7 +239,7 @@ def make_train_step(
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
-    schedule: Policy | None = None,
+    schedule: Policy | Auto | str | None = None,
     donate: bool = True,
     debug: bool = False,
     compile: str | None = None,
@@ -236,7 +255,8 @@ def make_train_step(
         clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``).
         accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch.
         schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
-            updates happen. None stands for ``fs.Policy()``.
+            updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
+            first step, by memory and simulated time; ``step.choice`` says what and why.
         donate: reuse the memory of the state that a step takes.
         debug: fill every freed range with nan, so that a read of freed memory shows.
         compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
@@ -251,16 +271,16 @@ def make_train_step(
     Raises:
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
     """
-    policy = Policy() if schedule is None else schedule
+    policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
     problems = []
     if clip_norm is not None and not clip_norm > 0:
         problems.append(f"clip_norm={clip_norm} must be positive, or None for no clipping")
+    if not isinstance(policy, Policy | Auto):
+        raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
     if clip_norm is not None and policy.update == "in_backward":
         problems.append("clip_norm= needs the norm of the whole gradient, which update='in_backward' never has")
     if not isinstance(accumulate, int) or accumulate < 1:
         problems.append(f"accumulate={accumulate!r} must be an int >= 1")
-    if not isinstance(policy, Policy):
-        raise PlanError(f"schedule={schedule!r} must be fs.Policy(...)")
     if not isinstance(plan, Plan) or not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
         raise PlanError(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given a "
@@ -268,7 +288,8 @@ def make_train_step(
         )
     if not callable(loss_fn):
         problems.append(f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)")
-    if policy.accumulation == "full" and accumulate > 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
+    full = isinstance(policy, Policy) and policy.accumulation == "full"
+    if full and accumulate > 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
         problems.append(
             "accumulation='full' adds up whole gradients in the dtype that travels, and Precision(reduce=) rounds that "
             "at every microbatch: use accumulation='sharded'"

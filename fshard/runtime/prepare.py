@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fshard.errors import unknown_rates
 from fshard.runtime.actions import Actions, Lanes
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
+from fshard.runtime.measure import common, measured
 from fshard.runtime.memory import deallocate
 from fshard.runtime.remat import Remat
 from fshard.runtime.trace import Found
+from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.build import build
 from fshard.schedule.check import check
+from fshard.schedule.footprint import Need
 from fshard.schedule.infos import group_infos, stage_numel
 from fshard.schedule.ops import ROOT, Op, Program
 from fshard.schedule.policy import Policy
@@ -52,11 +56,12 @@ class Workshop:
     """Makes and keeps what a step needs: communicators, gradient shards, one arena, and the programs met so far."""
 
     plan: Plan
-    policy: Policy
+    policy: Policy | Auto
     accumulate: int
     train: bool
     poison: bool
     lanes: Lanes | None
+    choices: dict[str, Choice] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
     casts: dict[int, Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Prepared] = field(default_factory=dict)
@@ -70,18 +75,51 @@ class Workshop:
         infos = enumerate(group_infos(self.plan))
         return frozenset(number for number, info in infos if self.train and info.reduced)
 
-    def schedule(self, program: Program) -> Schedule:
+    def schedule(self, found: Found) -> Schedule:
         """The checked schedule of a program."""
-        schedule = build(program, group_infos(self.plan), self.policy, self.accumulate, self.train)
+        if isinstance(self.policy, Auto):
+            schedule = self.choice(found).schedule
+        else:
+            schedule = build(found.program, group_infos(self.plan), self.policy, self.accumulate, self.train)
         check(schedule)
         return schedule
+
+    def undecided(self, found: Found) -> bool:
+        """Whether the policy of a program is still to be chosen, by all ranks together."""
+        return isinstance(self.policy, Auto) and found.program.text not in self.choices
+
+    def decide(self, found: Found) -> None:
+        """Choose the policy of a program. Collective."""
+        assert self.lanes is not None and isinstance(self.policy, Auto)
+        rates, needs = common(self.lanes, measured(self.plan, self.lanes, self.policy), found.needs)
+        self.choices[found.program.text] = choose(self._task(found.program, needs), self.policy, rates)
+
+    def choice(self, found: Found) -> Choice:
+        """What was chosen for a program; before any step, what this rank alone would choose.
+
+        Raises:
+            PlanError: nothing was chosen yet, and it is not known what this machine does in a second.
+        """
+        auto = self.policy
+        assert isinstance(auto, Auto)
+        if found.program.text in self.choices:
+            return self.choices[found.program.text]
+        missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
+        if missing:
+            raise unknown_rates(missing)
+        rates = Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency)
+        return choose(self._task(found.program, found.needs), auto, rates)
+
+    def _task(self, program: Program, needs: tuple[Need, ...]) -> Task:
+        full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
+        return Task(program, group_infos(self.plan), needs, self.accumulate, full)
 
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
         key = (program.text, weighted, foreign, found.inner)
         if key not in self.programs:
-            schedule = self.schedule(program)
+            schedule = self.schedule(found)
             arena = self._arena(schedule.memory.arena_bytes)
             self.programs[key] = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
             self.programs[key].engine.foreign = foreign

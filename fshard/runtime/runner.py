@@ -11,7 +11,7 @@ import torch
 from fshard import tree
 from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
 from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, uneven_rows
-from fshard.runtime.batch import check_device, microbatches, signature
+from fshard.runtime.batch import check_device, digest, microbatches, signature
 from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.loss import check_differentiable, detached, means_of, number, read_loss
@@ -134,11 +134,16 @@ class Runner:
             check_device(batch, self.plan.mesh.device)
             parts = microbatches(batch, self.workshop.accumulate)
             found = self.look(batch)
-            return (self.workshop.scheduled(found) if found else None), parts
+            if found is None or not self.workshop.undecided(found):
+                return (self.workshop.scheduled(found) if found else None), parts
         except BaseException as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
             agree(self.workshop.lanes.control, 0, batch, False, error)
             raise
+        # All ranks are here, with the same program, or none goes on.
+        agree(self.workshop.lanes.control, digest(found.program.text), batch, False, None)
+        self.workshop.decide(found)
+        return self.workshop.scheduled(found), parts
 
     def _scheduled(self, prepared: Prepared, work: Work) -> Outcome:
         assert self.workshop.lanes is not None and prepared.schedule is not None

@@ -1,0 +1,221 @@
+"""Choosing a policy: candidates are built, their memory is known, their time is simulated, and the table is kept.
+
+Automatic choice by a cost model over a small set of plans, as Alpa (Zheng et al., 2022) and Galvatron (Miao et al.,
+2023) do for layouts, here for schedules alone.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from fshard import errors
+from fshard.schedule.build import build
+from fshard.schedule.footprint import Footprint, Need, footprint
+from fshard.schedule.memory import size_text
+from fshard.schedule.ops import ROOT, GroupInfo, Program
+from fshard.schedule.policy import UPDATES, Keep, Policy
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.simulate import Costs, Link, simulate, time_text
+
+TIE = 1.01
+"""Times closer than this are equal: the model is no better. Of those the least memory wins."""
+
+LARGEST = 4
+"""Items that an error about memory names."""
+
+WORDS = MappingProxyType(
+    {
+        "param": "gathered parameters",
+        "grad": "full gradients",
+        "leaf": "gradients of leaves",
+        "stage": "staging of the reduction",
+        "shard": "gradient shard",
+    }
+)
+"""Kinds of items, for people."""
+
+
+@dataclass(frozen=True)
+class Auto:
+    """``schedule=fs.Auto(memory=...)``: pick the policy whose step is fastest among those that fit.
+
+    Args:
+        memory: bytes that a step may hold on a rank beside parameter shards and optimizer state, activations
+            included; None for no limit.
+        compute: floating-point operations a second of one rank. None: measured at the first step.
+        wire: bytes a second that one rank can send. None: measured at the first step.
+        latency: seconds from the issue of a collective to its first byte.
+        update: when updates happen, as in ``fs.Policy``. It is never chosen: it decides whether steps are atomic.
+
+    Raises:
+        PlanError: a value that is no amount; all of them are listed.
+
+    >>> Auto(memory=2**30, compute=50e9, wire=125e6).update
+    'deferred'
+    """
+
+    memory: int | None = None
+    compute: float | None = None
+    wire: float | None = None
+    latency: float = 0.0
+    update: str = "deferred"
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("memory", "compute", "wire"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool | str) or not value > 0):
+                problems.append(f"{name}={value!r} is not positive")
+        if not 0 <= self.latency < math.inf:
+            problems.append(f"latency={self.latency!r} is no number of seconds")
+        if self.update not in UPDATES:
+            problems.append(f"update={self.update!r} is none of {', '.join(map(repr, UPDATES))}")
+        if problems:
+            raise errors.bad_policy(problems)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the choice stands on: floating-point operations a second, bytes a second, seconds."""
+
+    compute: float
+    wire: float
+    latency: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.compute / 1e9:.4g} GFLOP/s, {self.wire / 1e6:.4g} MB/s a rank, latency {time_text(self.latency)}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One policy with what it would hold and take."""
+
+    policy: Policy
+    memory: Footprint
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``schedule="auto"`` chose, and from what. ``print`` it.
+
+    Attributes:
+        schedule: of the chosen policy.
+        candidates: all that were tried, the fastest first.
+        rates: what simulated times stand on.
+        budget: the limit on memory, in bytes.
+    """
+
+    schedule: Schedule = field(repr=False)
+    candidates: tuple[Candidate, ...] = field(repr=False)
+    rates: Rates
+    budget: int | None
+
+    @property
+    def policy(self) -> Policy:
+        """The one chosen."""
+        return self.schedule.policy
+
+    def __str__(self) -> str:
+        limit = f"at most {size_text(self.budget)}" if self.budget is not None else "no limit on memory"
+        rows = [
+            f"chose {self.policy}",
+            f"the least memory among the fastest (within {TIE - 1:.0%}), {limit}; {self.rates}",
+            f"{'step':>12} {'exposed':>12} {'memory':>10}  policy",
+        ]
+        for each in self.candidates:
+            over = self.budget is not None and each.memory.peak_bytes > self.budget
+            mark = " <- chosen" if each.policy == self.policy else " (over the limit)" if over else ""
+            rows.append(
+                f"{time_text(each.seconds):>12} {time_text(each.exposed):>12} "
+                f"{size_text(each.memory.peak_bytes):>10}  {each.policy}{mark}"
+            )
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a choice is made for.
+
+    Args:
+        program: the program.
+        groups: the groups, by id.
+        needs: what the compute ops of one microbatch need, in order; nothing if that is not known.
+        accumulate: microbatches in a step.
+        full: whether whole gradients may be added up over microbatches.
+    """
+
+    program: Program
+    groups: Sequence[GroupInfo]
+    needs: Sequence[Need]
+    accumulate: int = 1
+    full: bool = True
+
+
+def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
+    """The policy of the fastest simulated step that fits, and the table. A function of its arguments alone.
+
+    Args:
+        task: the program. Without needs, compute and activations count as nothing.
+        auto: the limits.
+        rates: what the times stand on.
+
+    Raises:
+        PlanError: no candidate fits; the least memory, where it is needed and what needs it are named.
+    """
+    needs = task.needs or [Need(0, 0, 0)]
+    costs = Costs(_seconds(task, rates.compute), Link(rates.wire, rates.latency))
+    found: list[tuple[Candidate, Schedule]] = []
+    for policy in candidates(task, auto.update):
+        schedule = build(task.program, task.groups, policy, task.accumulate)
+        run = simulate(schedule, costs)
+        found.append((Candidate(policy, footprint(schedule, needs), run.seconds, run.exposed), schedule))
+    fits = [pair for pair in found if auto.memory is None or pair[0].memory.peak_bytes <= auto.memory]
+    if not fits:
+        least, schedule = min(found, key=lambda pair: pair[0].memory.peak_bytes)
+        assert auto.memory is not None
+        raise errors.memory_too_small(
+            auto.memory, str(least.memory), str(least.policy), _largest(schedule, least.memory)
+        )
+    fastest = min(each.seconds for each, _ in fits)
+    close = [pair for pair in fits if pair[0].seconds <= TIE * fastest]
+    _, schedule = min(close, key=lambda pair: (pair[0].memory.peak_bytes, pair[0].seconds))
+    order = sorted((each for each, _ in found), key=lambda each: (each.seconds, each.memory.peak_bytes))
+    return Choice(schedule, tuple(order), rates, auto.memory)
+
+
+def candidates(task: Task, update: str) -> Iterator[Policy]:
+    """The policies that are tried: the simplest first, so that ties go to them."""
+    units = len({call.unit for call in task.program.forward})
+    parts = sorted({units * share // 4 for share in (1, 2, 3)} - {0, units})
+    reshards: list[bool | Keep] = [True, *(Keep(last=part) for part in parts), False]
+    for accumulation in ("sharded", "full") if task.accumulate > 1 and task.full else ("sharded",):
+        for reshard in reshards:
+            for prefetch in (0, 1, 2, 3):
+                for reduces in (1, 2):
+                    yield Policy(prefetch, reduces, reshard, update, accumulation)
+
+
+def _seconds(task: Task, rate: float) -> Mapping[tuple[str, str], float]:
+    """What compute ops take: the mean over the calls of a unit."""
+    program = task.program
+    ops = [("forward", ROOT), *(("forward", call.unit) for call in program.forward)]
+    ops += [*(("backward", call.unit) for call in program.backward), ("backward", ROOT)]
+    times: dict[tuple[str, str], list[float]] = {}
+    for op, need in zip(ops, task.needs, strict=bool(task.needs)):
+        times.setdefault(op, []).append(need.flops / rate)
+    return {op: sum(each) / len(each) for op, each in times.items()}
+
+
+def _largest(schedule: Schedule, peak: Footprint) -> list[str]:
+    """The largest items in memory at the peak."""
+    memory = schedule.memory
+    alive = [
+        (size, item)
+        for item, size in memory.sizes.items()
+        if any(first <= peak.op <= last for first, last in memory.lifetimes[item])
+    ]
+    largest = sorted(alive, key=lambda pair: (-pair[0], pair[1]))[:LARGEST]
+    return [f"{item.partition(':')[2]}: {WORDS[item.partition(':')[0]]}, {size_text(size)}" for size, item in largest]
