@@ -175,9 +175,42 @@ def test_arguments_that_never_repeat_are_given_up() -> None:
         return unit(params["a"], x, float(count[0])).mean()
 
     step, state = _of(loss, _params("a"), compile="fx")
-    for _ in range(20):
+    for _ in range(40):
         state, _ = step(state, _rows(0))
-    assert "pass Python numbers that change as tensors" in step.units
+    assert "pass numbers that change as tensors" in step.units
+
+
+def test_two_functions_of_one_name_and_numbers_around_them() -> None:
+    gain = 1.0
+
+    @fs.unit
+    def unit(p: Any, x: Tensor) -> Tensor:
+        return _affine(p, x) * gain
+
+    again = fs.unit(lambda p, x: _affine(p, x) - 1)
+    first = fs.unit(lambda p, x: _affine(p, x) + SHIFTS["by"])
+    object.__setattr__(again, "__name__", "unit")
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        nonlocal gain
+        gain = gain + 1.0
+        y = unit(params["a"], x)
+        gain = gain + 1.0
+        out: Tensor = unit(params["a"], y) + again(params["a"], y) + first(params["a"], y)
+        return out.square().mean()
+
+    seen = []
+    for compile in (None, "fx"):
+        gain = 1.0
+        step, state = _of(loss, _params("a", "b"), compile=compile)
+        for number in range(4):
+            state, metrics = step(state, _rows(number))
+            seen.append(metrics.loss.item())
+    assert seen[:4] == seen[4:]
+    assert "as it is" not in step.units
+
+
+SHIFTS = {"by": 2.0}
 
 
 def test_equal_modules_share_a_graph_and_unequal_ones_do_not() -> None:

@@ -1,7 +1,9 @@
 """Which graph a call of a unit runs: by the unit's structure and the shapes, strides, dtypes and values it is given."""
 
 import enum
-from collections.abc import Hashable, Mapping, Sequence
+import math
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,16 +13,23 @@ from torch import Tensor
 from fshard import tree
 from fshard.model.unit import Unit
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
-from fshard.runtime.graphs.run import Bound, Call, Claim, Host, exact
+from fshard.runtime.graphs.run import Bound, Call, Claim, Host
 from fshard.runtime.graphs.trace import Meta, Source, Untraceable, meta_of
 from fshard.runtime.remat import Remat
 from fshard.sharding.plan import Plan
 
-MANY = 16
+MANY = 32
 """Graphs that one unit may need before it is run eagerly: one whose Python arguments change with every step."""
+
+GIVEN_UP = (
+    f"it, its arguments and the numbers that it closes over took {MANY} forms: pass numbers that change as tensors, "
+    f"and make units outside of the loss function"
+)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on."""
+
+NUMBERS = (bool, int, float, complex, str, bytes)
 
 
 @dataclass(eq=False)
@@ -73,9 +82,11 @@ Key = tuple[Any, ...]
 class Site:
     """The calls of one unit: what they ran before."""
 
-    __slots__ = ("bound", "found", "key")
+    __slots__ = ("around", "bound", "fn", "found", "key")
 
     def __init__(self) -> None:
+        self.fn: Any = None
+        self.around: Callable[[], Key] = tuple
         self.key: Key | None = None
         self.bound: Bound | None = None
         self.found: dict[Key, Bound | None] = {}
@@ -133,16 +144,20 @@ class Graphs:
         """
         if _watched():
             return False, None
-        inputs, key = _quick(args)
         site = self.sites.get(name)
         if site is None:
             site = self.sites[name] = Site()
+        if site.fn is not unit.fn:
+            site.fn, site.around = unit.fn, surroundings(unit.fn)
+        inputs, key = _quick(args, (unit.fn, *site.around()))
         if key == site.key:
             bound = site.bound
         else:
-            if key not in site.found:
+            if key not in site.found and len(site.found) < MANY:
                 site.found[key] = self._find(unit, name, params, leaves, paths, args, key)
-            bound = site.bound = site.found[key]
+            elif key not in site.found:
+                self.cache.note(name, GIVEN_UP)
+            bound = site.bound = site.found.get(key)
             site.key = key
         if bound is None:
             return False, None
@@ -166,8 +181,6 @@ class Graphs:
         odd = [x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)]
         if odd:
             return f"an argument is a {type(odd[0]).__name__}, neither a plain tensor nor a plain Python value"
-        if len(self.sites[name].found) >= MANY:
-            return f"its arguments took {MANY} forms: pass Python numbers that change as tensors"
         grad = torch.is_grad_enabled()
         metas = [meta_of(leaf) for leaf in leaves]
         shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]
@@ -182,10 +195,10 @@ class Graphs:
             policy=self.remat.of(name) if grad else None,
         )
         kind = getattr(unit.fn, "kind", None)
-        plain = tuple(x if isinstance(x, Meta) else exact(x) for x in source.values)
+        plain = tuple(x if isinstance(x, Meta) else _exact(x) for x in source.values)
         code = kind() if kind is not None else unit.fn
         shapes = (source.params, spec, source.leaves, source.shared, plain)
-        return self.cache.graph((code, *shapes, source.policy, key[-1]), source)
+        return self.cache.graph((code, *key[0][1:], *shapes, source.policy, key[-1]), source)
 
 
 def _meta(x: Tensor, grad: bool) -> Meta:
@@ -197,17 +210,60 @@ def _ordinary(x: Any) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
 
 
-def _quick(args: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Sequence[Tensor], Key]:
+def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Key) -> tuple[Sequence[Tensor], Key]:
     """The tensors among the arguments of a call, and all that its graph depends on."""
-    flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None)
+    flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None, *_settings())
     positional, keywords = args
-    if not keywords and all([type(x) is Tensor for x in positional]):
-        return positional, (*[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in positional], flags)
+    if not keywords and all([type(x) is Tensor and x.layout is torch.strided for x in positional]):
+        shapes = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in positional]
+        return positional, (function, *shapes, flags)
     values, spec = tree.flatten(args)
     key = [
-        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if _ordinary(x) else exact(x) for x in values
+        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if _ordinary(x) else _exact(x)
+        for x in values
     ]
-    return [x for x in values if isinstance(x, Tensor)], (spec, *key, flags)
+    return [x for x in values if isinstance(x, Tensor)], (function, spec, *key, flags)
+
+
+def _exact(value: Any) -> Key:
+    """Equal for values that a program cannot tell apart; of a value that no graph takes, its type."""
+    if isinstance(value, float):
+        return (float, value, math.copysign(1.0, value))
+    return (type(value), value) if isinstance(value, PLAIN) else (type(value),)
+
+
+def surroundings(fn: Any) -> Callable[[], Key]:
+    """What a hand-written function reads of plain values outside of its arguments, at the time of the call.
+
+    Its closure and the globals that it names are looked at, not those of functions that it calls.
+    """
+    if not isinstance(fn, types.FunctionType) or hasattr(fn, "kind"):
+        return tuple
+    cells = [cell for cell in fn.__closure__ or () if _plain_cell(cell)]
+    space, names = fn.__globals__, [n for n in fn.__code__.co_names if isinstance(fn.__globals__.get(n), NUMBERS)]
+    if not cells and not names:
+        return tuple
+    return lambda: (
+        *[_exact(cell.cell_contents) if _plain_cell(cell) else None for cell in cells],
+        *[_exact(space.get(name)) for name in names],
+    )
+
+
+def _plain_cell(cell: types.CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, PLAIN)
+    except ValueError:  # nothing is in it yet
+        return False
+
+
+def _settings() -> Key:
+    """Settings of torch that decide which ops a function becomes."""
+    return (
+        torch.get_default_dtype(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
 
 
 def _autocast() -> Key:

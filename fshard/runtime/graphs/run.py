@@ -1,6 +1,5 @@
 """Running graphs: a unit's call becomes one node of autograd's graph."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -206,10 +205,3 @@ class Uncast:
 def quiet() -> Any:
     """The context in which a graph's ops run: nobody but their kernels sees them."""
     return Uncast() if torch._C._is_any_autocast_enabled() else Below()
-
-
-def exact(value: Any) -> Any:
-    """A key by which two plain Python values are equal only if a program cannot tell them apart; None if none is."""
-    if isinstance(value, float):
-        return (float, value, math.copysign(1.0, value))
-    return (type(value), value)
