@@ -87,7 +87,7 @@ def test_graphs_on_several_ranks(pool: Pools, world: int) -> None:
         assert not problems, "\n".join(problems)
 
 
-def _of(units: Callable[..., Tensor], params: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+def step_of(units: Callable[..., Tensor], params: dict[str, Any], **options: Any) -> tuple[Any, Any]:
     """A step of hand-written units, and its state."""
     mesh = fs.make_mesh((1,), ("shard",))
     owners = [path.rpartition(".")[0] for path, _ in tree.paths(params)]
@@ -103,7 +103,7 @@ def _both(loss: Callable[..., Tensor], params: dict[str, Any], batches: list[Any
     """Train with and without graphs, assert that all bits agree, and return what the units ran as."""
     seen = []
     for compile in (None, "fx"):
-        step, state = _of(loss, params, compile=compile)
+        step, state = step_of(loss, params, compile=compile)
         losses = []
         for batch in batches:
             state, metrics = step(state, batch)
@@ -114,45 +114,48 @@ def _both(loss: Callable[..., Tensor], params: dict[str, Any], batches: list[Any
     return step.units
 
 
-def _params(*names: str) -> dict[str, Any]:
+def params_of(*names: str) -> dict[str, Any]:
+    """A weight and a bias under each name."""
     generator = torch.Generator().manual_seed(3)
     return {name: {"w": torch.randn(6, 6, generator=generator), "b": torch.zeros(6)} for name in names}
 
 
-def _rows(number: int, rows: int = 8) -> Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(number))
+def rows(number: int, count: int = 8) -> Tensor:
+    """A batch."""
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(number))
 
 
-def _affine(p: Any, x: Tensor) -> Tensor:
+def affine(p: Any, x: Tensor) -> Tensor:
+    """An affine map and tanh."""
     return torch.tanh(F.linear(x, p["w"], p["b"]))
 
 
 def test_dropout_draws_the_numbers_of_the_eager_engine() -> None:
-    unit = fs.unit(lambda p, x: F.dropout(_affine(p, F.dropout(x, 0.2)), 0.5))
+    unit = fs.unit(lambda p, x: F.dropout(affine(p, F.dropout(x, 0.2)), 0.5))
 
     def loss(params: Any, x: Tensor) -> Tensor:
         return unit(params["b"], unit(params["a"], x)).square().mean()
 
-    text = _both(loss, _params("a", "b"), [_rows(n) for n in range(3)])
+    text = _both(loss, params_of("a", "b"), [rows(n) for n in range(3)])
     assert text.splitlines() == ["<lambda>(a): fx graph 0", "<lambda>(b): fx graph 1"]  # a's input needs none
 
 
 def test_dropout_under_a_checkpoint_runs_eagerly() -> None:
     def inside(p: Any, x: Tensor) -> Tensor:
-        return F.dropout(_affine(p, x), 0.5)
+        return F.dropout(affine(p, x), 0.5)
 
     @fs.unit
     def unit(p: Any, x: Tensor) -> Any:
         return torch.utils.checkpoint.checkpoint(inside, p, x, use_reentrant=False)
 
-    text = _both(lambda params, x: unit(params["a"], x).square().mean(), _params("a"), [_rows(0), _rows(1)])
+    text = _both(lambda params, x: unit(params["a"], x).square().mean(), params_of("a"), [rows(0), rows(1)])
     assert "draws random numbers" in text
 
 
 def test_a_new_shape_or_value_is_traced_anew() -> None:
     @fs.unit
     def unit(p: Any, x: Tensor, gain: float, *, on: bool = True) -> Tensor:
-        return _affine(p, x) * gain if on else x + 0
+        return affine(p, x) * gain if on else x + 0
 
     def loss(params: Any, batch: Any) -> Tensor:
         return (
@@ -160,23 +163,23 @@ def test_a_new_shape_or_value_is_traced_anew() -> None:
             + unit(params["b"], batch["x"].t().contiguous().t(), 1).sum()
         )
 
-    batches = [{"x": _rows(n, 4 + n % 2 * 2), "gain": 0.5 + n // 2, "on": True} for n in range(4)]
-    text = _both(loss, _params("a", "b"), [*batches, {**batches[0], "gain": 0.0}, {**batches[0], "gain": -0.0}])
+    batches = [{"x": rows(n, 4 + n % 2 * 2), "gain": 0.5 + n // 2, "on": True} for n in range(4)]
+    text = _both(loss, params_of("a", "b"), [*batches, {**batches[0], "gain": 0.0}, {**batches[0], "gain": -0.0}])
     assert text.splitlines()[0].count("graph") == 6
 
 
 def test_arguments_that_never_repeat_are_given_up() -> None:
     @fs.unit
     def unit(p: Any, x: Tensor, gain: float) -> Tensor:
-        return _affine(p, x) * gain
+        return affine(p, x) * gain
 
     def loss(params: Any, x: Tensor, count: list[int] = [0]) -> Tensor:  # noqa: B006 - counts the calls
         count[0] += 1
         return unit(params["a"], x, float(count[0])).mean()
 
-    step, state = _of(loss, _params("a"), compile="fx")
+    step, state = step_of(loss, params_of("a"), compile="fx")
     for _ in range(40):
-        state, _ = step(state, _rows(0))
+        state, _ = step(state, rows(0))
     assert "pass numbers that change as tensors" in step.units
 
 
@@ -185,10 +188,10 @@ def test_two_functions_of_one_name_and_numbers_around_them() -> None:
 
     @fs.unit
     def unit(p: Any, x: Tensor) -> Tensor:
-        return _affine(p, x) * gain
+        return affine(p, x) * gain
 
-    again = fs.unit(lambda p, x: _affine(p, x) - 1)
-    first = fs.unit(lambda p, x: _affine(p, x) + SHIFTS["by"])
+    again = fs.unit(lambda p, x: affine(p, x) - 1)
+    first = fs.unit(lambda p, x: affine(p, x) + SHIFTS["by"])
     object.__setattr__(again, "__name__", "unit")
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -202,9 +205,9 @@ def test_two_functions_of_one_name_and_numbers_around_them() -> None:
     seen = []
     for compile in (None, "fx"):
         gain = 1.0
-        step, state = _of(loss, _params("a", "b"), compile=compile)
+        step, state = step_of(loss, params_of("a", "b"), compile=compile)
         for number in range(4):
-            state, metrics = step(state, _rows(number))
+            state, metrics = step(state, rows(number))
             seen.append(metrics.loss.item())
     assert seen[:4] == seen[4:]
     assert "as it is" not in step.units
@@ -224,7 +227,7 @@ def test_equal_modules_share_a_graph_and_unequal_ones_do_not() -> None:
     opt = fs.optim.sgd(0.1)
     state = fs.init_state(plan, opt, params=model.params)
     step = fs.make_train_step(lambda p, x: model.apply(p, x).square().mean(), opt, plan, compile="fx")
-    step(state, _rows(0).requires_grad_(False))
+    step(state, rows(0).requires_grad_(False))
     assert [line.split(": ")[1] for line in step.units.splitlines()] == [
         "fx graph 0",  # its input needs no gradient
         "fx graph 1",
@@ -258,7 +261,7 @@ def test_buffers_change_as_in_the_eager_engine() -> None:
         step = fs.make_train_step(loss, opt, plan, compile=compile)
         buffers = model.buffers
         for number in range(3):
-            state, metrics = step(state, {"x": _rows(number), "buffers": tree.map(torch.clone, buffers)})
+            state, metrics = step(state, {"x": rows(number), "buffers": tree.map(torch.clone, buffers)})
             seen.append({"loss": metrics.loss, **metrics.aux})
     assert "as it is" not in step.units
     for want, got in zip(seen[:3], seen[3:], strict=True):
@@ -266,25 +269,25 @@ def test_buffers_change_as_in_the_eager_engine() -> None:
 
 
 def test_autocast_gives_the_bits_of_the_eager_engine() -> None:
-    unit = fs.unit(_affine)
+    unit = fs.unit(affine)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             x = unit(params["b"], unit(params["a"], x))
         return unit(params["c"], x.float()).square().mean()
 
-    text = _both(loss, _params("a", "b", "c"), [_rows(n) for n in range(3)])
+    text = _both(loss, params_of("a", "b", "c"), [rows(n) for n in range(3)])
     assert "as it is" not in text and text.count("graph") == 3
 
 
 def test_python_randomness_is_not_baked_in() -> None:
     @fs.unit
     def unit(p: Any, x: Tensor) -> Tensor:
-        return _affine(p, x) if random.random() < 0.5 else x * p["w"][0]
+        return affine(p, x) if random.random() < 0.5 else x * p["w"][0]
 
     state_before = random.getstate()
-    step, state = _of(lambda params, x: unit(params["a"], x).mean(), _params("a"), compile="fx")
-    step(state, _rows(0))
+    step, state = step_of(lambda params, x: unit(params["a"], x).mean(), params_of("a"), compile="fx")
+    step(state, rows(0))
     random.setstate(state_before)
     assert "Python's random" in step.units
 
@@ -292,30 +295,30 @@ def test_python_randomness_is_not_baked_in() -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (lambda p, x: _affine(p, x) * _LOOSE, "cannot be a graph"),
-        (lambda p, x: _affine(p, x) if x.sum() > 1e9 else 2 * _affine(p, x), "cannot be a graph"),
-        (lambda p, x: torch.from_numpy((x.detach().numpy() > 0) * 1.0).float() * _affine(p, x), "cannot be a graph"),
-        (lambda p, x: _affine(p, x)[:, :3].chunk(3, 1)[1], None),
-        (lambda p, x: (x, _affine(p, x))[1], None),
+        (lambda p, x: affine(p, x) * _LOOSE, "cannot be a graph"),
+        (lambda p, x: affine(p, x) if x.sum() > 1e9 else 2 * affine(p, x), "cannot be a graph"),
+        (lambda p, x: torch.from_numpy((x.detach().numpy() > 0) * 1.0).float() * affine(p, x), "cannot be a graph"),
+        (lambda p, x: affine(p, x)[:, :3].chunk(3, 1)[1], None),
+        (lambda p, x: (x, affine(p, x))[1], None),
     ],
 )
 def test_what_cannot_be_traced_runs_eagerly(body: Any, reason: str | None) -> None:
-    unit, last = fs.unit(body), fs.unit(_affine)
+    unit, last = fs.unit(body), fs.unit(affine)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         out: Tensor = unit(params["a"], last(params["b"], x))
         return out.square().mean()
 
-    text = _both(loss, _params("a", "b"), [_rows(n) for n in range(3)])
+    text = _both(loss, params_of("a", "b"), [rows(n) for n in range(3)])
     assert ("as it is" in text) is (reason is not None) and (reason or "") in text
-    assert "_affine(b): fx graph" in text
+    assert "affine(b): fx graph" in text
 
 
 _LOOSE = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
 
 def test_a_write_to_what_a_graph_keeps_is_noticed() -> None:
-    unit = fs.unit(_affine)
+    unit = fs.unit(affine)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         y = unit(params["a"], x)
@@ -324,15 +327,15 @@ def test_a_write_to_what_a_graph_keeps_is_noticed() -> None:
         return z.mean() + y.mean()
 
     for compile in (None, "fx"):
-        step, state = _of(loss, _params("a", "b"), compile=compile)
+        step, state = step_of(loss, params_of("a", "b"), compile=compile)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            step(state, _rows(0))
+            step(state, rows(0))
 
 
 def test_gradients_of_some_outputs_only() -> None:
     @fs.unit
     def two(p: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = _affine(p, x)
+        y = affine(p, x)
         return y + x, (y * x).sum(0), (y > 0).sum()
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -341,85 +344,21 @@ def test_gradients_of_some_outputs_only() -> None:
         c, d, _ = two(params["c"], a)
         return b.mean() + (c.sum(0) + d).square().mean() * count
 
-    text = _both(loss, _params("a", "b", "c"), [_rows(n) for n in range(3)])
+    text = _both(loss, params_of("a", "b", "c"), [rows(n) for n in range(3)])
     assert "as it is" not in text
 
 
 def test_gradients_with_other_strides() -> None:
-    unit = fs.unit(_affine)
+    unit = fs.unit(affine)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         a = unit(params["a"], x)
         return a.sum() + unit(params["b"], a).t().reshape(-1).square().sum() + unit(params["c"], a)[:, ::2].sum()
 
-    text = _both(loss, _params("a", "b", "c"), [_rows(n) for n in range(3)])
+    text = _both(loss, params_of("a", "b", "c"), [rows(n) for n in range(3)])
     assert "as it is" not in text
 
 
 def test_unknown_backends_are_refused() -> None:
     with pytest.raises(PlanError, match="compile='xla' must be None, 'fx' or 'inductor'"):
-        _of(lambda params, x: x.sum(), _params("a"), compile="xla")
-
-
-def _close(loss: Callable[..., Any], params: dict[str, Any], batches: list[Any]) -> Any:
-    """Train with Inductor and without, assert that both agree, and return the step."""
-    seen = []
-    for compile in (None, "inductor"):
-        step, state = _of(loss, params, compile=compile)
-        losses = []
-        for batch in batches:
-            state, metrics = step(state, batch)
-            losses.append(metrics.loss.item())
-        seen.append((losses, tree.leaves(state.params)))
-    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-5)
-    for want, got in zip(seen[0][1], seen[1][1], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    return step
-
-
-def test_inductor_trains_alike() -> None:
-    @fs.unit
-    def unit(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = F.gelu(_affine(p, F.dropout(F.layer_norm(x, (6,), p["b"]), 0.5)))
-        return x + y, y.sum(1)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        for name in "abc":
-            x, s = unit(params[name], x)
-        return x.square().mean() + s.mean()
-
-    step = _close(loss, _params("a", "b", "c"), [_rows(n) for n in range(4)])
-    assert "as it is" not in step.units and tuple(step.record) == step.schedule.ops
-
-
-@pytest.mark.slow
-def test_inductor_notices_writes_to_what_it_keeps() -> None:
-    unit = fs.unit(_affine)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        y = unit(params["a"], x)
-        z = unit(params["b"], y)
-        y.mul_(2.0)
-        return z.mean() + y.mean()
-
-    step, state = _of(loss, _params("a", "b"), compile="inductor")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        step(state, _rows(0))
-
-
-def test_inductor_needs_a_compiler() -> None:
-    without = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})
-    with without, pytest.raises(PlanError, match="install g\\+\\+"):
-        _of(lambda params, x: x.sum(), _params("a"), compile="inductor")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "adapted", "conv", "handwritten"])
-def test_inductor_trains_every_kind_alike(name: str) -> None:
-    mesh = fs.make_mesh((1,), ("shard",))
-    plain, want, _ = train(name, None, mesh, debug=True)
-    compiled, got, step = train(name, "inductor", mesh, debug=True)
-    assert "as it is" not in step.units
-    assert [x for pair in compiled for x in pair] == pytest.approx([x for pair in plain for x in pair], rel=1e-4)
-    for path, leaf in want.items():
-        torch.testing.assert_close(got[path], leaf, rtol=1e-3, atol=1e-5)
+        step_of(lambda params, x: x.sum(), params_of("a"), compile="xla")
