@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard import P
 from fshard import collectives as c
 
 Values = list[Tensor]
@@ -47,6 +48,8 @@ def cases(n: int) -> list[Case]:
         *gathers(n, 1),
         *gathers(n, -1),
         *exchanges(n),
+        Case("cut", (2 * n, 2), lambda x, axis, **k: c.cut(x, P(axis), **k), lambda xs: list(xs[0].chunk(n)), "IV"),
+        Case("assemble", (3,), lambda x, axis, **k: c.assemble(x, P(axis), **k), lambda xs: [torch.cat(xs)] * n, "VI"),
         Case("ppermute round", (2, 2), lambda x, **k: c.ppermute(x, perm=ring, **k), lambda xs: _sent(xs, ring)),
         Case("ppermute down", (), lambda x, **k: c.ppermute(x, perm=line, **k), lambda xs: _sent(xs, line)),
     ]

@@ -55,7 +55,7 @@ def derivatives(f: Global, x: Tensor, w: Tensor, dx: Tensor, dw: Tensor) -> dict
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
         out, loss = f(x, w)
-        return loss + out.sin().sum()
+        return loss.sin() + out.sin().sum()
 
     def grads(x: Tensor, w: Tensor) -> Any:
         return torch.func.grad(loss, (0, 1))(x, w)
@@ -87,7 +87,7 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
     return out
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(settings_of())
 def test_generated_programs_equal_the_reference(case: Any) -> None:
     (sizes, names), (spec, weight), steps, seed = case
@@ -133,7 +133,7 @@ def sliced(name: str, plain: Any, specs: tuple[P, P], names: tuple[str, ...], me
 
 @pytest.mark.parametrize(("world", "sizes"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2))])
 def test_real_ranks_hold_the_slices_of_the_reference(pool: Pools, world: int, sizes: tuple[int, ...]) -> None:
-    names, count = ("a", "b")[: len(sizes)], 4
+    names, count = ("a", "b")[: len(sizes)], 3
     real = pool(world).run(on_slices, sizes, names, count)
     played = fs.virtual_mesh((world,), ("any",)).run(on_slices, sizes, names, count)
     mesh = fs.abstract_mesh(sizes, names)
