@@ -296,7 +296,7 @@ def unbound_axis(axis: object) -> AxisError:
     """An axis where no mesh is in scope."""
     return AxisError(
         f"no mesh is in scope, so axis {axis!r} means nothing here: call this inside of a function that fs.shard_map "
-        f"runs, or under fs.collectives.use_mesh(mesh), or pass mesh="
+        f"or a train step runs, or under fs.collectives.use_mesh(mesh), or pass mesh="
     )
 
 

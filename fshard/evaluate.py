@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fshard import tree
+from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import global_result
 from fshard.runtime.attempt import raise_failure, refuse_transforms, uneven_rows
@@ -44,7 +45,8 @@ class EvalStep:
         """
         refuse_transforms("an eval step")
         state.check_plan(self.plan)
-        with torch.inference_mode(False):  # slots are made once, and must be ordinary tensors
+        # Slots are made once, and must be ordinary tensors.
+        with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(Work(batch, state.finished()))
         lanes = self._runner.workshop.lanes
         assert outcome.verdict is not None and lanes is not None

@@ -100,7 +100,9 @@ class Mapped:
         """Call it with slices, or with global tensors on a virtual mesh that does not run."""
         scope = SCOPE.get()
         if scope is not None and scope.implicit:
-            raise AxisError(f"a shard_map over {self.mesh} inside of one over {scope.mesh}: call its function itself")
+            raise AxisError(
+                f"a shard_map over {self.mesh} inside of a function over {scope.mesh}: call what it maps itself"
+            )
         check_captured(self.f)
         leaves, structure = tree.flatten(args)
         specs = tree.spread(self.in_specs, args)
@@ -128,7 +130,7 @@ class Mapped:
             The result's tensors, their specs, and what puts them back into the result.
         """
         args = [self._enter(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        with bind(self.mesh, True):
+        with bind(self.mesh, self.mesh.axis_names):
             result = self.f(*tree.unflatten(structure, args))
         out, form = tree.flatten(result)
         out_specs, names = tree.spread(self.out_specs, result), tree.names(result, "result")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import rate
@@ -101,7 +102,8 @@ class TrainStep:
         part = self.plan.mesh.index(self.plan.data_axes)
         randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
         check = functools.partial(rate, self.opt.lr, state.step + 1)
-        outcome = self._runner.run(Work(batch, shards, update, check, randomness))
+        with bind(self.plan.mesh, self.plan.data_axes):
+            outcome = self._runner.run(Work(batch, shards, update, check, randomness))
         verdict = self._check(outcome)
         metrics = self._metrics(outcome, verdict)
         if own is None:
@@ -118,7 +120,8 @@ class TrainStep:
         Raises:
             PlanError: the program depends on values of tensors, so that only a real step finds it.
         """
-        found = self._runner.look(batch)
+        with bind(self.plan.mesh, self.plan.data_axes):
+            found = self._runner.look(batch)
         if found is None:
             raise PlanError(
                 "the program depends on values of the batch's tensors, which a trace does not have: call the step "
@@ -139,7 +142,8 @@ class TrainStep:
             PlanError: the program depends on values of tensors, so that only a real step finds it.
         """
         part = microbatches(batch, self.options.accumulate)[0]
-        found = trace(self._runner.fn, self.plan, part, True, self.options.remat)
+        with bind(self.plan.mesh, self.plan.data_axes):
+            found = trace(self._runner.fn, self.plan, part, True, self.options.remat)
         if found is None:
             raise PlanError("the program depends on values of the batch's tensors, so its memory cannot be foreseen")
         return footprint(self._runner.workshop.schedule(found), found.needs)

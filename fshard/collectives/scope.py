@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fshard.collectives.group import Group
 from fshard.errors import AxisError, unbound_axis, unknown_axis
-from fshard.sharding.mesh import Mesh
+from fshard.sharding.mesh import Axes, Mesh
 
 AxisName = str | tuple[str, ...]
 
@@ -20,13 +20,13 @@ AxisName = str | tuple[str, ...]
 class Scope:
     """A mesh whose axes are bound.
 
-    ``implicit`` says that every value inside is varying over all axes. What a collective makes invariant is then made
-    varying again at once. (JAX inserts the same ``pvary``, but where an invariant value meets a varying one, which its
-    tracer sees and ordinary PyTorch code does not show.)
+    ``implicit`` names the axes over which every value inside is varying. What a collective makes invariant over them is
+    made varying again at once. (JAX inserts the same ``pvary``, but where an invariant value meets a varying one, which
+    its tracer sees and ordinary PyTorch code does not show.)
     """
 
     mesh: Mesh
-    implicit: bool
+    implicit: Axes
 
 
 # The one context variable of the package: what is bound is a matter of the calls around, in this thread alone.
@@ -34,8 +34,8 @@ SCOPE: ContextVar[Scope | None] = ContextVar("fshard_scope", default=None)
 
 
 @contextmanager
-def bind(mesh: Mesh, implicit: bool) -> Iterator[None]:
-    """Bind the axes of a mesh inside."""
+def bind(mesh: Mesh, implicit: Axes) -> Iterator[None]:
+    """Bind the axes of a mesh inside, where every value is varying over the ``implicit`` ones."""
     token = SCOPE.set(Scope(mesh, implicit))
     try:
         yield
@@ -56,24 +56,24 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     ...     resolve("shard").size
     1
     """
-    with bind(mesh, False):
+    with bind(mesh, ()):
         yield mesh
 
 
-def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, bool]:
-    """A mesh, or else the one in scope; and whether all values are varying there.
+def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, Axes]:
+    """A mesh, or else the one in scope; and the axes over which all values are varying there.
 
     Raises:
-        AxisError: no mesh is in scope, or another one than in the enclosing ``fs.shard_map`` was given.
+        AxisError: no mesh is in scope, or another one than that of the enclosing function was given.
     """
     scope = SCOPE.get()
     if scope is None:
         if mesh is None:
             raise unbound_axis(what)
-        return mesh, False
+        return mesh, ()
     here = scope.mesh if mesh is None else mesh
     if scope.implicit and (here.sizes, here.axis_names) != (scope.mesh.sizes, scope.mesh.axis_names):
-        raise AxisError(f"mesh={here} inside of a shard_map over {scope.mesh}: collectives there use its axes")
+        raise AxisError(f"mesh={here} inside of a function over {scope.mesh}: collectives there use its axes")
     return here, scope.implicit
 
 
@@ -90,4 +90,19 @@ def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
             raise unknown_axis(name, mesh.axis_names)
     if not axes or len(set(axes)) < len(axes):
         raise AxisError(f"axis={axis!r}: name at least one axis, and none twice; the mesh has {mesh.axis_names}")
-    return Group(mesh, axes, implicit)
+    return group_of(axes, mesh, implicit)
+
+
+def group_of(axes: Axes, mesh: Mesh, implicit: Axes) -> Group:
+    """The ranks along axes that are all of one kind.
+
+    Raises:
+        AxisError: all values are varying over some of the axes, but not over others.
+    """
+    inside = [axis in implicit for axis in axes]
+    if any(inside) and not all(inside):
+        raise AxisError(
+            f"axis={axes!r}: here all values are varying over {implicit}, but types are kept over the other axes; make "
+            f"one call for the axes of each kind"
+        )
+    return Group(mesh, axes, all(inside))

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fshard.collectives.build import untraced
-from fshard.collectives.group import Group
 from fshard.collectives.linear import Collect, Cut, Gather, apply
-from fshard.collectives.scope import in_scope
+from fshard.collectives.scope import group_of, in_scope
 from fshard.errors import CollectiveError, unknown_axis
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, axes_of
@@ -30,8 +29,8 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
     mesh, implicit = in_scope(spec, mesh)
     check_spec(x, spec, mesh, "cut", True)
     for dim, axes in _divided(spec):
-        group = Group(mesh, axes)
-        if implicit:
+        group = group_of(axes, mesh, implicit)
+        if group.implicit:
             x = x.chunk(group.size, dim)[group.index]
         else:
             x = apply(x, Cut(group, dim - x.dim()))
@@ -55,8 +54,9 @@ def assemble(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
     mesh, implicit = in_scope(spec, mesh)
     check_spec(x, spec, mesh, "assemble", False)
     for dim, axes in _divided(spec):
-        kind = Gather if implicit else Collect
-        x = apply(x, kind(Group(mesh, axes), dim - x.dim()))
+        group = group_of(axes, mesh, implicit)
+        kind = Gather if group.implicit else Collect
+        x = apply(x, kind(group, dim - x.dim()))
     return x
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Gather, Vary, apply
+from fshard.collectives.scope import bind
 from fshard.model.remat import remat
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.sharding.layout import Group
@@ -108,7 +109,8 @@ class Resharding:
             filled = [
                 leaf if place is None else full[place[0].id][place[1]] for leaf, place in zip(given, at, strict=True)
             ]
-            return unit.fn(tree.unflatten(spec, filled), *args, **kwargs)
+            with bind(self.plan.mesh, self.plan.data_axes):  # a backward runs it where nothing is in scope
+                return unit.fn(tree.unflatten(spec, filled), *args, **kwargs)
 
         pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}
         args, kwargs = tree.map(_gathered, (args, kwargs))

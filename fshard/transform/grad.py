@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import combine_aux
 from fshard.runtime.attempt import Outcome, raise_failure
@@ -92,7 +93,8 @@ class ValueAndGrad:
             for group in self.plan.groups:
                 pieces = [flat[leaf.path].detach() for leaf in group.leaves]
                 shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
-        outcome = self._runner.run(Work(batch, shards))
+        with bind(self.plan.mesh, self.plan.data_axes):
+            outcome = self._runner.run(Work(batch, shards))
         lanes = self._runner.workshop.lanes
         assert outcome.verdict is not None and lanes is not None
         if outcome.verdict.worst == FAILED:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Settle, Spread, Sum, apply
+from fshard.collectives.scope import bind
 from fshard.errors import (
     CommError,
     LossError,
@@ -87,7 +88,8 @@ class ShardedLoss:
         watched += [(f"batch leaf {i}", x) for i, x in enumerate(tree.leaves(batch)) if isinstance(x, Tensor)]
         before = [leaf._version for _, leaf in watched]
         try:
-            loss = read_loss(self.loss_fn(params, batch))
+            with bind(self.plan.mesh, self.plan.data_axes):
+                loss = read_loss(self.loss_fn(params, batch))
         except RuntimeError as error:
             if "in-place operation" not in str(error):
                 raise
@@ -140,7 +142,8 @@ class ShardedLoss:
         same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
         with torch.no_grad():
             detached = {path: leaf.detach() for path, leaf in flat.items()}
-            again = read_loss(self.loss_fn(gather_all(self.plan, detached), same))
+            with bind(self.plan.mesh, self.plan.data_axes):
+                again = read_loss(self.loss_fn(gather_all(self.plan, detached), same))
             label = "the loss of one batch (what depends on the rank must be part of the batch, or come from it)"
             apply(again.total, Settle(data, label, True))
 
