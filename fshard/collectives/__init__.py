@@ -2,8 +2,8 @@
 
 Each takes a tensor, or a pytree of tensors of which it treats each alike, and the name of an axis or a tuple of names,
 which count as one axis whose last name runs fastest. The axis is looked up on ``mesh=``, or on the mesh in scope: that
-of the enclosing ``fs.shard_map``, train step or ``fs.sharded_loss``, or of ``use_mesh``. All ranks along the axis must make the same calls in the same
-order, with tensors of equal shapes and dtypes.
+of the enclosing ``fs.shard_map``, train step or ``fs.sharded_loss``, or of ``use_mesh``. All ranks along the axis must
+make the same calls in the same order, with tensors of equal shapes and dtypes.
 
 A value is *varying* over an axis if each rank has its own, *invariant* if it is a single value of which all ranks hold
 a copy. Types and adjoints, for a linear map of all ranks' values together:
@@ -21,11 +21,11 @@ a copy. Types and adjoints, for a linear map of all ranks' values together:
 ``pmax``                         varying -> invariant    none: differentiating it raises
 ================================ ======================= ==============================================
 
-**Inside of fs.shard_map, and over the data axes inside of loss functions, every value is varying**: what these functions
-make invariant passes through ``pvary`` at once, so the adjoint of ``psum`` is ``psum`` there, and ``pvary`` itself does
-nothing. Gradients are then right without any care. **Elsewhere** (``mesh=``, ``use_mesh``) the table holds as it
-stands: a result of ``psum`` that is combined with varying values must be passed through ``pvary`` first, or its gradient
-misses the other ranks' part.
+**Inside of fs.shard_map, and over the data axes inside of loss functions, every value is varying**: what these
+functions make invariant passes through ``pvary`` at once, so the adjoint of ``psum`` is ``psum`` there, and ``pvary``
+itself does nothing. Gradients are then right without any care. **Elsewhere** (``mesh=``, ``use_mesh``) the table holds
+as it stands: a result of ``psum`` that is combined with varying values must be passed through ``pvary`` first, or its
+gradient misses the other ranks' part.
 """
 
 from fshard.collectives.api import (
