@@ -1,0 +1,228 @@
+"""Functional tools: per-sample gradients and Hessian-vector products of a sharded MLP, against plain PyTorch.
+
+The claim: the memory of one rank falls as ranks are added, below what the whole batch takes in one process. Time is
+told: a rank's products against the same compute of its rows alone, unsharded and without communication, in turns.
+
+Memory is what the C allocator has handed out at the peak of a call, above what was there before there was a model, on
+rank 0 (see memory.py). *reshard* gathers units where they run and computes them again; the others gather at once.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Report, Row, arguments, middle, ratio, run_workers
+from memory import LIBC, MIB, Watch, in_use
+from torch import Tensor, nn
+
+import fshard as fs
+from fshard import tree
+
+RANKS = (1, 2, 4)
+TOLERANCE = 1e-4
+
+
+class Block(nn.Module):
+    """A residual perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def module(depth: int, width: int) -> nn.Module:
+    """The model, always with the same weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth)))
+
+
+def loss_with(model: fs.Model) -> Callable[[Any, Tensor], Tensor]:
+    """A mean over rows."""
+    return lambda params, x: (model.apply(params, x) - 1).square().mean()
+
+
+class Sharded:
+    """The tools on this rank's shards."""
+
+    def __init__(self, mesh: fs.Mesh, depth: int, width: int, reshard: bool) -> None:
+        model = fs.split(module(depth, width), units=("*",))
+        self.plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+        loss = loss_with(model)
+        self.params = tree.map(torch.clone, fs.shard(model.params, self.plan))
+        self.v = tree.map(lambda leaf: torch.full_like(leaf, 0.01), self.params)
+        self.samples = fs.per_sample_grad(loss, self.plan)
+        self.f = fs.sharded_loss(loss, self.plan, reshard=reshard)
+
+    def hvp(self, x: Tensor) -> Any:
+        """The product."""
+        return torch.func.jvp(lambda p: torch.func.grad(self.f)(p, x), (self.params,), (self.v,))[1]
+
+    def per_sample(self, x: Tensor) -> Any:
+        """The gradients of this rank's rows."""
+        return self.samples(self.params, x)
+
+
+class Plain:
+    """The same by torch.func on whole parameters."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        model = fs.split(module(depth, width), units=())
+        self.loss, self.params = loss_with(model), tree.map(torch.clone, model.params)
+        self.v = tree.map(lambda leaf: torch.full_like(leaf, 0.01), self.params)
+
+    def hvp(self, x: Tensor) -> Any:
+        """The product."""
+        return torch.func.jvp(lambda p: torch.func.grad(self.loss)(p, x), (self.params,), (self.v,))[1]
+
+    def per_sample(self, x: Tensor) -> Any:
+        """The gradients of all rows."""
+        return torch.vmap(torch.func.grad(lambda p, row: self.loss(p, row[None])), (None, 0))(self.params, x)
+
+
+def batch(rows: int, width: int) -> Tensor:
+    """The global batch."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+
+
+def check(ours: Sharded, plain: Plain, x: Tensor, mine: Tensor) -> None:
+    """Both must find the same."""
+    for got, want in zip(tree.leaves(ours.hvp(mine)), tree.leaves(fs.shard(plain.hvp(x), ours.plan)), strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=TOLERANCE, atol=TOLERANCE * want.abs().max().item() if len(want) else 0
+        )
+    for got, want in zip(tree.leaves(ours.per_sample(mine)), tree.leaves(plain.per_sample(mine)), strict=True):
+        torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE * want.abs().max().item())
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds until every rank is done."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def peak(make: Callable[[], Callable[[], Any]]) -> float:
+    """The most bytes in use during one call, above what was in use before there was a model."""
+    gc.collect()
+    before = in_use()
+    call = make()
+    call()  # the first call makes communicators and caches
+    gc.collect()
+    watch = Watch()
+    with watch:
+        call()
+    watch.close()
+    return float(watch.most - before)
+
+
+def warm(mesh: fs.Mesh) -> None:
+    """Bring in what PyTorch imports and keeps at the first use of each transform, and make the communicators."""
+    small, x = Sharded(mesh, 2, 16, True), torch.zeros(2, 16)
+    small.hvp(x), small.per_sample(x), Sharded(mesh, 2, 16, False).hvp(x)
+    plain = Plain(2, 16)
+    plain.hvp(x), plain.per_sample(x)
+
+
+def work(args: argparse.Namespace) -> int:
+    """One rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        x = batch(args.batch, args.width)
+        mine = x.chunk(mesh.size)[mesh.rank]
+        found: dict[str, Any] = {}
+        warm(mesh)
+        makers = {
+            "hvp reshard": lambda: (lambda peer: lambda: peer.hvp(mine))(Sharded(mesh, args.depth, args.width, True)),
+            "hvp": lambda: (lambda peer: lambda: peer.hvp(mine))(Sharded(mesh, args.depth, args.width, False)),
+            "per sample": lambda: (lambda peer: lambda: peer.per_sample(mine))(
+                Sharded(mesh, args.depth, args.width, False)
+            ),
+            "plain hvp": lambda: (lambda peer: lambda: peer.hvp(x))(Plain(args.depth, args.width)),
+            "plain per sample": lambda: (lambda peer: lambda: peer.per_sample(x))(Plain(args.depth, args.width)),
+        }
+        if hasattr(LIBC, "mallinfo2"):
+            found["peaks"] = {name: peak(make) for name, make in makers.items()}
+        if args.rounds:
+            ours, kept = (Sharded(mesh, args.depth, args.width, reshard) for reshard in (True, False))
+            plain = Plain(args.depth, args.width)
+            check(ours, plain, x, mine)
+            turns = {
+                "hvp reshard": lambda: ours.hvp(mine),
+                "hvp": lambda: kept.hvp(mine),
+                "plain hvp": lambda: plain.hvp(mine),
+                "per sample": lambda: ours.per_sample(mine),
+                "plain per sample": lambda: plain.per_sample(mine),
+            }
+            times: dict[str, list[float]] = {name: [] for name in turns}
+            for number in range(-1, args.rounds):
+                for name, turn in turns.items():
+                    taken = timed(turn)
+                    if number >= 0:
+                        times[name].append(taken)
+            found["times"] = times
+        if mesh.rank == 0:
+            args.out.write_text(json.dumps(found))
+        dist.barrier()
+    return 0
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run the workers, report."""
+    depth, width, rows = (4, 128, 32) if args.quick else (8, 256, 32)
+    rounds = 5 if args.quick else 15
+    configuration = {"depth": depth, "width": width, "rows": rows, "rounds": rounds, "ranks": list(RANKS)}
+    report = Report("functional", __doc__.splitlines()[0], configuration)
+    options = {"worker": 1, "depth": depth, "width": width, "batch": rows}
+    found = {n: run_workers(n, None, {**options, "rounds": rounds * (n == 2)}, script="functional.py") for n in RANKS}
+    times = found[2]["times"]
+    report.rows.append(ratio("2 ranks: hvp / its compute alone", "wall", times["hvp"], times["plain hvp"]))
+    report.rows.append(
+        ratio("2 ranks: hvp reshard / its compute alone", "wall", times["hvp reshard"], times["plain hvp"])
+    )
+    report.rows.append(
+        ratio("2 ranks: per sample / its compute alone", "wall", times["per sample"], times["plain per sample"])
+    )
+    for name, values in times.items():
+        report.rows.append(middle(f"2 ranks: {name}", "ms", [1000 * value for value in values], strict=False))
+    report.medians = {name: statistics.median(values) for name, values in times.items()}
+    if "peaks" in found[1]:
+        peaks = {n: found[n]["peaks"] for n in RANKS}
+        for name in ("hvp reshard", "hvp", "per sample"):
+            whole = peaks[2]["plain per sample" if name == "per sample" else "plain hvp"]
+            for n in RANKS:
+                report.rows.append(Row(f"{n} ranks: {name}", "MiB", peaks[n][name] / MIB))
+            # Plain PyTorch holds the whole batch, as one process would have to.
+            report.rows.append(Row(f"2 ranks: {name} / plain", "heap", peaks[2][name] / whole, target=0.9))
+            report.rows.append(Row(f"4 ranks / 2 ranks: {name}", "heap", peaks[4][name] / peaks[2][name], target=0.9))
+        report.rows.append(Row("plain hvp, the whole batch", "MiB", peaks[1]["plain hvp"] / MIB))
+        report.rows.append(Row("plain per sample, the whole batch", "MiB", peaks[1]["plain per sample"] / MIB))
+    else:
+        report.notes.append("no memory: the C library has no mallinfo2, which glibc has since 2.33")
+    return report.finish(args)
+
+
+def options(cli: argparse.ArgumentParser) -> None:
+    """What a worker is told."""
+    for name in ("worker", "rounds", "depth", "width", "batch"):
+        cli.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)
+    cli.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+
+
+if __name__ == "__main__":
+    given = arguments(__doc__, options)
+    sys.exit(work(given) if given.worker else measure(given))
