@@ -18,6 +18,7 @@ ORDER = (
     "balance",
     "optimizer",
     "memory",
+    "functional",
     "plan_time",
     "gpu",
 )

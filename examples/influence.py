@@ -53,7 +53,9 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
         decay = sum((leaf**2).sum() for _, leaf in tree.paths(params))
         return data_loss(params, batch) + 0.5 * args.decay * decay
 
-    opt = fs.optim.adamw(fs.optim.warmup_cosine(0.02, warmup=10, total=args.steps), weight_decay=0.0)
+    opt = fs.optim.adamw(
+        fs.optim.warmup_cosine(0.02, warmup=min(10, args.steps // 4), total=args.steps), weight_decay=0.0
+    )
     state, step = fs.init_state(plan, opt, seed=args.seed), fs.make_train_step(loss_fn, opt, plan)
     for _ in (bar := tqdm(range(args.steps), desc="train", disable=mesh.rank != 0)):
         state, metrics = step(state, seen)

@@ -10,6 +10,7 @@ The spec says where, the schedule says when, the runtime does it::
     runtime/        HOW: communication, arena, engine, executor
     collectives/    psum, all_gather, ... by axis name, differentiable
     state/          the train state, and its ways in and out of whole tensors
+    transform/      losses of shards for torch.func, and tools on them
     step, evaluate  a function, an optimizer and a plan become a step
     mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks
     launch, virtual meshes of real processes, and of ranks that are played in one

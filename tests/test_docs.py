@@ -61,6 +61,11 @@ def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tensor" in capsys.readouterr().out
 
 
+def test_transforms() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "transforms.md") > 9
+
+
 def test_collectives() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "collectives.md") > 8

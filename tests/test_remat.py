@@ -73,6 +73,7 @@ CASES: dict[str, Callable[[Body], Any]] = {
     "reverse over reverse": lambda f: F.vjp(lambda p: F.grad(scalar(f))(p, X), P)[1](V),
     "third order": third,
     "hessian": lambda f: F.hessian(scalar(f))(P, X),
+    "hessian of a plain sum": lambda f: F.hessian(lambda x: hidden(f)(x).sum())(X),  # cotangents are expanded
     "jacrev": lambda f: F.jacrev(hidden(f))(X),
     "jacfwd": lambda f: F.jacfwd(hidden(f))(X),
     "vmap of grad": lambda f: torch.vmap(F.grad(scalar(f)), (None, 0))(P, X),

@@ -183,7 +183,9 @@ def _vjp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *
 def _jvp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor) -> tuple[Tensor, ...]:
     """The tangents of the results; ``args[count:]`` are those of the wanted tensors among ``args[:count]``."""
     of = _restricted(call, args[:count], wanted, places)
-    tangents: tuple[Tensor, ...] = torch.func.jvp(of, tuple(args[i] for i in wanted), args[count:])[1]
+    # A dual number takes its primal's layout, and cannot be written where that is an expanded one.
+    primals, given = tuple(args[i].contiguous() for i in wanted), tuple(arg.contiguous() for arg in args[count:])
+    tangents: tuple[Tensor, ...] = torch.func.jvp(of, primals, given)[1]
     return tangents
 
 

@@ -140,7 +140,7 @@ def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:
     """What is differentiated, the other leaves, and the direction of the former."""
     trained, rest = split_trainable(plan, params)
     direction = plan.check_tree(v, whole=False, what="v")
-    return trained, rest, {path: direction[path] for path in trained}
+    return trained, rest, {path: direction[path].contiguous() for path in trained}
 
 
 def _filled(plan: Plan, found: Flat, rest: Flat) -> dict[str, Any]:
