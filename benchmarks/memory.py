@@ -36,7 +36,6 @@ MIB = 1 << 20
 PREDICTED = 1.02
 PAIRS = (
     ("fshard", "fsdp2 prefetch"),
-    ("fshard one reduce", "fsdp2 prefetch"),
     ("fshard no reshard", "fsdp2 no reshard"),
 )
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))

@@ -180,7 +180,7 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fsdp2 compiled": lambda module: Torch(module, lambda m: fsdp2(m, compiled=True)),
     "fshard": Fshard,
     "fshard prefetch 2": lambda module: Fshard(module, prefetch=2),
-    "fshard one reduce": lambda module: Fshard(module, reduces=1),
+    "fshard two reduces": lambda module: Fshard(module, reduces=2),
     "fshard no reshard": lambda module: Fshard(module, reshard=False),
     "fshard clip": lambda module: Fshard(module, clip=CLIP),
     "eager bf16": lambda module: Torch(module, autocast=True),

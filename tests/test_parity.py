@@ -39,7 +39,7 @@ class Config:
     accumulate: int = 1
     reshard: bool | Keep = True
     prefetch: int = 1
-    reduces: int = 2
+    reduces: int = 1
     update: str = "deferred"
     accumulation: str = "sharded"
     donate: bool = True
@@ -74,7 +74,7 @@ EVERY = [
     Config("sgd", debug=True),
     Config("adamw", True, 1, reshard=False, prefetch=3, debug=True),
     Config("sgd", reduces=4),
-    Config("sgd", reduces=1),
+    Config("sgd", reduces=2),
     Config("adamw", donate=False),
     Config("sgd", reshard=fs.keep(last=1)),
     Config("adamw", True, 2, reshard=fs.keep(last=2), prefetch=0, debug=True),

@@ -167,8 +167,8 @@ def test_full_accumulation_reduces_in_the_last_microbatch_alone() -> None:
     assert spans == (
         (schedule.ops.index(Op("backward", "blocks.1")), schedule.ops.index(Op("collect", "blocks.1", 0, 3))),
     )
-    full, sharded = (build(*gpt(9), Policy(accumulation=a), 4).memory.lower_bound for a in ("full", "sharded"))
-    assert full > 1.5 * sharded
+    full, sharded = (build(*gpt(9), Policy(accumulation=a), 4).memory.peak_bytes for a in ("full", "sharded"))
+    assert full > 1.3 * sharded
     assert build(*gpt(3), Policy(accumulation="full")).ops == build(*gpt(3), Policy()).ops
 
 
@@ -204,7 +204,7 @@ def test_a_schedule_is_a_sequence_and_a_value() -> None:
     assert schedule.hash != build(*gpt(2), Policy(prefetch=2)).hash
     assert repr(schedule) == (
         f"<Schedule train, {len(schedule)} ops, 3 groups, 2 calls, accumulate=1, "
-        "prefetch=1 reduces=2 reshard=true update=deferred>"
+        "prefetch=1 reduces=1 reshard=true update=deferred>"
     )
 
 

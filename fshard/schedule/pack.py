@@ -13,7 +13,7 @@ from itertools import accumulate
 Span = tuple[int, int]
 """First and last op, both included, of one lifetime."""
 
-CROWD = 200
+CROWD = 50
 """Lifetimes that begin within that of an item which is worth stacking."""
 
 EFFORT = 300_000
