@@ -7,6 +7,7 @@ What is counted is CPU time: nothing here waits, so on an idle machine it is the
 """
 
 import argparse
+import gc
 import subprocess
 import sys
 import time
@@ -69,6 +70,9 @@ def measure(args: argparse.Namespace) -> int:
     report = Report("plan_time", __doc__.splitlines()[0], configuration)
     trees = {units: tree(units) for units in counts}
     plan_and_schedule(trees[counts[0]], counts[0])
+    # A full collection goes over all that PyTorch has loaded, a tenth of a second, and falls into one size or another.
+    gc.collect()
+    gc.freeze()
     times: dict[int, list[dict[str, float]]] = {units: [] for units in counts}
     for _ in range(rounds):
         for units in counts:
