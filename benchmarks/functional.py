@@ -57,10 +57,12 @@ class Sharded:
     """The tools on this rank's shards."""
 
     def __init__(self, mesh: fs.Mesh, depth: int, width: int, reshard: bool) -> None:
-        model = fs.split(module(depth, width), units=("*",))
+        with torch.device("meta"):  # or the module would hold all parameters
+            model = fs.split(module(depth, width), units=("*",))
+        whole = fs.split(module(depth, width)).params
         self.plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
         loss = loss_with(model)
-        self.params = tree.map(torch.clone, fs.shard(model.params, self.plan))
+        self.params = tree.map(torch.clone, fs.shard(whole, self.plan))
         self.v = tree.map(lambda leaf: torch.full_like(leaf, 0.01), self.params)
         self.samples = fs.per_sample_grad(loss, self.plan)
         self.f = fs.sharded_loss(loss, self.plan, reshard=reshard)
@@ -79,7 +81,7 @@ class Plain:
 
     def __init__(self, depth: int, width: int) -> None:
         model = fs.split(module(depth, width), units=())
-        self.loss, self.params = loss_with(model), tree.map(torch.clone, model.params)
+        self.loss, self.params = loss_with(model), model.params
         self.v = tree.map(lambda leaf: torch.full_like(leaf, 0.01), self.params)
 
     def hvp(self, x: Tensor) -> Any:

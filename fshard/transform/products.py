@@ -140,7 +140,10 @@ def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:
     """What is differentiated, the other leaves, and the direction of the former."""
     trained, rest = split_trainable(plan, params)
     direction = plan.check_tree(v, whole=False, what="v")
-    return trained, rest, {path: direction[path].contiguous() for path in trained}
+    # PyTorch gives a tangent the layout of its primal's storage, and shards are views of whole chunks: as views, each
+    # leaf's tangent would be as large as its group.
+    own = {path: leaf.clone() for path, leaf in trained.items()}
+    return own, rest, {path: direction[path].contiguous() for path in trained}
 
 
 def _filled(plan: Plan, found: Flat, rest: Flat) -> dict[str, Any]:
