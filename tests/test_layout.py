@@ -233,3 +233,10 @@ def test_global_index_of_a_box() -> None:
     group = _one((2, 4, 3), P(None, "x"), mesh, P("x"))
     want = whole_leaf((2, 4, 3))[:, 2:].reshape(-1)
     assert torch.equal(global_index((2, 4, 3), group.piece(0, mesh), mesh.device), want)
+
+
+def test_an_empty_leaf_moves_nothing() -> None:
+    full = {"a": torch.tensor(3.0), "b": torch.empty(0), "c": torch.arange(5.0)}
+    plan = fs.make_plan(full, fs.abstract_mesh((1,), ("shard",)), [(r".*", fs.fsdp("shard"))])
+    for path, leaf in fs.shard(full, plan).items():
+        assert torch.equal(leaf, full[path].reshape(leaf.shape)), path

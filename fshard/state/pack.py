@@ -89,7 +89,7 @@ def _spread(ranges: Sequence[tuple[int, int]], parts: Sequence[Tensor], length: 
         if end > begin > at:
             out.append(zeros((row.shape[0], begin - at)))
         out.append(row)
-        at = max(at, end)
+        at = end if end > begin else at  # an empty leaf begins where it likes
     if at < length:
         out.append(zeros((rows[0].shape[0], length - at)))
     return torch.cat(out, -1).view(*parts[0].shape[:-1], length)
