@@ -3,7 +3,7 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,29 +276,35 @@ def make_train_step(
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
     """
     policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
-    problems = []
-    if clip_norm is not None and not clip_norm > 0:
-        problems.append(f"clip_norm={clip_norm} must be positive, or None for no clipping")
     if not isinstance(policy, Policy | Auto):
         raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
-    if clip_norm is not None and policy.update == "in_backward":
-        problems.append("clip_norm= needs the norm of the whole gradient, which update='in_backward' never has")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        problems.append(f"accumulate={accumulate!r} must be an int >= 1")
     if not isinstance(plan, Plan) or not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
         raise PlanError(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given a "
             f"{type(opt).__name__} and a {type(plan).__name__}"
         )
-    if not callable(loss_fn):
-        problems.append(f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)")
-    full = isinstance(policy, Policy) and policy.accumulation == "full"
-    if full and accumulate > 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
-        problems.append(
-            "accumulation='full' adds up whole gradients in the dtype that travels, and Precision(reduce=) rounds that "
-            "at every microbatch: use accumulation='sharded'"
-        )
+    problems = list(_problems(loss_fn, plan, clip_norm, accumulate, policy))
     if problems:
         raise PlanError("; ".join(problems))
     options = Options(clip_norm, accumulate, policy, donate, debug, compile, read_remat(remat))
     return TrainStep(loss_fn, opt, plan, options)
+
+
+def _problems(
+    loss_fn: Any, plan: Plan, clip_norm: float | None, accumulate: Any, policy: Policy | Auto
+) -> Iterator[str]:
+    """Which options of a train step cannot be, or cannot be together."""
+    if clip_norm is not None and not clip_norm > 0:
+        yield f"clip_norm={clip_norm} must be positive, or None for no clipping"
+    if clip_norm is not None and policy.update == "in_backward":
+        yield "clip_norm= needs the norm of the whole gradient, which update='in_backward' never has"
+    if not isinstance(accumulate, int) or accumulate < 1:
+        yield f"accumulate={accumulate!r} must be an int >= 1"
+    if not callable(loss_fn):
+        yield f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)"
+    full = isinstance(policy, Policy) and policy.accumulation == "full"
+    if full and accumulate != 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
+        yield (
+            "accumulation='full' adds up whole gradients in the dtype that travels, and Precision(reduce=) rounds that "
+            "at every microbatch: use accumulation='sharded'"
+        )
