@@ -99,19 +99,24 @@ def step_of(units: Callable[..., Tensor], params: dict[str, Any], **options: Any
     return fs.make_train_step(units, opt, plan, **options), state
 
 
+def trained(
+    loss: Callable[..., Any], params: dict[str, Any], batches: list[Any], compile: str | None
+) -> tuple[fs.TrainStep, list[float], list[Tensor]]:
+    """A step that has seen these batches, the losses, and the parameters after them."""
+    step, state = step_of(loss, params, compile=compile)
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(metrics.loss.item())
+    return step, losses, tree.leaves(state.params)
+
+
 def _both(loss: Callable[..., Tensor], params: dict[str, Any], batches: list[Any]) -> str:
     """Train with and without graphs, assert that all bits agree, and return what the units ran as."""
-    seen = []
-    for compile in (None, "fx"):
-        step, state = step_of(loss, params, compile=compile)
-        losses = []
-        for batch in batches:
-            state, metrics = step(state, batch)
-            losses.append(metrics.loss.item())
-        seen.append((losses, tree.leaves(state.params)))
-    assert seen[0][0] == seen[1][0]
-    assert all(map(torch.equal, seen[0][1], seen[1][1]))
-    return step.units
+    seen = [trained(loss, params, batches, compile) for compile in (None, "fx")]
+    assert seen[0][1] == seen[1][1]
+    assert all(map(torch.equal, seen[0][2], seen[1][2]))
+    return seen[1][0].units
 
 
 def params_of(*names: str) -> dict[str, Any]:

@@ -9,25 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
-from fshard import tree
 from fshard.errors import PlanError
-from tests.test_graphs import affine, params_of, rows, step_of, train
+from tests.test_graphs import affine, params_of, rows, step_of, train, trained
 
 
 def _close(loss: Callable[..., Any], params: dict[str, Any], batches: list[Any]) -> Any:
     """Train with Inductor and without, assert that both agree, and return the step."""
-    seen = []
-    for compile in (None, "inductor"):
-        step, state = step_of(loss, params, compile=compile)
-        losses = []
-        for batch in batches:
-            state, metrics = step(state, batch)
-            losses.append(metrics.loss.item())
-        seen.append((losses, tree.leaves(state.params)))
-    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-5)
-    for want, got in zip(seen[0][1], seen[1][1], strict=True):
+    seen = [trained(loss, params, batches, compile) for compile in (None, "inductor")]
+    assert seen[0][1] == pytest.approx(seen[1][1], rel=1e-5)
+    for want, got in zip(seen[0][2], seen[1][2], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    return step
+    return seen[1][0]
 
 
 def test_inductor_trains_alike() -> None:
