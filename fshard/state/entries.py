@@ -1,0 +1,119 @@
+"""The entries of a train state: what a checkpoint must hold, as data, and a state from entries that were filled.
+
+Whoever writes, reads, converts or compares states works on entries and needs to know nothing of groups, shards or
+optimizers. Whoever adds a piece of state adds it here: tensors in ``entries``, plain numbers in ``scalars``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import TreeError
+from fshard.runtime.update import Shard
+from fshard.sharding.layout import Group, Piece
+from fshard.sharding.plan import Plan
+from fshard.sharding.spec import P, Shape
+from fshard.state.train_state import TrainState
+
+Scalars = dict[str, int | float | bool | str | None]
+"""What a state holds beside tensors, equal on all ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One tensor of a train state: what it is called, how large it is as a whole, and the part that this rank holds.
+
+    Attributes:
+        name: ``params.`` or ``opt.exp_avg.`` and the path of the leaf: ``params.blocks.0.weight``.
+        shape: of the whole tensor, over all ranks.
+        piece: this rank's part: elements ``start`` to ``stop``, row-major, of a box in the whole tensor.
+        tensor: that part, 1-D, ``piece.numel`` elements, in the state's own memory: what is written to it is in the
+            state.
+        holders: the ranks that hold this very piece, this one among them, in the same order on all of them.
+        spec: how the tensor is cut over the mesh, for people to read.
+    """
+
+    name: str
+    shape: Shape
+    piece: Piece
+    tensor: Tensor
+    holders: tuple[int, ...]
+    spec: P
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.tensor.dtype
+
+
+def entries(state: TrainState) -> list[Entry]:
+    """The entries of a state as this rank holds it: parameters in the order of the tree, then the optimizer's state.
+
+    Local. Every rank lists the same names in the same order. An update that waits is finished first.
+
+    Raises:
+        DonatedError: the state was donated to a step.
+        TreeError: the optimizer keeps something that no entry can describe.
+    """
+    shards, plan = state.finished(), state.plan
+    places = plan.places()
+    out = [_entry(plan, f"params.{path}", *places[path], shards[places[path][0].id].param) for path in plan.leaves]
+    names = dict.fromkeys(name for shard in shards for name in shard.opt)
+    return out + [entry for name in names for entry in _opt_entries(plan, name, shards)]
+
+
+def scalars(state: TrainState) -> Scalars:
+    """What a state holds beside tensors: the step, and the seed of random numbers inside steps."""
+    return {"step": state.step, "seed": state.seed}
+
+
+def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mapping[str, Any]) -> TrainState:
+    """A state from its entries: the inverse of ``entries`` and ``scalars``. Local.
+
+    Args:
+        plan: where leaves live.
+        opt: the optimizer, which says what it keeps.
+        fill: called with each entry in turn, writes to ``entry.tensor``. What it leaves alone stays as ``opt.init``
+            made it, and zero in parameters.
+        values: as ``scalars`` gave them.
+    """
+    shards = []
+    for group in plan.groups:
+        param = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
+        shards.append(Shard(param, opt.init(param) if group.trainable else {}))
+    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards)
+    for entry in entries(state):
+        fill(entry)
+    return state
+
+
+def _opt_entries(plan: Plan, name: str, shards: list[Shard]) -> Iterator[Entry]:
+    """The entries of one of the optimizer's buffers."""
+    for path, (group, number) in _ordered(plan):
+        buffer = shards[group.id].opt.get(name)
+        if buffer is None:
+            continue
+        if buffer.shape != (group.chunk,):
+            raise TreeError(
+                f"the optimizer keeps {name!r} of group {group.name!r} as {list(buffer.shape)}, and parameters are "
+                f"{[group.chunk]}: describe such a buffer in fshard/state/entries.py, or keep one of the same length"
+            )
+        yield _entry(plan, f"opt.{name}.{path}", group, number, buffer)
+
+
+def _ordered(plan: Plan) -> Iterator[tuple[str, tuple[Group, int]]]:
+    """The place of each leaf, in the order of the tree."""
+    places = plan.places()
+    return ((path, places[path]) for path in plan.leaves)
+
+
+def _entry(plan: Plan, name: str, group: Group, number: int, buffer: Tensor) -> Entry:
+    """The entry of one leaf, in a buffer that is laid out as its group's shard."""
+    leaf, mesh = group.leaves[number], plan.mesh
+    begin, end = group.shard_range(number, mesh.index(group.gather_axes))
+    others = tuple(axis for axis in mesh.axis_names if axis not in leaf.at_rest.axes)
+    piece = group.piece(number, mesh)
+    return Entry(name, leaf.shape, piece, buffer[begin:end].detach(), mesh.ranks(others), leaf.at_rest)
