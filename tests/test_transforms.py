@@ -1,11 +1,12 @@
 """``fs.sharded_loss`` under every transform, on real ranks, against the plain loss of whole tensors in float64."""
 
 import functools
+import gc
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fshard as fs
 from fshard import tree
@@ -133,3 +134,36 @@ def played() -> list[str]:
 
 def test_on_a_virtual_mesh() -> None:
     assert not sum(fs.virtual_mesh((3,), ("shard",)).run(played), [])
+
+
+def held_by_a_call(depth: int) -> tuple[int, int]:
+    """On a rank: the most whole units that are there while a loss is computed, and those that stay when it is over."""
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(depth)))
+    model, held = fs.split(net, units=("*",)), []
+
+    def whole() -> int:
+        storages = {x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor and x.device.type == "cpu"}
+        return sum(storage.nbytes() >= 64 * 64 * 4 for storage in storages)
+
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+        params = fs.init_state(plan, fs.optim.sgd(0.1)).params
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            out = model.apply(p, x)
+            held.append(whole())
+            return out.sum()
+
+        gc.collect()
+        gc.disable()
+        try:
+            before = whole()
+            fs.sharded_loss(loss, plan)(params, torch.ones(2, 64))
+            return held[0] - before, whole() - before
+        finally:
+            gc.enable()
+
+
+def test_units_are_whole_only_while_they_run(pool: Pools) -> None:
+    assert pool(2).run(held_by_a_call, 6) == [(0, 0)] * 2

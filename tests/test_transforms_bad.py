@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard import errors, tree
+from fshard import P, errors, tree
 from tests import transform_cases as cases
 from tests.test_transforms import FLAT, mine
 from tests.workers import Pools
@@ -123,6 +123,24 @@ def dropout_from_nowhere(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
     return [raised(lambda: F.grad(f)(fs.shard(net.params, own), x))] if mesh.size > 1 else []
 
 
+def single_elements(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
+    layer = fs.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
+    whole = {"0": {"w": torch.ones(32, 2).double(), "b": torch.ones(2).double()}}
+    x = mine({"x": torch.ones(4, 32).double()}, mesh)["x"]
+    found = []
+    for rules in ([(r".*w", fs.fsdp("shard")), (r".*", P())], [(r".*w", P("shard")), (r".*", P())]):
+        own = fs.make_plan(whole, mesh, rules, units=("*",))
+        f, shards = fs.sharded_loss(lambda p, x: layer(p["0"], x).square().mean(), own), fs.shard(whole, own)
+        for take in (F.hessian, F.jacfwd, lambda g: F.jacrev(F.grad(g)), lambda g: F.jacfwd(F.jacfwd(g))):
+            found.append(raised(lambda f=f, take=take, shards=shards: take(lambda p: f(p, x))(shards)))
+        # Batches of directions that belong together are none of that.
+        seeds = tree.map(lambda leaf: torch.stack((torch.ones_like(leaf), torch.zeros_like(leaf))), shards)
+        torch.vmap(lambda v, f=f, shards=shards: F.jvp(lambda p: f(p, x), (shards,), (v,))[1])(seeds)
+    bias = whole["0"]["b"]
+    F.hessian(lambda b: f(fs.shard({"0": {"w": whole["0"]["w"], "b": b}}, own), x))(bias)
+    return found if mesh.size > 1 else []
+
+
 CASES: dict[str, tuple[Callable[..., list[str]], str, str]] = {
     "a step in a transform": (step_in_transform, "TransformError", "fs.value_and_grad"),
     "a loss that raises": (loss_raises_on_one, "ZeroDivisionError|PeerError", "no such luck"),
@@ -134,6 +152,7 @@ CASES: dict[str, tuple[Callable[..., list[str]], str, str]] = {
     "aux without has_aux": (with_aux, "LossError", "has_aux=True"),
     "a loss that depends on the rank": (depends_on_rank, "ReplicationError", "part of the batch"),
     "replicas that differ": (replicas_differ, "ReplicationError", "params scale"),
+    "single elements": (single_elements, "TransformError", "single elements of shards"),
     "torch's own dropout in a unit": (dropout_from_nowhere, "RematError", "fs.random"),
 }
 

@@ -5,16 +5,19 @@ whose adjoint is a sum. With ``reshard`` the groups of a unit are gathered where
 only shards and the unit's inputs are kept, and every derivative gathers again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.collectives import raw
 from fshard.collectives.group import Group as Ranks
-from fshard.collectives.linear import Gather, Vary, apply
+from fshard.collectives.linear import Collective, Gather, Scatter, Vary, apply
 from fshard.collectives.scope import bind
+from fshard.errors import TransformError
 from fshard.model.remat import remat
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.sharding.layout import Group
@@ -35,7 +38,7 @@ def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
     if group.trainable and sums.size > 1:
         chunk = apply(chunk, Vary(sums))
     if group.parts > 1:
-        chunk = apply(chunk, Gather(Ranks(plan.mesh, group.gather_axes), -1))
+        chunk = apply(chunk, GatherShards(Ranks(plan.mesh, group.gather_axes), -1))
     # Cast after the gather, so that gradients are added up in the dtype of the parameters.
     return cut_leaves(group, chunk.to(group.compute_dtype))
 
@@ -47,6 +50,60 @@ def gather_all(plan: Plan, flat: Mapping[str, Tensor]) -> dict[str, Any]:
         leaves = gather(plan, group, [flat[leaf.path] for leaf in group.leaves])
         out.update((leaf.path, tensor) for leaf, tensor in zip(group.leaves, leaves, strict=True))
     return tree.nest({path: out[path] for path in plan.leaves})
+
+
+class GatherShards(Gather):
+    """The gather of a group. It refuses batches in which each rank moves single elements of its own, all at once."""
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Gather, and look."""
+        finish = super().start(x)
+        if x.dim() != 2 or x.numel() == 0:
+            return finish
+
+        def checked() -> Tensor:
+            full = finish()
+            refuse_elements(full.view(len(full), self.group.size, -1))
+            return full
+
+        return checked
+
+    def transpose(self) -> Collective:
+        """Each rank's part of the sum."""
+        return ScatterShards(self.group, self.dim)
+
+
+class ScatterShards(Scatter):
+    """The adjoint of ``GatherShards``."""
+
+    def transpose(self) -> Collective:
+        """Gather."""
+        return GatherShards(self.group, self.dim)
+
+
+def refuse_elements(rows: Tensor) -> None:
+    """Refuse a batch of directions which is, on several ranks, the standard basis of their own elements.
+
+    That is what ``torch.func.hessian`` and ``jacfwd`` push through a function, and each row would move one element of
+    every rank. All ranks see the same rows, so all of them raise.
+
+    Args:
+        rows: ``(batch, ranks, chunk)``.
+
+    Raises:
+        TransformError: it is.
+    """
+    set_ = rows != 0
+    if not bool(((set_.sum(-1) <= 1) & (rows.sum(-1) == set_.any(-1))).all()):
+        return
+    column = torch.where(set_.any(-1), set_.int().argmax(-1), -1)  # (batch, ranks)
+    alone = all(bool((at[at >= 0].diff() > 0).all()) for at in column.unbind(1))
+    if alone and bool(((column >= 0).sum(1) > 1).any()):
+        raise TransformError(
+            f"a derivative by single elements of shards: {rows.shape[1]} ranks would each move an element of their own "
+            f"at the same time, and the sums mean nothing (torch.func.hessian and jacfwd do this). Differentiate by "
+            f"whole tensors, g = lambda whole: f(fs.shard(whole, plan), batch), or multiply by vectors with fs.hvp"
+        )
 
 
 class Lazy(Tensor):
@@ -69,6 +126,21 @@ def _gathered(value: Any) -> Any:
     return value if slot is None else slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
 
 
+class Versions:
+    """Tensors that must not be written to in place, and the versions that they had."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[str, Tensor, int]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Watch a tensor from now on."""
+        self._watched.append((name, tensor, tensor._version))
+
+    def written(self) -> list[str]:
+        """The names of those that were written to."""
+        return [name for name, tensor, version in self._watched if tensor._version != version]
+
+
 class Resharding:
     """What runs the units of one call of a loss function: gather, compute, forget; in the backward once more.
 
@@ -76,20 +148,32 @@ class Resharding:
         plan: the plan.
         flat: this rank's pieces by path.
         agree: asks all ranks whether they are at this unit, and well, before they gather.
+        versions: watches the leaves that code between units reads.
     """
 
-    def __init__(self, plan: Plan, flat: Mapping[str, Tensor], agree: Callable[[str], None]) -> None:
-        self.plan, self.flat, self.agree, self.places = plan, flat, agree, plan.places()
+    def __init__(
+        self, plan: Plan, flat: Mapping[str, Tensor], agree: Callable[[str], None], versions: Versions
+    ) -> None:
+        self.plan, self.flat, self.agree, self.versions, self.places = plan, flat, agree, versions, plan.places()
         self.kept: dict[int, list[Tensor]] = {}
+        self.slots: list[Slot] = []
 
-    def params(self) -> dict[str, Any]:
-        """The tree for the loss function."""
+    @contextmanager
+    def params(self) -> Iterator[dict[str, Any]]:
+        """The tree for the loss function, while it runs."""
         out: dict[str, Tensor] = {}
         for group in self.plan.groups:
             lazy = group.unit != ROOT and group.parts > 1
             leaves = [self._lazy(group, n) for n in range(len(group.leaves))] if lazy else self._keep(group.id)
             out.update((leaf.path, tensor) for leaf, tensor in zip(group.leaves, leaves, strict=True))
-        return tree.nest({path: out[path] for path in self.plan.leaves})
+        try:
+            yield tree.nest({path: out[path] for path in self.plan.leaves})
+        finally:
+            # Lazy leaves, their slots and the modules that hold them refer to each other: without this, what was
+            # gathered for good would stay until the next collection of garbage.
+            self.kept.clear()
+            for slot in self.slots:
+                slot.instances.clear()
 
     def leaf(self, path: str) -> Tensor:
         """A leaf that code between units reads."""
@@ -123,11 +207,14 @@ class Resharding:
             if group.unit != ROOT and group.parts > 1:
                 self.agree(group.name)
             self.kept[number] = gather(self.plan, group, [self.flat[leaf.path] for leaf in group.leaves])
+            for leaf, tensor in zip(group.leaves, self.kept[number], strict=True):
+                self.versions.add(f"params {leaf.path}", tensor)
         return self.kept[number]
 
     def _lazy(self, group: Group, number: int) -> Tensor:
         leaf = group.leaves[number]
         empty = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device="meta")
         lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
-        attach(lazy, Slot(self, leaf.path))
+        self.slots.append(Slot(self, leaf.path))
+        attach(lazy, self.slots[-1])
         return lazy

@@ -1,6 +1,7 @@
 """``fs.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from fshard.runtime.comm import Lane, LocalTransport, exchange, exchange_text
 from fshard.runtime.executor import diverged
 from fshard.runtime.loss import Loss, Mean, means_of, read_loss
 from fshard.sharding.plan import Plan
-from fshard.transform.gather import Resharding, gather_all
+from fshard.transform.gather import Resharding, Versions, gather_all
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -83,19 +84,18 @@ class ShardedLoss:
         return (value, aux) if self.has_aux else value
 
     def _run(self, flat: dict[str, Tensor], batch: Any, agree: Callable[[str], None]) -> Loss:
-        params = Resharding(self.plan, flat, agree).params() if self.reshard else gather_all(self.plan, flat)
-        watched = [(f"params {path}", leaf) for path, leaf in tree.paths(params)]
-        watched += [(f"batch leaf {i}", x) for i, x in enumerate(tree.leaves(batch)) if isinstance(x, Tensor)]
-        before = [leaf._version for _, leaf in watched]
+        versions = Versions()
+        for i, x in enumerate(tree.leaves(batch)):
+            if isinstance(x, Tensor):
+                versions.add(f"batch leaf {i}", x)
         try:
-            with bind(self.plan.mesh, self.plan.data_axes):
+            with self._params(flat, agree, versions) as params, bind(self.plan.mesh, self.plan.data_axes):
                 loss = read_loss(self.loss_fn(params, batch))
         except RuntimeError as error:
             if "in-place operation" not in str(error):
                 raise
             raise _written(["a parameter, or a tensor of the batch, that requires grad"]) from error
-        written = [name for (name, leaf), version in zip(watched, before, strict=True) if leaf._version != version]
-        if written:
+        if written := versions.written():
             raise _written(written)
         if loss.aux and not self.has_aux:
             raise LossError(
@@ -103,6 +103,16 @@ class ShardedLoss:
                 f"has_aux=True, as to torch.func.grad, and it returns (loss, aux)"
             )
         return loss
+
+    def _params(
+        self, flat: dict[str, Tensor], agree: Callable[[str], None], versions: Versions
+    ) -> AbstractContextManager[dict[str, Any]]:
+        if self.reshard:
+            return Resharding(self.plan, flat, agree, versions).params()
+        params = gather_all(self.plan, flat)
+        for path, leaf in tree.paths(params):
+            versions.add(f"params {path}", leaf)
+        return nullcontext(params)
 
     def _mean(self, loss: Loss) -> tuple[Tensor, Any]:
         """The mean over the data axes of the loss and of every ``fs.Mean`` in aux, by one sum."""
