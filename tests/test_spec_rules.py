@@ -68,7 +68,7 @@ def test_the_first_rule_that_matches_the_whole_path_wins() -> None:
         [(r"norm", P("tp")), fs.Rule(r"norm\.w", P("data"), compute=P()), (r"norm.*", P()), (r".*\.w", fs.fsdp("tp"))],
         {**SHAPES, "norm": (3,)},
     )
-    assert chosen == {
+    assert {path: decision[:2] for path, decision in chosen.items()} == {
         "blocks.0.w": (P(flat="tp"), None),
         "blocks.1.w": (P(flat="tp"), None),
         "norm.w": (P("data"), P()),
@@ -76,6 +76,11 @@ def test_the_first_rule_that_matches_the_whole_path_wins() -> None:
         "norm": (P("tp"), None),
     }
     assert list(chosen) == [*SHAPES, "norm"]
+    assert {path: decision.rule.pattern for path, decision in chosen.items() if path.startswith("norm")} == {
+        "norm.w": r"norm\.w",
+        "norm.b": "norm.*",
+        "norm": "norm",
+    }
 
 
 def test_every_leaf_without_a_rule_is_reported() -> None:
@@ -95,7 +100,17 @@ def test_every_rule_without_a_leaf_is_reported() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    ["w", ("w",), ("w", "shard"), ("w", P(), P()), fs.Rule("w", "shard"), ("(", P()), (3, P()), None],  # type: ignore[arg-type]
+    [
+        "w",
+        ("w",),
+        ("w", "shard"),
+        ("w", P(), P()),
+        fs.Rule("w", "shard"),
+        ("(", P()),
+        (3, P()),
+        None,
+        fs.Rule("w", P(), trainable="no"),
+    ],  # type: ignore[arg-type]
 )
 def test_what_is_no_rule(rule: Any) -> None:
     with pytest.raises(PlanError, match=r"rules\[1\]"):

@@ -12,7 +12,7 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
-from fshard.sharding.rules import RuleLike, match
+from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P
 from fshard.sharding.table import render
 from fshard.sharding.validate import check_specs
@@ -131,9 +131,9 @@ def make_plan(
     tensors = _tensors(model if isinstance(model, Mapping) else model.params)
     batch = _batch_spec(batch, mesh)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
-    specs = match(rules, shapes)
-    check_specs(specs, shapes, mesh, batch.axes)
-    leaves = _leaves(model, tensors, specs, mesh, batch, precision)
+    decided = match(rules, shapes)
+    check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, shapes, mesh, batch.axes)
+    leaves = _leaves(model, tensors, decided, mesh, batch, precision)
     owners = _owners(leaves, units) if isinstance(model, Mapping) else _owned_by(leaves, model.units)
     groups = make_groups(leaves, owners, mesh, batch.axes)
     return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})), precision)
@@ -155,31 +155,43 @@ def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _leaves(
     model: Any,
     tensors: Mapping[str, torch.Tensor],
-    specs: Mapping[str, tuple[P, P | None]],
+    decided: Mapping[str, Decision],
     mesh: Mesh,
     batch: P,
     precision: Precision,
 ) -> dict[str, Leaf]:
-    """Each leaf with its specs resolved against the mesh."""
+    """Each leaf with what the rules say of it, resolved against the mesh."""
+    _check_trainable(tensors, decided)
     aliases: Mapping[str, str] = getattr(model, "aliases", {})
     frozen: frozenset[str] = getattr(model, "frozen", frozenset())
     leaves = {}
     for path, tensor in tensors.items():
-        at_rest, compute = specs[path]
+        at_rest, compute, rule = decided[path]
         compute = at_rest.without(batch.axes) if compute is None else compute
         shape = tuple(tensor.shape)
         leaves[path] = Leaf(
             path=path,
             shape=shape,
             dtype=tensor.dtype,
-            trainable=tensor.dtype.is_floating_point and path not in frozen,
+            trainable=tensor.dtype.is_floating_point
+            and (path not in frozen if rule.trainable is None else rule.trainable),
             at_rest=at_rest,
             compute=compute,
             compute_shape=box(shape, compute, mesh)[1],
             aliases=tuple(a for a, canonical in aliases.items() if canonical == path),
-            precision=precision,
+            precision=precision if rule.precision is None else rule.precision,
         )
     return leaves
+
+
+def _check_trainable(tensors: Mapping[str, torch.Tensor], decided: Mapping[str, Decision]) -> None:
+    """Refuse rules that want to train what has no gradients."""
+    whole = [f"{p}  {t.dtype}" for p, t in tensors.items() if decided[p].rule.trainable and not t.is_floating_point()]
+    if whole:
+        remedy = (
+            "Only floating-point leaves have gradients: give these a rule without trainable=True, before the other."
+        )
+        raise PlanError(lines("rules with trainable=True decide leaves that cannot be trained:", whole, remedy))
 
 
 def _batch_spec(batch: P | None, mesh: Mesh) -> P:

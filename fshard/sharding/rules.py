@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from fshard.errors import PlanError, lines
+from fshard.model.precision import Precision
 from fshard.sharding.spec import P, Shape, Tactic
 
 
@@ -17,18 +19,41 @@ class Rule:
         at_rest: a spec, or a tactic that makes one from the leaf's shape.
         compute: the spec under which units read the leaf. By default the leaf is gathered over the data axes and stays
             local on every other axis; expert-parallel leaves, which stay local on a data axis, say so here.
+        trainable: False freezes the leaf: it gets no gradient and no optimizer state. True trains it even if the
+            module's parameter has ``requires_grad=False``. None: as the model says, and every leaf of a plain tree.
+        precision: the dtypes of this leaf, instead of the plan's: ``fs.Precision()`` keeps it as it is.
+
+    >>> Rule(r".*norm.*", P(), precision=Precision()).trainable is None
+    True
     """
 
     pattern: str
     at_rest: P | Tactic
     compute: P | None = None
+    _: KW_ONLY
+    trainable: bool | None = None
+    precision: Precision | None = None
 
 
 RuleLike = Rule | tuple[str, P | Tactic]
 
 
-def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, tuple[P, P | None]]:
-    """The ``(at_rest, compute)`` specs of every leaf.
+class Decision(NamedTuple):
+    """What the rules say of one leaf.
+
+    Attributes:
+        at_rest: the spec, made by the tactic where the rule gives one.
+        compute: the spec of compute, None where the rule leaves it open.
+        rule: the rule that decided, for everything else that it says.
+    """
+
+    at_rest: P
+    compute: P | None
+    rule: Rule
+
+
+def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, Decision]:
+    """What the rules decide of every leaf.
 
     Raises:
         PlanError: a leaf that no rule matches, or a rule that decides no leaf; all of them in one report.
@@ -36,7 +61,7 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, t
     full = [_as_rule(rule, number) for number, rule in enumerate(rules)]
     decided: dict[int, int] = dict.fromkeys(range(len(full)), 0)
     touched: set[int] = set()
-    out: dict[str, tuple[P, P | None]] = {}
+    out: dict[str, Decision] = {}
     unmatched = []
     for path, shape in shapes.items():
         hits = [i for i, rule in enumerate(full) if re.fullmatch(rule.pattern, path)]
@@ -47,7 +72,7 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, t
         first = full[hits[0]]
         decided[hits[0]] += 1
         spec = first.at_rest if isinstance(first.at_rest, P) else first.at_rest(shape)
-        out[path] = (spec, first.compute)
+        out[path] = Decision(spec, first.compute, first)
     if unmatched:
         raise PlanError(
             lines(
@@ -74,6 +99,11 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
     spec = rule.at_rest if isinstance(rule, Rule) else None
     if not isinstance(rule, Rule) or not (isinstance(spec, P) or callable(spec)):
         raise PlanError(f"rules[{number}] is {rule!r}: a rule is (pattern, P(...)), (pattern, tactic) or fs.Rule(...)")
+    if rule.trainable not in (None, True, False) or not isinstance(rule.precision, Precision | None):
+        raise PlanError(
+            f"rules[{number}] {rule.pattern!r}: trainable={rule.trainable!r} must be True, False or None, and "
+            f"precision={rule.precision!r} fs.Precision(...) or None"
+        )
     try:
         re.compile(rule.pattern)
     except (re.error, TypeError) as error:
