@@ -12,12 +12,13 @@ The spec says where, the schedule says when, the runtime does it::
     state/          the train state, and its ways in and out of whole tensors
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate  a function, an optimizer and a plan become a step
+    lora            low-rank adapters beside frozen weights
     mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks
     launch, virtual meshes of real processes, and of ranks that are played in one
     view/           pictures of schedules
 """
 
-from fshard import collectives, errors, optim, view
+from fshard import collectives, errors, lora, optim, view
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.mapping import shard_map
@@ -82,6 +83,7 @@ __all__ = [
     "init_state",
     "jvp",
     "keep",
+    "lora",
     "make_eval_step",
     "make_mesh",
     "make_plan",

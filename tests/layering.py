@@ -17,7 +17,7 @@ LAYERS = (
     ("runtime", "view"),
     ("collectives",),
     ("state",),
-    ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping"),
+    ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping", "lora"),
     ("transform",),
     ("",),
 )

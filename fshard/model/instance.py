@@ -119,6 +119,7 @@ class Template:
     def __init__(
         self, root: nn.Module, whole: nn.Module, params: Numbers, buffers: Numbers, shells: Mapping[int, Shell]
     ) -> None:
+        self.root = root
         self._originals = list(root.modules())
         self._outside = {id(module): module for module in whole.modules()}
         self._buffers = len(set(buffers.values()))
@@ -195,6 +196,11 @@ class Body:
         self.buffers = buffers
         self._template = template
         self._tracker = tracker
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the structure was compiled from."""
+        return self._template.root
 
     def kind(self) -> Hashable:
         """Equal for two structures that are the same function: of the same classes, attributes and shape."""

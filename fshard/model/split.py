@@ -85,6 +85,11 @@ class Model:
         new |= {path: _detached(buffer) for path, buffer in changed.items()}
         return out, tree.nest(new)
 
+    @property
+    def module(self) -> nn.Module:
+        """The private copy that keeps the code: its parameters are on the meta device. Not to be changed."""
+        return self._body.module
+
     def __repr__(self) -> str:
         sizes = [leaf.numel() for _, leaf in tree.paths(self.params)]
         return f"Model({len(sizes)} leaves, {sum(sizes):,} parameters, units={self.units})"

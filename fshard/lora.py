@@ -1,0 +1,243 @@
+"""LoRA: low-rank adapters beside frozen weights (Hu et al., "Low-Rank Adaptation of Large Language Models", 2021).
+
+The adapters of a leaf ``blocks.0.q.weight`` of shape ``(n, m)`` are two more leaves of the same tree:
+``blocks.0.q.weight_lora_a``, ``(rank, m)``, random, and ``blocks.0.q.weight_lora_b``, ``(n, rank)``, zero at first.
+The weight reads as ``weight + alpha / rank * b @ a``. So adapters belong to the unit of the weight, and are sharded,
+trained and saved like all other leaves; the weights themselves are frozen.
+"""
+
+import copy
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard import tree
+from fshard.errors import PlanError, TreeError, lines
+from fshard.model import adapters as adapted
+from fshard.model import init as inits
+from fshard.model.philox import fold
+from fshard.model.split import Model, split
+
+__all__ = ["PATHS", "adapters", "init", "linear", "merge", "wrap"]
+
+PATHS = r".*_lora_[ab]"
+"""The paths of all adapters, for rules: a hand-written function's tree is frozen and trained by them."""
+
+
+def init(
+    params: Mapping[str, Any],
+    targets: str | Iterable[str],
+    *,
+    rank: int = 8,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """A tree with adapters beside some of its leaves, for hand-written functions; modules are for ``wrap``.
+
+    Args:
+        params: a nested dict of tensors.
+        targets: regular expressions for whole paths of leaves of two or more dims. Of a leaf with more than two,
+            each matrix of the last two has adapters of its own.
+        rank: the rank of what is learned.
+        seed: values depend on ``(seed, path, global index)`` alone, as those of ``fs.init_state``.
+        dtype: of the adapters; None for that of the weight.
+
+    Returns:
+        A new nested dict, with the leaves of ``params`` themselves. Give the adapters a rule of their own:
+        ``fs.Rule(fs.lora.PATHS, spec)``, before ``fs.Rule(".*", spec, trainable=False)``.
+
+    Raises:
+        PlanError: a pattern matches nothing, or what cannot have adapters.
+
+    >>> small = init({"w": torch.zeros(6, 4), "b": torch.zeros(6)}, "w", rank=2)
+    >>> {path: tuple(leaf.shape) for path, leaf in tree.paths(small)}
+    {'w': (6, 4), 'w_lora_a': (2, 4), 'w_lora_b': (6, 2), 'b': (6,)}
+    """
+    flat = dict(tree.paths(params))
+    chosen = _chosen(flat, targets, rank)
+    out: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        out[path] = leaf
+        if path in chosen:
+            out |= _fresh(path, leaf, rank, seed, dtype)
+    return tree.nest(out)
+
+
+def linear(params: Mapping[str, Any], x: Tensor, *, alpha: float, name: str = "weight", bias: str = "bias") -> Tensor:
+    """A linear layer with adapters, for hand-written functions.
+
+    Args:
+        params: a subtree with the weight, ``(n, m)``, its adapters, and maybe a bias, ``(n,)``.
+        x: ``(..., m)``, of the weight's dtype. Adapters of another dtype compute in theirs.
+        alpha: the adapters count with ``alpha / rank``.
+        name: the key of the weight.
+        bias: the key of the bias.
+
+    Returns:
+        ``(..., n)``: ``x @ (weight + alpha / rank * b @ a).T + bias``, without making that matrix.
+
+    >>> p = init({"weight": torch.ones(2, 3)}, "weight", rank=1)
+    >>> linear(p, torch.ones(1, 3), alpha=1)
+    tensor([[3., 3.]])
+    """
+    a, b = params[name + adapted.A], params[name + adapted.B]
+    return adapted.linear(params[name], a, b, params.get(bias), x, alpha / a.shape[-2])
+
+
+def wrap(
+    model: Model,
+    targets: str | Iterable[str],
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """A model with adapters, whose own leaves are frozen. Its units are those of the model.
+
+    Args:
+        model: what ``fs.split`` returned. It is not changed.
+        targets: regular expressions for whole paths of parameters, such as ``r".*[qv]_proj\\.weight"``. They may
+            belong to any module: those that are linear layers or embeddings never make the adapted matrix.
+        rank: the rank of what is learned.
+        alpha: the adapters count with ``alpha / rank``.
+        seed: of the adapters' first values; see ``init``.
+        dtype: of the adapters; None for that of their weights.
+
+    Returns:
+        The model. Its ``params`` are the given model's, not copied, with adapters beside them. Plans freeze all but the
+        adapters; a rule with ``trainable=True`` says otherwise.
+
+    Raises:
+        PlanError: a pattern matches nothing, or what cannot have adapters.
+
+    >>> model = wrap(split(nn.Linear(4, 6)), "weight", rank=2)
+    >>> [path for path, _ in tree.paths(model.params)], sorted(model.frozen)
+    (['weight', 'bias', 'weight_lora_a', 'weight_lora_b'], ['bias', 'weight'])
+    """
+    flat = dict(tree.paths(model.params))
+    chosen = _chosen(flat, targets, rank)
+    twin = copy.deepcopy(model.module, {id(buffer): buffer for buffer in model.module.buffers()})
+    named = dict(twin.named_parameters())
+    pairs = {id(named[path]): (path, _pair(named[path], rank)) for path in chosen}
+    made: dict[Any, Any] = {}
+    for below in list(twin.modules()):
+        owned = {name: pairs[id(p)][1] for name, p in below._parameters.items() if id(p) in pairs}
+        if owned:
+            adapted.adapt(below, owned, alpha / rank, made)
+    for leaf in named.values():
+        leaf.requires_grad_(False)
+    new = split(twin, units=model.units)
+    values = {**flat}
+    for path in chosen:
+        values |= _fresh(path, flat[path], rank, seed, dtype)
+    return dataclasses.replace(
+        new,
+        params=tree.nest({path: values[path] for path, _ in tree.paths(new.params)}),
+        inits={**model.inits, **{p: i for path in chosen for p, i in _inits(path, flat[path]).items()}},
+    )
+
+
+def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
+    """The tree without adapters: each adapted weight becomes ``weight + alpha / rank * b @ a``.
+
+    Args:
+        params: a nested dict of whole tensors, of ``wrap`` or ``init``; for shards, ``fs.unshard`` them first.
+        alpha: as given to ``wrap`` or ``linear``. The rank is that of the adapters.
+
+    Returns:
+        A nested dict like the one before there were adapters. Sums are in float32, and rounded once.
+
+    Raises:
+        TreeError: an adapter is alone, or misshapen.
+
+    >>> p = {"w": torch.ones(1, 2), "w_lora_a": torch.tensor([[1.0, 2.0]]), "w_lora_b": torch.tensor([[10.0]])}
+    >>> merge(p, alpha=1.0)["w"]
+    tensor([[11., 21.]])
+    """
+    flat = dict(tree.paths(params))
+    _check_pairs(flat)
+    out = {}
+    for path, leaf in flat.items():
+        if path + adapted.A in flat:
+            a, b = (flat[path + suffix] for suffix in (adapted.A, adapted.B))
+            wide = torch.promote_types(leaf.dtype, torch.float32)
+            out[path] = (leaf.to(wide) + adapted.delta(a.to(wide), b.to(wide), alpha / a.shape[-2])).to(leaf.dtype)
+        elif not re.fullmatch(PATHS, path):
+            out[path] = leaf
+    return tree.nest(out)
+
+
+def adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapters of a tree, alone: whole tensors or shards, what a checkpoint of a finetuning run is about.
+
+    >>> list(adapters(init({"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "w")))
+    ['w_lora_a', 'w_lora_b']
+    """
+    return tree.nest({path: leaf for path, leaf in tree.paths(params) if re.fullmatch(PATHS, path)})
+
+
+def _chosen(flat: Mapping[str, Any], targets: str | Iterable[str], rank: int) -> list[str]:
+    """The paths that get adapters."""
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    if not isinstance(rank, int) or rank < 1:
+        raise PlanError(f"lora: rank={rank!r} must be an int >= 1")
+    hits = {pattern: [path for path in flat if re.fullmatch(pattern, path)] for pattern in patterns}
+    idle = [repr(pattern) for pattern, paths in hits.items() if not paths]
+    if idle or not patterns:
+        remedy = f"Targets are regular expressions for whole paths of leaves, such as {next(iter(flat), 'w')!r}."
+        raise PlanError(lines("lora: targets match no leaf:", idle or ["none given"], remedy))
+    wanted = {path for paths in hits.values() for path in paths}
+    wrong = [
+        f"{path}  {list(leaf.shape)}  {leaf.dtype}"
+        for path, leaf in flat.items()
+        if path in wanted and (leaf.ndim < 2 or not leaf.dtype.is_floating_point)
+    ]
+    wrong += [f"{path}: has adapters already" for path in flat if path in wanted and path + adapted.A in flat]
+    wrong += [f"{path}: is an adapter itself" for path in flat if path in wanted and re.fullmatch(PATHS, path)]
+    if wrong:
+        remedy = "Adapters belong to floating-point leaves of two or more dims that have none: narrow the targets."
+        raise PlanError(lines("lora: targets match leaves that cannot have adapters:", wrong, remedy))
+    return [path for path in flat if path in wanted]
+
+
+def _inits(path: str, leaf: Tensor) -> dict[str, inits.Initializer]:
+    """The initializers of a leaf's adapters: those of the paper's code, He's with a slope of sqrt(5), and zeros."""
+    bound = 1 / math.sqrt(max(leaf.shape[-1], 1))
+    return {path + adapted.A: inits.uniform(-bound, bound), path + adapted.B: inits.zeros()}
+
+
+def _fresh(path: str, leaf: Tensor, rank: int, seed: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The first adapters of a leaf, on its device."""
+    out = {}
+    for suffix, shape in adapted.shapes(leaf.shape, rank).items():
+        name = path + suffix
+        out[name] = new = torch.empty(shape, dtype=dtype or leaf.dtype, device=leaf.device)
+        if not new.is_meta:
+            inits.fill(_inits(path, leaf)[name], fold(seed, name), shape, range(new.numel()), new.view(-1))
+    return out
+
+
+def _pair(leaf: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+    a, b = (nn.Parameter(leaf.new_empty(shape)) for shape in adapted.shapes(leaf.shape, rank).values())
+    return a, b
+
+
+def _check_pairs(flat: Mapping[str, Any]) -> None:
+    wrong = []
+    for base in dict.fromkeys(path[: -len(adapted.A)] for path in flat if re.fullmatch(PATHS, path)):
+        names = (base, base + adapted.A, base + adapted.B)
+        missing = [name for name in names if name not in flat]
+        if missing:
+            wrong.append(f"{base}: {', '.join(missing)} is missing")
+            continue
+        weight, *pair = (tuple(flat[name].shape) for name in names)
+        if len(weight) < 2 or len(pair[0]) < 2 or list(adapted.shapes(weight, pair[0][-2]).values()) != pair:
+            wrong.append(f"{base}: {list(weight)} beside {list(pair[0])} and {list(pair[1])}")
+    if wrong:
+        raise TreeError(lines("merge: adapters do not fit their weights:", wrong, "Give a tree of whole tensors."))
