@@ -9,6 +9,7 @@ The spec says where, the schedule says when, the runtime does it::
     schedule/       WHEN: ops, build, check, text, memory, simulate, auto
     runtime/        HOW: communication, arena, engine, executor
     collectives/    psum, all_gather, ... by axis name, differentiable
+    parallel/       tensor, sequence, expert and context parallelism, for the code of units
     state/          the train state, and its ways in and out of whole tensors
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate  a function, an optimizer and a plan become a step
@@ -18,7 +19,7 @@ The spec says where, the schedule says when, the runtime does it::
     view/           pictures of schedules
 """
 
-from fshard import collectives, errors, lora, optim, view
+from fshard import collectives, errors, lora, optim, parallel, view
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.mapping import shard_map
@@ -89,6 +90,7 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "optim",
+    "parallel",
     "per_sample_grad",
     "policies",
     "random",

@@ -48,6 +48,7 @@ def cases(n: int) -> list[Case]:
         *gathers(n, 1),
         *gathers(n, -1),
         *exchanges(n),
+        ragged(n),
         Case("cut", (2 * n, 2), lambda x, axis, **k: c.cut(x, P(axis), **k), lambda xs: list(xs[0].chunk(n)), "IV"),
         Case("assemble", (3,), lambda x, axis, **k: c.assemble(x, P(axis), **k), lambda xs: [torch.cat(xs)] * n, "VI"),
         Case("ppermute round", (2, 2), lambda x, **k: c.ppermute(x, perm=ring, **k), lambda xs: _sent(xs, ring)),
@@ -109,6 +110,21 @@ def exchanges(n: int) -> list[Case]:
         out.append(Case(f"all_to_all tiled {split} {concat}", tuple(whole), tiled, plain_tiled))
         out.append(Case(f"all_to_all {split} {concat}", tuple(exact), stacked, plain_stacked))
     return out
+
+
+def ragged(n: int) -> Case:
+    """Rows in unequal numbers: rank ``r`` sends rank ``i`` as many as it gets from there."""
+    numbers = [[1 + (r + i) % n for i in range(n)] for r in range(n)]
+
+    def call(x: Tensor, axis: Any, mesh: Any = None) -> Tensor:
+        mine = numbers[c.axis_index(axis, mesh=mesh)]
+        return c.ragged_all_to_all(x, axis, mine, mine, mesh=mesh)
+
+    def plain(xs: Values) -> Values:
+        parts = [x.split(mine, -2) for x, mine in zip(xs, numbers, strict=True)]
+        return [torch.cat([part[r] for part in parts], -2) for r in range(n)]
+
+    return Case("ragged_all_to_all", (sum(numbers[0]), 2), call, plain)
 
 
 def _sent(xs: Values, pairs: list[tuple[int, int]]) -> Values:

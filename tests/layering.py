@@ -16,6 +16,7 @@ LAYERS = (
     ("schedule",),
     ("runtime", "view"),
     ("collectives",),
+    ("parallel",),
     ("state",),
     ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping", "lora"),
     ("transform",),

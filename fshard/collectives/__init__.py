@@ -15,6 +15,7 @@ a copy. Types and adjoints, for a linear map of all ranks' values together:
 ``all_gather(to="invariant")``   varying -> invariant    this rank's slice
 ``psum_scatter``                 varying -> varying      ``all_gather``
 ``all_to_all``                   varying -> varying      ``all_to_all`` back
+``ragged_all_to_all``            varying -> varying      ``ragged_all_to_all`` back
 ``ppermute``                     varying -> varying      ``ppermute`` back
 ``cut``                          invariant -> varying    ``assemble``
 ``assemble``                     varying -> invariant    ``cut``
@@ -39,6 +40,7 @@ from fshard.collectives.api import (
     psum,
     psum_scatter,
     pvary,
+    ragged_all_to_all,
 )
 from fshard.collectives.scope import use_mesh
 from fshard.collectives.specs import assemble, cut
@@ -72,5 +74,6 @@ __all__ = [
     "psum_scatter_start",
     "psum_start",
     "pvary",
+    "ragged_all_to_all",
     "use_mesh",
 ]

@@ -186,6 +186,32 @@ def all_to_all(
 
 
 @untraced
+def ragged_all_to_all(
+    x: Tree, axis: AxisName, send: Sequence[int], receive: Sequence[int], *, mesh: Mesh | None = None
+) -> Tree:
+    """Rows to ranks in unequal numbers (the uses that ``jax.lax.ragged_all_to_all`` has, with sizes alone).
+    Varying -> varying; its adjoint sends back.
+
+    Args:
+        x: a tensor of shape (..., rows, width), or a pytree of such, all with ``sum(send)`` rows.
+        axis: the name of an axis, or a tuple of names.
+        send: for each rank along the axis, how many rows go to it: the first rows go to rank 0, and so on.
+        receive: for each rank, how many rows come from it: what it has in its ``send`` for this rank. Exchange the
+            numbers first, by ``all_to_all``: they are not checked here.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Returns:
+        A tensor of shape (..., sum(receive), width): the rows from rank 0 first.
+
+    Raises:
+        AxisError: no mesh is in scope, or it has no such axis.
+        CollectiveError: there are not as many numbers as ranks, or not as many rows as they say.
+    """
+    group = resolve(axis, mesh)
+    return _map("ragged_all_to_all", x, lambda leaf: build.ragged(leaf, group, tuple(send), tuple(receive)))
+
+
+@untraced
 def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tree:
     """Send to other ranks (``jax.lax.ppermute``). Varying -> varying; its adjoint sends back.
 

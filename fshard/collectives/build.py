@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fshard.collectives.group import Group
-from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Scatter, apply
+from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Ragged, Scatter, apply
 from fshard.errors import CollectiveError, lines
 
 Args = ParamSpec("Args")
@@ -53,6 +53,22 @@ def exchange(x: Tensor, group: Group, split: int, concat: int, tiled: bool) -> T
     # The result has the dims of x without the split one, and the new one among them: as many as x.
     front = x.movedim(at, 0).unsqueeze(x.dim() + to + 1)
     return apply(front, Exchange(group, -front.dim(), to)).squeeze(0)
+
+
+def ragged(x: Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
+    """Rows to ranks in unequal numbers."""
+    for what, numbers in (("send", send), ("receive", receive)):
+        if len(numbers) != group.size or any(not isinstance(n, int) or n < 0 for n in numbers):
+            raise CollectiveError(
+                f"ragged_all_to_all: {what}={list(numbers)} must be one int >= 0 for each of the {group.size} ranks of "
+                f"axis {str(group)!r}"
+            )
+    if x.dim() < 2 or x.shape[-2] != sum(send):
+        raise CollectiveError(
+            f"ragged_all_to_all: send={list(send)} are {sum(send)} rows, and a tensor of shape {list(x.shape)} must "
+            f"have as many in the dim before its last one"
+        )
+    return apply(x, Ragged(group, send, receive))
 
 
 def permute(group: Group, perm: Sequence[tuple[int, int]]) -> Permute:

@@ -12,6 +12,7 @@ adjoint (``jax.shard_map`` with ``check_vma=True``; Megatron-LM's f and g):
 ``Collect``     varying -> invariant   ``Cut``
 ``Cut``         invariant -> varying   ``Collect``
 ``Exchange``    varying -> varying     ``Exchange``, the dims swapped
+``Ragged``      varying -> varying     ``Ragged``, the numbers swapped
 ``Permute``     varying -> varying     ``Permute``, the pairs turned round
 ``Settle``      varying -> invariant   ``Once``
 ``Once``        invariant -> varying   ``Spread``
@@ -55,12 +56,16 @@ class Collective(ABC):
         """The shape of its result."""
         return shape
 
-    def run(self, x: Tensor) -> Tensor:
-        """It on data. Fake tensors, which have none, give fake ones."""
+    def begin(self, x: Tensor) -> raw.Finish:
+        """Start it on data. Fake tensors, which have none, give fake ones."""
         check_plain(x, type(self).__name__)
-        if _fake(x):
-            return x.new_empty(self.shape(tuple(x.shape)))
-        return self.start(x)()
+        if is_fake(x):
+            return lambda: x.new_empty(self.shape(tuple(x.shape)))
+        return self.start(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        """It on data, to its end."""
+        return self.begin(x)()
 
 
 class Linear(torch.autograd.Function):
@@ -216,6 +221,27 @@ class Exchange(Collective):
 
 
 @dataclass(frozen=True)
+class Ragged(Collective):
+    """Rows, along the dim before the last one, to ranks in unequal numbers."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    def start(self, x: Tensor) -> raw.Finish:
+        """Exchange."""
+        rows = raw.ragged(self.group, x.movedim(-2, 0), self.send, self.receive)
+        return lambda: rows().movedim(0, -2)
+
+    def shape(self, shape: Shape) -> Shape:
+        """As many rows as arrive."""
+        return (*shape[:-2], sum(self.receive), shape[-1])
+
+    def transpose(self) -> Collective:
+        """Back."""
+        return Ragged(self.group, self.receive, self.send)
+
+
+@dataclass(frozen=True)
 class Permute(Collective):
     """Each target gets the tensor of its source, other ranks zeros."""
 
@@ -285,7 +311,7 @@ class Max(torch.autograd.Function):
     def forward(x: Tensor, group: Group) -> Tensor:
         """Compare."""
         check_plain(x, "pmax")
-        return x.clone() if _fake(x) else raw.max_all(group, x)()
+        return x.clone() if is_fake(x) else raw.max_all(group, x)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -320,7 +346,8 @@ def check_plain(x: Tensor, what: str) -> None:
         raise untraceable(what)
 
 
-def _fake(x: Tensor) -> bool:
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no data."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")  # not imported here: it takes a second
     return fakes is not None and isinstance(x, fakes.FakeTensor)
 

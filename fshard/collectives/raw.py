@@ -5,6 +5,7 @@ travels as bytes, so any dtype does. Sums are added in the order of ranks wherev
 inputs give equal bits on every run and on every rank.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,6 +46,28 @@ def exchange(group: Group, rows: Tensor) -> Finish:
     def finish() -> Tensor:
         handle.wait()
         return _by_group(group, out)
+
+    return finish
+
+
+def ragged(group: Group, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Finish:
+    """The first ``send[0]`` rows go to rank 0, and so on; of the result the first ``receive[0]`` rows came from it."""
+    place = group.order or list(range(group.size))
+    shape, width = (sum(receive), *rows.shape[1:]), math.prod(rows.shape[1:]) * rows.element_size()
+    flat, sizes, arriving = _bytes(_flat(rows)), [0] * group.size, [0] * group.size
+    for rank, at in enumerate(place):
+        sizes[at], arriving[at] = send[rank] * width, receive[rank] * width
+    if group.order is not None:
+        parts = torch.split(flat, [count * width for count in send])
+        flat = torch.cat([parts[rank] for rank in _inverse(place)])
+    out = flat.new_empty(sum(arriving))
+    handle = group.lane.all_to_all(out, flat, arriving, sizes, marks(rows.device))
+
+    def finish() -> Tensor:
+        handle.wait()
+        parts = torch.split(out, arriving)
+        ordered = out if group.order is None else torch.cat([parts[at] for at in place])
+        return ordered.view(rows.dtype).view(shape)
 
     return finish
 
@@ -112,6 +135,10 @@ def max_all(group: Group, x: Tensor) -> Finish:
         return lambda: rows().amax(0)
     arriving = exchange(group, _chunks(group, x))
     return lambda: gather(group, arriving().amax(0))().reshape(-1)[: x.numel()].view(x.shape)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _small(group: Group, x: Tensor) -> bool:

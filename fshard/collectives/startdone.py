@@ -115,4 +115,4 @@ def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *
 def _start(x: Tensor, op: Collective) -> InFlight:
     check_plain(x, f"{type(op).__name__.lower()}_start")
     with torch.no_grad():
-        return InFlight(op, x, x._version, op.start(x.detach()))
+        return InFlight(op, x, x._version, op.begin(x.detach()))

@@ -1,0 +1,54 @@
+"""Tensor, sequence, expert and context parallelism: pure functions for the code of units, and rules for their leaves.
+
+================== ============================= ==========================================================
+tensor parallel    ``column_rule``, ``row_rule`` ``column_linear``, ``row_linear``, ``local_heads``
+vocabulary         ``column_rule``               ``vocab_embedding``, ``vocab_cross_entropy``, ``padded``
+sequence parallel  leaves whole along the axis   ``rms_norm``, ``layer_norm``, ``shared``, ``split_sequence``
+expert parallel    ``expert_rule``               ``route``, ``moe``, ``grouped_linear``, ``load_balance_loss``
+context parallel   one more data axis            ``ring_attention``, ``zigzag_slice``, ``zigzag_positions``
+================== ============================= ==========================================================
+
+The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows, and return the same loss. The
+axis of experts and that of the context are data axes: their ranks have tokens of their own.
+"""
+
+from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
+from fshard.parallel.linear import column_linear, local_heads, row_linear
+from fshard.parallel.ring import ring_attention
+from fshard.parallel.routing import Routing, load_balance_loss, route, z_loss
+from fshard.parallel.rules import column_rule, expert_rule, megatron_rules, row_rule
+from fshard.parallel.sequence import join_sequence, layer_norm, rms_norm, shared, split_sequence
+from fshard.parallel.vocab import padded, vocab_cross_entropy, vocab_embedding
+from fshard.parallel.zigzag import unzigzag, zigzag, zigzag_positions, zigzag_slice
+
+__all__ = [
+    "Dispatched",
+    "Routing",
+    "column_linear",
+    "column_rule",
+    "combine",
+    "dispatch",
+    "expert_rule",
+    "grouped_linear",
+    "join_sequence",
+    "layer_norm",
+    "load_balance_loss",
+    "local_heads",
+    "megatron_rules",
+    "moe",
+    "padded",
+    "ring_attention",
+    "rms_norm",
+    "route",
+    "row_linear",
+    "row_rule",
+    "shared",
+    "split_sequence",
+    "unzigzag",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+    "z_loss",
+    "zigzag",
+    "zigzag_positions",
+    "zigzag_slice",
+]

@@ -1,0 +1,104 @@
+"""What the functions of this room rely on, checked before they communicate.
+
+Inside of a step a leaf knows its path, so its spec can be held against what a function needs. These checks run while
+the program is traced on fake tensors: on all ranks alike, before the first collective. Leaves that are no slots, such
+as casts of leaves, or those under transforms of torch.func, are held to their shapes alone.
+"""
+
+from torch import Tensor
+
+from fshard import collectives
+from fshard.errors import PlanError
+from fshard.model.unit import slot_of
+from fshard.sharding.layout import Leaf
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
+from fshard.sharding.spec import axes_of
+
+EXPERTS = "grouped_linear"
+"""The one function here whose axis is a data axis: ranks along it have tokens of their own."""
+
+
+def check_cut(tensor: Tensor | None, axis: str, dim: int, what: str, rule: str) -> None:
+    """Refuse a leaf that is not cut along a dim by an axis alone.
+
+    Args:
+        tensor: maybe a leaf of a step; None passes.
+        axis: the axis along which ``what`` is parallel.
+        dim: the dim of the leaf that must be cut.
+        what: the function that asks.
+        rule: what to write in the rules.
+
+    Raises:
+        PlanError: the leaf is whole along the axis, or cut along another dim.
+    """
+    known = _known(tensor, axis, what)
+    if known is None:
+        return
+    leaf, plan = known
+    entries = [axes_of(entry) for entry in leaf.compute.dims]
+    here = entries[dim] if dim < len(entries) else ()
+    if here == (axis,):
+        return
+    cut = [number for number, axes in enumerate(entries) if axis in axes]
+    how = f"is cut by {axis!r} along dim {cut[0]}" if cut else f"is whole on each of the {plan.mesh.shape[axis]} ranks"
+    raise PlanError(
+        f"{what}: {leaf.path} {list(leaf.shape)} {how} of {axis!r} in compute ({leaf.compute}), but must be cut along "
+        f"dim {dim}, to {list(_divided(leaf, dim, plan, axis))}: give it {rule}"
+    )
+
+
+def check_whole(tensor: Tensor | None, axis: str, what: str) -> None:
+    """Refuse a leaf that is cut by an axis.
+
+    Raises:
+        PlanError: it is.
+    """
+    known = _known(tensor, axis, what)
+    if known is not None and axis in known[0].compute.axes:
+        leaf = known[0]
+        raise PlanError(
+            f"{what}: {leaf.path} {list(leaf.shape)} is cut by {axis!r} in compute ({leaf.compute}), but every rank "
+            f"needs all of it: leave {axis!r} out of its spec"
+        )
+
+
+def divided(count: int, axis: str, what: str, mesh: Mesh | None = None) -> int:
+    """A rank's part of something that an axis must divide.
+
+    Raises:
+        PlanError: it does not.
+    """
+    parts = collectives.axis_size(axis, mesh=mesh)
+    if count % parts:
+        raise PlanError(
+            f"{count} {what} over the {parts} ranks of axis {axis!r}: {count} is not a multiple of {parts}. Choose "
+            f"{parts * -(-count // parts)} {what}, or a size of {axis!r} that divides {count}"
+        )
+    return count // parts
+
+
+def path_of(tensor: Tensor) -> str:
+    """The path of a leaf of a step; nothing for other tensors."""
+    slot = slot_of(tensor)
+    return slot.path if slot is not None else ""
+
+
+def _known(tensor: Tensor | None, axis: str, what: str) -> tuple[Leaf, Plan] | None:
+    slot = slot_of(tensor) if tensor is not None else None
+    plan = getattr(slot.engine, "plan", None) if slot is not None else None
+    if slot is None or not isinstance(plan, Plan) or axis not in plan.mesh.axis_names:
+        return None
+    if axis in plan.data_axes and what != EXPERTS:
+        raise PlanError(
+            f"{what}: axis {axis!r} is a data axis (batch={plan.batch}), so its ranks work on different rows, and sums "
+            f"over it would mix them: leave {axis!r} out of batch="
+        )
+    return plan.leaves[slot.path], plan
+
+
+def _divided(leaf: Leaf, dim: int, plan: Plan, axis: str) -> tuple[int, ...]:
+    shape = list(leaf.shape)
+    if dim < len(shape):
+        shape[dim] //= plan.mesh.shape[axis]
+    return tuple(shape)

@@ -1,0 +1,150 @@
+"""Tokens to experts that live on other ranks, and back (expert parallelism: GShard, Lepikhin et al. 2020).
+
+Each rank has tokens of its own and some of the experts. Tokens go to where their experts are by an all-to-all, and come
+back by another one; experts are never gathered over the axis. In the backward the gradients of a rank's experts come
+from the tokens of all ranks along it, so they are sums already: nothing is reduced over the axis, and since each rank's
+loss starts with one over the number of data ranks they are scaled as all others are.
+
+**Capacity**: each expert takes a fixed number of a group's tokens, first choices first; later ones are dropped and
+give zero. Shapes are known beforehand. The group is a sequence, so what is dropped does not depend on the mesh.
+**Dropless**: whatever was chosen is sent, in unequal numbers, which the host reads once a layer (MegaBlocks: Gale et
+al. 2022).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.errors import PlanError
+from fshard.parallel.checks import EXPERTS, check_cut, divided, path_of
+from fshard.parallel.ragged import Ragged, dispatch_ragged
+from fshard.parallel.routing import Routing
+from fshard.parallel.slots import Slotted, dispatch_slots
+from fshard.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Tokens at their experts. Made by ``dispatch``.
+
+    Attributes:
+        rows: (n, width): what this rank's experts have to do, expert by expert.
+        counts: the rows of each of this rank's experts.
+        way: how they came, for ``combine``.
+    """
+
+    rows: Tensor
+    counts: tuple[int, ...]
+    way: Slotted | Ragged
+
+
+def dispatch(
+    x: Tensor,
+    routing: Routing,
+    *,
+    axis: str | None = "ep",
+    capacity: float | None = None,
+    mesh: Mesh | None = None,
+) -> Dispatched:
+    """Send tokens to their experts.
+
+    Args:
+        x: (groups, tokens, width), or (tokens, width) for one group: this rank's tokens.
+        routing: of these tokens.
+        axis: the expert-parallel axis; None if every rank has all experts.
+        capacity: how many times its even share of a group's choices an expert takes; None drops nothing.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        PlanError: the axis does not divide the experts, or the routing is of other tokens.
+    """
+    if x.dim() not in (2, 3) or routing.chosen.shape[:-1] != x.shape[:-1]:
+        raise PlanError(
+            f"dispatch: x {list(x.shape)} must be (groups, tokens, width) or (tokens, width), and the routing of as "
+            f"many tokens; it has choices {list(routing.chosen.shape)}"
+        )
+    if axis is not None:
+        divided(routing.experts, axis, "experts", mesh)
+    if capacity is None:
+        rows, counts, way = dispatch_ragged(x, routing, axis, mesh)
+        return Dispatched(rows, counts, way)
+    if not capacity > 0:
+        raise PlanError(f"dispatch: capacity={capacity} must be positive, such as 1.25; or None, which drops nothing")
+    packed, even, slotted = dispatch_slots(x, routing, axis, capacity, mesh)
+    return Dispatched(packed, even, slotted)
+
+
+def combine(rows: Tensor, dispatched: Dispatched) -> Tensor:
+    """Bring the results of experts back to their tokens, and add them up by the routing's weights.
+
+    Args:
+        rows: (n, any width), the results for ``dispatched.rows``.
+        dispatched: what ``dispatch`` returned.
+
+    Returns:
+        (groups, tokens, width), or (tokens, width), as the tokens were.
+    """
+    return dispatched.way.back(rows)
+
+
+def moe(
+    x: Tensor,
+    routing: Routing,
+    experts: Callable[[Tensor, tuple[int, ...]], Tensor],
+    *,
+    axis: str | None = "ep",
+    capacity: float | None = None,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """A mixture of experts: dispatch, compute, combine.
+
+    Args:
+        x: (groups, tokens, width) or (tokens, width): this rank's tokens.
+        routing: of these tokens.
+        experts: ``experts(rows, counts)``: the results of this rank's experts for rows (n, width), of which the first
+            ``counts[0]`` are for its first expert. See ``grouped_linear``.
+        axis: the expert-parallel axis, which must be a data axis; None if every rank has all experts.
+        capacity: how many times its even share of a group's choices an expert takes; None drops nothing.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        PlanError: the axis does not divide the experts, or the routing is of other tokens.
+
+    >>> from fshard.parallel.routing import route
+    >>> x, router, weight = torch.randn(5, 4), torch.randn(3, 4), torch.randn(3, 4, 4)
+    >>> y = moe(x, route(x @ router.T), lambda rows, counts: grouped_linear(rows, weight, counts), axis=None)
+    >>> y.shape
+    torch.Size([5, 4])
+    """
+    sent = dispatch(x, routing, axis=axis, capacity=capacity, mesh=mesh)
+    return combine(experts(sent.rows, sent.counts), sent)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], *, axis: str | None = "ep") -> Tensor:
+    """A linear layer for each expert.
+
+    Args:
+        rows: (n, in), expert by expert.
+        weight: (this rank's experts, out, in): a leaf under ``expert_rule``.
+        counts: the rows of each expert.
+        axis: the expert-parallel axis, to hold the plan against.
+
+    Returns:
+        (n, out).
+
+    Raises:
+        PlanError: there are weights for another number of experts.
+    """
+    if axis is not None:
+        check_cut(weight, axis, 0, EXPERTS, "fs.parallel.expert_rule")
+    if weight.dim() != 3 or weight.shape[0] != len(counts):
+        raise PlanError(
+            f"grouped_linear: weight {path_of(weight)} {list(weight.shape)} must be (experts, out, in) with "
+            f"this rank's {len(counts)} experts: give it fs.parallel.expert_rule, which cuts it along dim 0"
+        )
+    if len(set(counts)) == 1:
+        return torch.bmm(rows.view(len(counts), counts[0], rows.shape[-1]), weight.mT).flatten(0, 1)
+    parts = torch.split(rows, list(counts))
+    return torch.cat([part @ one.mT for part, one in zip(parts, weight.unbind(0), strict=True)])

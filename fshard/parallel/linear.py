@@ -1,0 +1,109 @@
+"""Linear layers cut over the ranks of an axis (Megatron-LM: Shoeybi et al. 2019, Korthikanti et al. 2022).
+
+A column-parallel layer makes this rank's output features from all input features, a row-parallel one adds up what each
+rank makes of its own input features. One behind the other they need one sum over ranks in the forward and one in the
+backward. Between such pairs activations are the same on all ranks; with ``sequence_dim`` each rank has a slice of the
+sequence there, and the sums become a reduce-scatter and an all-gather, which move no more bytes.
+"""
+
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from fshard import collectives
+from fshard.parallel.checks import check_cut, check_whole, divided
+from fshard.sharding.mesh import Mesh
+
+
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: str = "tp",
+    sequence_dim: int | None = None,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """This rank's output features of a linear layer.
+
+    Args:
+        x: (..., in), the same on all ranks along the axis; with ``sequence_dim`` this rank's slice along that dim.
+        weight: (out / ranks, in), this rank's rows: a leaf under ``column_rule``.
+        bias: (out / ranks,), likewise.
+        axis: the tensor-parallel axis.
+        sequence_dim: the dim of ``x`` that is cut by the axis, if one is.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Returns:
+        (..., out / ranks) with the whole sequence; each rank's own.
+
+    Raises:
+        PlanError: inside of a step, the plan does not cut weight or bias that way, or the axis is a data axis.
+        AxisError: no mesh is in scope, or it has no such axis.
+
+    >>> import torch
+    >>> from fshard.launch import make_mesh
+    >>> one = make_mesh((1,), ("tp",))
+    >>> column_linear(torch.ones(2, 3), torch.ones(4, 3), mesh=one).shape
+    torch.Size([2, 4])
+    """
+    for leaf in (weight, bias):
+        check_cut(leaf, axis, 0, "column_linear", "fs.parallel.column_rule")
+    if sequence_dim is None:
+        x = collectives.pvary(x, axis, mesh=mesh)
+    else:
+        x = collectives.all_gather(x, axis, dim=sequence_dim, tiled=True, mesh=mesh)
+    return F.linear(x, weight, bias)
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    axis: str = "tp",
+    sequence_dim: int | None = None,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """A linear layer of this rank's input features, added up over ranks.
+
+    Args:
+        x: (..., in / ranks), each rank's own, such as what ``column_linear`` returned.
+        weight: (out, in / ranks), this rank's columns: a leaf under ``row_rule``.
+        bias: (out,), whole on every rank; added once.
+        axis: the tensor-parallel axis.
+        sequence_dim: the dim of the result of which each rank keeps a slice, if not all of it.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Returns:
+        (..., out), the same on all ranks; with ``sequence_dim`` this rank's slice.
+
+    Raises:
+        PlanError: inside of a step, the plan does not cut them that way, or the axis is a data axis.
+        CollectiveError: the axis does not divide ``sequence_dim``.
+        AxisError: no mesh is in scope, or it has no such axis.
+    """
+    check_cut(weight, axis, 1, "row_linear", "fs.parallel.row_rule")
+    check_whole(bias, axis, "row_linear")
+    y: Tensor = F.linear(x, weight)
+    if sequence_dim is None:
+        y = collectives.psum(y, axis, mesh=mesh)
+    else:
+        y = collectives.psum_scatter(y, axis, dim=sequence_dim, tiled=True, mesh=mesh)
+        bias = collectives.pvary(bias, axis, mesh=mesh) if bias is not None else None
+    return y if bias is None else y + bias
+
+
+def local_heads(heads: int, *, axis: str = "tp", mesh: Mesh | None = None) -> int:
+    """How many attention heads each rank has.
+
+    A column-parallel layer that makes several things of each head, such as queries, keys and values, must have the
+    head first: ``(heads, 3, width)``, so that a cut along dim 0 leaves heads whole.
+
+    Raises:
+        PlanError: the axis does not divide the heads.
+
+    >>> from fshard.launch import make_mesh
+    >>> local_heads(8, mesh=make_mesh((1,), ("tp",)))
+    8
+    """
+    return divided(heads, axis, "attention heads", mesh)

@@ -1,0 +1,160 @@
+"""Ring attention: attention over a sequence that is cut over ranks (Liu, Zaharia, Abbeel 2023).
+
+Keys and values travel round the ring while each rank attends with its own queries to those that it has; softmax is
+put together from its parts by their logarithmic sums. The backward sends keys and values round once more, and with
+them their gradients, which are home when they have passed every rank. So no rank ever holds more than two ranks' keys
+and values, and between forward and backward it keeps its own part alone.
+
+With ``causal`` the sequence is cut as ``zigzag`` has it. Then a rank needs all of its own part below the diagonal, and
+of each other rank's part just one half, either of the queries or of the keys: equal work for all in each step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.collectives import raw
+from fshard.collectives.build import untraced
+from fshard.collectives.group import Group
+from fshard.collectives.linear import Permute
+from fshard.collectives.scope import resolve
+from fshard.errors import PlanError
+from fshard.parallel.attention import attend, attend_backward
+from fshard.sharding.mesh import Mesh
+
+
+@untraced
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    axis: str = "cp",
+    causal: bool = True,
+    scale: float | None = None,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` over the sequence of all ranks along an axis.
+
+    Differentiable once, by torch.autograd and ``torch.func.grad``. It has no forward mode and no vmap rule.
+
+    Args:
+        q: (batch, heads, time / ranks, width): this rank's queries.
+        k: (batch, kv heads, time / ranks, width): its keys; ``heads`` is a multiple of ``kv heads``.
+        v: as ``k``.
+        axis: the context-parallel axis, a data axis of the step.
+        causal: attend to earlier tokens alone; the sequence must then be cut by ``zigzag``.
+        scale: what scores are multiplied by, ``width ** -0.5`` by default.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Returns:
+        As ``q``: each rank's own.
+
+    Raises:
+        PlanError: shapes that do not fit, or an odd part of a causal sequence.
+        AxisError: no mesh is in scope, or it has no such axis.
+    """
+    group = resolve(axis, mesh)
+    _check(q, k, v, group, causal)
+    ring = Ring(group, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    result: Tensor = Attention.apply(q, k, v, ring)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What one call of ring attention is."""
+
+    group: Group
+    causal: bool
+    scale: float
+
+    def send(self, x: Tensor) -> raw.Finish:
+        """Start to send to the next rank; the result is from the one before."""
+        size = self.group.size
+        return Permute(self.group, tuple((i, (i + 1) % size) for i in range(size))).begin(x)
+
+    def part(self, step: int, length: int) -> tuple[slice, slice, bool]:
+        """What is computed in a step of the ring: the queries, the keys, and whether below the diagonal alone."""
+        everything, half = slice(None), length // 2
+        source = (self.group.index - step) % self.group.size
+        if not self.causal or source == self.group.index:
+            return everything, everything, self.causal
+        # Keys of an earlier rank: its early chunk is before all queries here, its late one behind them. Keys of a
+        # later rank: both chunks lie between the two chunks of queries here.
+        return (everything, slice(half), False) if source < self.group.index else (slice(half, None), everything, False)
+
+    def turn(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The keys and values of all ranks, the own ones first. Those of the next step travel meanwhile."""
+        for step in range(self.group.size):
+            arriving = self.send(kv) if step + 1 < self.group.size else None
+            yield step, kv
+            kv = arriving() if arriving is not None else kv
+
+
+class Attention(torch.autograd.Function):
+    """Attention round the ring: (output, logarithmic sums)."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+        """Round once."""
+        total, sums = torch.empty(0), torch.empty(0)
+        for step, kv in ring.turn(torch.stack((k, v))):
+            rows, columns, causal = ring.part(step, q.shape[2])
+            out, lse = attend(q[:, :, rows], kv[0][:, :, columns], kv[1][:, :, columns], causal, ring.scale)
+            if step == 0:
+                total, sums = out.to(lse.dtype), lse
+            else:
+                mine = sums[:, :, rows]
+                both = torch.logaddexp(mine, lse)
+                old, new = (mine - both).exp().unsqueeze(-1), (lse - both).exp().unsqueeze(-1)
+                total[:, :, rows] = total[:, :, rows] * old + out * new
+                sums[:, :, rows] = both
+        return total.to(q.dtype), sums
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep this rank's part."""
+        q, k, v, ctx.ring = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, k, v, *output)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Round once more, with gradients of keys and values one step behind."""
+        ring: Ring = ctx.ring
+        q, k, v, out, sums = ctx.saved_tensors
+        dq = torch.zeros_like(q, dtype=sums.dtype)
+        flying: raw.Finish | None = None
+        for step, kv in ring.turn(torch.stack((k, v))):
+            rows, columns, causal = ring.part(step, q.shape[2])
+            mine = [x[:, :, rows] for x in (grad, q, out, sums)]
+            parts = attend_backward(mine, kv[0][:, :, columns], kv[1][:, :, columns], causal, ring.scale)
+            dq[:, :, rows] += parts[0]
+            dkv = torch.zeros_like(kv, dtype=sums.dtype) if flying is None else flying()
+            dkv[0][:, :, columns] += parts[1]
+            dkv[1][:, :, columns] += parts[2]
+            flying = ring.send(dkv)
+        assert flying is not None
+        dk, dv = flying()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, group: Group, causal: bool) -> None:
+    fits = q.dim() == 4 and k.shape == v.shape and k.dim() == 4 and q.shape[1] % k.shape[1] == 0
+    if not fits or (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
+        raise PlanError(
+            f"ring_attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must be (batch, heads, time, "
+            f"width) of equal batch, time and width, and the heads of q a multiple of those of k and v"
+        )
+    if causal and group.size > 1 and q.shape[2] % 2:
+        whole = q.shape[2] * group.size
+        raise PlanError(
+            f"ring_attention: {q.shape[2]} tokens a rank on {group.size} ranks of axis {str(group)!r}: a causal "
+            f"sequence of {whole} is cut into 2 * {group.size} equal chunks, two a rank, so it must be a multiple of "
+            f"{2 * group.size}; pad it to {whole + group.size}"
+        )

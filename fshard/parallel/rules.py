@@ -1,0 +1,96 @@
+"""Rules for parallel layers: where their leaves live, and what units read of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fshard.errors import PlanError
+from fshard.sharding.rules import Rule
+from fshard.sharding.spec import Entry, P, Shape
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The tactic of a leaf that an axis cuts along a dim; what is left is flat-sharded. Leaves without that dim are
+    not cut."""
+
+    dim: int
+    axis: str
+    flat: Entry
+
+    def __call__(self, shape: Shape) -> P:
+        """The spec for a leaf of this shape."""
+        cut = (*[None] * self.dim, self.axis, *[None] * (len(shape) - self.dim - 1)) if self.dim < len(shape) else ()
+        return P(*cut, flat=self.flat)
+
+
+def column_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: Any) -> Rule:
+    """The rule for weights (out, in) and biases (out,) of ``column_linear``, and for (vocabulary, width) of
+    ``vocab_embedding``: cut along dim 0.
+
+    Args:
+        pattern: a regular expression for the whole path.
+        axis: the tensor-parallel axis.
+        flat: the axis or axes over which what is left is flat-sharded; None keeps it whole on each rank.
+        **options: other fields of ``fs.Rule``.
+
+    >>> column_rule(r".*up\\.weight", flat="shard").at_rest((8, 4))
+    P('tp', None, flat='shard')
+    """
+    return Rule(pattern, Cut(0, axis, flat), **options)
+
+
+def row_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: Any) -> Rule:
+    """The rule for weights (out, in) of ``row_linear``, cut along dim 1, and for its biases (out,), which are whole.
+
+    Args:
+        pattern: a regular expression for the whole path.
+        axis: the tensor-parallel axis.
+        flat: the axis or axes over which what is left is flat-sharded; None keeps it whole on each rank.
+        **options: other fields of ``fs.Rule``.
+
+    >>> rule = row_rule(r".*down\\..*", flat="shard")
+    >>> rule.at_rest((4, 8)), rule.at_rest((4,))
+    (P(None, 'tp', flat='shard'), P(flat='shard'))
+    """
+    return Rule(pattern, Cut(1, axis, flat), **options)
+
+
+def expert_rule(pattern: str, axis: str = "ep", *, flat: Entry = None, **options: Any) -> Rule:
+    """The rule for leaves of experts (experts, ...): cut along dim 0 by an axis over which they are never gathered,
+    although it is a data axis, and its ranks have tokens of their own.
+
+    Args:
+        pattern: a regular expression for the whole path.
+        axis: the expert-parallel axis.
+        flat: the axis or axes, without that one, over which what is left is flat-sharded.
+        **options: other fields of ``fs.Rule``.
+
+    >>> rule = expert_rule(r".*experts\\..*", flat=("data", "shard"))
+    >>> rule.at_rest((8, 4, 4)), rule.compute
+    (P('ep', None, None, flat=('data', 'shard')), P('ep'))
+    """
+    return Rule(pattern, Cut(0, axis, flat), P(axis), **options)
+
+
+def megatron_rules(
+    *, column: str | Sequence[str], row: str | Sequence[str], axis: str = "tp", flat: Entry = None
+) -> list[Rule]:
+    """The rules of a model of tensor-parallel blocks; all leaves that no pattern names are whole along the axis.
+
+    Args:
+        column: patterns of column-parallel layers and of the embedding.
+        row: patterns of row-parallel layers.
+        axis: the tensor-parallel axis.
+        flat: the axis or axes over which everything is flat-sharded besides; None keeps it whole.
+
+    >>> rules = megatron_rules(column=r".*(qkv|up)\\.weight", row=r".*(out|down)\\.weight", flat="shard")
+    >>> rules[0].at_rest((8, 8)), rules[1].at_rest((8, 8)), rules[2].at_rest
+    (P('tp', None, flat='shard'), P(None, 'tp', flat='shard'), P(flat='shard'))
+    """
+    columns, rows = ([given] if isinstance(given, str) else list(given) for given in (column, row))
+    if not columns and not rows:
+        raise PlanError("megatron_rules: no layer is parallel; name at least one in column= or row=")
+    rules = [column_rule(pattern, axis, flat=flat) for pattern in columns]
+    rules += [row_rule(pattern, axis, flat=flat) for pattern in rows]
+    return [*rules, Rule(".*", P(flat=flat))]

@@ -1,0 +1,80 @@
+"""Norms and other code on a slice of the sequence (sequence parallelism: Korthikanti et al. 2022).
+
+Between tensor-parallel layers each rank may hold its slice of the sequence alone. Leaves that such code reads are one
+value that all ranks hold, and their gradient is the sum over ranks: ``shared`` says so, and the norms here do.
+"""
+
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from fshard import collectives
+from fshard.parallel.checks import check_whole
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.spec import P
+
+
+def shared(leaf: Tensor, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
+    """A leaf that all ranks along an axis hold, for use with values that differ between them.
+
+    It is ``fs.collectives.pvary``, with a check of the plan: without it each rank would keep the gradient of its own
+    slice, and copies of the leaf would drift apart. (``debug=True`` of a train step finds that.)
+
+    Raises:
+        PlanError: inside of a step, the plan cuts the leaf by the axis, or the axis is a data axis.
+    """
+    check_whole(leaf, axis, "shared")
+    varying: Tensor = collectives.pvary(leaf, axis, mesh=mesh)
+    return varying
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float | None = None, *, axis: str = "tp", mesh: Mesh | None = None
+) -> Tensor:
+    """``torch.nn.functional.rms_norm`` over the last dim of a slice of the sequence.
+
+    Args:
+        x: (..., width), each rank's own slice.
+        weight: (width,), whole on every rank.
+        eps: as for ``torch.nn.functional.rms_norm``.
+        axis: the axis that cuts the sequence.
+        mesh: where to look the axis up, if not on the mesh in scope.
+    """
+    return F.rms_norm(x, weight.shape, shared(weight, axis=axis, mesh=mesh), eps)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: str = "tp",
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """``torch.nn.functional.layer_norm`` over the last dim of a slice of the sequence.
+
+    Args:
+        x: (..., width), each rank's own slice.
+        weight: (width,), whole on every rank.
+        bias: (width,), likewise.
+        eps: added to the variance.
+        axis: the axis that cuts the sequence.
+        mesh: where to look the axis up, if not on the mesh in scope.
+    """
+    bias = None if bias is None else shared(bias, axis=axis, mesh=mesh)
+    return F.layer_norm(x, weight.shape, shared(weight, axis=axis, mesh=mesh), bias, eps)
+
+
+def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
+    """This rank's slice of what all ranks along the axis hold. Its adjoint joins the slices.
+
+    Raises:
+        CollectiveError: the axis does not divide the dim.
+    """
+    return collectives.cut(x, P(*[None] * (dim % x.dim()), axis), mesh=mesh)
+
+
+def join_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
+    """The whole sequence of these slices, one value on all ranks. Its adjoint takes this rank's slice."""
+    whole: Tensor = collectives.all_gather(x, axis, dim=dim, tiled=True, to="invariant", mesh=mesh)
+    return whole

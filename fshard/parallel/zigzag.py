@@ -1,0 +1,92 @@
+"""Sequences cut over ranks so that causal attention is the same work for each (context parallelism).
+
+Of a sequence in ``2 * ranks`` chunks, rank ``i`` has chunk ``i`` and chunk ``2 * ranks - 1 - i``: an early and a late
+one. Later tokens attend to more, and so every rank has as much to do (Llama 3: Dubey et al. 2024; Brandon et al. 2023).
+"""
+
+import torch
+from torch import Tensor
+
+from fshard import collectives
+from fshard.errors import PlanError
+from fshard.sharding.mesh import Mesh
+
+
+def zigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
+    """A sequence in the order in which equal slices of it are what the ranks have.
+
+    Args:
+        x: the whole sequence along ``dim``.
+        parts: how many ranks share it.
+        dim: the dim of the sequence.
+
+    Raises:
+        PlanError: its length is no multiple of ``2 * parts``.
+
+    >>> zigzag(torch.arange(8), 2, 0)
+    tensor([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    return x.index_select(dim, _order(x.shape[dim], parts).to(x.device))
+
+
+def unzigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
+    """The inverse of ``zigzag``.
+
+    >>> unzigzag(zigzag(torch.arange(8), 2, 0), 2, 0)
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    return x.index_select(dim, _order(x.shape[dim], parts).argsort().to(x.device))
+
+
+def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
+    """What this rank has of a whole sequence; for batches, of which it is a copy without derivative.
+
+    Args:
+        x: the whole sequence along ``dim``, such as tokens (batch, time).
+        dim: the dim of the sequence.
+        axis: the context-parallel axis.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Raises:
+        PlanError: its length is no multiple of twice the size of the axis.
+    """
+    parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)
+    return zigzag(x.detach(), parts, dim).chunk(parts, dim)[index].clone()
+
+
+def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, mesh: Mesh | None = None) -> Tensor:
+    """The places in the whole sequence of this rank's tokens, for position embeddings.
+
+    Args:
+        length: how many tokens this rank has.
+        axis: the context-parallel axis.
+        device: of the result.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
+    Returns:
+        (length,) int64.
+
+    Raises:
+        PlanError: the length is odd.
+    """
+    parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)
+    return _order(length * parts, parts).chunk(parts)[index].to(device)  # type: ignore[call-overload,no-any-return]
+
+
+def check_length(length: int, parts: int) -> None:
+    """Refuse a sequence that cannot be shared out.
+
+    Raises:
+        PlanError: its length is no multiple of ``2 * parts``.
+    """
+    if length % (2 * parts):
+        raise PlanError(
+            f"a sequence of {length} tokens over {parts} ranks: each has two chunks of equal length, so it must be a "
+            f"multiple of 2 * {parts} = {2 * parts}; pad it to {-(-length // (2 * parts)) * 2 * parts}"
+        )
+
+
+def _order(length: int, parts: int) -> Tensor:
+    check_length(length, parts)
+    chunks = torch.arange(length).chunk(2 * parts)
+    return torch.cat([chunk for i in range(parts) for chunk in (chunks[i], chunks[2 * parts - 1 - i])])
