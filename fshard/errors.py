@@ -97,6 +97,14 @@ def bad_rate(lr: object, step: int, value: object) -> PlanError:
     )
 
 
+def not_elementwise(name: str, reason: str) -> PlanError:
+    """A class of ``torch.optim`` that cannot run on pieces of leaves."""
+    return PlanError(
+        f"fs.optim.from_torch({name}): its rule is not elementwise, so it has no meaning on flat shards: {reason}. Use "
+        f'fs.optim.muon or fs.optim.adafactor on leaves with fs.Rule(..., align="leaf"), or an elementwise class'
+    )
+
+
 def wrong_leaves(what: str, problems: Iterable[str]) -> TreeError:
     """A tree whose leaves are not the model's: each problem is ``path: what is wrong with it``."""
     return TreeError(

@@ -18,12 +18,13 @@ from fshard.runtime.attempt import Outcome, raise_failure, refuse_transforms
 from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
 from fshard.runtime.commit import FAILED, Verdict
+from fshard.runtime.held import holdings
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.remat import Remat, read_remat
 from fshard.runtime.rng import seeded
 from fshard.runtime.runner import Runner, Work
 from fshard.runtime.trace import trace
-from fshard.runtime.update import Gradients, Shard, Update, segments
+from fshard.runtime.update import Gradients, Shard, Update, segments_of
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.ops import Op
@@ -59,8 +60,8 @@ class TrainStep:
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
-        self._cuts = {g.id: segments(g, plan.mesh, opt.hyper) for g in plan.groups if g.trainable}
-        self._kept = list(opt.init(torch.empty(0)))
+        self._cuts = {g.id: segments_of(g, plan.mesh, opt) for g in plan.groups if g.trainable}
+        self._kept = {g.id: holdings(g, plan.mesh, opt) for g in plan.groups if g.trainable}
         self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
@@ -190,13 +191,14 @@ class TrainStep:
     def _check_state(self, state: TrainState) -> None:
         state.check_plan(self.plan)
         shards = state.shards()
-        for group in self._cuts:
-            held = list(shards[group].opt)
-            if held != self._kept:
+        for group, kept in self._kept.items():
+            held = shards[group].held
+            if held is not kept and held != kept:
                 raise TreeError(
-                    f"the state holds {held} for the optimizer, {self.opt!r} keeps {self._kept}: make the state with "
-                    f"fs.init_state(plan, opt, ...) and this optimizer"
+                    f"the state holds {list(held)} for the optimizer, {self.opt!r} keeps {list(kept)}, or not of the "
+                    f"same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
                 )
+            shards[group].held = kept  # the same object, so that the next comparison is over at once
 
     def _finish_other(self, waiting: Update | None) -> None:
         # This step's gradient shards may still be read by the update of a state that is kept, not donated.

@@ -6,21 +6,38 @@ plans or groups.
 """
 
 from fshard.optim.adamw import adamw
+from fshard.optim.around import ema, every
 from fshard.optim.base import Optimizer, Rate, State, rate
+from fshard.optim.compose import add_decay, chain, clip_value, masked, partition, scale
 from fshard.optim.decay import Decay, matrices
+from fshard.optim.form import Form, LeafInfo
+from fshard.optim.from_torch import from_torch
+from fshard.optim.lion import lion
 from fshard.optim.schedules import constant, linear, warmup_cosine, warmup_linear
 from fshard.optim.sgd import sgd
 
 __all__ = [
     "Decay",
+    "Form",
+    "LeafInfo",
     "Optimizer",
     "Rate",
     "State",
     "adamw",
+    "add_decay",
+    "chain",
+    "clip_value",
     "constant",
+    "ema",
+    "every",
+    "from_torch",
     "linear",
+    "lion",
+    "masked",
     "matrices",
+    "partition",
     "rate",
+    "scale",
     "sgd",
     "warmup_cosine",
     "warmup_linear",

@@ -8,7 +8,8 @@ from torch import Tensor
 from fshard import errors
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, rate
-from fshard.optim.decay import Decay, decays
+from fshard.optim.decay import Decay, decays, idle
+from fshard.optim.form import LeafInfo
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,7 @@ class adamw:  # noqa: N801 - reads as the function it is in a train script
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        problems = checks.rate("lr", self.lr)
-        if isinstance(self.betas, tuple) and len(self.betas) == 2:
-            for i, beta in enumerate(self.betas):
-                problems += checks.number(f"betas[{i}]", beta, "[0, 1)")
-        else:
-            problems.append(f"betas = {self.betas!r}: must be a tuple of two numbers in [0, 1)")
+        problems = checks.rate("lr", self.lr) + checks.betas(self.betas)
         problems += checks.number("eps", self.eps, "(0, inf)")
         problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
         if problems:
@@ -57,6 +53,10 @@ class adamw:  # noqa: N801 - reads as the function it is in a train script
     def hyper(self, path: str, shape: tuple[int, ...]) -> float:
         """The leaf's weight decay."""
         return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """A ``decay`` that matches no leaf."""
+        return idle("decay", self.decay, leaves)
 
     def update(
         self,

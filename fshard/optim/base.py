@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from numbers import Real
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fshard import errors
@@ -96,3 +97,9 @@ def rate(lr: Rate, step: int) -> float:
     if step < 1 or not isinstance(value, Real) or not 0 <= value < math.inf:
         raise errors.bad_rate(lr, step, value)
     return float(value)
+
+
+def unscale(grads: list[Tensor], scale: Tensor | None) -> None:
+    """Divide gradients by their scale, in place; ``None`` stands for 1."""
+    if scale is not None:
+        torch._foreach_div_(grads, scale.to(grads[0].dtype))

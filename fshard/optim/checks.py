@@ -34,13 +34,33 @@ def rate(name: str, value: Any) -> list[str]:
     return [f"{problem}, or a function of the step" for problem in number(name, value)]
 
 
+def betas(value: Any) -> list[str]:
+    """No problem when the value is a pair of decay rates."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return [f"betas = {value!r}: must be a tuple of two numbers in [0, 1)"]
+    return [problem for i, beta in enumerate(value) for problem in number(f"betas[{i}]", beta, "[0, 1)")]
+
+
+def pattern(name: str, value: Any) -> list[str]:
+    """No problem when the value is a regular expression."""
+    try:
+        re.compile(value)
+    except (re.error, TypeError) as e:
+        return [f"{name} = {value!r}: not a regular expression: {e}"]
+    return []
+
+
+def rule(name: str, value: Any) -> list[str]:
+    """No problem when the value is an optimizer."""
+    if all(hasattr(value, part) for part in ("init", "update", "hyper", "lr")) and not isinstance(value, type):
+        return []
+    return [f"{name} = {value!r}: must be an optimizer, such as fs.optim.adamw(3e-4)"]
+
+
 def decay(value: Any) -> list[str]:
     """No problem when the value can say which leaves decay."""
     if isinstance(value, str):
-        try:
-            re.compile(value)
-        except re.error as e:
-            return [f"decay = {value!r}: not a regular expression: {e}"]
-    elif value is not None and not callable(value):
+        return pattern("decay", value)
+    if value is not None and not callable(value):
         return [f"decay = {value!r}: must be None, a regex over paths, or a function of path and shape"]
     return []

@@ -1,7 +1,9 @@
 """Which leaves weight decay touches."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from fshard.optim.form import LeafInfo
 
 Decay = str | Callable[[str, tuple[int, ...]], bool] | None
 """Which leaves decay: all (``None``), those whose whole path a regex matches, or those a function picks."""
@@ -25,3 +27,14 @@ def decays(decay: Decay, path: str, shape: tuple[int, ...]) -> bool:
     if isinstance(decay, str):
         return re.fullmatch(decay, path) is not None
     return decay(path, shape)
+
+
+def idle(name: str, pattern: Decay, leaves: Iterable[LeafInfo]) -> list[str]:
+    """No problem unless a regex matches the path of none of these leaves."""
+    paths = [leaf.path for leaf in leaves]
+    if not isinstance(pattern, str) or any(re.fullmatch(pattern, path) for path in paths):
+        return []
+    some = repr(paths[0]) if paths else "none that is trained"
+    return [
+        f"{name} = {pattern!r} matches none of the {len(paths)} leaves: a pattern matches a whole path, such as {some}"
+    ]

@@ -8,7 +8,8 @@ from torch import Tensor
 from fshard import errors
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, rate
-from fshard.optim.decay import Decay, decays
+from fshard.optim.decay import Decay, decays, idle
+from fshard.optim.form import LeafInfo
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class sgd:  # noqa: N801 - reads as the function it is in a train script
     def hyper(self, path: str, shape: tuple[int, ...]) -> float:
         """The leaf's weight decay."""
         return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """A ``decay`` that matches no leaf."""
+        return idle("decay", self.decay, leaves)
 
     def update(
         self,

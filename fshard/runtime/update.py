@@ -1,57 +1,51 @@
 """Resident shards, and the optimizer updates that wait for the next forward to hide behind."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fshard.runtime.held import Held, Segment, segments, segments_of, start_buffers
 from fshard.runtime.memory import deallocate
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
-Segment = tuple[int, int, Hashable]
-"""A range of a shard, in elements, whose leaves have equal hyper-parameters."""
+__all__ = ["Gradients", "Segment", "Shard", "Update", "segments", "segments_of", "start_shard"]
 
 
 class Shard:
-    """What a rank keeps of one group: its chunk of the parameters and of each optimizer state, 1-D, equally long."""
+    """What a rank keeps of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
 
-    def __init__(self, param: Tensor, opt: dict[str, Tensor]) -> None:
+    ``held`` says where the buffers keep what belongs to a leaf.
+    """
+
+    def __init__(self, param: Tensor, opt: dict[str, Tensor], held: Mapping[str, Held] | None = None) -> None:
         self.param = param
         self.opt = opt
+        self.held = held or {}
         self._cut: tuple[tuple[Segment, ...], list[tuple[Tensor, dict[str, Tensor]]]] = ((), [])
 
     def slices(self, segments: tuple[Segment, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """The views that an optimizer updates, one pair a segment; made once, they are as old as the shard."""
         if self._cut[0] is not segments:
-            views = [(self.param[a:b], {k: v[a:b] for k, v in self.opt.items()}) for a, b, _ in segments]
+            views = [(self.param[cut.begin : cut.end], self._states(cut)) for cut in segments]
             self._cut = (segments, views)
         return self._cut[1]
 
+    def _states(self, cut: Segment) -> dict[str, Tensor]:
+        parts = {name: held.part(cut) for name, held in self.held.items()}
+        return {name: self.opt[name][part[0] : part[1]] for name, part in parts.items() if part is not None}
+
     def clone(self) -> "Shard":
         """A shard of its own memory with the same values."""
-        return Shard(self.param.clone(), {name: value.clone() for name, value in self.opt.items()})
+        return Shard(self.param.clone(), {name: value.clone() for name, value in self.opt.items()}, self.held)
 
 
-def segments(group: Group, mesh: Mesh, hyper: Callable[[str, tuple[int, ...]], Hashable]) -> tuple[Segment, ...]:
-    """The ranges of this rank's shard that one kernel call can update: neighbours with equal hyper-parameters, merged.
-
-    Padding between merged leaves is updated with them: it holds zeros, gets zero gradients and stays zero.
-    """
-    part = mesh.index(group.gather_axes)
-    out: list[Segment] = []
-    for number, leaf in enumerate(group.leaves):
-        begin, end = group.shard_range(number, part)
-        value = hyper(leaf.path, leaf.shape)
-        if begin == end:
-            continue
-        if out and out[-1][2] == value:
-            out[-1] = (out[-1][0], end, value)
-        else:
-            out.append((begin, end, value))
-    return tuple(out)
+def start_shard(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> Shard:
+    """A shard before its first update. A frozen group has no optimizer state."""
+    return Shard(param, *start_buffers(group, mesh, opt, param)) if group.trainable else Shard(param, {})
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Gradients:
     def slices(self, group: int) -> list[Tensor]:
         """The views of one group's gradients, one a segment."""
         if group not in self.views:
-            self.views[group] = [self.shards[group][a:b] for a, b, _ in self.cuts[group]]
+            self.views[group] = [self.shards[group][cut.begin : cut.end] for cut in self.cuts[group]]
         return self.views[group]
 
 
@@ -106,7 +100,7 @@ class Update:
             for (param, state), grad, cut in zip(
                 self.shards[group].slices(cuts), self.grads.slices(group), cuts, strict=True
             ):
-                params, grads, states = alike.setdefault((cut[2], param.dtype), ([], [], []))
+                params, grads, states = alike.setdefault((cut.hyper, param.dtype), ([], [], []))
                 params.append(param)
                 grads.append(grad)
                 states.append(state)

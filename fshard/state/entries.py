@@ -5,14 +5,15 @@ optimizers. Whoever adds a piece of state adds it here: tensors in ``entries``, 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard.errors import TreeError
-from fshard.runtime.update import Shard
+from fshard.optim.form import Form
+from fshard.runtime.update import Shard, start_shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape
@@ -83,7 +84,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
     shards = []
     for group in plan.groups:
         param = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
-        shards.append(Shard(param, opt.init(param) if group.trainable else {}))
+        shards.append(start_shard(group, plan.mesh, opt, param))
     state = TrainState(plan, int(values["step"]), int(values["seed"]), shards)
     for entry in entries(state):
         fill(entry)
@@ -93,15 +94,40 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
 def _opt_entries(plan: Plan, name: str, shards: list[Shard]) -> Iterator[Entry]:
     """The entries of one of the optimizer's buffers."""
     for path, (group, number) in _ordered(plan):
-        buffer = shards[group.id].opt.get(name)
-        if buffer is None:
+        held = shards[group.id].held.get(name)
+        if held is None or number not in held.ranges:
             continue
-        if buffer.shape != (group.chunk,):
+        buffer = shards[group.id].opt[name]
+        if buffer.shape != (held.length,):
             raise TreeError(
-                f"the optimizer keeps {name!r} of group {group.name!r} as {list(buffer.shape)}, and parameters are "
-                f"{[group.chunk]}: describe such a buffer in fshard/state/entries.py, or keep one of the same length"
+                f"the optimizer's {name!r} of group {group.name!r} is {list(buffer.shape)} and should be "
+                f"{[held.length]}: make the state with fs.init_state(plan, opt, ...)"
             )
-        yield _entry(plan, f"opt.{name}.{path}", group, number, buffer)
+        entry = _entry(plan, f"opt.{name}.{path}", group, number, buffer)
+        if held.plain:
+            yield entry
+            continue
+        begin, end = held.ranges[number]
+        shape = held.forms[number].whole(entry.shape)
+        piece = _state_piece(held.forms[number], shape, entry.piece, end - begin)
+        holders = entry.holders if held.forms[number].shape is None else _alike(plan, group, number)
+        yield replace(entry, shape=shape, piece=piece, tensor=buffer[begin:end].detach(), holders=holders)
+
+
+def _state_piece(form: Form, shape: Shape, piece: Piece, count: int) -> Piece:
+    """The part of one of an optimizer's tensors that goes with a piece of its leaf."""
+    if form.shape is not None:  # whole on every rank that holds some of the leaf
+        return Piece((0,) * len(shape), shape, 0, count)
+    if form.block == 1:
+        return piece
+    first = piece.start // form.block
+    return Piece((0,), shape, first, first + count)
+
+
+def _alike(plan: Plan, group: Group, number: int) -> tuple[int, ...]:
+    """The ranks that hold some of a leaf, as this one does, or none, as it does."""
+    some = [group.piece(number, plan.mesh, rank).numel > 0 for rank in range(plan.mesh.size)]
+    return tuple(rank for rank, holds in enumerate(some) if holds == some[plan.mesh.rank])
 
 
 def _ordered(plan: Plan) -> Iterator[tuple[str, tuple[Group, int]]]:

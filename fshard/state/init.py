@@ -13,7 +13,7 @@ from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, fill
 from fshard.model.philox import fold
-from fshard.runtime.update import Shard
+from fshard.runtime.update import start_shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
@@ -54,7 +54,7 @@ def init_state(
     shards = []
     for group in plan.groups:
         param = _shard_of(plan, group, value)
-        shards.append(Shard(param, opt.init(param) if group.trainable else {}))
+        shards.append(start_shard(group, plan.mesh, opt, param))
     return TrainState(plan, 0, seed, shards)
 
 

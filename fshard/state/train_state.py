@@ -56,7 +56,7 @@ class TrainState:
     def params(self) -> dict[str, Any]:
         """This rank's part of the parameters: a nested dict of plain tensors, 1-D where a leaf is flat-sharded."""
         if self._params is None:
-            self._params = self._tree(lambda shard: shard.param, self.finished())
+            self._params = self._tree(self._param, self.finished())
         self.finished()
         return self._params
 
@@ -66,7 +66,7 @@ class TrainState:
         if self._opt is None:
             shards = self.finished()
             names = dict.fromkeys(name for shard in shards for name in shard.opt)
-            self._opt = {name: self._tree(functools.partial(_named, name), shards) for name in names}
+            self._opt = {name: self._tree(functools.partial(self._named, name), shards) for name in names}
         self.finished()
         return self._opt
 
@@ -116,18 +116,30 @@ class TrainState:
                 tensor.__class__ = Donated
         self._shards = self._update = self._params = self._opt = None
 
-    def _tree(self, part: Callable[[Shard], Tensor | None], shards: list[Shard]) -> dict[str, Any]:
+    def _tree(self, part: Callable[[Shard, Group, int], Tensor | None], shards: list[Shard]) -> dict[str, Any]:
         flat = {}
         for path, (group, number) in self.plan.places().items():
-            buffer = part(shards[group.id])
-            if buffer is not None:
-                flat[path] = local_view(self.plan, group, number, buffer)
+            tensor = part(shards[group.id], group, number)
+            if tensor is not None:
+                flat[path] = tensor
         ordered = {path: flat[path] for path in self.plan.leaves if path in flat}
         return tree.nest(ordered)
 
+    def _param(self, shard: Shard, group: Group, number: int) -> Tensor:
+        return local_view(self.plan, group, number, shard.param)
 
-def _named(name: str, shard: Shard) -> Tensor | None:
-    return shard.opt.get(name)
+    def _named(self, name: str, shard: Shard, group: Group, number: int) -> Tensor | None:
+        held = shard.held.get(name)
+        if held is None or number not in held.ranges:
+            return None
+        if held.plain:
+            return local_view(self.plan, group, number, shard.opt[name])
+        begin, end = held.ranges[number]
+        form, local = held.forms[number], group.local_shape(number, self.plan.mesh)
+        view = shard.opt[name][begin:end].detach()
+        if form.shape is None:
+            return view.view(local) if form.block == 1 else view
+        return view.view(form.shape) if end > begin else view
 
 
 def local_view(plan: Plan, group: Group, number: int, shard: Tensor) -> Tensor:

@@ -1,0 +1,152 @@
+"""Optimizers around another one: an average of the parameters, and updates on every k-th step alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import errors
+from fshard.optim import checks
+from fshard.optim.base import State
+from fshard.optim.compose import Inner
+from fshard.optim.form import Form
+
+EMA = "ema"
+"""The name under which averaged parameters are kept."""
+
+CARRIED = "carried"
+"""The name under which gradients are carried from step to step."""
+
+
+@dataclass(frozen=True)
+class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
+    """An exponential moving average of the parameters beside an optimizer, without communication.
+
+    Each rank averages what it holds, right after the update, in float32. The average starts as the first parameters.
+    It is read as ``state.opt_state["ema"]``, a tree like ``state.params``; ``fs.averaged(state)`` is a state for eval
+    steps whose parameters are the average (Polyak and Juditsky, 1992; as ``torch.optim.swa_utils`` does).
+
+    Args:
+        opt: the optimizer.
+        decay: how much of the average an update keeps, in [0, 1).
+
+    >>> from fshard.optim import sgd
+    >>> opt, w = ema(sgd(1.0), 0.75), torch.zeros(1)
+    >>> state = opt.init(w, 0.0)
+    >>> opt.update([w], [torch.tensor([-4.0])], [state], step=1, hyper=0.0)
+    >>> w, state["ema"]
+    (tensor([4.]), tensor([1.]))
+    """
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        problems = checks.rule("opt", self.opt) + checks.number("decay", self.decay, "[0, 1)")
+        problems += _nested(self.opt, "ema")
+        if problems:
+            raise errors.bad_arguments("ema", problems)
+
+    def init(self, param: Tensor, hyper: Any) -> State:
+        """The optimizer's own buffers, and the parameters as they are."""
+        return {**super().init(param, hyper), EMA: param.to(_wide(param.dtype), copy=True)}
+
+    def forms(self, hyper: Any) -> dict[str, Form]:
+        """What the optimizer keeps, and the average."""
+        return {**super().forms(hyper), EMA: Form(wide=True)}
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: Any,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Update, then average; see ``Optimizer.update``."""
+        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=grad_scale, found_inf=found_inf)
+        if params and (found_inf is None or found_inf.item() != 1):
+            kept = [state[EMA] for state in states]
+            new = [param.to(mean.dtype) for param, mean in zip(params, kept, strict=True)]
+            torch._foreach_lerp_(kept, new, 1 - self.decay)
+
+
+@dataclass(frozen=True)
+class every(Inner):  # noqa: N801
+    """Update on every k-th step alone, with the mean gradient of k steps (``optax.MultiSteps``).
+
+    Between updates each rank carries the sum of its gradient shards in the state, as ``state.opt_state["carried"]``.
+    The train step takes part: the gradient is that of the mean over all batches since the last update, by ``fs.Mean``
+    of all their elements together, and it is what ``clip_norm`` clips. Learning rates and moments count updates, and
+    ``state.step`` counts steps.
+
+    Args:
+        steps: k, at least 1.
+        opt: the optimizer. It must not be inside of another one.
+
+    >>> from fshard.optim import adamw
+    >>> every(4, adamw(3e-4)).number(step=8)
+    2
+    """
+
+    steps: int
+
+    def __init__(self, steps: int, opt: Any) -> None:
+        problems = checks.count("steps", steps, least=1) + checks.rule("opt", opt) + _nested(opt, "every")
+        if problems:
+            raise errors.bad_arguments("every", problems)
+        object.__setattr__(self, "opt", opt)
+        object.__setattr__(self, "steps", steps)
+
+    def init(self, param: Tensor, hyper: Any) -> State:
+        """The optimizer's own buffers, and no gradient."""
+        return {**super().init(param, hyper), CARRIED: torch.zeros_like(param)}
+
+    def forms(self, hyper: Any) -> dict[str, Form]:
+        """What the optimizer keeps, and the sum of gradients."""
+        return {**super().forms(hyper), CARRIED: Form()}
+
+    def number(self, step: int) -> int:
+        """The number of updates made when step number ``step``, counted from 1, is over."""
+        return step // self.steps
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: Any,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Carry the gradients, or update with gradients to which what was carried has been added already.
+
+        The step adds it before it takes norms, and divides by ``grad_scale`` what is now the sum over k steps.
+        """
+        if not params or (found_inf is not None and found_inf.item() == 1):
+            return
+        carried = [state[CARRIED] for state in states]
+        if step % self.steps:
+            torch._foreach_add_(carried, grads)
+            return
+        number = self.number(step)
+        self.opt.update(params, grads, states, step=number, hyper=hyper, grad_scale=grad_scale, found_inf=None)
+        torch._foreach_zero_(carried)
+
+
+def _nested(opt: Any, name: str) -> list[str]:
+    if getattr(opt, "steps", None) is not None:
+        return [f"opt = {opt!r}: fs.optim.every must be the outermost optimizer, since the whole step takes part in it"]
+    if name == "ema" and isinstance(opt, ema):
+        return ["opt: it keeps an average already"]
+    return []
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

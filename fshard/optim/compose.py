@@ -1,0 +1,291 @@
+"""Optimizers made of optimizers: different rules for different leaves, and changes of gradients in front of a rule."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fshard import errors
+from fshard.optim import checks
+from fshard.optim.base import Rate, State, rate, unscale
+from fshard.optim.form import Form, Grain, LeafInfo, forms_of, grain_of, problems_of, start_of
+
+REST = -1
+"""In place of a rule's number: the leaf stays as it is."""
+
+Choice = tuple[int, Any]
+"""Which of the rules a leaf has, and what that rule says of it."""
+
+
+@dataclass(frozen=True)
+class partition:  # noqa: N801 - reads as the function it is in a train script
+    """Different optimizers for different leaves, by path (``optax.multi_transform``).
+
+    Leaves of several optimizers may lie in one group: each is updated by its own, and has no other's buffers.
+
+    Args:
+        rules: pairs of a pattern, for ``re.fullmatch`` on paths, and an optimizer, or None for leaves that stay as they
+            are. The first match wins.
+
+    Raises:
+        PlanError: patterns or optimizers that are none. From ``fs.init_state`` and ``fs.make_train_step``: a trained
+            leaf that no pattern matches, or a pattern that decides no trained leaf.
+
+    >>> from fshard.optim import adamw, sgd
+    >>> opt = partition([(r".*bias", sgd(0.1)), (r".*", adamw(1e-3, weight_decay=0.1))])
+    >>> opt.hyper("head.bias", (10,)), opt.hyper("head.weight", (10, 4))
+    ((0, 0.0), (1, 0.1))
+    """
+
+    rules: tuple[tuple[str, Any], ...]
+
+    def __init__(self, rules: Sequence[tuple[str, Any]]) -> None:
+        problems = [] if rules else ["rules = []: give at least one (pattern, optimizer)"]
+        for i, entry in enumerate(rules):
+            if not isinstance(entry, tuple) or len(entry) != 2:
+                problems.append(f"rules[{i}] = {entry!r}: must be a pair (pattern, optimizer)")
+                continue
+            problems += checks.pattern(f"rules[{i}][0]", entry[0])
+            problems += [] if entry[1] is None else checks.rule(f"rules[{i}][1]", entry[1]) + _every(entry[1])
+        if not problems and all(opt is None for _, opt in rules):
+            problems.append("rules: none of them has an optimizer")
+        if problems:
+            raise errors.bad_arguments("partition", problems)
+        object.__setattr__(self, "rules", tuple(rules))
+
+    @property
+    def lr(self) -> Rate:
+        """The learning rate of the first optimizer; asking for it checks all of them."""
+        opts = [opt for _, opt in self.rules if opt is not None]
+        return lambda step: [rate(opt.lr, step + 1) for opt in opts][0]
+
+    def init(self, param: Tensor, hyper: Choice) -> State:
+        """The buffers of the leaf's own optimizer."""
+        return {} if hyper[0] == REST else start_of(self.rules[hyper[0]][1], param, hyper[1])
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> Choice:
+        """The number of the leaf's rule, and what its optimizer says."""
+        number = self._number(path)
+        opt = None if number == REST else self.rules[number][1]
+        return (REST, None) if opt is None else (number, opt.hyper(path, shape))
+
+    def forms(self, hyper: Choice) -> dict[str, Form]:
+        """What the leaf's own optimizer keeps."""
+        return {} if hyper[0] == REST else forms_of(self.rules[hyper[0]][1], hyper[1])
+
+    def grain(self, hyper: Choice) -> Grain:
+        """What the leaf's own optimizer needs."""
+        return 1 if hyper[0] == REST else grain_of(self.rules[hyper[0]][1], hyper[1])
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """Leaves without a rule, rules without a leaf, and what each optimizer says of its own leaves."""
+        out = [
+            f"partition: no pattern matches {leaf.path}: add (r'.*', optimizer), or None to leave it as it is"
+            for leaf in leaves
+            if leaf.trainable and self._number(leaf.path) == REST
+        ]
+        for number, (pattern, opt) in enumerate(self.rules):
+            hits = [leaf for leaf in leaves if self._number(leaf.path) == number]
+            own = [leaf for leaf in hits if leaf.trainable]
+            if not own:
+                out.append(f"partition: rules[{number}] {pattern!r} {_why(hits)}")
+            elif opt is not None:
+                out += problems_of(opt, own)
+        return out
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: Choice,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One update by the leaves' own optimizer; see ``Optimizer.update``."""
+        if hyper[0] != REST:
+            self.rules[hyper[0]][1].update(
+                params, grads, states, step=step, hyper=hyper[1], grad_scale=grad_scale, found_inf=found_inf
+            )
+
+    def _number(self, path: str) -> int:
+        return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path)), REST)
+
+
+def masked(opt: Any, pattern: str) -> partition:
+    """An optimizer for the leaves that a pattern matches; the others stay as they are (``optax.masked``).
+
+    They still get gradients, which count in the global norm: ``fs.Rule(..., trainable=False)`` freezes leaves for good.
+
+    Args:
+        opt: the optimizer.
+        pattern: for ``re.fullmatch`` on paths.
+
+    >>> from fshard.optim import sgd
+    >>> masked(sgd(0.1), r"head\\..*").forms((REST, None))
+    {}
+    """
+    return (
+        partition([(pattern, opt), (rf"(?!{pattern}\Z).*", None)])
+        if isinstance(pattern, str)
+        else partition([(pattern, opt)])
+    )
+
+
+class Change(Protocol):
+    """A change of gradients in front of an optimizer: elementwise, in place, without state."""
+
+    def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
+        """Write the new gradients where the old ones lie; ``step`` counts updates from 1."""
+
+
+@dataclass(frozen=True)
+class clip_value:  # noqa: N801
+    """Clip each element of the gradient to ``[-limit, limit]``, as ``torch.nn.utils.clip_grad_value_`` does.
+
+    >>> grads = [torch.tensor([3.0, -0.1])]
+    >>> clip_value(1.0).apply([], grads, 1); grads
+    [tensor([ 1.0000, -0.1000])]
+    """
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        """Check the limit."""
+        if problems := checks.number("limit", self.limit, "(0, inf)"):
+            raise errors.bad_arguments("clip_value", problems)
+
+    def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
+        """Clip."""
+        torch._foreach_clamp_max_(grads, float(self.limit))
+        torch._foreach_clamp_min_(grads, -float(self.limit))
+
+
+@dataclass(frozen=True)
+class scale:  # noqa: N801
+    """Multiply gradients by a factor >= 0, or by a function of the step, which counts from 0."""
+
+    factor: Rate
+
+    def __post_init__(self) -> None:
+        """Check the factor."""
+        if problems := checks.rate("factor", self.factor):
+            raise errors.bad_arguments("scale", problems)
+
+    def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
+        """Multiply."""
+        torch._foreach_mul_(grads, rate(self.factor, step))
+
+
+@dataclass(frozen=True)
+class add_decay:  # noqa: N801
+    """Add ``rate * param`` to the gradient: weight decay that passes through whatever follows (L2)."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        """Check the rate."""
+        if problems := checks.number("rate", self.rate):
+            raise errors.bad_arguments("add_decay", problems)
+
+    def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
+        """Add."""
+        torch._foreach_add_(grads, params, alpha=float(self.rate))
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What optimizers around one other have in common: they are like it in everything that they do not change."""
+
+    opt: Any
+
+    @property
+    def lr(self) -> Rate:
+        """The optimizer's own learning rate."""
+        own: Rate = self.opt.lr
+        return own
+
+    def init(self, param: Tensor, hyper: Any) -> State:
+        """The optimizer's own buffers."""
+        return start_of(self.opt, param, hyper)
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> Any:
+        """What the optimizer says."""
+        return self.opt.hyper(path, shape)
+
+    def forms(self, hyper: Any) -> dict[str, Form]:
+        """What the optimizer keeps."""
+        return forms_of(self.opt, hyper)
+
+    def grain(self, hyper: Any) -> Grain:
+        """What the optimizer needs."""
+        return grain_of(self.opt, hyper)
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """What the optimizer finds."""
+        return problems_of(self.opt, leaves)
+
+
+@dataclass(frozen=True)
+class chain(Inner):  # noqa: N801
+    """Changes of the gradient, in order, and then an optimizer (``optax.chain``).
+
+    They see the gradient that is reduced over all ranks, of the global mean, and clipped by ``clip_norm``.
+
+    Args:
+        *parts: ``clip_value``, ``scale``, ``add_decay``, or anything with their ``apply``; an optimizer at the end.
+
+    >>> from fshard.optim import sgd
+    >>> opt, w = chain(clip_value(1.0), sgd(0.5)), torch.zeros(2)
+    >>> opt.update([w], [torch.tensor([4.0, 0.5])], [{}], step=1, hyper=0.0)
+    >>> w
+    tensor([-0.5000, -0.2500])
+    """
+
+    changes: tuple[Change, ...]
+
+    def __init__(self, *parts: Any) -> None:
+        problems = checks.rule("the last part", parts[-1]) + _every(parts[-1]) if parts else ["no parts were given"]
+        problems += [f"part {i} = {p!r}: has no apply()" for i, p in enumerate(parts[:-1]) if not hasattr(p, "apply")]
+        if problems:
+            raise errors.bad_arguments("chain", problems)
+        object.__setattr__(self, "opt", parts[-1])
+        object.__setattr__(self, "changes", tuple(parts[:-1]))
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: Any,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Change the gradients, then update; see ``Optimizer.update``."""
+        if not params:
+            return
+        unscale(grads, grad_scale)
+        for change in self.changes:
+            change.apply(params, grads, step)
+        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=None, found_inf=found_inf)
+
+
+def _every(opt: Any) -> list[str]:
+    """No problem unless an optimizer that carries gradients is inside of another one."""
+    if getattr(opt, "steps", None) is None:
+        return []
+    return [f"{opt!r}: fs.optim.every must be the outermost optimizer, since the whole step takes part in it"]
+
+
+def _why(hits: list[LeafInfo]) -> str:
+    if not hits:
+        return "decides no leaf: it matches no path, or earlier rules take what it matches"
+    frozen = ", ".join(leaf.path for leaf in hits[:3])
+    return f"decides frozen leaves alone ({frozen}), which have no optimizer state: train them, or drop the rule"

@@ -1,0 +1,186 @@
+"""Any elementwise class of ``torch.optim`` as an optimizer of flat shards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import errors
+from fshard.optim import checks
+from fshard.optim.base import Rate, State, rate, unscale
+from fshard.optim.decay import Decay, decays, idle
+from fshard.optim.form import Form, LeafInfo
+
+PROBE = 24
+"""Elements of the vector on which a class is tried."""
+
+TRIAL_RATE = 0.01
+"""The learning rate of that trial: the user's own may be too small for a difference to show."""
+
+
+@dataclass(frozen=True)
+class from_torch:  # noqa: N801 - reads as the function it is in a train script
+    """A class of ``torch.optim``, or one derived from its ``Optimizer``, whose rule is elementwise.
+
+    Its own ``step`` runs on slices of flat shards, with the state that the train state keeps: the class is a function
+    here. That it is elementwise is tried when this is made: updates of a vector must be those of its two halves. So
+    ``Adagrad``, ``Adam``, ``NAdam``, ``RAdam``, ``Rprop`` and their like work, and ``LBFGS``, ``Adafactor``, ``Muon``
+    and ``SparseAdam`` do not.
+
+    Args:
+        cls: the class.
+        lr: the learning rate, or a function of the step; None for the default of the class.
+        decay: which leaves ``weight_decay`` touches: ``None`` for all, a regex over whole paths, a function of path and
+            shape.
+        kwargs: what else the class takes, by keyword.
+
+    Raises:
+        PlanError: a class that is not elementwise, or arguments that it does not take.
+
+    >>> opt = from_torch(torch.optim.Adagrad, lr=0.1)
+    >>> sorted(opt.init(torch.zeros(3), opt.hyper("w", (3,))))
+    ['sum']
+    """
+
+    cls: type[torch.optim.Optimizer]
+    lr: Rate
+    decay: Decay
+    kwargs: Mapping[str, Any]
+    found: Mapping[str, tuple[Form, float]] = field(repr=False, compare=False)
+
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], *, lr: Rate | None = None, decay: Decay = None, **kwargs: Any
+    ) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise errors.bad_arguments("from_torch", [f"cls = {cls!r}: must be a class of torch.optim"])
+        problems = checks.decay(decay) + ([] if lr is None else checks.rate("lr", lr))
+        if problems:
+            raise errors.bad_arguments(f"from_torch({cls.__name__})", problems)
+        object.__setattr__(self, "cls", cls)
+        object.__setattr__(self, "lr", lr)
+        object.__setattr__(self, "decay", decay)
+        object.__setattr__(self, "kwargs", dict(kwargs))
+        try:
+            if lr is None:
+                object.__setattr__(self, "lr", float(self._make([torch.zeros(1)]).param_groups[0]["lr"]))
+            object.__setattr__(self, "found", self._probe())
+        except errors.PlanError:
+            raise
+        except (TypeError, ValueError) as error:
+            if "__init__" not in str(error) and not kwargs:
+                raise errors.not_elementwise(cls.__name__, f"it failed on a vector: {error}") from error
+            raise errors.bad_arguments(f"from_torch({cls.__name__})", [str(error)]) from error
+        except Exception as error:
+            raise errors.not_elementwise(cls.__name__, f"it failed on a vector: {error}") from error
+
+    def __hash__(self) -> int:
+        return hash((self.cls, self.decay, tuple(self.kwargs)))
+
+    def init(self, param: Tensor, hyper: Any = None) -> State:
+        """The buffers as the class has them before its first gradient."""
+        out = {}
+        for name, (form, value) in self.found.items():
+            size = len(param) if form.shape is None else 1
+            out[name] = torch.full((size,), value, dtype=form.dtype or param.dtype, device=param.device)
+        return out
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether the leaf decays."""
+        return decays(self.decay, path, shape)
+
+    def forms(self, hyper: bool) -> dict[str, Form]:
+        """Buffers like the leaf, and what the class keeps as single numbers."""
+        return {name: form for name, (form, _) in self.found.items()}
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """A ``decay`` that matches no leaf."""
+        return idle("decay", self.decay, leaves)
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: bool,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One step of the class on these slices; see ``Optimizer.update``."""
+        lr = rate(self.lr, step)
+        if not params or (found_inf is not None and found_inf.item() == 1):
+            return
+        unscale(grads, grad_scale)
+        self._step(params, grads, states, step, lr, hyper)
+
+    def _step(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: bool
+    ) -> None:
+        views = [param.detach() for param in params]
+        rule = self._make(views, lr, hyper)
+        for view, grad, state in zip(views, grads, states, strict=True):
+            view.grad = grad
+            if step > 1:  # before that the class makes its state as it sees fit
+                given = {k: v.view(()) if self.found[k][0].shape is not None else v for k, v in state.items()}
+                rule.state[view] = {"step": torch.tensor(float(step - 1)), **given}
+        rule.step()
+        for view, state in zip(views, states, strict=True):
+            for name, value in state.items():
+                new = rule.state[view].get(name)
+                if isinstance(new, Tensor) and new.data_ptr() != value.data_ptr():
+                    value.copy_(new.reshape(-1))
+                elif isinstance(new, float):
+                    value.fill_(new)
+
+    def _make(self, params: list[Tensor], lr: float | None = None, decays: bool = True) -> torch.optim.Optimizer:
+        options = dict(self.kwargs) if lr is None else {**self.kwargs, "lr": lr}
+        if not decays and "weight_decay" in options:
+            options["weight_decay"] = 0.0
+        rule: torch.optim.Optimizer = self.cls(params, **options)
+        if not decays and "weight_decay" not in options and "weight_decay" in rule.defaults:
+            rule.param_groups[0]["weight_decay"] = 0.0
+        return rule
+
+    def _probe(self) -> dict[str, tuple[Form, float]]:
+        """What the class keeps, from an update with gradient zero; and whether it is elementwise."""
+        found = self._found()
+        object.__setattr__(self, "found", found)
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(PROBE, generator=generator)
+        grads = [torch.randn(PROBE, generator=generator) for _ in range(3)]
+        whole = self._trial([start], [[grad] for grad in grads])
+        halves = self._trial(list(start.chunk(2)), [list(grad.chunk(2)) for grad in grads])
+        gap, moved = (whole - halves).abs().max().item(), (whole - start).abs().max().item()
+        if not gap <= 1e-4 * moved:
+            reason = f"after updates by {moved:.1e} a vector and its two halves came out {gap:.1e} apart"
+            raise errors.not_elementwise(self.cls.__name__, reason)
+        return found
+
+    def _found(self) -> dict[str, tuple[Form, float]]:
+        param = torch.zeros(PROBE)
+        param.grad = torch.zeros(PROBE)
+        rule = self._make([param], rate(self.lr, 1))
+        rule.step()
+        found: dict[str, tuple[Form, float]] = {}
+        for name, value in rule.state[param].items():
+            if name == "step":
+                continue
+            number = value if isinstance(value, int | float) else None
+            if number is not None or (isinstance(value, Tensor) and value.numel() == 1):
+                found[name] = (Form(shape=(), dtype=torch.float32), float(value))
+            elif isinstance(value, Tensor) and value.shape == param.shape:
+                dtype = None if value.dtype == param.dtype else value.dtype
+                found[name] = (Form(dtype=dtype), float(value[0]))
+            elif value is not None:
+                raise errors.not_elementwise(self.cls.__name__, f"it keeps {name!r}, which is not like its parameters")
+        return found
+
+    def _trial(self, params: list[Tensor], grads: list[list[Tensor]]) -> Tensor:
+        params = [param.clone() for param in params]
+        states = [self.init(param) for param in params]
+        for step, given in enumerate(grads, start=1):
+            self._step(params, [grad.clone() for grad in given], states, step, TRIAL_RATE, True)
+        return torch.cat(params)

@@ -1,0 +1,83 @@
+"""Lion: the sign of a momentum."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard import errors
+from fshard.optim import checks
+from fshard.optim.base import Rate, State, rate, unscale
+from fshard.optim.decay import Decay, decays, idle
+from fshard.optim.form import LeafInfo
+
+
+@dataclass(frozen=True)
+class lion:  # noqa: N801 - reads as the function it is in a train script
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023).
+
+    One buffer where AdamW has two. Every element moves by the learning rate, which should be 3 to 10 times smaller than
+    AdamW's, and the weight decay as much larger.
+
+    Args:
+        lr: the learning rate, >= 0, or a function of the step.
+        betas: how much of the momentum the direction keeps, and the momentum itself, each in [0, 1).
+        weight_decay: the fraction of a parameter that an update of learning rate 1 takes away, >= 0.
+        decay: which leaves decay: ``None`` for all, a regex over whole paths, a function of path and shape.
+
+    Raises:
+        PlanError: arguments out of range, all in one report.
+
+    >>> opt, w = lion(0.1), torch.tensor([1.0, 2.0])
+    >>> opt.update([w], [torch.tensor([3.0, -0.01])], [opt.init(w)], step=1, hyper=0.0)
+    >>> w
+    tensor([0.9000, 2.1000])
+    """
+
+    lr: Rate
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    decay: Decay = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        problems = checks.rate("lr", self.lr) + checks.betas(self.betas)
+        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
+        if problems:
+            raise errors.bad_arguments("lion", problems)
+
+    def init(self, param: Tensor) -> State:
+        """The momentum, zero."""
+        return {"exp_avg": torch.zeros_like(param)}
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
+        """The leaf's weight decay."""
+        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """A ``decay`` that matches no leaf."""
+        return idle("decay", self.decay, leaves)
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: float,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One update in place; see ``Optimizer.update``."""
+        lr = rate(self.lr, step)
+        if not params or (found_inf is not None and found_inf.item() == 1):
+            return
+        unscale(grads, grad_scale)
+        kept = [state["exp_avg"] for state in states]
+        direction = torch._foreach_lerp(kept, grads, 1 - self.betas[0])
+        torch._foreach_sign_(direction)
+        if hyper:
+            torch._foreach_mul_(params, 1 - lr * hyper)
+        torch._foreach_add_(params, direction, alpha=-lr)
+        torch._foreach_lerp_(kept, grads, 1 - self.betas[1])

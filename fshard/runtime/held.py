@@ -1,0 +1,144 @@
+"""Where a shard keeps what an optimizer needs of each leaf, and which of its slices one kernel call can update."""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.optim.form import Form, forms_of, grain_of, start_of
+from fshard.sharding.layout import ALIGN, Group
+from fshard.sharding.mesh import Mesh
+
+
+class Segment(NamedTuple):
+    """A range of a shard, in elements, that one kernel call can update.
+
+    Attributes:
+        begin: where it starts in the shard.
+        end: where it ends.
+        hyper: what its leaves have in common, as the optimizer says.
+        leaves: the numbers of its first and last leaf that this rank holds some of.
+    """
+
+    begin: int
+    end: int
+    hyper: Hashable
+    leaves: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One of an optimizer's buffers beside a shard.
+
+    Attributes:
+        length: its elements.
+        dtype: their dtype.
+        forms: what it holds of each leaf, by the leaf's number in the group; a leaf may be missing.
+        ranges: where that lies, by the leaf's number.
+        plain: whether every leaf lies there as it does in the shard of parameters.
+    """
+
+    length: int
+    dtype: torch.dtype
+    forms: Mapping[int, Form]
+    ranges: Mapping[int, tuple[int, int]]
+    plain: bool
+
+    def part(self, segment: Segment) -> tuple[int, int] | None:
+        """Where the buffer holds what belongs to a segment; None if its leaves have none of it."""
+        first, last = segment.leaves
+        return (self.ranges[first][0], self.ranges[last][1]) if first in self.ranges else None
+
+
+def holdings(group: Group, mesh: Mesh, opt: Any) -> dict[str, Held]:
+    """The buffers of an optimizer beside one group's shard. Equal leaves that lie together stay together."""
+    part = mesh.index(group.gather_axes)
+    spans = [group.shard_range(number, part) for number in range(len(group.leaves))]
+    found: dict[str, dict[int, Form]] = {}
+    for number, leaf in enumerate(group.leaves):
+        for name, form in forms_of(opt, opt.hyper(leaf.path, leaf.shape)).items():
+            found.setdefault(name, {})[number] = form
+    return {name: _hold(group, spans, forms) for name, forms in found.items()}
+
+
+def _hold(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) -> Held:
+    """Lay one buffer out."""
+    dtypes = {form.typed(group.dtype) for form in forms.values()}
+    assert len(dtypes) == 1, "a buffer has one dtype"
+    if len(forms) == len(spans) and all(form.shape is None and form.block == 1 for form in forms.values()):
+        return Held(group.chunk, dtypes.pop(), forms, dict(enumerate(spans)), True)
+    ranges: dict[int, tuple[int, int]] = {}
+    end, before, shift, offset = 0, -1, 0, 0  # a run of leaves keeps its gaps, so that its segments are ranges here too
+    for number, form in forms.items():
+        begin, stop = spans[number]
+        if begin == stop:
+            ranges[number] = (0, 0)
+            continue
+        apart = before < 0 or form.shape is not None or forms[before] != form
+        apart = apart or any(n not in forms for n in range(before, number))
+        if apart or (begin - shift) % form.block:
+            shift = begin
+            offset = end = -(-end // ALIGN) * ALIGN
+        at = offset + (begin - shift) // form.block
+        end = at + form.count(stop - begin)
+        ranges[number] = (at, end)
+        before = number
+    return Held(end, dtypes.pop(), forms, ranges, False)
+
+
+def segments(
+    group: Group,
+    mesh: Mesh,
+    hyper: Callable[[str, tuple[int, ...]], Hashable],
+    step: Callable[[Any], int | None] = lambda hyper: 1,
+) -> tuple[Segment, ...]:
+    """The ranges of this rank's shard that one kernel call can update: neighbours with equal hyper-parameters, merged.
+
+    Padding between merged leaves is updated with them: it holds zeros, gets zero gradients and stays zero.
+
+    Args:
+        group: the group.
+        mesh: the mesh.
+        hyper: what leaves must have in common, from a leaf's path and shape.
+        step: from what ``hyper`` gives, the elements that merged leaves must be apart, or a multiple; None for never.
+    """
+    part = mesh.index(group.gather_axes)
+    out: list[Segment] = []
+    for number, leaf in enumerate(group.leaves):
+        begin, end = group.shard_range(number, part)
+        value = hyper(leaf.path, leaf.shape)
+        if begin == end:
+            continue
+        apart = step(value)
+        if out and out[-1].hyper == value and apart is not None and (begin - out[-1].begin) % apart == 0:
+            out[-1] = out[-1]._replace(end=end, leaves=(out[-1].leaves[0], number))
+        else:
+            out.append(Segment(begin, end, value, (number, number)))
+    return tuple(out)
+
+
+def segments_of(group: Group, mesh: Mesh, opt: Any) -> tuple[Segment, ...]:
+    """The segments that an optimizer updates."""
+
+    def step(hyper: Any) -> int | None:
+        grain = grain_of(opt, hyper)
+        own = any(form.shape is not None for form in forms_of(opt, hyper).values())
+        return None if own or not isinstance(grain, int) else grain
+
+    return segments(group, mesh, opt.hyper, step)
+
+
+def start_buffers(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> tuple[dict[str, Tensor], dict[str, Held]]:
+    """An optimizer's buffers for a shard before the first update, and how they lie."""
+    held = holdings(group, mesh, opt)
+    if not hasattr(opt, "forms"):
+        return dict(opt.init(param)), held
+    buffers = {name: torch.zeros(h.length, dtype=h.dtype, device=param.device) for name, h in held.items()}
+    for segment in segments_of(group, mesh, opt):
+        for name, value in start_of(opt, param[segment.begin : segment.end], segment.hyper).items():
+            span = held[name].part(segment)
+            assert span is not None, name
+            buffers[name][span[0] : span[1]] = value.reshape(-1)
+    return buffers, held

@@ -1,0 +1,55 @@
+"""Whether an optimizer fits a plan: every problem in one report, before anything is made."""
+
+from typing import Any
+
+from fshard.errors import PlanError, lines
+from fshard.optim.form import Grain, LeafInfo, grain_of, problems_of
+from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.plan import Plan
+
+
+def check_optimizer(plan: Plan, opt: Any) -> None:
+    """Refuse an optimizer that names leaves which are not there, or needs more of one than a rank holds.
+
+    What it finds does not depend on how many ranks an axis has: what works on one mesh works on all.
+
+    Raises:
+        PlanError: patterns that match nothing, frozen leaves that are to be trained, and rules that are not elementwise
+            on leaves that are cut.
+    """
+    infos = [LeafInfo(leaf.path, leaf.shape, leaf.trainable) for leaf in plan.leaves.values()]
+    problems = problems_of(opt, infos)
+    if not problems:
+        problems = [
+            f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}: {problem}"
+            for group in plan.groups
+            for leaf in group.leaves
+            if leaf.trainable
+            for problem in _cut(group, leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
+        ]
+    if problems:
+        raise PlanError(lines(f"the optimizer {type(opt).__name__} does not fit the plan:", problems, "Mend these."))
+
+
+def _cut(group: Group, leaf: Leaf, grain: Grain) -> list[str]:
+    """What keeps an optimizer from seeing enough of a leaf in one piece."""
+    if grain == 1:
+        return []
+    local = [dim for dim, entry in enumerate(leaf.at_rest.dims) if entry is not None]
+    first = len(leaf.shape) - 2 if grain == "matrix" else 0
+    if [dim for dim in local if dim >= first]:
+        return [f"its rule needs {_what(grain)}, and dim {local[-1]} is cut: use flat= and align, or another optimizer"]
+    if leaf.at_rest.flat is None:
+        return []
+    if isinstance(grain, int):
+        fits = leaf.align == "leaf" or (isinstance(leaf.align, int) and leaf.align % grain == 0)
+        remedy = f"fs.Rule(pattern, spec, align={grain})"
+    else:
+        fits, remedy = leaf.align == "leaf", 'fs.Rule(pattern, spec, align="leaf")'
+    return [] if fits else [f"its rule needs {_what(grain)} on one rank, and a flat shard cuts anywhere: use {remedy}"]
+
+
+def _what(grain: Grain) -> str:
+    if isinstance(grain, int):
+        return f"blocks of {grain} elements"
+    return "whole matrices" if grain == "matrix" else "the whole leaf"
