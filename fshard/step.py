@@ -31,6 +31,7 @@ from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
+from fshard.state.fit import check_optimizer
 from fshard.state.train_state import TrainState
 
 
@@ -288,6 +289,7 @@ def make_train_step(
     problems = list(_problems(loss_fn, plan, clip_norm, accumulate, policy))
     if problems:
         raise PlanError("; ".join(problems))
+    check_optimizer(plan, opt)
     options = Options(clip_norm, accumulate, policy, donate, debug, compile, read_remat(remat))
     return TrainStep(loss_fn, opt, plan, options)
 

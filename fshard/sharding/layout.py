@@ -2,9 +2,10 @@
 
 A group's gathered buffer IS the concatenation of its full leaves, so an all-gather needs no copy on either side
 (veScale-FSDP's ragged shards, FSDP1's flat parameter). Leaves start at multiples of ``ALIGN`` elements; the end is
-padded until every rank has an equal chunk. Leaves that a positional spec cuts along a tensor dim cannot be
-concatenated that way: their groups have ``kind="dim"``, hold rank-major pieces while they travel, and are packed and
-unpacked by one copy a leaf.
+padded until every rank has an equal chunk. With ``align="leaf"`` no leaf is cut: whole ones are packed into the
+chunks, which costs more padding. Leaves that a positional spec cuts along a tensor dim cannot be concatenated that way:
+their groups have ``kind="dim"``, hold rank-major pieces while they travel, and are packed and unpacked by one copy a
+leaf.
 """
 
 import math
@@ -14,6 +15,7 @@ import torch
 
 from fshard.model.precision import Precision
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.rules import Align
 from fshard.sharding.spec import P, Shape, axes_of
 
 ALIGN = 16
@@ -36,6 +38,7 @@ class Leaf:
     compute_shape: Shape
     aliases: tuple[str, ...] = ()
     precision: Precision = Precision()
+    align: Align = None
 
     @property
     def numel(self) -> int:
@@ -177,14 +180,14 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
     Inside a group, matrices come before vectors and scalars: optimizers that decay only matrices then need no more
     than two kernel calls a group.
     """
-    bins: dict[tuple[str, object], list[Leaf]] = {}
+    by_key: dict[tuple[str, object], list[Leaf]] = {}
     for path, leaf in leaves.items():
         kind = "flat" if leaf.gather_dim is None else "dim"
-        key = (leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable, leaf.precision)
-        bins.setdefault((owners[path], key), []).append(leaf)
+        key = (leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable, leaf.precision, leaf.align)
+        by_key.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []
     count: dict[str, int] = {}
-    for (unit, _), members in bins.items():
+    for (unit, _), members in by_key.items():
         number = count[unit] = count.get(unit, -1) + 1
         name = f"{unit}/{number}" if number else unit
         groups.append(_group(len(groups), name, unit, members, mesh, data_axes))
@@ -192,27 +195,55 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
 
 
 def _group(number: int, name: str, unit: str, members: list[Leaf], mesh: Mesh, data_axes: Axes) -> Group:
-    ordered = sorted(members, key=lambda leaf: len(leaf.shape) < 2)
-    first = ordered[0]
+    first = members[0]
     parts = mesh.axis_size(first.gather_axes)
     kind = "flat" if first.gather_dim is None else "dim"
-    step = ALIGN * (parts if kind == "dim" else 1)
-    starts, end = [], 0
-    for leaf in ordered:
-        starts.append(end)
-        end = _up(end + leaf.numel, step)
+    grid = math.lcm(ALIGN, first.align) if isinstance(first.align, int) else ALIGN
+    bins = _bins(members, parts) if first.align == "leaf" else [members]
+    ordered, starts, ends = [], [], []
+    for chunk_number, leaves in enumerate(bins):
+        placed, end = _one_behind_the_other(leaves, grid * (parts if kind == "dim" else 1))
+        ordered += [leaf for leaf, _ in placed]
+        starts += [(chunk_number, start) for _, start in placed]
+        ends.append(end)
+    chunk = _up(-(-max(ends) // (parts if len(bins) == 1 else 1)), grid)
     return Group(
         id=number,
         name=name,
         unit=unit,
         leaves=tuple(ordered),
-        starts=tuple(starts),
+        starts=tuple(chunk_number * chunk + start for chunk_number, start in starts),
         kind=kind,
         gather_axes=first.gather_axes,
         sum_axes=tuple(a for a in data_axes if a not in first.gather_axes and a not in first.compute.axes),
         parts=parts,
-        chunk=_up(-(-end // parts), ALIGN),
+        chunk=chunk,
     )
+
+
+def _one_behind_the_other(leaves: list[Leaf], step: int) -> tuple[list[tuple[Leaf, int]], int]:
+    """Leaves with their starts, matrices first, and where the last one ends; starts are multiples of ``step``."""
+    placed, end = [], 0
+    for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape) < 2):
+        placed.append((leaf, end))
+        end = _up(end + leaf.numel, step)
+    return placed, end
+
+
+def _bins(leaves: list[Leaf], parts: int) -> list[list[Leaf]]:
+    """Whole leaves for each chunk, so that the fullest chunk holds little more than the mean.
+
+    The largest leaf goes first, each into the chunk that holds least (Graham, "Bounds on multiprocessing timing
+    anomalies", 1969: at most 4/3 of the best there is).
+    """
+    bins: list[list[Leaf]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
+        least = loads.index(min(loads))
+        bins[least].append(leaf)
+        loads[least] += _up(leaf.numel, ALIGN)
+    place = {leaf.path: number for number, leaf in enumerate(leaves)}
+    return [sorted(members, key=lambda leaf: place[leaf.path]) for members in bins]
 
 
 def _up(n: int, multiple: int) -> int:

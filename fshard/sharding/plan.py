@@ -162,6 +162,7 @@ def _leaves(
 ) -> dict[str, Leaf]:
     """Each leaf with what the rules say of it, resolved against the mesh."""
     _check_trainable(tensors, decided)
+    _check_aligned(decided)
     aliases: Mapping[str, str] = getattr(model, "aliases", {})
     frozen: frozenset[str] = getattr(model, "frozen", frozenset())
     leaves = {}
@@ -180,8 +181,19 @@ def _leaves(
             compute_shape=box(shape, compute, mesh)[1],
             aliases=tuple(a for a, canonical in aliases.items() if canonical == path),
             precision=precision if rule.precision is None else rule.precision,
+            align=None if at_rest.flat is None else rule.align,
         )
     return leaves
+
+
+def _check_aligned(decided: Mapping[str, Decision]) -> None:
+    """Refuse ``align=`` on leaves that a tensor dim cuts, where it could not be kept."""
+    cut = [
+        f"{p}  {d.at_rest}" for p, d in decided.items() if d.rule.align and d.at_rest.flat is None and d.at_rest.axes
+    ]
+    if cut:
+        remedy = "Use flat=, such as fs.fsdp(axis): align= says where a flat-sharded leaf may be cut."
+        raise PlanError(lines("rules with align= decide leaves that are not flat-sharded:", cut, remedy))
 
 
 def _check_trainable(tensors: Mapping[str, torch.Tensor], decided: Mapping[str, Decision]) -> None:

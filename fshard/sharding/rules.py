@@ -3,11 +3,14 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fshard.errors import PlanError, lines
 from fshard.model.precision import Precision
 from fshard.sharding.spec import P, Shape, Tactic
+
+Align = int | Literal["leaf"] | None
+"""Where a flat-sharded leaf may be cut: at multiples of so many elements, nowhere, or anywhere."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class Rule:
         trainable: False freezes the leaf: it gets no gradient and no optimizer state. True trains it even if the
             module's parameter has ``requires_grad=False``. None: as the model says, and every leaf of a plain tree.
         precision: the dtypes of this leaf, instead of the plan's: ``fs.Precision()`` keeps it as it is.
+        align: where a flat-sharded leaf may be cut: ``"leaf"`` nowhere, so that one rank holds the whole of it, and
+            whole leaves are packed into equal chunks; a number n only at multiples of n elements of the leaf. None:
+            anywhere. Some optimizers need it, such as ``fs.optim.muon`` and ``fs.optim.adamw8bit``.
 
     >>> Rule(r".*norm.*", P(), precision=Precision()).trainable is None
     True
@@ -33,6 +39,7 @@ class Rule:
     _: KW_ONLY
     trainable: bool | None = None
     precision: Precision | None = None
+    align: Align = None
 
 
 RuleLike = Rule | tuple[str, P | Tactic]
@@ -104,6 +111,8 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
             f"rules[{number}] {rule.pattern!r}: trainable={rule.trainable!r} must be True, False or None, and "
             f"precision={rule.precision!r} fs.Precision(...) or None"
         )
+    if rule.align not in (None, "leaf") and not (type(rule.align) is int and rule.align > 0):
+        raise PlanError(f"rules[{number}] {rule.pattern!r}: align={rule.align!r} must be 'leaf', an int > 0 or None")
     try:
         re.compile(rule.pattern)
     except (re.error, TypeError) as error:

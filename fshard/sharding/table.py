@@ -55,7 +55,7 @@ def render(
         held = group.piece(number, mesh).numel * leaf.dtype.itemsize
         total += held
         tied = "".join(f" (= {alias})" for alias in leaf.aliases)
-        kind = "" if leaf.trainable else " frozen"
+        kind = ("" if leaf.trainable else " frozen") + (f" align={leaf.align}" if leaf.align else "")
         rows.append((path + tied, typed_shape(leaf) + kind, group.name, f"{held:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     text = [_row(row, widths) for row in rows]
@@ -72,7 +72,20 @@ def render(
         f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {human(whole)} whole, "
         f"{human(total)} on rank {mesh.rank}"
     )
-    return "\n".join([head, *text, foot])
+    return "\n".join([head, *text, foot, *_paddings(places)])
+
+
+def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:
+    """What ``align=`` costs: a line for each group whose leaves may not be cut anywhere."""
+    groups = {group.id: group for group, _ in places.values() if any(leaf.align for leaf in group.leaves)}
+    out = []
+    for group in groups.values():
+        spare = group.numel - sum(leaf.numel for leaf in group.leaves)
+        share = spare / max(1, group.numel)
+        out.append(
+            f"{group.name}: {human(spare * group.dtype.itemsize)} of padding, {share:.1%}, in {group.parts} chunks"
+        )
+    return out
 
 
 def _row(row: tuple[str, ...], widths: list[int]) -> str:

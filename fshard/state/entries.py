@@ -17,6 +17,7 @@ from fshard.runtime.update import Shard, start_shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape
+from fshard.state.fit import check_optimizer
 from fshard.state.train_state import TrainState
 
 Scalars = dict[str, int | float | bool | str | None]
@@ -81,6 +82,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
             made it, and zero in parameters.
         values: as ``scalars`` gave them.
     """
+    check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
         param = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)

@@ -16,6 +16,7 @@ from fshard.model.philox import fold
 from fshard.runtime.update import start_shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
+from fshard.state.fit import check_optimizer
 from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
 from fshard.state.train_state import TrainState
 
@@ -36,9 +37,10 @@ def init_state(
         init: ``(pattern, initializer)`` rules on paths, the first match wins, before what the model's own modules say.
 
     Raises:
-        PlanError: a leaf without an initializer, or a rule that matches nothing.
+        PlanError: a leaf without an initializer, a rule that matches nothing, or an optimizer that does not fit.
         TreeError: ``params`` is not the plan's tree.
     """
+    check_optimizer(plan, opt)
     if params is not None:
         flat = plan.check_tree(params, whole=True)
 

@@ -1,0 +1,56 @@
+"""Every optimizer on 1, 2 and 4 ranks equals one plain PyTorch process."""
+
+import functools
+
+import pytest
+import torch
+
+import fshard as fs
+from tests import optims
+from tests.optims import CASES, Run
+from tests.workers import Pools
+
+TOLERANCE = 1e-5
+
+
+@functools.cache
+def reference(name: str) -> Run:
+    return optims.plain(CASES[name])
+
+
+def departures(name: str, got: Run) -> list[str]:
+    """Where a run is not the reference's."""
+    want = reference(name)
+    out = [
+        f"{name}: loss {i}: {a} for {b}"
+        for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True))
+        if not abs(a - b) <= TOLERANCE
+    ]
+    for kind, mine, theirs in (("params", got.params, want.params), ("ema", got.ema, want.ema)):
+        assert mine.keys() == theirs.keys(), (name, kind)
+        gaps = {path: (mine[path] - theirs[path]).abs().max().item() for path in theirs}
+        out += [f"{name}: {kind} {path} by {gap:.1e}" for path, gap in gaps.items() if not gap <= TOLERANCE]
+    return out
+
+
+def test_the_references_train() -> None:
+    start = dict(optims.net().named_parameters())
+    for name in CASES:
+        run = reference(name)
+        assert run.losses[-1] != run.losses[0], name
+        moved = [path for path, leaf in run.params.items() if not torch.equal(leaf, start[path])]
+        assert len(moved) >= 6, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_equals_plain_pytorch(name: str) -> None:
+    with fs.make_mesh((1,), ("shard",)) as mesh:
+        problems = departures(name, optims.run(CASES[name], mesh))
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_equal_plain_pytorch(pool: Pools, world: int) -> None:
+    ranks = pool(world).run(optims.sharded, list(CASES), timeout=110.0)
+    problems = [line for name in CASES for line in departures(name, ranks[0][name])]
+    assert not problems, "\n".join(problems)
