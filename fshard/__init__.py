@@ -39,6 +39,7 @@ from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
 from fshard.state.init import init_state, shard, unshard
+from fshard.state.move import reshard_state
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep, make_train_step
 from fshard.transform.grad import value_and_grad
@@ -95,6 +96,7 @@ __all__ = [
     "policies",
     "random",
     "remat",
+    "reshard_state",
     "shard",
     "shard_map",
     "sharded_loss",

@@ -1,5 +1,6 @@
 """The plan: mesh, specs, units and groups. Everything static, shared by every step, transform and checkpoint."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,43 @@ from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, RuleLike, match
-from fshard.sharding.spec import P
+from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
 from fshard.sharding.validate import check_specs
 
 ROOT = "root"
 """The name of the unit that owns the leaves of no unit: the code between units."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a plan was made of beside its mesh: what it knew of the model, and the rules.
+
+    Attributes:
+        shapes: of the leaves, by path.
+        dtypes: likewise.
+        owners: the unit of each leaf.
+        aliases: for every further path of a tied leaf its first one.
+        frozen: the paths that the model freezes.
+        inits: initializers by path, where the model knows them.
+        rules: as given.
+    """
+
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    owners: Mapping[str, str]
+    aliases: Mapping[str, str]
+    frozen: frozenset[str]
+    inits: Mapping[str, Any]
+    rules: tuple[RuleLike, ...]
+
+    def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
+        """The plan."""
+        decided = match(self.rules, self.shapes)
+        check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
+        leaves = _leaves(self, decided, mesh, batch, precision)
+        groups = make_groups(leaves, dict(self.owners), mesh, batch.axes)
+        return Plan(mesh, batch, leaves, groups, self.inits, precision, self)
 
 
 @dataclass(frozen=True)
@@ -32,6 +64,7 @@ class Plan:
         groups: the flat buffers.
         inits: initializers by path, where the model knows them.
         precision: the dtypes of compute and communication.
+        source: what it was made of, for ``replace``.
     """
 
     mesh: Mesh
@@ -40,6 +73,7 @@ class Plan:
     groups: tuple[Group, ...]
     inits: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     precision: Precision = Precision()
+    source: Source | None = field(default=None, compare=False, repr=False)
 
     @property
     def data_axes(self) -> Axes:
@@ -54,6 +88,37 @@ class Plan:
     def places(self) -> dict[str, tuple[Group, int]]:
         """The group of each leaf by path, and the leaf's number in it."""
         return {leaf.path: (group, i) for group in self.groups for i, leaf in enumerate(group.leaves)}
+
+    def replace(
+        self, *, rules: Sequence[RuleLike] | None = None, precision: Precision | None = None, **others: Any
+    ) -> "Plan":
+        """The plan of the same model on the same mesh with other rules or another precision.
+
+        To freeze or to unfreeze leaves in the middle of a run, or to end one in full precision;
+        ``fs.reshard_state(state, plan, opt)`` carries a state over.
+
+        Args:
+            rules: instead of all the rules of before; None for those.
+            precision: instead of that of before; None for that.
+            others: nothing else can be replaced.
+
+        Raises:
+            PlanError: what else was to be replaced; or as ``make_plan``.
+
+        >>> import fshard as fs
+        >>> mesh = fs.abstract_mesh((2,), ("shard",))
+        >>> plan = make_plan({"w": torch.zeros(4)}, mesh, [fs.Rule("w", P("shard"), trainable=False)])
+        >>> plan.replace(rules=[("w", P("shard"))]).leaves["w"].trainable
+        True
+        """
+        if others or self.source is None:
+            what = ", ".join(f"{name}=" for name in others) or "a plan that make_plan did not make"
+            raise PlanError(
+                f"plan.replace: {what} cannot be replaced, only rules= and precision=: another model, mesh or batch "
+                f"spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
+            )
+        source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
+        return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
 
     def check_tree(self, params: Mapping[str, Any], *, whole: bool, what: str = "params") -> dict[str, torch.Tensor]:
         """The leaves of a parameter tree by path, in the plan's order.
@@ -131,12 +196,16 @@ def make_plan(
     tensors = _tensors(model if isinstance(model, Mapping) else model.params)
     batch = _batch_spec(batch, mesh)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
-    decided = match(rules, shapes)
-    check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, shapes, mesh, batch.axes)
-    leaves = _leaves(model, tensors, decided, mesh, batch, precision)
-    owners = _owners(leaves, units) if isinstance(model, Mapping) else _owned_by(leaves, model.units)
-    groups = make_groups(leaves, owners, mesh, batch.axes)
-    return Plan(mesh, batch, leaves, groups, dict(getattr(model, "inits", {})), precision)
+    source = Source(
+        shapes=shapes,
+        dtypes={path: t.dtype for path, t in tensors.items()},
+        owners=_owners(shapes, units) if isinstance(model, Mapping) else _owned_by(shapes, model.units),
+        aliases=dict(getattr(model, "aliases", {})),
+        frozen=frozenset(getattr(model, "frozen", ())),
+        inits=dict(getattr(model, "inits", {})),
+        rules=tuple(rules),
+    )
+    return source.plan(mesh, batch, precision)
 
 
 def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -153,33 +222,25 @@ def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _leaves(
-    model: Any,
-    tensors: Mapping[str, torch.Tensor],
-    decided: Mapping[str, Decision],
-    mesh: Mesh,
-    batch: P,
-    precision: Precision,
+    source: Source, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
 ) -> dict[str, Leaf]:
     """Each leaf with what the rules say of it, resolved against the mesh."""
-    _check_trainable(tensors, decided)
+    _check_trainable(source.dtypes, decided)
     _check_aligned(decided)
-    aliases: Mapping[str, str] = getattr(model, "aliases", {})
-    frozen: frozenset[str] = getattr(model, "frozen", frozenset())
     leaves = {}
-    for path, tensor in tensors.items():
+    for path, shape in source.shapes.items():
         at_rest, compute, rule = decided[path]
         compute = at_rest.without(batch.axes) if compute is None else compute
-        shape = tuple(tensor.shape)
+        train = path not in source.frozen if rule.trainable is None else rule.trainable
         leaves[path] = Leaf(
             path=path,
             shape=shape,
-            dtype=tensor.dtype,
-            trainable=tensor.dtype.is_floating_point
-            and (path not in frozen if rule.trainable is None else rule.trainable),
+            dtype=source.dtypes[path],
+            trainable=source.dtypes[path].is_floating_point and train,
             at_rest=at_rest,
             compute=compute,
             compute_shape=box(shape, compute, mesh)[1],
-            aliases=tuple(a for a, canonical in aliases.items() if canonical == path),
+            aliases=tuple(a for a, canonical in source.aliases.items() if canonical == path),
             precision=precision if rule.precision is None else rule.precision,
             align=None if at_rest.flat is None else rule.align,
         )
@@ -196,9 +257,9 @@ def _check_aligned(decided: Mapping[str, Decision]) -> None:
         raise PlanError(lines("rules with align= decide leaves that are not flat-sharded:", cut, remedy))
 
 
-def _check_trainable(tensors: Mapping[str, torch.Tensor], decided: Mapping[str, Decision]) -> None:
+def _check_trainable(dtypes: Mapping[str, torch.dtype], decided: Mapping[str, Decision]) -> None:
     """Refuse rules that want to train what has no gradients."""
-    whole = [f"{p}  {t.dtype}" for p, t in tensors.items() if decided[p].rule.trainable and not t.is_floating_point()]
+    whole = [f"{p}  {t}" for p, t in dtypes.items() if decided[p].rule.trainable and not t.is_floating_point]
     if whole:
         remedy = (
             "Only floating-point leaves have gradients: give these a rule without trainable=True, before the other."
@@ -220,7 +281,7 @@ def _batch_spec(batch: P | None, mesh: Mesh) -> P:
     return batch
 
 
-def _owners(leaves: Mapping[str, Leaf], patterns: Sequence[str]) -> dict[str, str]:
+def _owners(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str]:
     """The owner of each leaf of a plain tree: the prefix of its path that one of the patterns matches."""
     used: set[str] = set()
     owners = {}
@@ -239,7 +300,7 @@ def _owners(leaves: Mapping[str, Leaf], patterns: Sequence[str]) -> dict[str, st
     return owners
 
 
-def _owned_by(leaves: Mapping[str, Leaf], units: Sequence[str]) -> dict[str, str]:
+def _owned_by(leaves: Mapping[str, Any], units: Sequence[str]) -> dict[str, str]:
     """The owner of each leaf of a split module: the unit whose path is a prefix of the leaf's."""
     known = set(map(_unit_name, units))
     owners = {}

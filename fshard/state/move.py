@@ -1,0 +1,140 @@
+"""A state of one plan as a state of another: the same leaves on the same mesh, grouped, frozen or sharded otherwise."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.collectives.group import Group as Ranks
+from fshard.collectives.linear import Collect, apply
+from fshard.errors import PlanError, TreeError, lines
+from fshard.sharding.layout import Piece
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
+from fshard.state.entries import Entry, assemble, entries, scalars
+from fshard.state.init import take
+from fshard.state.train_state import TrainState
+
+Pieces = dict[str, list[Piece]]
+"""What each rank holds of some entries."""
+
+
+def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
+    """Carry a state over to another plan, such as one with fewer frozen leaves. Collective.
+
+    Parameters keep their values; so does the optimizer state of leaves that are trained before and after. A leaf that
+    was frozen starts with fresh optimizer state, and a leaf that is frozen now loses its own. The number of the step
+    goes on, for all leaves alike: where it matters how many updates a leaf has seen, as in the bias correction of Adam,
+    let the learning rate warm up again.
+
+    Args:
+        state: the state. It stays as it is; an update that waits is finished first.
+        plan: a plan for the same leaves on the same mesh; ``state.plan.replace(...)`` gives one.
+        opt: the optimizer, of the kind that the state was made with.
+
+    Returns:
+        A state of its own memory. What lies elsewhere under the new plan is sent, one leaf at a time: a rank needs room
+        for the largest whole leaf beside the two states.
+
+    Raises:
+        DonatedError: the state was donated to a step.
+        PlanError: the plan is for other leaves, or another mesh.
+        TreeError: the optimizer keeps something else than the state holds.
+    """
+    _check_plans(state.plan, plan)
+    old = {entry.name: entry for entry in entries(state)}
+    new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, scalars(state)))}
+    _check_names(state.plan, plan, old, new)
+    common = [name for name in new if name in old]
+    moved = _moved(plan.mesh, [(old[name], new[name]) for name in common])
+
+    def fill(entry: Entry) -> None:
+        if entry.name in moved:
+            whole = _whole(plan.mesh, old[entry.name], moved[entry.name])
+            entry.tensor.copy_(take(whole, entry.piece))
+        elif entry.name in old:
+            entry.tensor.copy_(old[entry.name].tensor)
+
+    with torch.no_grad():
+        return assemble(plan, opt, fill, scalars(state))
+
+
+def _leave(entry: Entry) -> None:
+    """Leave an entry as it began."""
+
+
+def _moved(mesh: Mesh, pairs: list[tuple[Entry, Entry]]) -> Pieces:
+    """The entries of which some rank holds something else than before, with what each rank held."""
+    rows = []
+    for before, after in pairs:
+        piece = before.piece
+        rows += [int(piece != after.piece), *piece.offset, *piece.shape, piece.start, piece.stop]
+    row = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
+    table = iter(zip(*_all(mesh, row).view(mesh.size, -1).tolist(), strict=True))
+    out: Pieces = {}
+    for before, _ in pairs:
+        differs = any(next(table))
+        dims = len(before.piece.shape)
+        columns = [next(table) for _ in range(2 * dims + 2)]
+        held = [Piece(row[:dims], row[dims : 2 * dims], *row[2 * dims :]) for row in zip(*columns, strict=True)]
+        if differs:
+            out[before.name] = held
+    return out
+
+
+def _whole(mesh: Mesh, entry: Entry, pieces: list[Piece]) -> Tensor:
+    """The whole tensor of an entry, on every rank."""
+    longest = max(piece.numel for piece in pieces)
+    mine = entry.tensor.new_zeros(longest)
+    mine[: entry.tensor.numel()] = entry.tensor
+    boxes: dict[tuple[Any, Any], Tensor] = {}
+    for piece, row in zip(pieces, _all(mesh, mine).view(mesh.size, longest), strict=True):
+        key = piece.offset, piece.shape
+        box = boxes.setdefault(key, entry.tensor.new_empty(math.prod(piece.shape)))
+        box[piece.start : piece.stop] = row[: piece.numel]
+    whole = entry.tensor.new_empty(entry.shape)
+    for (offset, shape), box in boxes.items():
+        whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = box.view(shape)
+    return whole
+
+
+def _all(mesh: Mesh, row: Tensor) -> Tensor:
+    """The rows of all ranks, one behind the other."""
+    return apply(row, Collect(Ranks(mesh, mesh.axis_names), -1))
+
+
+def _check_plans(old: Plan, new: Plan) -> None:
+    if new.mesh is not old.mesh and (new.mesh != old.mesh):
+        raise PlanError(
+            "reshard_state: the plans are for two meshes; a checkpoint carries a state from one to the other"
+        )
+    wrong = [f"{path}: only the state has it" for path in old.leaves if path not in new.leaves]
+    wrong += [f"{path}: only the plan has it" for path in new.leaves if path not in old.leaves]
+    for path in old.leaves:
+        a, b = old.leaves[path], new.leaves.get(path)
+        if b is not None and (a.shape, a.dtype) != (b.shape, b.dtype):
+            wrong.append(f"{path}: {list(a.shape)} {a.dtype} in the state, {list(b.shape)} {b.dtype} in the plan")
+    if wrong:
+        remedy = "Give a plan for the same model: state.plan.replace(rules=..., precision=...) makes one."
+        raise PlanError(lines("reshard_state: the plan is for other leaves than the state:", wrong, remedy))
+
+
+def _check_names(before: Plan, after: Plan, old: dict[str, Entry], new: dict[str, Entry]) -> None:
+    """Refuse an optimizer that keeps something else of leaves that are trained before and after."""
+
+    def kept(names: dict[str, Entry]) -> set[str]:
+        paths = {name: _path(name, before) for name in names if name.startswith("opt.")}
+        return {n for n, path in paths.items() if before.leaves[path].trainable and after.leaves[path].trainable}
+
+    wrong = [f"{name}: only the state has it" for name in sorted(kept(old) - kept(new))]
+    wrong += [f"{name}: only the optimizer has it" for name in sorted(kept(new) - kept(old))]
+    if wrong:
+        remedy = "Give the optimizer that the state was made with."
+        raise TreeError(lines("reshard_state: the optimizer does not keep what the state holds:", wrong, remedy))
+
+
+def _path(name: str, plan: Plan) -> str:
+    """The leaf of an entry of the optimizer: the longest path that its name ends with."""
+    parts = name.split(".")
+    return next(path for i in range(2, len(parts)) if (path := ".".join(parts[i:])) in plan.leaves)
