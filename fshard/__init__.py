@@ -11,6 +11,7 @@ The spec says where, the schedule says when, the runtime does it::
     collectives/    psum, all_gather, ... by axis name, differentiable
     parallel/       tensor, sequence, expert and context parallelism, for the code of units
     state/          the train state, and its ways in and out of whole tensors
+    checkpoint/     train states on disk: saved whole or not at all, restored on any mesh
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate  a function, an optimizer and a plan become a step
     lora            low-rank adapters beside frozen weights
@@ -20,6 +21,7 @@ The spec says where, the schedule says when, the runtime does it::
 """
 
 from fshard import collectives, errors, lora, optim, parallel, view
+from fshard.checkpoint.checkpointer import Checkpointer, Restored
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.mapping import shard_map
@@ -48,12 +50,14 @@ from fshard.transform.optimizer import differentiable
 from fshard.transform.products import gnvp, hessian_trace, hvp, jvp
 from fshard.transform.samples import clipped_grad, per_sample_grad
 from fshard.transform.trees import tree_norm, tree_normal, tree_rademacher, tree_stack, tree_vdot
+from fshard.version import VERSION
 from fshard.virtual import VirtualMesh, virtual_mesh
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Auto",
+    "Checkpointer",
     "Choice",
     "Costs",
     "EvalStep",
@@ -66,6 +70,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Precision",
+    "Restored",
     "Rule",
     "Schedule",
     "Simulation",

@@ -72,6 +72,18 @@ class RematError(ShardError, RuntimeError):
     """A function that cannot be computed again: it would give something else, or lose a gradient."""
 
 
+class CheckpointError(ShardError, RuntimeError):
+    """A checkpoint that cannot be written or read. What is on disk is as it was before the call."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written, or that nobody wrote in earnest."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint that was passed over, since it is damaged."""
+
+
 class KeyReuseError(ShardError, RuntimeError):
     """The same random numbers were drawn twice from one key, inside of ``fs.random.checked()``."""
 

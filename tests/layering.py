@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree"),
+    ("errors", "tree", "version"),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
@@ -18,6 +18,7 @@ LAYERS = (
     ("collectives",),
     ("parallel",),
     ("state",),
+    ("checkpoint",),
     ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping", "lora"),
     ("transform",),
     ("",),

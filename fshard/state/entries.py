@@ -77,7 +77,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
 
     Args:
         plan: where leaves live.
-        opt: the optimizer, which says what it keeps.
+        opt: the optimizer, which says what it keeps; None for parameters alone.
         fill: called with each entry in turn, writes to ``entry.tensor``. What it leaves alone stays as ``opt.init``
             made it, and zero in parameters.
         values: as ``scalars`` gave them.
@@ -86,7 +86,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
     shards = []
     for group in plan.groups:
         param = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
-        shards.append(start_shard(group, plan.mesh, opt, param))
+        shards.append(start_shard(group, plan.mesh, opt, param) if opt is not None else Shard(param, {}))
     state = TrainState(plan, int(values["step"]), int(values["seed"]), shards)
     for entry in entries(state):
         fill(entry)

@@ -5,7 +5,7 @@ gathers, reduces and control messages never queue behind each other. Every colle
 *handle*, and ``handle.wait()`` makes the result safe to read for the work that follows.
 """
 
-from fshard.runtime.comm.exchange import exchange, exchange_text
+from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
 from fshard.runtime.comm.host import HostLane
 from fshard.runtime.comm.lanes import Alone, Done, Handle, Lane, LocalTransport, Marks, Transport
@@ -27,6 +27,7 @@ __all__ = [
     "SharedTransport",
     "Transport",
     "exchange",
+    "exchange_bytes",
     "exchange_text",
     "join",
 ]

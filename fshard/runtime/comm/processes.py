@@ -63,7 +63,7 @@ class Processes:
             dist.destroy_process_group()
 
     def _make(self, role: str, axes: Axes) -> Lane:
-        backend = "gloo" if role == "control" and self.backend != "fake" else self.backend
+        backend = "gloo" if role.startswith(("control", "checkpoint")) and self.backend != "fake" else self.backend
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
         links, linked = self._meet(parts) if backend == "gloo" and self.shared_memory else (None, set())
         group = None

@@ -1,0 +1,328 @@
+"""The manifest: what a checkpoint holds, as JSON, sealed by its own SHA-256, and read as if a stranger had written it.
+
+A manifest that was parsed is consistent in itself: file names are plain names, every extent lies in its file, no two
+extents share a byte or an element, and the extents of a tensor are all of it. So whoever reads tensors by it allocates
+what the plan says and reads where files have bytes, whatever the manifest claims.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fshard.checkpoint.problems import damaged, foreign, newer
+from fshard.checkpoint.tensorfile import DTYPES, NAMES, is_count, is_shape, parse_json
+from fshard.sharding.layout import Piece
+from fshard.sharding.spec import Shape
+
+FORMAT = "fshard-checkpoint"
+VERSION = 1
+"""The newest format that this code reads, and the one that it writes."""
+CHUNK = 1 << 20
+"""Bytes of a file that have a SHA-256 of their own."""
+LIMIT = 1 << 30
+"""Bytes of a manifest, at most."""
+FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,80}\.safetensors")
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of tensors: its size, and the SHA-256 of each ``chunk`` bytes of it in hex.
+
+    A file's own hash is that of its chunks' digests one behind the other (a Merkle tree of two levels): data are hashed
+    once, and a part of a file is verified without reading the rest.
+    """
+
+    size: int
+    chunks: tuple[str, ...]
+    chunk: int = CHUNK
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 over the digests of the chunks, in hex."""
+        return hashlib.sha256(bytes.fromhex("".join(self.chunks))).hexdigest()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of a tensor, as the bytes of a file from byte ``at``."""
+
+    file: str
+    at: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor: dtype and shape of the whole, how it was cut over the mesh, and where its pieces lie."""
+
+    dtype: torch.dtype
+    shape: Shape
+    spec: str
+    extents: tuple[Extent, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: the training step.
+        scalars: what the state holds beside tensors.
+        tensors: by name, in the order of the state.
+        files: by name.
+        mesh: the sizes of the mesh's axes when it was written, by name.
+        data: where the data loader was: the user's own JSON.
+        metadata: anything else of the user's own.
+        schedule: the hash of the train step's schedule, where it was given.
+        versions: of fshard and torch.
+        seal: its own SHA-256, once it was written.
+    """
+
+    step: int
+    scalars: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    files: Mapping[str, FileInfo]
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    data: Any = None
+    metadata: Any = None
+    schedule: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seal: str = field(default="", compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(info.size for info in self.files.values())
+
+    def dump(self) -> bytes:
+        """The manifest as sealed JSON text."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "scalars": dict(self.scalars),
+            "mesh": dict(self.mesh),
+            "data": self.data,
+            "metadata": self.metadata,
+            "schedule": self.schedule,
+            "versions": dict(self.versions),
+            "files": {
+                name: {"size": info.size, "chunk": info.chunk, "sha256": info.sha256, "chunks": list(info.chunks)}
+                for name, info in self.files.items()
+            },
+            "tensors": {
+                name: {
+                    "dtype": NAMES[info.dtype],
+                    "shape": list(info.shape),
+                    "spec": info.spec,
+                    "extents": [extent_row(extent) for extent in info.extents],
+                }
+                for name, info in self.tensors.items()
+            },
+        }
+        text = _text(body)
+        seal = hashlib.sha256(text).hexdigest()
+        return text[:-1] + f',"sha256":"{seal}"}}\n'.encode()
+
+
+def _text(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def extent_row(extent: Extent) -> list[Any]:
+    """An extent as JSON: file, byte, offset and shape of the box, range in it."""
+    piece = extent.piece
+    return [extent.file, extent.at, list(piece.offset), list(piece.shape), piece.start, piece.stop]
+
+
+def parse(path: str, text: bytes) -> Manifest:
+    """A manifest from its text.
+
+    Args:
+        path: where it was read, for errors.
+        text: its bytes.
+
+    Raises:
+        CheckpointError: it is no manifest, or one of a newer format.
+        DamagedError: it is not as it was written, or contradicts itself.
+    """
+    if len(text) > LIMIT:
+        raise damaged(path, [f"it has {len(text)} bytes, and a manifest has at most {LIMIT}"])
+    try:
+        body = parse_json(text)
+    except ValueError as error:
+        raise damaged(path, [f"it is no JSON: {str(error)[:200]}"]) from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise foreign(path, f'its "format" is not "{FORMAT}"')
+    version = body.get("version")
+    if not is_count(version) or not version:
+        raise damaged(path, [f"its version is {version!r}"])
+    if version > VERSION:
+        raise newer(path, version, VERSION)
+    seal = body.pop("sha256", None)
+    found = hashlib.sha256(_text(body)).hexdigest()
+    if seal != found:
+        raise damaged(path, [f"its SHA-256 is {found}, and it says {str(seal)[:80]}: it was changed after writing"])
+    problems: list[str] = []
+    manifest = _read(body, problems)
+    if not problems and manifest is not None:
+        problems = list(inconsistent(manifest))
+    if problems or manifest is None:
+        raise damaged(path, problems)
+    return replace(manifest, seal=found)
+
+
+KEYS: dict[str, Callable[[Any], bool]] = {
+    "step": is_count,
+    "scalars": lambda value: isinstance(value, dict),
+    "mesh": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
+    "data": lambda value: True,
+    "metadata": lambda value: True,
+    "schedule": lambda value: value is None or isinstance(value, str),
+    "versions": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
+    "files": lambda value: isinstance(value, dict),
+    "tensors": lambda value: isinstance(value, dict),
+}
+"""What a manifest's parts must be."""
+
+
+def _read(body: Mapping[str, Any], problems: list[str]) -> Manifest | None:
+    """The parts of a manifest, each of the right type; problems are added to the list."""
+    parts = {name: value for name, value in body.items() if name not in ("format", "version")}
+    problems += [f"{name}: missing" for name in KEYS if name not in parts]
+    problems += [f"{name[:80]!r}: unknown" for name in parts if name not in KEYS]
+    problems += [
+        f"{name}: {str(parts[name])[:80]}" for name, good in KEYS.items() if name in parts if not good(parts[name])
+    ]
+    if problems:
+        return None
+    files = {name: _file(name, row, problems) for name, row in parts["files"].items()}
+    tensors = {name: _tensor(name, row, problems) for name, row in parts["tensors"].items()}
+    if problems:
+        return None
+    return Manifest(**{**parts, "files": files, "tensors": tensors})
+
+
+def _file(name: str, row: Any, problems: list[str]) -> FileInfo:
+    """A row of ``files``."""
+    where = f"files[{name[:80]!r}]"
+    if not FILE_NAME.fullmatch(name):
+        problems.append(f"{where}: not a plain file name, such as rank-00000-000.safetensors")
+    if not isinstance(row, dict) or set(row) != {"size", "chunk", "sha256", "chunks"}:
+        problems.append(f"{where}: not an object of size, chunk, sha256 and chunks")
+        return FileInfo(0, ())
+    size, chunk, chunks = row["size"], row["chunk"], row["chunks"]
+    if not (
+        is_count(size) and is_count(chunk) and 64 <= chunk <= 1 << 30 and not chunk % 64 and isinstance(chunks, list)
+    ):
+        problems.append(f"{where}: a size of {str(size)[:30]} bytes in chunks of {str(chunk)[:30]}")
+        return FileInfo(0, ())
+    if len(chunks) != -(-size // chunk) or not all(map(is_sha256, chunks)):
+        problems.append(f"{where}: {size} bytes need {-(-size // chunk)} SHA-256 of chunks, and it has {len(chunks)}")
+        return FileInfo(0, ())
+    info = FileInfo(size, tuple(chunks), chunk)
+    if row["sha256"] != info.sha256:
+        problems.append(f"{where}: its SHA-256 is not that of its chunks")
+    return info
+
+
+def is_sha256(value: Any) -> bool:
+    """Whether a value of JSON is a SHA-256 in hex."""
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+def _tensor(name: str, row: Any, problems: list[str]) -> TensorInfo:
+    """A row of ``tensors``."""
+    where = f"tensors[{name[:200]!r}]"
+    nothing = TensorInfo(torch.float32, (), "", ())
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "spec", "extents"}:
+        problems.append(f"{where}: not an object of dtype, shape, spec and extents")
+        return nothing
+    dtype, shape, rows = row["dtype"], row["shape"], row["extents"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        problems.append(f"{where}: dtype {str(dtype)[:80]!r}, which is none of {', '.join(DTYPES)}")
+    elif not is_shape(shape) or not isinstance(row["spec"], str) or not isinstance(rows, list):
+        problems.append(f"{where}: shape {str(shape)[:80]}, or its spec or extents, are not what they must be")
+    else:
+        extents = [read_extent(extent) for extent in rows]
+        if None not in extents:
+            kept = tuple(extent for extent in extents if extent is not None)
+            return TensorInfo(DTYPES[dtype], tuple(shape), row["spec"], kept)
+        problems.append(f"{where}.extents[{extents.index(None)}]: not [file, byte, offset, shape, start, stop]")
+    return nothing
+
+
+def read_extent(row: Any) -> Extent | None:
+    """The inverse of ``extent_row``; None for anything else."""
+    if not isinstance(row, list) or len(row) != 6:
+        return None
+    file, at, offset, shape, start, stop = row
+    good = isinstance(file, str) and all(map(is_count, (at, start, stop))) and is_shape(shape)
+    if not good or not isinstance(offset, list) or not all(map(is_count, offset)) or len(offset) != len(shape):
+        return None
+    return Extent(file, at, Piece(tuple(offset), tuple(shape), start, stop))
+
+
+def inconsistent(manifest: Manifest) -> Iterable[str]:
+    """What a manifest says that cannot be, of values of the right types."""
+    taken: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
+    for name, info in manifest.tensors.items():
+        for number, extent in enumerate(info.extents):
+            where = f"tensors[{name[:200]!r}].extents[{number}]"
+            begin, end = extent.at, extent.at + extent.piece.numel * info.dtype.itemsize
+            if extent.file not in taken:
+                yield f"{where}: the file {extent.file[:80]!r} is not among the files"
+            elif not begin < end <= manifest.files[extent.file].size or begin % info.dtype.itemsize:
+                yield f"{where}: bytes {begin} to {end} of a file of {manifest.files[extent.file].size} bytes"
+            else:
+                taken[extent.file].append((begin, end, where))
+        yield from _uncovered(name, info)
+    for file, spans in taken.items():
+        spans.sort()
+        for (_, end, one), (begin, _, other) in zip(spans, spans[1:], strict=False):
+            if begin < end:
+                yield f"{one} and {other} both claim byte {begin} of {file}"
+
+
+def _uncovered(name: str, info: TensorInfo) -> Iterable[str]:
+    """Whether the extents of a tensor are each of its elements just once."""
+    where, shape = f"tensors[{name[:200]!r}]", info.shape
+    boxes: dict[Shape, list[Piece]] = {}
+    for extent in info.extents:
+        boxes.setdefault(extent.piece.offset, []).append(extent.piece)
+    sizes = {piece.shape for pieces in boxes.values() for piece in pieces}
+    if not info.extents:
+        if math.prod(shape):
+            yield f"{where}: no extents for its {math.prod(shape)} elements"
+        return
+    box = next(iter(sizes))
+    if len(sizes) > 1 or len(box) != len(shape) or any(b == 0 or n % b for n, b in zip(shape, box, strict=True)):
+        yield f"{where}: boxes {sorted(sizes)[:3]} do not divide its shape {list(shape)} evenly"
+        return
+    for offset, pieces in boxes.items():
+        if any(o % b or o + b > n for o, b, n in zip(offset, box, shape, strict=True)):
+            yield f"{where}: a box of shape {list(box)} at {list(offset)} is not one of the boxes of {list(shape)}"
+        at = 0
+        for piece in sorted(pieces, key=lambda piece: piece.start):
+            if piece.start != at or piece.stop <= at:
+                kind = "claimed twice" if piece.start < at else "missing"
+                yield f"{where}: elements {min(at, piece.start)} to {max(at, piece.start)} of the box at " + (
+                    f"{list(offset)} are {kind}"
+                )
+            at = max(at, piece.stop)
+        if at != math.prod(box):
+            yield f"{where}: extents end at element {at} of the {math.prod(box)} of the box at {list(offset)}"
+    count = math.prod(n // b for n, b in zip(shape, box, strict=True))
+    if len(boxes) != count:
+        yield f"{where}: {len(boxes)} of its {count} boxes are there"

@@ -1,0 +1,90 @@
+"""Messages of checkpoints: one builder per failure, each with path, numbers and remedy."""
+
+import errno
+from collections.abc import Iterable, Sequence
+
+from fshard.errors import CheckpointError, DamagedError, TreeError, lines
+
+SHOWN = 20
+"""Problems that a message lists; of the others it gives the number."""
+
+
+def listed(problems: Sequence[str]) -> list[str]:
+    """The first problems, and how many more there are."""
+    more = len(problems) - SHOWN
+    return [*problems[:SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+
+
+def damaged(path: str, problems: Iterable[str]) -> DamagedError:
+    """Bytes on disk that are not what was written."""
+    remedy = "Restore another step (fallback=True takes the newest good one), or copy the checkpoint anew."
+    return DamagedError(lines(f"{path} is damaged, or was changed:", listed(list(problems)), remedy))
+
+
+def foreign(path: str, what: str) -> CheckpointError:
+    """Something that no fshard wrote."""
+    return CheckpointError(f"{path} is no checkpoint of fshard: {what}. Give the folder that fs.Checkpointer wrote to.")
+
+
+def newer(path: str, version: object, known: int) -> CheckpointError:
+    """A checkpoint of a format that did not exist when this was written."""
+    return CheckpointError(
+        f"{path} has format {version}, and this fshard reads formats up to {known}: update fshard to read it"
+    )
+
+
+def unreachable(path: str, doing: str, error: OSError) -> CheckpointError:
+    """The file system said no; a disk that cannot read has damaged what was on it."""
+    if error.errno == errno.EIO and doing == "read":
+        return damaged(path, [f"the disk cannot read it: {error.strerror}"])
+    reasons = {
+        "ENOSPC": "free space, or lower keep=",
+        "EDQUOT": "free space, or lower keep=",
+        "EACCES": "change its permissions, or use another folder",
+        "EPERM": "change its permissions, or use another folder",
+        "EROFS": "use a folder that can be written to",
+        "ENOENT": "check the path; something else may have removed it",
+        "ENOTDIR": "check the path",
+        "ELOOP": "it is a symbolic link, which a checkpoint never holds: copy what it points to",
+    }
+    name = errno.errorcode.get(error.errno or 0, "")
+    remedy = reasons.get(name, "see to the file system and try again")
+    return CheckpointError(f"cannot {doing} {path}: {error.strerror or error} ({name}); {remedy}")
+
+
+def empty(path: str) -> CheckpointError:
+    """A folder without checkpoints."""
+    return CheckpointError(
+        f"{path} holds no checkpoint: check the path, or start with fs.init_state(plan, opt) where latest() is None"
+    )
+
+
+def no_such_step(path: str, step: int, steps: Sequence[int]) -> CheckpointError:
+    """A step that was not saved, or was removed."""
+    have = ", ".join(map(str, steps[-SHOWN:])) or "none"
+    return CheckpointError(f"{path} holds no step {step}; it holds {have}: give one of them, or None for the newest")
+
+
+def exists(path: str, step: int) -> CheckpointError:
+    """A step that is there already."""
+    return CheckpointError(
+        f"{path} is there already: step {step} was saved before. Pass overwrite=True to replace it, or give this run "
+        f"a folder of its own"
+    )
+
+
+def locked(path: str, holder: str) -> CheckpointError:
+    """Two jobs in one folder."""
+    return CheckpointError(
+        f"{path} is being written to by another Checkpointer ({holder or 'which left no name'}): give each job a "
+        f"folder of its own, or close() the other one"
+    )
+
+
+def mismatched(path: str, problems: Sequence[str], counts: str) -> TreeError:
+    """Leaves of a plan that are not those of a checkpoint."""
+    remedy = (
+        "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or say with "
+        "rules= what to take from it."
+    )
+    return TreeError(lines(f"{path} does not fit the plan ({counts}):", problems, remedy))

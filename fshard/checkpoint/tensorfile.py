@@ -1,0 +1,181 @@
+"""The safetensors format: a length, a JSON header, and the tensors one behind the other.
+
+Headers are read here, and not by the safetensors library, since a checkpoint is written and verified chunk by chunk as
+its bytes pass, and since an error must name the path and the number that is wrong. What is written here is read by that
+library, and the other way round (``tests/test_checkpoint_format.py``).
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard.checkpoint.problems import damaged
+from fshard.sharding.spec import Shape
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's name of each dtype."""
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+"""The dtype of each of the format's names."""
+
+ALIGN = 64
+"""Where the data of a file begin is a multiple of this many bytes."""
+
+LIMIT = 100_000_000
+"""Bytes of a header, at most: the safetensors library's own limit."""
+
+LARGEST = 2**62
+"""Elements of a tensor, and bytes of a file, at most."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its dtype and shape, and the bytes ``begin`` to ``end`` of the file."""
+
+    dtype: torch.dtype
+    shape: Shape
+    begin: int
+    end: int
+
+
+def write_header(tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes before the data of tensors that lie one behind the other, in this order.
+
+    Give tensors with larger elements first: then every element is aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    return struct.pack("<Q", len(text)) + text
+
+
+def header_length(path: str, start: bytes, size: int) -> int:
+    """The bytes before the data of a file, from its first 8 bytes and its size.
+
+    Raises:
+        DamagedError: the file is too short for what it says, or says too much.
+    """
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if len(start) < 8 or not 2 <= length <= min(LIMIT, size - 8):
+        raise damaged(
+            path, [f"its header of {length} bytes does not fit its {size} bytes, or the limit of {LIMIT} bytes"]
+        )
+    return 8 + int(length)
+
+
+def read_header(path: str, text: bytes, size: int) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of a file by name, in the order of their data, and the header's metadata.
+
+    Args:
+        path: of the file, for errors.
+        text: the first bytes of the file, up to its data.
+        size: bytes of the whole file.
+
+    Raises:
+        DamagedError: the header breaks a rule of the format: the tensors must fill the file without gap or overlap.
+    """
+    try:
+        header = parse_json(text[8:])
+    except ValueError as error:
+        raise damaged(path, [f"its header is no JSON: {error}"]) from error
+    if not isinstance(header, dict):
+        raise damaged(path, [f"its header is a {type(header).__name__}, not an object"])
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged(path, ["its __metadata__ is no object of strings"])
+    problems: list[str] = []
+    found = {name: stored for name, row in header.items() if (stored := _stored(name, row, len(text), problems))}
+    ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
+    at = len(text)
+    for name, stored in ordered.items():
+        if stored.begin != at:
+            kind = "overlaps what lies before it" if stored.begin < at else "leaves a gap before it"
+            problems.append(f"{name}: begins at byte {stored.begin}, not {at}: {kind}")
+        at = max(at, stored.end)
+    if not problems and at != size:
+        problems.append(f"its tensors end at byte {at}, and the file at {size}")
+    if problems:
+        raise damaged(path, problems)
+    return ordered, metadata
+
+
+def _stored(name: str, row: Any, base: int, problems: list[str]) -> Stored | None:
+    """One row of a header."""
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        problems.append(f"{name}: not an object of dtype, shape and data_offsets")
+        return None
+    shape, offsets, dtype = row["shape"], row["data_offsets"], row["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        problems.append(f"{name}: dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
+    elif not is_shape(shape):
+        problems.append(f"{name}: shape {str(shape)[:80]} is no list of sizes of a tensor below {LARGEST} elements")
+    elif not is_shape(offsets) or len(offsets) != 2:
+        problems.append(f"{name}: data_offsets {str(offsets)[:80]} are not two positions")
+    elif offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
+        need = math.prod(shape) * DTYPES[dtype].itemsize
+        problems.append(f"{name}: {dtype}{shape} takes {need} bytes, and has {offsets[1] - offsets[0]}")
+    else:
+        return Stored(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
+    return None
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value of JSON is a list of sizes whose product is no larger than any tensor's."""
+    if not isinstance(value, list) or len(value) > 64 or not all(is_count(n) for n in value):
+        return False
+    return bool(math.prod(n for n in value if n) <= LARGEST)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of JSON is an int from 0 to ``LARGEST``."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+
+
+def parse_json(text: bytes) -> Any:
+    """Strict JSON: UTF-8, no key twice in an object, no NaN or Infinity, no depth that ends Python's stack.
+
+    Raises:
+        ValueError: it is not.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {twice!r} occurs twice")
+        return out
+
+    def never(constant: str) -> Any:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=once, parse_constant=never)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
