@@ -82,7 +82,8 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
             made it, and zero in parameters.
         values: as ``scalars`` gave them.
     """
-    check_optimizer(plan, opt)
+    if opt is not None:
+        check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
         param = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
