@@ -22,6 +22,8 @@ from tests import reference, zoo
 from tests.workers import Pools
 
 STEPS = 20
+SHORT = 8
+"""Steps of most runs: what goes wrong does so in the first few, and 20 steps of every program take minutes."""
 LOSS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
 PARAM_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-5
@@ -108,14 +110,16 @@ FEW = [
 ]
 
 
-def train(name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tuple[str, ...]]) -> list[Run]:
+def train(
+    name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tuple[str, ...]], steps: int
+) -> list[Run]:
     """On a rank: train an example under each configuration."""
     example = zoo.build(name)
     with fs.make_mesh(*axes) as mesh:
-        return [_train(name, example, mesh, config) for config in configs]
+        return [_train(name, example, mesh, config, steps) for config in configs]
 
 
-def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config) -> Run:
+def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config, steps: int) -> Run:
     plan = example.plan(mesh)
     rule = fs.optim.sgd(**reference.SGD) if config.opt == "sgd" else fs.optim.adamw(**reference.ADAMW)
     state = fs.init_state(plan, rule, params=example.params())
@@ -130,7 +134,7 @@ def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config) -> Ru
         debug=config.debug,
     )
     losses, norms, problems = [], [], []
-    for number in range(STEPS):
+    for number in range(steps):
         batch = zoo.cut(example.batch(number), mesh.rank, mesh.size)
         state, metrics = step(state, batch)
         losses.append(metrics.loss.item())
@@ -148,14 +152,14 @@ def _departure(record: Sequence[Any], ops: Sequence[Any]) -> str:
 
 
 @functools.cache
-def _expected(name: str, opt: str, clip: bool) -> reference.Result:
+def _expected(name: str, opt: str, clip: bool, steps: int) -> reference.Result:
     example = zoo.build(name)
-    return reference.train(example, opt, example.clip if clip else None, STEPS)
+    return reference.train(example, opt, example.clip if clip else None, steps)
 
 
 def _compare(name: str, config: Config, ranks: Sequence[Run]) -> list[str]:
     """How the runs of one configuration differ from the reference, or from each other."""
-    want, got = _expected(name, config.opt, config.clip), ranks[0]
+    want, got = _expected(name, config.opt, config.clip, len(ranks[0].losses)), ranks[0]
     out = [f"rank {i}: {problem}" for i, run in enumerate(ranks) for problem in run.problems[:2]]
     out += [f"rank {i} saw other losses or norms than rank 0" for i, run in enumerate(ranks) if not _same(run, got)]
     out += _far("loss", got.losses, want.losses, LOSS_TOLERANCE[config.opt])
@@ -185,14 +189,17 @@ def _far(what: str, got: list[float], want: list[float], tolerance: float) -> li
 def _unlike(config: Config, run: Run, first: Run) -> list[str]:
     """Where a run differs in any bit from the first of equal ``values``."""
     if not _same(run, first):
-        at = next(i for i in range(STEPS) if (run.losses[i], run.norms[i]) != (first.losses[i], first.norms[i]))
+        seen = [zip(one.losses, one.norms, strict=True) for one in (run, first)]
+        at = next(i for i, (mine, other) in enumerate(zip(*seen, strict=True)) if mine != other)
         return [f"values change with the schedule, from step {at}"]
     leaves = [path for path, leaf in run.params.items() if not torch.equal(leaf, first.params[path])]
     return [f"values change with the schedule: {leaves}"] if leaves else []
 
 
-def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT) -> None:
-    ranks = pool(world).run(train, name, configs, axes, timeout=110.0)
+def _check(
+    pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT
+) -> None:
+    ranks = pool(world).run(train, name, configs, axes, steps, timeout=110.0)
     problems: list[str] = []
     first: dict[tuple[str, bool, int, str], Run] = {}
     for number, config in enumerate(configs):
@@ -206,13 +213,13 @@ def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: 
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_clipping_bites(name: str) -> None:
     example = zoo.build(name)
-    assert max(_expected(name, "sgd", True).norms) > example.clip
+    assert max(_expected(name, "sgd", True, SHORT).norms) > example.clip
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
 def test_every_schedule_equals_one_process(pool: Pools, world: int, opt: str) -> None:
-    _check(pool, world, "gpt", [config for config in EVERY if config.opt == opt])
+    _check(pool, world, "gpt", [config for config in EVERY if config.opt == opt], steps=STEPS if world < 3 else SHORT)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -226,7 +233,7 @@ def test_every_program_equals_one_process(pool: Pools, world: int, name: str) ->
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES.keys() - {"gpt"}))
 def test_every_program_under_every_schedule(pool: Pools, name: str, opt: str, world: int) -> None:
-    _check(pool, world, name, [config for config in EVERY if config.opt == opt])
+    _check(pool, world, name, [config for config in EVERY if config.opt == opt], steps=STEPS)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

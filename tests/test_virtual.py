@@ -12,7 +12,7 @@ import torch
 import fshard as fs
 from fshard import collectives as c
 from fshard.errors import CommError, TransformError
-from tests.test_parity import FEW, Run, train
+from tests.test_parity import FEW, SHORT, Run, train
 from tests.workers import Pools
 
 FOUR = fs.virtual_mesh((4,), ("shard",))
@@ -27,8 +27,8 @@ def test_training_gives_the_numbers_of_real_ranks(pool: Pools, name: str, sizes:
     """In every bit, except where gloo's all-reduce adds three ranks in an order of its own."""
     axes = (sizes, ("shard",)) if len(sizes) == 1 else (sizes, ("replica", "shard"))
     mesh = fs.virtual_mesh((math.prod(sizes),), ("any",))
-    real = pool(mesh.size).run(train, name, FEW[:2], axes)
-    for here, there in zip(mesh.run(train, name, FEW[:2], axes), real, strict=True):
+    real = pool(mesh.size).run(train, name, FEW[:2], axes, SHORT)
+    for here, there in zip(mesh.run(train, name, FEW[:2], axes, SHORT), real, strict=True):
         for mine, other in zip(here, there, strict=True):
             _compare(mine, other, exact)
 
