@@ -110,9 +110,7 @@ FEW = [
 ]
 
 
-def train(
-    name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tuple[str, ...]], steps: int
-) -> list[Run]:
+def train(name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tuple[str, ...]], steps: int) -> list[Run]:
     """On a rank: train an example under each configuration."""
     example = zoo.build(name)
     with fs.make_mesh(*axes) as mesh:
@@ -196,9 +194,7 @@ def _unlike(config: Config, run: Run, first: Run) -> list[str]:
     return [f"values change with the schedule: {leaves}"] if leaves else []
 
 
-def _check(
-    pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT
-) -> None:
+def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT) -> None:
     ranks = pool(world).run(train, name, configs, axes, steps, timeout=110.0)
     problems: list[str] = []
     first: dict[tuple[str, bool, int, str], Run] = {}
