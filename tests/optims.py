@@ -13,6 +13,12 @@ from fshard import P, tree
 
 STEPS, ROWS, WIDTH = 10, 24, 16
 FLAT = ((r".*", fs.fsdp("shard")),)
+WHOLE = (fs.Rule(r".*", fs.fsdp("shard"), align="leaf"),)
+MIXED = (
+    fs.Rule(r"blocks\.\d\.(up|down)\.weight", fs.fsdp("shard"), align="leaf"),
+    (r".*norm.*", P()),
+    (r".*", fs.fsdp("shard")),
+)
 NORMS = ((r".*norm.*", P()), (r".*", fs.fsdp("shard")))
 
 
@@ -159,6 +165,28 @@ class Lion:
             self.kept[path] = b2 * self.kept[path] + (1 - b2) * leaf.grad
 
 
+class Muon:
+    """Muon as its paper writes it, in float32."""
+
+    def __init__(self, leaves: Sequence[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        self.leaves, self.lr, self.momentum, self.weight_decay = leaves, lr, momentum, weight_decay
+        self.kept = [torch.zeros_like(leaf) for leaf in leaves]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update."""
+        for leaf, kept in zip(self.leaves, self.kept, strict=True):
+            assert leaf.grad is not None
+            kept.mul_(self.momentum).add_((1 - self.momentum) * leaf.grad)
+            x = (1 - self.momentum) * leaf.grad + self.momentum * kept
+            x = x / x.norm()
+            for _ in range(5):
+                product = x @ x.T
+                x = 3.4445 * x + (-4.7750 * product + 2.0315 * product @ product) @ x
+            leaf.mul_(1 - self.lr * self.weight_decay)
+            leaf.sub_(self.lr * max(1.0, leaf.shape[0] / leaf.shape[1]) ** 0.5 * x)
+
+
 class Several:
     """Several references, each over the parameters that its filter passes."""
 
@@ -199,6 +227,23 @@ class ClipValue:
 
 def _pick(named: Named, test: Callable[[str], bool]) -> list[nn.Parameter]:
     return [leaf for path, leaf in named.items() if test(path)]
+
+
+def _muon(named: Named) -> Several:
+    return Several(
+        Muon(_pick(named, _hidden), 0.02, 0.95, 0.1),
+        torch.optim.AdamW(_pick(named, lambda p: not _hidden(p)), lr=0.01, eps=1e-6, weight_decay=0.0),
+    )
+
+
+def _hidden(path: str) -> bool:
+    return "blocks" in path and "norm" not in path and "weight" in path
+
+
+def muon_and_adamw(**options: Any) -> Any:
+    """Muon for the matrices of blocks, AdamW for the rest."""
+    adamw = fs.optim.adamw(0.01, eps=1e-6, weight_decay=0.0)
+    return fs.optim.partition([(r"blocks\.\d\.(up|down)\.weight", fs.optim.muon(0.02, **options)), (r".*", adamw)])
 
 
 def _partitioned(named: Named) -> Several:
@@ -259,6 +304,11 @@ CASES: dict[str, Case] = {
         lambda: O.masked(O.adamw(0.01, eps=1e-6), r"blocks\..*weight"),
         lambda named: torch.optim.AdamW(_pick(named, lambda p: "blocks" in p and "weight" in p), lr=0.01, eps=1e-6),
         NORMS,
+    ),
+    "muon": Case(lambda: muon_and_adamw(dtype=torch.float32), _muon, MIXED, {"clip_norm": 0.5}),
+    "muon in one group": Case(lambda: muon_and_adamw(dtype=torch.float32), _muon, WHOLE),
+    "adafactor": Case(
+        lambda: O.adafactor(0.02, weight_decay=0.1), of_torch(torch.optim.Adafactor, lr=0.02, weight_decay=0.1), WHOLE
     ),
     "partition": Case(
         lambda: O.partition(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, tree
+from fshard.errors import PlanError
 from fshard.sharding.layout import ALIGN, Group, box
 from fshard.state.init import global_index, take
 
@@ -40,7 +41,8 @@ def plans(draw: Any) -> fs.Plan:
         path = f"unit{draw(st.integers(0, 1))}.leaf{number}"
         dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.int64]))
         leaves[path] = torch.empty(shape, dtype=dtype, device="meta")
-        rules.append(fs.Rule(path.replace(".", r"\."), spec, compute))
+        align = draw(st.sampled_from([None, None, "leaf", 48])) if spec.flat is not None else None
+        rules.append(fs.Rule(path.replace(".", r"\."), spec, compute, align=align))
     units = sorted({path.split(".")[0] for path in leaves})
     return fs.make_plan(tree.nest(leaves), mesh, rules, batch=P(data), units=units)
 
@@ -105,7 +107,7 @@ def test_groups(plan: fs.Plan) -> None:
     keys = set()
     for group in plan.groups:
         alike = {
-            (leaf.gather_axes, leaf.compute.axes, leaf.dtype, leaf.trainable, leaf.gather_dim is None)
+            (leaf.gather_axes, leaf.compute.axes, leaf.dtype, leaf.trainable, leaf.gather_dim is None, leaf.align)
             for leaf in group.leaves
         }
         assert len(alike) == 1
@@ -115,19 +117,26 @@ def test_groups(plan: fs.Plan) -> None:
         assert group.kind == ("flat" if group.leaves[0].gather_dim is None else "dim")
         assert set(group.sum_axes) == set(plan.data_axes) - set(group.leaves[0].at_rest.axes)
         assert group.trainable is group.dtype.is_floating_point
-        matrices = [len(leaf.shape) >= 2 for leaf in group.leaves]
-        assert matrices == sorted(matrices, reverse=True)
+        for begin, end in [(0, group.numel)] if group.leaves[0].align != "leaf" else _chunks(group):
+            inside = [leaf for leaf, start in zip(group.leaves, group.starts, strict=True) if begin <= start < end]
+            matrices = [len(leaf.shape) >= 2 for leaf in inside if leaf.numel]
+            assert matrices == sorted(matrices, reverse=True)
         _check_buffer(group, plan.mesh)
     assert len(keys) == len(plan.groups)
 
 
 def _check_buffer(group: Group, mesh: fs.Mesh) -> None:
-    step = ALIGN * (group.parts if group.kind == "dim" else 1)
+    align = group.leaves[0].align
+    step = 48 if align == 48 else ALIGN * (group.parts if group.kind == "dim" else 1)
     assert group.parts == mesh.axis_size(group.gather_axes)
     assert group.numel == group.parts * group.chunk and group.chunk % ALIGN == 0
     # No more padding than alignment asks for.
     used = sum(-(-leaf.numel // step) * step for leaf in group.leaves)
-    assert used <= group.numel < used + group.parts * ALIGN
+    if align == "leaf":
+        _check_whole(group)
+    else:
+        assert used <= group.numel < used + group.parts * max(ALIGN, step if align else 0)
+        assert not align or group.chunk % step == 0
     covered = Counter[int]()
     for start, leaf in zip(group.starts, group.leaves, strict=True):
         assert start % step == 0 and leaf.numel == math.prod(leaf.compute_shape)
@@ -141,6 +150,59 @@ def _check_buffer(group: Group, mesh: fs.Mesh) -> None:
         filled = [span for span in ends if span[1] > span[0]]
         assert filled == sorted(filled) and all(0 <= a <= b <= group.chunk for a, b in ends)
         assert all(mine[1] <= after[0] for mine, after in zip(filled, filled[1:], strict=False))
+
+
+def _chunks(group: Group) -> list[tuple[int, int]]:
+    return [(part * group.chunk, (part + 1) * group.chunk) for part in range(group.parts)]
+
+
+def _check_whole(group: Group) -> None:
+    """Each leaf lies in one chunk, and the chunks are as short as 4/3 of the best packing, or the longest leaf."""
+    sizes = [-(-leaf.numel // ALIGN) * ALIGN for leaf in group.leaves]
+    for start, leaf in zip(group.starts, group.leaves, strict=True):
+        assert not leaf.numel or start // group.chunk == (start + leaf.numel - 1) // group.chunk
+    least = max(*sizes, 0) if len(sizes) > 1 else sizes[0]
+    assert group.chunk <= max(least, sum(sizes) / group.parts) * 4 / 3 + ALIGN or group.chunk <= _two_largest(
+        sizes, group
+    )
+
+
+def _two_largest(sizes: list[int], group: Group) -> int:
+    """With more leaves than chunks, some chunk holds two of the first ``parts + 1`` leaves."""
+    ordered = sorted(sizes, reverse=True)
+    return ordered[group.parts - 1] + ordered[group.parts] if len(ordered) > group.parts else ordered[0]
+
+
+def test_whole_leaves_are_spread_over_ranks_and_groups() -> None:
+    sizes = {"qkv": (48, 16), "out": (16, 16), "up": (64, 16), "down": (16, 64), "bias": (64,)}
+    tensors = {f"b{n}": {k: torch.empty(v, device="meta") for k, v in sizes.items()} for n in range(6)}
+    mesh = fs.abstract_mesh((4,), ("shard",))
+    plan = fs.make_plan(tensors, mesh, [fs.Rule(".*", fs.fsdp("shard"), align="leaf")], units=("b*",))
+    load = [0] * 4
+    for group in plan.groups:
+        assert group.chunk == 1024  # the largest leaf: no packing does with less
+        for part in range(4):
+            held = [group.shard_range(n, part) for n in range(5)]
+            load[part] += sum(b - a for a, b in held)
+    assert max(load) <= 1.1 * sum(load) / 4, load  # and a rank that has much of one unit has little of another
+    assert "b0: 3.8 KiB of padding, 23.4%, in 4 chunks" in str(plan) and "f32[48, 16]@flat(shard) align=leaf" in str(
+        plan
+    )
+
+
+@pytest.mark.parametrize("align", ["leaf", 64])
+def test_align_needs_a_flat_spec(align: Any) -> None:
+    mesh = fs.abstract_mesh((2,), ("shard",))
+    with pytest.raises(PlanError, match=r"w  P\('shard'\)\n.*flat="):
+        fs.make_plan({"w": torch.empty(4, 4)}, mesh, [fs.Rule("w", P("shard"), align=align)])
+    replicated = fs.make_plan({"w": torch.empty(4, 4)}, mesh, [fs.Rule("w", P(), align=align)])
+    assert replicated.leaves["w"].align is None
+
+
+@pytest.mark.parametrize("align", ["leaves", 0, -16, 2.0, True])
+def test_what_is_no_alignment(align: Any) -> None:
+    with pytest.raises(PlanError, match=r"rules\[0\] 'w': align="):
+        fs.make_plan({"w": torch.empty(4)}, fs.abstract_mesh((2,), ("s",)), [fs.Rule("w", P(flat="s"), align=align)])
 
 
 @given(plans())
@@ -175,7 +237,10 @@ def test_shards_of_all_ranks_make_up_the_whole(plan: fs.Plan) -> None:
 def _seen_from(plan: fs.Plan, rank: int) -> fs.Plan:
     mesh = fs.abstract_mesh(plan.mesh.sizes, plan.mesh.axis_names, rank=rank)
     params = {path: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for path, leaf in plan.leaves.items()}
-    rules = [fs.Rule(path.replace(".", r"\."), leaf.at_rest, leaf.compute) for path, leaf in plan.leaves.items()]
+    rules = [
+        fs.Rule(path.replace(".", r"\."), leaf.at_rest, leaf.compute, align=leaf.align)
+        for path, leaf in plan.leaves.items()
+    ]
     units = sorted({path.split(".")[0] for path in plan.leaves})
     return fs.make_plan(tree.nest(params), mesh, rules, batch=plan.batch, units=units)
 

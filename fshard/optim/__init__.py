@@ -5,7 +5,9 @@ argument, so nothing is hidden and a resumed run continues bit for bit. Nothing 
 plans or groups.
 """
 
+from fshard.optim.adafactor import adafactor
 from fshard.optim.adamw import adamw
+from fshard.optim.adamw8bit import adamw8bit
 from fshard.optim.around import ema, every
 from fshard.optim.base import Optimizer, Rate, State, rate
 from fshard.optim.compose import add_decay, chain, clip_value, masked, partition, scale
@@ -13,6 +15,7 @@ from fshard.optim.decay import Decay, matrices
 from fshard.optim.form import Form, LeafInfo
 from fshard.optim.from_torch import from_torch
 from fshard.optim.lion import lion
+from fshard.optim.muon import muon
 from fshard.optim.schedules import constant, linear, warmup_cosine, warmup_linear
 from fshard.optim.sgd import sgd
 
@@ -23,7 +26,9 @@ __all__ = [
     "Optimizer",
     "Rate",
     "State",
+    "adafactor",
     "adamw",
+    "adamw8bit",
     "add_decay",
     "chain",
     "clip_value",
@@ -35,6 +40,7 @@ __all__ = [
     "lion",
     "masked",
     "matrices",
+    "muon",
     "partition",
     "rate",
     "scale",

@@ -124,12 +124,14 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
         for view, grad, state in zip(views, grads, states, strict=True):
             view.grad = grad
             if step > 1:  # before that the class makes its state as it sees fit
-                given = {k: v.view(()) if self.found[k][0].shape is not None else v for k, v in state.items()}
+                given = {
+                    k: state[k] if form.shape is None else state[k].view(()) for k, (form, _) in self.found.items()
+                }
                 rule.state[view] = {"step": torch.tensor(float(step - 1)), **given}
         rule.step()
         for view, state in zip(views, states, strict=True):
-            for name, value in state.items():
-                new = rule.state[view].get(name)
+            for name in self.found:  # there may be more, of optimizers around this one
+                value, new = state[name], rule.state[view].get(name)
                 if isinstance(new, Tensor) and new.data_ptr() != value.data_ptr():
                     value.copy_(new.reshape(-1))
                 elif isinstance(new, float):

@@ -132,8 +132,8 @@ class Group:
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the full buffer that belong to no leaf."""
-        ends = [start + leaf.numel for start, leaf in zip(self.starts, self.leaves, strict=True)]
-        begins = [*self.starts[1:], self.numel]
+        ends = [0, *(start + leaf.numel for start, leaf in zip(self.starts, self.leaves, strict=True))]
+        begins = [*self.starts, self.numel]
         return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)
 
     def shard_range(self, number: int, part: int) -> tuple[int, int]:
@@ -187,19 +187,23 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
         by_key.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []
     count: dict[str, int] = {}
+    loads: dict[Axes, list[int]] = {}
     for (unit, _), members in by_key.items():
         number = count[unit] = count.get(unit, -1) + 1
         name = f"{unit}/{number}" if number else unit
-        groups.append(_group(len(groups), name, unit, members, mesh, data_axes))
+        load = loads.setdefault(members[0].gather_axes, [0] * mesh.axis_size(members[0].gather_axes))
+        groups.append(_group(len(groups), name, unit, members, mesh, data_axes, load))
     return tuple(groups)
 
 
-def _group(number: int, name: str, unit: str, members: list[Leaf], mesh: Mesh, data_axes: Axes) -> Group:
+def _group(
+    number: int, name: str, unit: str, members: list[Leaf], mesh: Mesh, data_axes: Axes, load: list[int]
+) -> Group:
     first = members[0]
     parts = mesh.axis_size(first.gather_axes)
     kind = "flat" if first.gather_dim is None else "dim"
     grid = math.lcm(ALIGN, first.align) if isinstance(first.align, int) else ALIGN
-    bins = _bins(members, parts) if first.align == "leaf" else [members]
+    bins = _bins(members, load) if first.align == "leaf" else [members]
     ordered, starts, ends = [], [], []
     for chunk_number, leaves in enumerate(bins):
         placed, end = _one_behind_the_other(leaves, grid * (parts if kind == "dim" else 1))
@@ -230,20 +234,26 @@ def _one_behind_the_other(leaves: list[Leaf], step: int) -> tuple[list[tuple[Lea
     return placed, end
 
 
-def _bins(leaves: list[Leaf], parts: int) -> list[list[Leaf]]:
+def _bins(leaves: list[Leaf], load: list[int]) -> list[list[Leaf]]:
     """Whole leaves for each chunk, so that the fullest chunk holds little more than the mean.
 
-    The largest leaf goes first, each into the chunk that holds least (Graham, "Bounds on multiprocessing timing
-    anomalies", 1969: at most 4/3 of the best there is).
+    The largest leaf goes first, each to the chunk that holds least (Graham, "Bounds on multiprocessing timing
+    anomalies", 1969: at most 4/3 of the best there is). The fullest chunk goes to the part that had least of the groups
+    before, by ``load``, which is brought up to date: so all parts have about as much to update.
     """
-    bins: list[list[Leaf]] = [[] for _ in range(parts)]
-    loads = [0] * parts
+    bins: list[list[Leaf]] = [[] for _ in load]
+    held = [0] * len(load)
     for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
-        least = loads.index(min(loads))
+        least = held.index(min(held))
         bins[least].append(leaf)
-        loads[least] += _up(leaf.numel, ALIGN)
+        held[least] += _up(leaf.numel, ALIGN)
     place = {leaf.path: number for number, leaf in enumerate(leaves)}
-    return [sorted(members, key=lambda leaf: place[leaf.path]) for members in bins]
+    fullest_first = sorted(range(len(load)), key=lambda n: -held[n])
+    out: list[list[Leaf]] = [[] for _ in load]
+    for part, number in zip(sorted(range(len(load)), key=lambda n: load[n]), fullest_first, strict=True):
+        out[part] = sorted(bins[number], key=lambda leaf: place[leaf.path])
+        load[part] += held[number]
+    return out
 
 
 def _up(n: int, multiple: int) -> int:

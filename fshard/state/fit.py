@@ -28,7 +28,13 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
             for problem in _cut(group, leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
         ]
     if problems:
-        raise PlanError(lines(f"the optimizer {type(opt).__name__} does not fit the plan:", problems, "Mend these."))
+        raise PlanError(
+            lines(
+                f"the optimizer {type(opt).__name__} does not fit the plan:",
+                problems,
+                "Change the plan's rules or the optimizer.",
+            )
+        )
 
 
 def _cut(group: Group, leaf: Leaf, grain: Grain) -> list[str]:

@@ -1,0 +1,130 @@
+"""Adafactor: a second moment of a matrix that is a row times a column."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard import errors
+from fshard.optim import checks
+from fshard.optim.base import Rate, State, rate, unscale
+from fshard.optim.decay import Decay, decays, idle
+from fshard.optim.form import Form, Grain, LeafInfo
+
+Hyper = tuple[tuple[int, ...], float]
+"""The leaf's shape and its weight decay."""
+
+
+@dataclass(frozen=True)
+class adafactor:  # noqa: N801 - reads as the function it is in a train script
+    """Adafactor (Shazeer and Stern, "Adaptive Learning Rates with Sublinear Memory Cost", 2018).
+
+    Equal to ``torch.optim.Adafactor``. Of a matrix it keeps the mean square of each row and each column, of a vector
+    the mean square of each element; updates have the scale of the leaf and a bounded norm. So it needs whole leaves:
+    give rules ``align="leaf"``, or replicate. A rank then updates its leaves by itself.
+
+    Args:
+        lr: the largest relative step, >= 0, or a function of the step; update t takes at most ``1 / sqrt(t)``.
+        beta2_decay: at most 0; update t keeps ``1 - t ** beta2_decay`` of the mean squares.
+        eps: the least mean square, None for the dtype's own, and the least scale of a leaf; both >= 0.
+        clip: the largest root mean square of an update, at least 1.
+        weight_decay: the fraction of a parameter that an update of learning rate 1 takes away, >= 0.
+        decay: which leaves decay: ``None`` for all, a regex over whole paths, a function of path and shape.
+
+    Raises:
+        PlanError: arguments out of range. From ``fs.init_state``: leaves that are cut.
+
+    >>> opt = adafactor(0.01)
+    >>> {name: form.shape for name, form in opt.forms(opt.hyper("w", (8, 3))).items()}
+    {'row_var': (8,), 'col_var': (3,)}
+    """
+
+    lr: Rate = 1e-2
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    decay: Decay = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        problems = checks.rate("lr", self.lr) + checks.number("beta2_decay", self.beta2_decay, "(-inf, 0]")
+        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
+        problems += checks.number("clip", self.clip, "[1, inf)")
+        if isinstance(self.eps, tuple) and len(self.eps) == 2:
+            problems += [] if self.eps[0] is None else checks.number("eps[0]", self.eps[0])
+            problems += checks.number("eps[1]", self.eps[1])
+        else:
+            problems.append(f"eps = {self.eps!r}: must be a tuple of two numbers, of which the first may be None")
+        if problems:
+            raise errors.bad_arguments("adafactor", problems)
+
+    def init(self, param: Tensor, hyper: Hyper) -> State:
+        """Mean squares, zero."""
+        return {
+            name: torch.zeros(form.count(len(param)), dtype=param.dtype, device=param.device)
+            for name, form in self.forms(hyper).items()
+        }
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> Hyper:
+        """The leaf's shape and its weight decay."""
+        return tuple(shape), float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+
+    def forms(self, hyper: Hyper) -> dict[str, Form]:
+        """A number for each row and each column of a matrix, or one for each element of a vector."""
+        shape, _ = hyper
+        if len(shape) < 2:
+            return {"variance": Form()}
+        return {"row_var": Form(shape=shape[:-1]), "col_var": Form(shape=(*shape[:-2], shape[-1]))}
+
+    def grain(self, hyper: Hyper) -> Grain:
+        """Whole leaves."""
+        return "leaf"
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """A ``decay`` that matches no leaf."""
+        return idle("decay", self.decay, leaves)
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: Hyper,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One update of whole leaves, in place; see ``Optimizer.update``."""
+        lr = rate(self.lr, step)
+        if not params or (found_inf is not None and found_inf.item() == 1):
+            return
+        unscale(grads, grad_scale)
+        shape, decay = hyper
+        for param, grad, state in zip(params, grads, states, strict=True):
+            if param.numel():
+                self._leaf(param.view(shape), grad.view(shape), state, step, lr, decay)
+
+    def _leaf(self, param: Tensor, grad: Tensor, state: State, step: int, lr: float, decay: float) -> None:
+        new = float(step) ** self.beta2_decay
+        eps = torch.finfo(param.dtype).eps if self.eps[0] is None else self.eps[0]
+        root = math.sqrt(param.numel())
+        alpha = (param.norm() / root).clamp(min=self.eps[1]) * min(lr, 1 / math.sqrt(step))
+        if decay:
+            param.mul_(1 - lr * decay)
+        if param.ndim > 1:
+            row, column = (
+                state["row_var"].view(*param.shape[:-1], 1),
+                state["col_var"].view(*param.shape[:-2], 1, param.shape[-1]),
+            )
+            row.lerp_(grad.norm(dim=-1, keepdim=True).square_().div_(param.shape[-1]), new)
+            column.lerp_(grad.norm(dim=-2, keepdim=True).square_().div_(param.shape[-2]), new)
+            update = (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=eps))
+        else:
+            state["variance"].lerp_(grad.reshape(-1).square(), new)
+            update = state["variance"].view(param.shape).clone()
+        update.clamp_(min=eps * eps).rsqrt_().mul_(grad)
+        size = (update.norm() / (root * self.clip)).clamp(min=1.0)
+        param.sub_(update.mul_(alpha / size))

@@ -1,0 +1,159 @@
+"""AdamW whose moments take a byte an element each."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from fshard import errors
+from fshard.optim import checks
+from fshard.optim.base import Rate, State, rate, unscale
+from fshard.optim.decay import Decay, decays, idle
+from fshard.optim.form import Form, Grain, LeafInfo
+
+DECADES = 7
+"""Powers of ten that codes span."""
+
+
+@dataclass(frozen=True)
+class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
+    """AdamW with moments of 8 bits (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
+
+    Each block of elements has a float32 scale, its largest magnitude, and each element one of 256 codes, which span
+    seven decades below that. Blocks count from the start of a leaf, so they do not depend on the mesh, if shards are
+    cut between them: give rules ``align=256``, or replicate. Instead of the second moment its root is kept, which spans
+    half as many decades. The arithmetic is in float32.
+
+    Args:
+        lr: the learning rate, >= 0, or a function of the step.
+        betas: the decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the second moment, above 0.
+        weight_decay: the fraction of a parameter that an update of learning rate 1 takes away, >= 0.
+        decay: which leaves decay: ``None`` for all, a regex over whole paths, a function of path and shape.
+        block: elements with one scale; a multiple of 64, of which the rules' ``align=`` must be a multiple.
+
+    Raises:
+        PlanError: arguments out of range. From ``fs.init_state``: leaves that may be cut inside of a block.
+
+    >>> {name: (form.dtype, form.block) for name, form in adamw8bit(1e-3).forms(0.0).items()}["exp_avg_scale"]
+    (torch.float32, 256)
+    """
+
+    lr: Rate
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decay: Decay = None
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        problems = checks.rate("lr", self.lr) + checks.betas(self.betas) + checks.number("eps", self.eps, "(0, inf)")
+        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
+        if not isinstance(self.block, int) or self.block < 64 or self.block % 64:
+            problems.append(f"block = {self.block!r}: must be a multiple of 64")
+        if problems:
+            raise errors.bad_arguments("adamw8bit", problems)
+
+    def init(self, param: Tensor, hyper: Any = None) -> State:
+        """Both moments zero, which any code is where the scale is zero."""
+        return {
+            name: torch.zeros(form.count(len(param)), dtype=form.dtype, device=param.device)
+            for name, form in self.forms(hyper).items()
+        }
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
+        """The leaf's weight decay."""
+        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+
+    def forms(self, hyper: Any) -> dict[str, Form]:
+        """A code for each element and a scale for each block, of the first moment and of the second's root."""
+        code, scale = Form(dtype=torch.uint8), Form(dtype=torch.float32, block=self.block)
+        return {"exp_avg_code": code, "exp_avg_scale": scale, "exp_root_code": code, "exp_root_scale": scale}
+
+    def grain(self, hyper: Any) -> Grain:
+        """Whole blocks."""
+        return self.block
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """A ``decay`` that matches no leaf."""
+        return idle("decay", self.decay, leaves)
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: float,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """One update in place; see ``Optimizer.update``."""
+        lr = rate(self.lr, step)
+        if not params or (found_inf is not None and found_inf.item() == 1):
+            return
+        unscale(grads, grad_scale)
+        tables = _codes(True).to(params[0].device), _codes(False).to(params[0].device)
+        for param, grad, state in zip(params, grads, states, strict=True):
+            self._slice(param, grad, state, step, lr, hyper, tables)
+
+    def _slice(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: State,
+        step: int,
+        lr: float,
+        decay: float,
+        tables: tuple[Tensor, Tensor],
+    ) -> None:
+        # Whole blocks, so that every element goes the same way through vector kernels, on whatever rank it lies.
+        (b1, b2), size = self.betas, len(param)
+        p, g = self._blocks(param.float()), self._blocks(grad.float())
+        first = _read(self._blocks(state["exp_avg_code"]), state["exp_avg_scale"], tables[0]).lerp_(g, 1 - b1)
+        root = _read(self._blocks(state["exp_root_code"]), state["exp_root_scale"], tables[1])
+        root = root.square_().mul_(b2).add_(g.square().mul_(1 - b2)).sqrt_()
+        divisor = (root / (1 - b2**step) ** 0.5).add_(self.eps)
+        p = p.mul_(1 - lr * decay).sub_((first / divisor).mul_(lr / (1 - b1**step)))
+        param.copy_(p.view(-1)[:size])
+        _write(first, state["exp_avg_code"], state["exp_avg_scale"], tables[0])
+        _write(root, state["exp_root_code"], state["exp_root_scale"], tables[1])
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """A vector as rows of one block each, the last one filled up with zeros."""
+        return F.pad(x, (0, -len(x) % self.block)).view(-1, self.block)
+
+
+def _codes(signed: bool) -> Tensor:
+    """The 256 values of codes, ascending, in [-1, 1] or [0, 1]: each decade has twice as many as the one below it.
+
+    >>> _codes(True).shape, _codes(False).unique().numel(), 0.0 in _codes(True)
+    (torch.Size([256]), 256, True)
+    """
+    positive = []
+    for decade in range(DECADES):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
+        positive.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade + 1 - DECADES))
+    half = torch.cat(positive)
+    parts = [half, torch.tensor([0.0, 1.0], dtype=torch.float64)] + ([-half] if signed else [])
+    return torch.cat(parts).sort().values.float()
+
+
+def _read(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
+    """Rows of codes as float32."""
+    return table[codes.int()] * scales[:, None]
+
+
+def _write(rows: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
+    """Rows of float32 as codes and scales. Only zero becomes zero: what is tiny gets the smallest code of its sign."""
+    largest = rows.abs().amax(1)
+    scales.copy_(largest)
+    relative = rows / torch.where(largest > 0, largest, 1.0)[:, None]
+    found = torch.bucketize(relative, (table[1:] + table[:-1]) / 2)
+    zero = int((table == 0).nonzero())
+    away = torch.where((found == zero) & (relative != 0), relative.sign().to(found.dtype), 0)
+    codes.copy_((found + away).view(-1)[: len(codes)])
