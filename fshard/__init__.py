@@ -31,6 +31,7 @@ from fshard.model.precision import Precision
 from fshard.model.remat import remat
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
+from fshard.optim.scaling import LossScale
 from fshard.runtime.loss import Mean
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.policy import Policy, keep
@@ -62,6 +63,7 @@ __all__ = [
     "Costs",
     "EvalStep",
     "Link",
+    "LossScale",
     "Mean",
     "Mesh",
     "Metrics",

@@ -23,11 +23,13 @@ class Metrics:
         aux: what the loss function returned beside the loss. ``fs.Mean`` leaves are global means; other leaves are
             this rank's own, stacked along a new first dim if the step has several microbatches (a list if their shapes
             differ).
+        skipped: whether the step was skipped, since its gradient was not finite at this scale of the loss.
     """
 
     loss: Tensor
     grad_norm: Tensor
     aux: Mapping[str, Any] = field(default_factory=dict)
+    skipped: bool = False
 
 
 def combine_aux(lane: Lane, parts: Sequence[Any]) -> Any:

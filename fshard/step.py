@@ -14,10 +14,12 @@ from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import rate
+from fshard.optim.scaling import LossScale, Scale
 from fshard.runtime.attempt import Outcome, raise_failure, refuse_transforms
 from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
 from fshard.runtime.commit import FAILED, Verdict
+from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.held import holdings
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.remat import Remat, read_remat
@@ -46,6 +48,7 @@ class Options:
     debug: bool
     compile: str | None
     remat: Remat
+    loss_scale: LossScale | None
 
 
 class TrainStep:
@@ -104,14 +107,21 @@ class TrainStep:
         part = self.plan.mesh.index(self.plan.data_axes)
         randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
         check = functools.partial(rate, self.opt.lr, state.step + 1)
+        scale = self._scale_of(state)
+        work = Work(batch, shards, update, check, randomness, boost=scale.value if scale else 1.0)
         with bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(Work(batch, shards, update, check, randomness))
-        verdict = self._check(outcome)
-        metrics = self._metrics(outcome, verdict)
+            outcome = self._runner.run(work)
+        verdict = self._check(outcome, scale)
+        skipped = overflowed(self.options.loss_scale, scale, verdict)
+        metrics = self._metrics(outcome, verdict, skipped)
         if own is None:
             shards = state.shards() if self.options.donate else [shard.clone() for shard in state.finished()]
-            own = self._update(state, shards, self._scale(verdict))
-        following = TrainState(self.plan, state.step + 1, state.seed, shards, own)
+            own = None if skipped else self._update(state, shards, self._scale(verdict))
+        if skipped:
+            self._grads.drop()
+        if scale is not None and self.options.loss_scale is not None:
+            scale = self.options.loss_scale.after(scale, finite=not skipped)
+        following = TrainState(self.plan, state.step + (not skipped), state.seed, shards, own, scale)
         if self.options.donate:
             state.donate()
         return following, metrics
@@ -212,12 +222,19 @@ class TrainStep:
         self._last = weakref.ref(update)
         return update
 
-    def _check(self, outcome: Outcome) -> Verdict:
+    def _scale_of(self, state: TrainState) -> Scale | None:
+        """Where loss scaling stands; None for a step without it."""
+        rule = self.options.loss_scale
+        return None if rule is None else state.scale or rule.start()
+
+    def _check(self, outcome: Outcome, scale: Scale | None) -> Verdict:
         verdict = outcome.verdict
         lanes = self._runner.workshop.lanes
         assert verdict is not None and lanes is not None
         if verdict.worst == FAILED:
             raise_failure(lanes.control, outcome.failure, list(verdict.status))
+        if overflowed(self.options.loss_scale, scale, verdict):
+            return verdict
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
             late = self.options.policy.update == "in_backward"
             after = "parameters were updated with it" if late else "nothing was updated and the state can be used again"
@@ -232,11 +249,11 @@ class TrainStep:
         factor = verdict.scale * (min(1.0, clip / (verdict.norm + 1e-6)) if clip is not None else 1.0)
         return None if factor == 1.0 else torch.tensor(1.0 / factor, device=self.plan.mesh.device)
 
-    def _metrics(self, outcome: Outcome, verdict: Verdict) -> Metrics:
+    def _metrics(self, outcome: Outcome, verdict: Verdict, skipped: bool) -> Metrics:
         lanes = self._runner.workshop.lanes
         assert lanes is not None
         aux = combine_aux(lanes.control, outcome.aux)
-        return Metrics(torch.tensor(verdict.loss), torch.tensor(verdict.norm), aux)
+        return Metrics(torch.tensor(verdict.loss), torch.tensor(verdict.norm), aux, skipped)
 
 
 def make_train_step(
@@ -251,6 +268,7 @@ def make_train_step(
     debug: bool = False,
     compile: str | None = None,
     remat: Any = None,
+    loss_scale: LossScale | None = None,
 ) -> TrainStep:
     """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
 
@@ -274,6 +292,9 @@ def make_train_step(
             none; ``"all"``; a policy of ``fs.policies``, which says whose results are kept nevertheless; or rules
             ``[(pattern, one of these)]``, of which the first that matches the whole of a unit's name counts. Gradients
             keep their bits.
+        loss_scale: how the loss is scaled for the backward, ``fs.LossScale()``, which float16 needs. A step whose
+            gradient is not finite is skipped on all ranks: it returns the state as it was, with a smaller scale, and
+            ``metrics.skipped``. A loss that is not finite stays an error, since no scale would mend it.
 
     Raises:
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
@@ -286,11 +307,15 @@ def make_train_step(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given a "
             f"{type(opt).__name__} and a {type(plan).__name__}"
         )
-    problems = list(_problems(loss_fn, plan, clip_norm, accumulate, policy))
+    problems = [
+        *_problems(loss_fn, plan, clip_norm, accumulate, policy),
+        *scale_problems(loss_scale, policy),
+    ]
     if problems:
         raise PlanError("; ".join(problems))
     check_optimizer(plan, opt)
-    options = Options(clip_norm, accumulate, policy, donate, debug, compile, read_remat(remat))
+    options = Options(clip_norm, accumulate, policy, donate, debug, compile, read_remat(remat), loss_scale)
+    warn_of_float16(plan, loss_scale)
     return TrainStep(loss_fn, opt, plan, options)
 
 

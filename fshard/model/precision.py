@@ -6,8 +6,8 @@ import torch
 
 from fshard.errors import PlanError
 
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""float16 is not among them: its gradients need loss scaling, or small ones vanish silently."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Gradients in float16 need ``fs.LossScale``, or small ones vanish silently."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,7 @@ class Precision:
         ]
         if wrong:
             names = ", ".join(map(str, DTYPES))
-            raise PlanError(
-                f"fs.Precision({', '.join(wrong)}): give one of {names}, or None; float16 needs loss scaling"
-            )
+            raise PlanError(f"fs.Precision({', '.join(wrong)}): give one of {names}, or None")
 
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which units read a leaf of this dtype."""

@@ -34,6 +34,7 @@ class Outcome:
         failure: what this rank's program raised.
         left: where the program left its schedule, if it did.
         uneven: the leading dim of each rank's batch, if they differ.
+        divided: what its gradients were divided by.
         aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
     """
 
@@ -44,6 +45,7 @@ class Outcome:
     failure: BaseException | None = None
     left: str = ""
     uneven: list[int] = field(default_factory=list)
+    divided: float = 1.0
     aux: list[Any] = field(default_factory=list)
 
 

@@ -49,14 +49,15 @@ class Verdict:
         return FAILED if FAILED in self.status else max(self.status)
 
 
-def vote(lane: Lane, tally: Tally, parts: int, copies: int) -> Verdict:
+def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> Verdict:
     """Exchange the tallies of all ranks.
 
     Args:
         lane: the control lane over the whole mesh.
         tally: this rank's.
-        parts: microbatches of the global batch, over ranks and accumulation: what gradients were divided by.
+        parts: microbatches of the global batch, over ranks and accumulation.
         copies: how many ranks work on the same part.
+        divided: what gradients were divided by: the parts, unless the loss was scaled or float16 needs otherwise.
     """
     mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted), float(tally.means)]
     rows = [mine]
@@ -67,9 +68,9 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int) -> Verdict:
         raise unlike_losses([(bool(row[4]), int(row[5])) for row in rows])
     sumsq, total, count = (math.fsum(row[i] for row in rows) for i in (1, 2, 3))
     loss = total / count if count else math.nan
-    scale = 1.0
+    scale = divided / parts
     if any(row[4] for row in rows):
-        scale = parts * copies / count if count else math.nan
+        scale = divided * copies / count if count else math.nan
     return Verdict(status, loss, scale * math.sqrt(sumsq) if sumsq >= 0 else math.nan, scale)
 
 

@@ -14,6 +14,7 @@ from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, un
 from fshard.runtime.batch import check_device, digest, microbatches, signature
 from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
+from fshard.runtime.float16 import divisor_of
 from fshard.runtime.loss import check_differentiable, detached, means_of, number, read_loss
 from fshard.runtime.prepare import Prepared, Workshop
 from fshard.runtime.trace import Found, GlueWatch, trace
@@ -40,6 +41,7 @@ class Work:
         check: raises what makes this rank refuse the step before it begins.
         randomness: makes the context in which an attempt draws its random numbers.
         parts: the microbatches.
+        boost: what the loss is multiplied by for the backward.
     """
 
     batch: Any
@@ -48,6 +50,7 @@ class Work:
     check: Callable[[], object] = bool
     randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     parts: Sequence[Any] = ()
+    boost: float = 1.0
 
 
 class Runner:
@@ -66,6 +69,7 @@ class Runner:
         self.retries = 0
         self.parts = self.plan.data_size * workshop.accumulate
         self.in_backward = workshop.train and workshop.policy.update == "in_backward"
+        self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
 
     def look(self, batch: Any) -> Found | None:
         """The program for batches like this one; None if only a real run can tell."""
@@ -202,6 +206,7 @@ class Runner:
 
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         engine = prepared.engine
+        outcome.divided = self.divisor / work.boost
         try:
             # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
             torch.clear_autocast_cache()
@@ -242,7 +247,7 @@ class Runner:
         outcome.losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
         outcome.weighted = loss.count is not None
         outcome.aux.append(tree.map(detached, loss.aux))
-        seed = torch.full_like(loss.total, 1.0 / self.parts)
+        seed = torch.full_like(loss.total, 1.0 / outcome.divided)
         prepared.engine.differentiate(loss.total, seed)
 
     def _vote(self, prepared: Prepared, outcome: Outcome) -> None:
@@ -255,7 +260,7 @@ class Runner:
             means = sum(map(len, map(means_of, outcome.aux)))
             tally = Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted, means)
         copies = self.plan.mesh.size // self.plan.data_size
-        outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies)
+        outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies, outcome.divided)
 
 
 def _spec(values: Any) -> Any:

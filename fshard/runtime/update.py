@@ -64,6 +64,11 @@ class Gradients:
     passing: frozenset[int]
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
+    def drop(self) -> None:
+        """Let go of gradients that nobody will apply."""
+        for group in self.passing:
+            deallocate(self.shards[group])
+
     def slices(self, group: int) -> list[Tensor]:
         """The views of one group's gradients, one a segment."""
         if group not in self.views:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fshard.errors import TreeError
 from fshard.optim.form import Form
+from fshard.optim.scaling import Scale
 from fshard.runtime.update import Shard, start_shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
@@ -68,8 +69,9 @@ def entries(state: TrainState) -> list[Entry]:
 
 
 def scalars(state: TrainState) -> Scalars:
-    """What a state holds beside tensors: the step, and the seed of random numbers inside steps."""
-    return {"step": state.step, "seed": state.seed}
+    """What a state holds beside tensors: the step, the seed of random numbers inside steps, and the loss scale."""
+    out: Scalars = {"step": state.step, "seed": state.seed}
+    return out if state.scale is None else out | {"loss_scale": state.scale.value, "loss_scale_good": state.scale.good}
 
 
 def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mapping[str, Any]) -> TrainState:
@@ -88,7 +90,10 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
     for group in plan.groups:
         param = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
         shards.append(start_shard(group, plan.mesh, opt, param) if opt is not None else Shard(param, {}))
-    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards)
+    scale = None
+    if values.get("loss_scale") is not None:
+        scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
+    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, scale=scale)
     for entry in entries(state):
         fill(entry)
     return state

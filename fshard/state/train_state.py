@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import DonatedError, TreeError
+from fshard.optim.scaling import Scale
 from fshard.runtime.update import Shard, Update
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
@@ -36,10 +37,25 @@ class TrainState:
     memory of the state that it takes, and that state says so when it is used again (``jax.jit(donate_argnums=0)``).
     The update of the last step may still be waiting for the next forward to hide behind; reading ``params`` or
     ``opt_state`` finishes it first.
+
+    Attributes:
+        plan: where its leaves live.
+        step: the updates made so far. A step that was skipped is not counted.
+        seed: of the random numbers inside steps.
+        scale: where loss scaling stands, ``(value, good)``; None before the first step with ``loss_scale=``.
     """
 
-    def __init__(self, plan: Plan, step: int, seed: int, shards: list[Shard], update: Update | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        step: int,
+        seed: int,
+        shards: list[Shard],
+        update: Update | None = None,
+        scale: Scale | None = None,
+    ) -> None:
         self.plan = plan
+        self.scale = scale
         self.step = step
         self.seed = seed
         self._shards: list[Shard] | None = shards

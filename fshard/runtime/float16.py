@@ -1,0 +1,49 @@
+"""What float16 needs: gradients divided so that they neither vanish nor overflow, and a scaled loss."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fshard.optim.scaling import LossScale, Scale, divisor
+from fshard.runtime.commit import Verdict
+from fshard.schedule.auto import Auto
+from fshard.schedule.policy import Policy
+from fshard.sharding.plan import Plan
+
+
+def divisor_of(plan: Plan, parts: int, in_backward: bool) -> float:
+    """What gradients of a plan are divided by before they are summed over the parts of the global batch."""
+    trained = [group for group in plan.groups if group.trainable]
+    summed = any(group.dtype == torch.float16 for group in trained)
+    narrow = any(torch.float16 in (group.compute_dtype, group.reduce_dtype) for group in trained)
+    # An update in the backward takes sums as they come, so that they must be gradients of the mean.
+    return divisor((narrow or summed) and not in_backward, summed, parts)
+
+
+def overflowed(rule: LossScale | None, scale: Scale | None, verdict: Verdict) -> bool:
+    """Whether a smaller scale may mend this step: its loss is finite, and its gradient is not."""
+    able = rule is not None and scale is not None and scale.value > rule.least
+    return able and math.isfinite(verdict.loss) and not math.isfinite(verdict.norm)
+
+
+def scale_problems(loss_scale: Any, policy: Policy | Auto) -> Iterator[str]:
+    """Why a step cannot have this loss scale."""
+    if not isinstance(loss_scale, LossScale | None):
+        yield f"loss_scale={loss_scale!r} must be fs.LossScale(...) or None"
+    elif loss_scale is not None and policy.update == "in_backward":
+        yield "loss_scale= needs to see the whole gradient before it is applied, which update='in_backward' never does"
+
+
+def warn_of_float16(plan: Plan, loss_scale: LossScale | None) -> None:
+    """Say that small gradients vanish."""
+    for group in plan.groups if loss_scale is None else ():
+        if group.trainable and torch.float16 in (group.dtype, group.compute_dtype, group.reduce_dtype):
+            warnings.warn(
+                f"gradients of {group.leaves[0].path} are float16, in which those below 6e-8 are zero: give "
+                f"make_train_step(loss_scale=fs.LossScale()), or use bfloat16",
+                stacklevel=3,
+            )
+            return
