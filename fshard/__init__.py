@@ -27,6 +27,7 @@ from fshard.launch import make_mesh
 from fshard.mapping import shard_map
 from fshard.metrics import Metrics
 from fshard.model import init, policies, random
+from fshard.model.empty import empty_weights
 from fshard.model.precision import Precision
 from fshard.model.remat import remat
 from fshard.model.split import Model, split
@@ -83,6 +84,7 @@ __all__ = [
     "clipped_grad",
     "collectives",
     "differentiable",
+    "empty_weights",
     "errors",
     "fsdp",
     "gnvp",

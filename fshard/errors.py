@@ -136,6 +136,15 @@ def buffers_changed(paths: Iterable[str]) -> UnitError:
     )
 
 
+def unmade_buffers(paths: Iterable[str]) -> UnitError:
+    """A call that would read buffers without values."""
+    head = "the module's buffers are on the meta device, and hold no values:"
+    remedy = (
+        "Make the module under fs.empty_weights(), which gives memory to buffers alone, or call apply(..., buffers=)."
+    )
+    return UnitError(lines(head, paths, remedy))
+
+
 def bad_unit_pattern(pattern: object) -> PlanError:
     """Something in ``units=`` that is neither a path pattern nor a module class."""
     return PlanError(
@@ -143,21 +152,36 @@ def bad_unit_pattern(pattern: object) -> PlanError:
     )
 
 
+def not_a_module(given: object) -> PlanError:
+    """What ``fs.split`` got is no module."""
+    hint = f": make one, {given.__name__}(...)" if isinstance(given, type) else ""
+    what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    return PlanError(
+        f"fs.split takes an nn.Module, and got {what}{hint}; fs.make_plan takes a tree of tensors as it is"
+    )
+
+
 def no_such_unit(patterns: Iterable[object], modules: Iterable[tuple[str, str]]) -> PlanError:
     """Patterns in ``units=`` that match no submodule; ``modules`` are the (path, class name) pairs that exist."""
     missing = ", ".join(pattern.__name__ if isinstance(pattern, type) else repr(pattern) for pattern in patterns)
+    remedy = "Give a path or a class from this list. The whole module cannot be a unit of itself."
+    return PlanError(lines(f"units: {missing} matches no submodule. What exists:", _exist(modules), remedy))
+
+
+def no_blocks(modules: Iterable[tuple[str, str]]) -> PlanError:
+    """``units="auto"`` for a module without repeated blocks."""
+    head = "units='auto' takes what nn.ModuleLists and nn.Sequentials hold, and this module has none. What it has:"
+    remedy = "Name the units, units=(path or class, ...), or give none: then all parameters stay gathered together."
+    return PlanError(lines(head, _exist(modules), remedy))
+
+
+def _exist(modules: Iterable[tuple[str, str]]) -> list[str]:
     counts: dict[str, int] = {}
     for path, kind in modules:
         alike = ".".join("*" if part.isdigit() else part for part in path.split("."))
         counts[f"{alike}: {kind}"] = counts.get(f"{alike}: {kind}", 0) + 1
     exist = [f"{line} ({count} times)" if count > 1 else line for line, count in counts.items()]
-    return PlanError(
-        lines(
-            f"units: {missing} matches no submodule. What exists:",
-            exist or ["nothing: the module has no submodules"],
-            "Give a path or a class from this list. The whole module cannot be a unit of itself.",
-        )
-    )
+    return exist or ["nothing: the module has no submodules"]
 
 
 def nested_units(pairs: Iterable[tuple[str, str]]) -> PlanError:

@@ -2,13 +2,19 @@
 
 Two kinds of tree occur. *Parameter trees* are nested dicts with string keys and tensors at the leaves; a leaf is named
 by its dotted path (``blocks.3.attn.qkv.weight``) and keeps the insertion order of its dict, which is the order in which
-a module registered it. *Any other tree* (a batch, the arguments and results of a unit) is whatever optree flattens.
+a module registered it. *Any other tree* (a batch, the arguments and results of a unit) is whatever optree flattens, and
+besides, unlike in optree and in JAX, every dataclass and mutable mapping that holds tensors: libraries pass those
+around (the outputs of Hugging Face's models, the batches of their tokenizers), and a tensor that nobody sees is neither
+cut, nor moved, nor watched in the backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import optree
+from torch import Tensor
 
 from fshard.errors import TreeError
 
@@ -50,25 +56,84 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """The structure of an object that optree takes for a leaf.
+
+    Attributes:
+        kind: its class.
+        names: of its fields, or its keys.
+        spec: the structure of the list of their values.
+        shell: a copy that holds nothing, of which others are made.
+    """
+
+    kind: type
+    names: tuple[Any, ...]
+    spec: "Spec"
+    shell: Any = dataclasses.field(compare=False, repr=False)
+
+    def filled(self, leaves: Sequence[Any]) -> Any:
+        """An object of this structure with these leaves."""
+        return _fill(copy.copy(self.shell), self.names, unflatten(self.spec, leaves))
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """The structure of a pytree some of whose leaves, to optree, are objects that hold tensors.
+
+    Attributes:
+        outer: the structure as optree sees it.
+        inner: for each leaf of it the structure of the object there, None for a leaf indeed.
+    """
+
+    outer: optree.PyTreeSpec
+    inner: tuple[Opened | None, ...]
+
+
+Spec = optree.PyTreeSpec | Nested
+"""The structure of a pytree. It is hashable, and equal for equal structures."""
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Spec]:
     """The leaves of any pytree, ``None`` among them, and what ``unflatten`` needs to put them back."""
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    return leaves, spec
+    if not _suspect(leaves):
+        return leaves, spec
+    opened = [_open(leaf) for leaf in leaves]
+    if not any(opened):
+        return leaves, spec
+    flat = [x for leaf, found in zip(leaves, opened, strict=True) for x in (found[0] if found else [leaf])]
+    return flat, Nested(spec, tuple(found[1] if found else None for found in opened))
 
 
-def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Tree:
+def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
     """The pytree of this structure with these leaves."""
-    return optree.tree_unflatten(spec, leaves)
+    if not isinstance(spec, Nested):
+        return optree.tree_unflatten(spec, leaves)
+    rest = iter(leaves)
+    outer = [
+        found.filled([next(rest) for _ in range(_count(found.spec))]) if found else next(rest) for found in spec.inner
+    ]
+    return optree.tree_unflatten(spec.outer, outer)
 
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of any pytree, ``None`` among them."""
-    return optree.tree_leaves(tree, none_is_leaf=True)
+    found = optree.tree_leaves(tree, none_is_leaf=True)
+    return flatten(tree)[0] if _suspect(found) else found
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """The pytree of ``fn(leaf, *leaves of rest)``; ``None`` counts as a leaf."""
-    return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
+    """The pytree of ``fn(leaf, *leaves of rest)``; ``None`` counts as a leaf.
+
+    >>> map(lambda x: x + 1, {"a": 1, "b": (2, 3)})
+    {'a': 2, 'b': (3, 4)}
+    """
+    flat, spec = flatten(tree)
+    if not isinstance(spec, Nested):
+        return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
+    columns = [flat, *(flatten(other)[0] for other in rest)]
+    return unflatten(spec, [fn(*row) for row in zip(*columns, strict=True)])
 
 
 def spread(prefix: Tree, tree: Tree) -> list[Any]:
@@ -81,9 +146,10 @@ def spread(prefix: Tree, tree: Tree) -> list[Any]:
         TreeError: the prefix has another structure.
     """
     try:
-        return list(optree.broadcast_prefix(prefix, tree, none_is_leaf=True))
+        found = list(optree.broadcast_prefix(prefix, tree, none_is_leaf=True))
     except ValueError as error:
         raise TreeError(f"a tree of this structure is no prefix of the other: {error}") from error
+    return _repeated(found, flatten(tree)[1], lambda one, path: one)
 
 
 def names(tree: Tree, root: str) -> list[str]:
@@ -92,4 +158,73 @@ def names(tree: Tree, root: str) -> list[str]:
     >>> names((1, {"x": 2}), "args")
     ['args[0]', "args[1]['x']"]
     """
-    return [accessor.codify(root) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
+    found = [accessor.codify(root) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
+    return _repeated(found, flatten(tree)[1], lambda one, path: one + path)
+
+
+_PLAIN = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
+
+
+def _suspect(leaves: Sequence[Any]) -> bool:
+    """Whether an object that may hold tensors is among these. On the path of every call: types are few."""
+    return any(kind not in _PLAIN and _holder(kind) for kind in {type(leaf) for leaf in leaves})
+
+
+def _holder(kind: type) -> bool:
+    if getattr(kind, "__tree_leaf__", False):  # a class of this library whose objects are told apart from tensors
+        return False
+    return hasattr(kind, "__dataclass_fields__") or issubclass(kind, MutableMapping)
+
+
+def _open(leaf: Any) -> tuple[list[Any], Opened] | None:
+    """The leaves and the structure of an object that holds tensors."""
+    if not _holder(type(leaf)):
+        return None
+    if isinstance(leaf, MutableMapping):
+        names = tuple(leaf)
+        values = [leaf[name] for name in names]
+    else:
+        names = tuple(field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name))
+        values = [getattr(leaf, name) for name in names]
+    flat, spec = flatten(values)
+    if not any(isinstance(x, Tensor) for x in flat):
+        return None
+    shell = _fill(copy.copy(leaf), names, [None] * len(names))
+    return flat, Opened(type(leaf), names, spec, shell)
+
+
+def _fill(made: Any, names: Sequence[Any], values: Sequence[Any]) -> Any:
+    for name, value in zip(names, values, strict=True):
+        if isinstance(made, MutableMapping):
+            made[name] = value
+        else:
+            object.__setattr__(made, name, value)  # a frozen one too: it is a new object
+    return made
+
+
+def _count(spec: Spec) -> int:
+    if not isinstance(spec, Nested):
+        return int(spec.num_leaves)
+    return sum(_count(found.spec) if found else 1 for found in spec.inner)
+
+
+def _repeated(outer: Sequence[Any], spec: Spec, combine: Callable[[Any, str], Any]) -> list[Any]:
+    """For each leaf what stands for the object that it is in, and its path in there."""
+    if not isinstance(spec, Nested):
+        return list(outer)
+    rows = zip(outer, spec.inner, strict=True)
+    return [combine(one, path) for one, found in rows for path in (_paths(found) if found else [""])]
+
+
+def _paths(found: Opened) -> list[str]:
+    mapping = issubclass(found.kind, MutableMapping)
+    heads = [f"[{name!r}]" if mapping else f".{name}" for name in found.names]
+    inside = optree.tree_unflatten(_outer(found.spec), [""] * _outer(found.spec).num_leaves)
+    below = [accessor.codify("") for accessor in optree.tree_accessors(inside, none_is_leaf=True)]
+    # The values are a list, so that each path begins with the number of its field: "[0]['x']".
+    joined = [heads[int(path[1 : path.index("]")])] + path[path.index("]") + 1 :] for path in below]
+    return _repeated(joined, found.spec, lambda one, path: one + path)
+
+
+def _outer(spec: Spec) -> optree.PyTreeSpec:
+    return spec.outer if isinstance(spec, Nested) else spec

@@ -55,6 +55,12 @@ def run(page: Path) -> int:
     return count
 
 
+def test_models_of_others() -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "models.md") > 0
+
+
 def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "writing-models.md") > 10

@@ -5,4 +5,17 @@ from fshard.model.init import Initializer
 from fshard.model.split import Model, split
 from fshard.model.unit import Engine, Slot, Unit, attach, slot_of, unit
 
-__all__ = ["Engine", "Initializer", "Model", "Slot", "Unit", "attach", "init", "philox", "slot_of", "split", "unit"]
+__all__ = [
+    "Engine",
+    "Initializer",
+    "Model",
+    "Slot",
+    "Unit",
+    "attach",
+    "empty_weights",
+    "init",
+    "philox",
+    "slot_of",
+    "split",
+    "unit",
+]

@@ -7,7 +7,6 @@ hooks and its forward. The shell holds the unit's tensors too, for code outside 
 """
 
 import copy
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 
 from fshard import errors, tree
 from fshard.model.buffers import Place, Tracker
+from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
 from fshard.model.instance import Body, Numbers, Shell, Template
 from fshard.model.leaves import LeafOrder, find_places, tied
 from fshard.model.unit import Unit
-
-Pattern = str | type[nn.Module]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,6 +45,7 @@ class Model:
     frozen: frozenset[str]
     inits: Mapping[str, Initializer]
     _body: Body = field(repr=False)
+    _unmade: tuple[str, ...] = ()
 
     def apply(
         self, params: Mapping[str, Any], /, *args: Any, buffers: Mapping[str, Any] | None = None, **kwargs: Any
@@ -68,13 +67,15 @@ class Model:
 
         Raises:
             TreeError: leaves are missing, unknown or misshapen.
-            UnitError: a buffer changed, but ``buffers`` was not given.
+            UnitError: a buffer changed, but ``buffers`` was not given; or buffers are on meta, without values.
 
         >>> model = split(nn.Linear(2, 2))
         >>> model.apply(model.params, torch.zeros(3, 2)).shape
         torch.Size([3, 2])
         """
         leaves = self._body.params.leaves(params)
+        if self._unmade and buffers is None and leaves and leaves[0].device.type != "meta":
+            raise errors.unmade_buffers(self._unmade)
         given = self._body.buffers.leaves(self.buffers if buffers is None else buffers)
         out, changed = self._body.run(leaves, given, args, kwargs)
         if buffers is None:
@@ -102,20 +103,24 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
         module: any module that can be deep-copied, on any device, meta among them. It is not changed, and
             ``Model.params`` shares its memory.
         units: which submodules are units, by path or by class. In a path pattern each part between dots is a glob:
-            ``"blocks.*"``, ``"*coder.layers.*"``.
+            ``"blocks.*"``, ``"*coder.layers.*"``. ``"auto"`` takes the blocks of the outermost ``nn.ModuleList`` and
+            ``nn.Sequential``, which for most models are the right ones; ``Model.units`` says what it found.
 
     Returns:
         The model.
 
     Raises:
-        PlanError: a pattern matches nothing, a unit cannot be called, or lies inside of another one.
+        PlanError: ``module`` is no module, a pattern matches nothing, a unit cannot be called, or lies inside of
+            another one.
         UnitError: the module cannot be copied.
 
     >>> model = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), units=("*",))
     >>> model.units, [path for path, _ in tree.paths(model.params)]
     (('0', '1'), ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
-    names = _chosen(module, [units] if isinstance(units, (str, type)) else list(units))
+    if not isinstance(module, nn.Module):
+        raise errors.not_a_module(module)
+    names = chosen(module, units)
     params, aliases = tied(module.named_parameters(remove_duplicate=False))
     buffers, buffer_aliases = tied(module.named_buffers(remove_duplicate=False))
     twin = _copied(module, params.values(), buffers.values())
@@ -134,45 +139,8 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
         frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
         inits=deduce(module),
         _body=body,
+        _unmade=tuple(path for path, buffer in buffers.items() if buffer.device.type == "meta"),
     )
-
-
-def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
-    if isinstance(pattern, str):
-        globs, parts = pattern.split("."), path.split(".")
-        return len(globs) == len(parts) and all(map(fnmatch.fnmatchcase, parts, globs))
-    return isinstance(module, pattern)
-
-
-def _chosen(module: nn.Module, patterns: list[Pattern]) -> tuple[str, ...]:
-    """The paths of the units, each module under its first path, in the order of registration."""
-    every = [(path, below) for path, below in module.named_modules(remove_duplicate=False) if path]
-    for pattern in patterns:
-        if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
-            raise errors.bad_unit_pattern(pattern)
-    hits = [[below for path, below in every if _matches(pattern, path, below)] for pattern in patterns]
-    unmatched = [pattern for pattern, found in zip(patterns, hits, strict=True) if not found]
-    if unmatched:
-        raise errors.no_such_unit(unmatched, [(path, type(below).__name__) for path, below in every])
-    chosen = {id(below) for found in hits for below in found}
-    units = {path: below for path, below in module.named_modules() if path and id(below) in chosen}
-    idle = {path: type(unit).__name__ for path, unit in units.items() if _uncallable(unit)}
-    if idle:
-        raise errors.uncallable_unit(idle)
-    first = {id(unit): path for path, unit in units.items()}
-    nested = [
-        (path, first[id(below)])
-        for path, unit in units.items()
-        for below in unit.modules()
-        if below is not unit and id(below) in first
-    ]
-    if nested:
-        raise errors.nested_units(nested)
-    return tuple(units)
-
-
-def _uncallable(module: nn.Module) -> bool:
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _copied(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[Tensor]) -> nn.Module:

@@ -26,7 +26,7 @@ from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.handles import Handle, Mispredicted, make_handle
-from fshard.runtime.remat import Remat
+from fshard.runtime.remat import Remat, reentrant_refused
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
 
@@ -192,7 +192,8 @@ class Engine:
             )
         self.differentiating = True
         # Naming the inputs keeps autograd from filling the ``grad`` of other tensors, and costs a tenth of a backward.
-        torch.autograd.backward([total], [seed], inputs=self.trainable if self.foreign else None)
+        with reentrant_refused():
+            torch.autograd.backward([total], [seed], inputs=self.trainable if self.foreign else None)
         self._leave()
         executor.reach("backward", ROOT, 0)
         for slots in self.slots.groups:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Mean:
     tensor(3.)
     """
 
+    __tree_leaf__: ClassVar[bool] = True
     total: Tensor
     count: Tensor | float
 

@@ -4,9 +4,10 @@ The engine runs such a unit under ``torch.utils.checkpoint``. Its first use of s
 of the unit's backward, when its groups have been gathered again, so the second run reads the same leaves.
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fshard.errors import PlanError, RematError
+from fshard.model.opaque import held, opaque
 from fshard.model.policies import SavePolicy, everything, nothing
 
 
@@ -52,12 +54,17 @@ class Remat:
         def kept(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
+            objects = [(value, held(value)) for value in opaque((args, kwargs))]
             try:
-                return checkpoint(functools.partial(inside, **kwargs), *args, use_reentrant=False, **options)
+                result = checkpoint(functools.partial(inside, **kwargs), *args, use_reentrant=False, **options)
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
                     raise _transforming(unit) from error
                 raise
+            changed = [type(value).__name__ for value, before in objects if held(value) != before]
+            if changed:
+                raise _writing(unit, changed[0])
+            return result
 
         return kept
 
@@ -70,6 +77,33 @@ def _transforming(unit: str) -> RematError:
         f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again: leave it out, "
         f"remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
     )
+
+
+def _writing(unit: str, kind: str) -> RematError:
+    return RematError(
+        f"unit {unit} writes tensors into its argument, a {kind}, and would write them again where it is computed "
+        f"again: call the model without it (a model of transformers with use_cache=False), or leave the unit out, "
+        f"remat=[({unit!r}, None), ...]"
+    )
+
+
+@contextlib.contextmanager
+def reentrant_refused() -> Iterator[None]:
+    """Around a backward: what to do about checkpoints of the kind that torch itself advises against.
+
+    Raises:
+        RematError: the program holds one.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise RematError(
+            "the program checkpoints with use_reentrant=True, which runs a backward of its own inside of the step's: "
+            "say use_reentrant=False (to a model of transformers, gradient_checkpointing_enable({'use_reentrant': "
+            "False})), or leave it to the step: make_train_step(..., remat='all')"
+        ) from error
 
 
 def read_remat(given: Any) -> Remat:

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
@@ -26,19 +20,12 @@ from fshard.model.unit import slot_of
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import OnDemand, Tracing, program_of
 from fshard.runtime.ledger import Ledger
+from fshard.runtime.lenient import VALUES_NEEDED, Lenient, quiet
 from fshard.runtime.loss import check_differentiable, read_loss
 from fshard.runtime.remat import NO_REMAT, Remat
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.plan import Plan
-
-VALUES_NEEDED = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-"""What fake tensors raise where a program asks for a value, or calls an operator that knows only real ones."""
 
 FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl")
 """What else they say, in errors of no class of their own: at ``.numpy()``, at a data pointer, at custom operators."""
@@ -114,7 +101,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
         ledger = Ledger([x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)])
         seen = Tracing(ledger.turn)
         engine.start(seen)
-        with mode, ledger, GlueWatch(engine, seen), torch.set_grad_enabled(train):
+        with quiet(), mode, Lenient(mode), ledger, GlueWatch(engine, seen), torch.set_grad_enabled(train):
             result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:

@@ -1,6 +1,5 @@
 """Which graph a call of a unit runs: by the unit's structure and the shapes, strides, dtypes and values it is given."""
 
-import enum
 import math
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,7 +13,7 @@ from fshard import tree
 from fshard.model.unit import Unit
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host
-from fshard.runtime.graphs.trace import Meta, Source, Untraceable, meta_of
+from fshard.runtime.graphs.trace import PLAIN, Meta, Source, Untraceable, meta_of
 from fshard.runtime.remat import Remat
 from fshard.sharding.plan import Plan
 
@@ -25,9 +24,6 @@ GIVEN_UP = (
     f"it, its arguments and the numbers that it closes over took {MANY} forms: pass numbers that change as tensors, "
     f"and make units outside of the loss function"
 )
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
-"""Python values that a graph may depend on."""
 
 NUMBERS = (bool, int, float, complex, str, bytes)
 
@@ -180,7 +176,9 @@ class Graphs:
         values, spec = tree.flatten(args)
         odd = [x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)]
         if odd:
-            return f"an argument is a {type(odd[0]).__name__}, neither a plain tensor nor a plain Python value"
+            name = type(odd[0]).__name__
+            hint = " (call models of transformers with use_cache=False)" if name.endswith("Cache") else ""
+            return f"an argument is a {name}, neither a plain tensor nor a plain Python value{hint}"
         grad = torch.is_grad_enabled()
         metas = [meta_of(leaf) for leaf in leaves]
         shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]

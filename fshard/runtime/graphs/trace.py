@@ -8,6 +8,7 @@ A tensor that is used several times gets its gradient in several parts, which au
 arrive, across units. A sum made inside of a unit would be another order, so the graph returns the parts.
 """
 
+import enum
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fshard import tree
 from fshard.model.policies import SavePolicy
+from fshard.runtime.lenient import quiet
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
+"""Python values that a graph may depend on, and that a unit may return."""
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error: the unit runs eagerly
@@ -164,7 +169,7 @@ def inspect(source: Source) -> Result:
         Untraceable: it cannot be a graph.
     """
     python = random.getstate()
-    with FakeTensorMode() as mode:
+    with quiet(), FakeTensorMode() as mode:
         leaves = [leaf.fake() for leaf in source.leaves]
         inputs = [value.fake() for value in source.inputs]
         watched = [*leaves, *inputs]
@@ -180,6 +185,8 @@ def inspect(source: Source) -> Result:
     storages = {x.untyped_storage()._cdata for x in watched}
     for leaf in flat:
         same = [i for i, x in enumerate(inputs) if leaf is x]
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise Untraceable(f"it returns a {type(leaf).__name__}, neither a tensor nor a plain Python value")
         if not isinstance(leaf, Tensor):
             found.append(("value", leaf))
         elif same:

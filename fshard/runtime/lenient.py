@@ -1,0 +1,90 @@
+"""Operators whose rules for fake tensors are narrower than they are.
+
+PyTorch decides twice what an operator takes: in its kernel, and in a rule on shapes and dtypes for tensors without
+data. The second sometimes refuses what the first does well (in 2.13 the grouped matrix product of float32, with which
+mixtures of experts compute). So what a rule refuses is asked of the kernel, once, on zeros of the same shapes.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard import tree
+
+VALUES_NEEDED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What fake tensors raise where a program asks for a value, or calls an operator that knows only real ones."""
+
+
+class Lenient(TorchDispatchMode):
+    """Enter it inside of a fake mode: an error of an operator counts only if its kernel raises one, too.
+
+    Args:
+        mode: the fake mode.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except VALUES_NEEDED:
+            raise
+        except RuntimeError:
+            # Only torch's own: they change nothing but their arguments, which here are made for the purpose.
+            if getattr(func, "namespace", "") != "aten":
+                raise
+            found = _on_zeros(func, args, kwargs or {})
+            if found is None:
+                raise
+            return tree.map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, found[0])
+
+
+def _on_zeros(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+    """What the kernel returns for zeros; None if it raises."""
+    with unset_fake_temporarily():
+        try:
+            return (func(*tree.map(_zeros, args), **tree.map(_zeros, kwargs)),)
+        except RuntimeError:
+            return None
+
+
+def _zeros(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Fake tensors log a stack trace of every error that they raise: the error itself is enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_refused)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_refused)
+
+
+def _refused(record: logging.LogRecord) -> bool:
+    return "failed while attempting to run meta" not in record.getMessage()

@@ -1,0 +1,88 @@
+"""Which models of Hugging Face's work: trains each on ranks of this machine and writes the table of docs/models.md.
+
+python -m tests.hf_table            # all of them, on two ranks
+python -m tests.hf_table Llama T5   # some, printed only
+"""
+
+import logging
+import re
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from pathlib import Path
+
+from tests.hf_models import CASES
+from tests.hf_runs import Outcome, run
+from tests.workers import Pool, WorkerError
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- begin: python -m tests.hf_table -->", "<!-- end -->"
+HEAD = """\
+| model | class in transformers | units | eager | largest difference of a loss, of a parameter | `compile="fx"` |
+|---|---|---|---|---|---|
+"""
+
+
+def row(name: str, pool: Pool) -> str:
+    """A model's line of the table."""
+    case = CASES[name]
+    try:
+        eager = pool.run(run, name)[0]
+    except WorkerError as error:
+        return f"| {name} | `{case.model}` | | fails: {_last(error)} | | |"
+    try:
+        compiled = _graphs(pool.run(run, name, "fx")[0])
+    except WorkerError as error:
+        compiled = f"fails: {_last(error)}"
+    units = "`" + ", ".join(_short(eager.names)) + "`"
+    gaps = f"{eager.loss_gap:.0e}, {eager.gap:.0e}"
+    return f"| {name} | `{case.model}` | {units} | {_verdict(eager)} | {gaps} | {compiled} |"
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.problems:
+        return f"wrong: {outcome.problems[0]}"
+    return "works" if outcome.foreseen else "works; the first step gathers on demand"
+
+
+def _graphs(outcome: Outcome) -> str:
+    if outcome.problems:
+        return f"wrong: {outcome.problems[0]}"
+    graphs = {how for how in outcome.units.values() if "as it is" not in how}
+    reasons = {how.removeprefix("as it is: ") for how in outcome.units.values() if "as it is" in how}
+    count = sum("as it is" not in how for how in outcome.units.values())
+    ran = f"{count} of {len(outcome.units)} units in {len(graphs)} graphs" if graphs else "units run as they are"
+    return "; ".join(["works: " + ran, *(reason.replace("|", "/") for reason in sorted(reasons))])
+
+
+def _short(paths: list[str]) -> list[str]:
+    """The patterns of these paths."""
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths))
+
+
+def _last(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if re.match(r"\s*[\w.]*(Error|Exception)", line)]
+    return lines[-1].strip()[:160].replace("|", "/") if lines else str(error)[:160]
+
+
+def main() -> None:
+    """Write the table."""
+    cli = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    cli.add_argument("names", nargs="*", help="models; without any, all are run and the page is written")
+    cli.add_argument("--ranks", type=int, default=2, help="gloo processes")
+    args = cli.parse_args()
+    logging.disable()
+    pool, rows = Pool(args.ranks), []
+    try:
+        for name in args.names or CASES:
+            rows.append(row(name, pool))
+            print(rows[-1], file=sys.stderr, flush=True)
+    finally:
+        pool.close()
+    if not args.names:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{BEGIN}\n{HEAD}{''.join(line + chr(10) for line in rows)}{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
