@@ -37,7 +37,7 @@ def empty_weights() -> Iterator[None]:
         vars(same).update(vars(parameter))
         return same
 
-    handle = register_module_parameter_registration_hook(emptied)
+    handle = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         yield
     finally:
