@@ -48,6 +48,10 @@ class DonatedError(ShardError, RuntimeError):
     """A state, or a tensor of it, that was given to a step and no longer exists."""
 
 
+class StateError(ShardError, RuntimeError):
+    """A state whose last update failed half-way on this rank. Restore one from a checkpoint."""
+
+
 class AxisError(ShardError, NameError):
     """An axis that the mesh does not have, or that no mesh in scope has."""
 
@@ -374,4 +378,12 @@ def step_transformed(what: str) -> TransformError:
         f"{what} was called inside of a transform of torch.func: it reuses the memory of the state that it is given, "
         f"which no transform can follow. Transform fs.sharded_loss(loss_fn, plan) or fs.value_and_grad(loss_fn, plan) "
         f"instead, and update with fs.differentiable(opt, plan)"
+    )
+
+
+def half_updated(cause: str) -> StateError:
+    """An optimizer that failed after it had written to parameters or to its state."""
+    return StateError(
+        f"the optimizer failed in the middle of an update, which is half done on this rank ({cause}): this state "
+        f"cannot be used any more. Restore the last checkpoint, and let the update rule compute before it writes"
     )

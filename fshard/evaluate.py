@@ -9,8 +9,8 @@ from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import global_result
-from fshard.runtime.attempt import raise_failure, refuse_transforms, uneven_rows
-from fshard.runtime.commit import FAILED
+from fshard.runtime.attempt import raise_outcome, refuse_transforms, uneven_rows
+from fshard.runtime.interrupts import Shield
 from fshard.runtime.loss import is_scalar
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.runner import Runner, Work
@@ -46,12 +46,11 @@ class EvalStep:
         refuse_transforms("an eval step")
         state.check_plan(self.plan)
         # Slots are made once, and must be ordinary tensors.
-        with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(Work(batch, state.finished()))
+        with Shield() as shield, torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
+            outcome = self._runner.run(Work(batch, state.finished(), shield=shield))
         lanes = self._runner.workshop.lanes
-        assert outcome.verdict is not None and lanes is not None
-        if outcome.verdict.worst == FAILED:
-            raise_failure(lanes.control, outcome.failure, list(outcome.verdict.status))
+        assert lanes is not None
+        raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
         if outcome.uneven and any(is_scalar(leaf) for leaf in tree.leaves(outcome.aux[0])):
             raise uneven_rows(outcome.uneven)
         return global_result(lanes.control, outcome.aux[0])

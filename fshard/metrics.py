@@ -24,12 +24,14 @@ class Metrics:
             this rank's own, stacked along a new first dim if the step has several microbatches (a list if their shapes
             differ).
         skipped: whether the step was skipped, since its gradient was not finite at this scale of the loss.
+        stop: whether any rank asked to stop: ``step(state, batch, stop=True)``.
     """
 
     loss: Tensor
     grad_norm: Tensor
     aux: Mapping[str, Any] = field(default_factory=dict)
     skipped: bool = False
+    stop: bool = False
 
 
 def combine_aux(lane: Lane, parts: Sequence[Any]) -> Any:

@@ -4,7 +4,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import rate
 from fshard.optim.scaling import LossScale, Scale
-from fshard.runtime.attempt import Outcome, raise_failure, refuse_transforms
+from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
-from fshard.runtime.commit import FAILED, Verdict
+from fshard.runtime.commit import Verdict
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.held import holdings
+from fshard.runtime.interrupts import Shield
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.remat import Remat, read_remat
 from fshard.runtime.rng import seeded
@@ -71,12 +72,15 @@ class TrainStep:
         self._traced: Schedule | None = None
         self._choice: Choice | None = None
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Any, *, stop: bool = False) -> tuple[TrainState, Metrics]:
         """Make one step.
+
+        Signals that come while ranks communicate wait until the loss function runs, or the step is over.
 
         Args:
             state: the state; donated unless the step was made with ``donate=False``.
             batch: this rank's part of the global batch: any pytree of tensors and plain values.
+            stop: ask all ranks to stop after this step: where any rank does, ``metrics.stop`` is True on all of them.
 
         Returns:
             The next state, and the metrics.
@@ -95,6 +99,10 @@ class TrainStep:
             raise TreeError(
                 f"the first argument is a {type(state).__name__}: step(state, batch) takes what init_state returns"
             )
+        with Shield() as shield:
+            return self._make(state, Work(batch, [], shield=shield, stop=stop))
+
+    def _make(self, state: TrainState, work: Work) -> tuple[TrainState, Metrics]:
         self._check_state(state)
         self._finish_other(state.waiting)
         shards = state.shards()
@@ -108,7 +116,8 @@ class TrainStep:
         randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
         check = functools.partial(rate, self.opt.lr, state.step + 1)
         scale = self._scale_of(state)
-        work = Work(batch, shards, update, check, randomness, boost=scale.value if scale else 1.0)
+        boost = scale.value if scale else 1.0
+        work = replace(work, shards=shards, update=update, check=check, randomness=randomness, boost=boost)
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(work)
         verdict = self._check(outcome, scale)
@@ -228,11 +237,9 @@ class TrainStep:
         return None if rule is None else state.scale or rule.start()
 
     def _check(self, outcome: Outcome, scale: Scale | None) -> Verdict:
-        verdict = outcome.verdict
         lanes = self._runner.workshop.lanes
-        assert verdict is not None and lanes is not None
-        if verdict.worst == FAILED:
-            raise_failure(lanes.control, outcome.failure, list(verdict.status))
+        assert lanes is not None
+        verdict = raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
         if overflowed(self.options.loss_scale, scale, verdict):
             return verdict
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
@@ -253,7 +260,7 @@ class TrainStep:
         lanes = self._runner.workshop.lanes
         assert lanes is not None
         aux = combine_aux(lanes.control, outcome.aux)
-        return Metrics(torch.tensor(verdict.loss), torch.tensor(verdict.norm), aux, skipped)
+        return Metrics(torch.tensor(verdict.loss), torch.tensor(verdict.norm), aux, skipped, verdict.stop)
 
 
 def make_train_step(

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 
 from fshard.errors import no_processes
-from fshard.runtime.comm import Lane, LocalTransport
+from fshard.runtime.comm import COLLECTIVES, Lane, LocalTransport, Processes
 from fshard.sharding.mesh import Axes, Mesh
-
-ROLE = "collectives"
-"""The lanes of this module: what users call never queues behind what a step has under way."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,14 @@ class Group:
         transport = self.mesh.transport
         if transport is None and self.mesh.size > 1:
             raise no_processes()
-        lane: Lane = (transport or LocalTransport()).lane(ROLE, self._sorted)
+        lane: Lane = (transport or LocalTransport()).lane(COLLECTIVES, self._sorted)
         return lane
+
+    def foresee(self) -> None:
+        """A program that is traced will need the lane."""
+        transport = self.mesh.transport
+        if isinstance(transport, Processes) and transport.foreseen is not None:
+            transport.foreseen[self._sorted] = None
 
     @property
     def order(self) -> list[int] | None:

@@ -60,6 +60,7 @@ class Collective(ABC):
         """Start it on data. Fake tensors, which have none, give fake ones."""
         check_plain(x, type(self).__name__)
         if is_fake(x):
+            self.group.foresee()
             return lambda: x.new_empty(self.shape(tuple(x.shape)))
         return self.start(x)
 
@@ -311,7 +312,10 @@ class Max(torch.autograd.Function):
     def forward(x: Tensor, group: Group) -> Tensor:
         """Compare."""
         check_plain(x, "pmax")
-        return x.clone() if is_fake(x) else raw.max_all(group, x)()
+        if is_fake(x):
+            group.foresee()
+            return x.clone()
+        return raw.max_all(group, x)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

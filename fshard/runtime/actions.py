@@ -25,6 +25,7 @@ class Lanes:
         keys = {(g.gather_axes, g.sum_axes) for g in plan.groups}
         gathers = sorted({gather for gather, _ in keys})
         sums = sorted({total for _, total in keys})
+        self.transport = transport
         self.control = transport.lane("control", plan.mesh.axis_names)
         self.gather: dict[tuple[str, ...], Lane] = {axes: transport.lane("gather", axes) for axes in gathers}
         self.scatter: dict[tuple[str, ...], Lane] = {axes: transport.lane("reduce", axes) for axes in gathers}

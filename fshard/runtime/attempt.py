@@ -4,22 +4,25 @@ A rank whose program fails keeps issuing the collectives that its schedule still
 then votes ``FAILED``: no rank hangs, and every rank learns at the same point that this step did not happen.
 """
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard.errors import BatchError, CommError, PeerError, ScheduleError, lines, step_transformed
+from fshard.errors import BatchError, CommError, LossError, PeerError, ScheduleError, lines, step_transformed
+from fshard.runtime.actions import Lanes
 from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import Lane, exchange, exchange_text
-from fshard.runtime.commit import FAILED, OK, RETRY, Verdict
-from fshard.runtime.executor import diverged
+from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Verdict
+from fshard.runtime.executor import OnDemand, Scheduled, diverged
 from fshard.runtime.handles import Mispredicted
 
-FAILURE = "!"
-"""Begins the text of a rank that failed, where ranks exchange requests."""
+FAILURE, BEHIND = "!", "!!"
+"""Begin the text of a rank that failed, where ranks exchange requests: of itself, or because it was cut off."""
 
 
 @dataclass
@@ -102,12 +105,16 @@ def uneven_rows(dims: list[int]) -> BatchError:
     )
 
 
-def raise_failure(lane: Lane, failure: BaseException | None, status: list[int]) -> None:
-    """Raise what went wrong: this rank's own failure, or what the first rank that failed says of its own."""
+def raise_failure(lane: Lane, failure: BaseException | None, status: Sequence[int], own: int = FAILED) -> None:
+    """Raise what went wrong: this rank's own failure, or what the first rank that failed says of its own.
+
+    A rank that was cut off raises its own failure only if no other rank's is behind it.
+    """
     texts = exchange_text(lane, f"{type(failure).__name__}: {failure}" if failure else "")
-    if failure is not None:
-        raise failure
     failed = [rank for rank, code in enumerate(status) if code == FAILED]
+    if failure is not None and not (failed and own == CUT):
+        raise failure
+    failed = failed or [rank for rank, code in enumerate(status) if code == CUT]
     rows = [f"rank {rank}: {texts[rank]}" for rank in failed]
     raise PeerError(
         lines(
@@ -115,7 +122,20 @@ def raise_failure(lane: Lane, failure: BaseException | None, status: list[int]) 
             rows,
             "The state is as it was before the call and can be used.",
         )
-    )
+    ) from failure
+
+
+def raise_outcome(lane: Lane, outcome: Outcome, rank: int) -> Verdict:
+    """What all ranks voted, if all of them made it.
+
+    Raises:
+        PeerError: another rank failed; or this rank's own failure.
+    """
+    verdict = outcome.verdict
+    assert verdict is not None
+    if verdict.worst == FAILED:
+        raise_failure(lane, outcome.failure, verdict.status, verdict.status[rank])
+    return verdict
 
 
 def refuse_transforms(what: str) -> None:
@@ -133,29 +153,72 @@ def request(lane: Lane, text: str) -> None:
 
     Raises:
         ScheduleError: ranks ask for different things.
-        PeerError: a rank failed.
+        PeerError: a rank failed, and this one did not.
     """
     texts = exchange_text(lane, text)
     failed = [rank for rank, theirs in enumerate(texts) if theirs.startswith(FAILURE)]
+    behind = [rank for rank in failed if not texts[rank].startswith(BEHIND)]
     if failed:
-        if text.startswith(FAILURE):
+        if text.startswith(FAILURE) and not (behind and text.startswith(BEHIND)):
             return
-        rows = [f"rank {rank}: {texts[rank][1:]}" for rank in failed]
-        raise PeerError(lines("a rank failed, so no rank made this step:", rows, "The state can still be used."))
+        failed = behind or failed
+        raise failed_peers({rank: texts[rank][1:] for rank in failed})
     if len(set(texts)) > 1:
         raise diverged(texts)
 
 
-def guarded(body: Callable[[], None], outcome: Outcome) -> int:
+def failed_peers(texts: Mapping[int, str]) -> PeerError:
+    """The error of a rank whose peers failed."""
+    rows = [f"rank {rank}: {text.removeprefix(FAILURE)}" for rank, text in texts.items()]
+    return PeerError(lines("a rank failed, so no rank made this step:", rows, "The state can still be used."))
+
+
+def guarded(body: Callable[[], None], outcome: Outcome, executor: Scheduled | OnDemand) -> int:
     """Run a program; what it raises becomes part of the outcome. What all ranks raise together is raised at once."""
     try:
         body()
-    except (CommError, PeerError, ScheduleError):
-        raise
+    except CommError as error:
+        if executor.lost:
+            raise
+        outcome.failure = error
+        return CUT
     except Mispredicted as reason:
         outcome.left = str(reason)
         return RETRY
     except BaseException as error:  # Ctrl-C too: other ranks wait for this one's collectives
+        if executor.lost:
+            raise
         outcome.failure = error
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            traceback.clear_frames(error.__traceback__)  # they hold the activations
         return FAILED
     return OK
+
+
+@contextmanager
+def together(lanes: Lanes) -> Iterator[None]:
+    """What leaves this otherwise than all ranks together leaves the mesh broken: its peers must not wait for it."""
+    try:
+        yield
+    except (PeerError, ScheduleError, BatchError, LossError):
+        raise
+    except BaseException as error:
+        lanes.transport.abandon(f"{type(error).__name__}: {error}")
+        raise
+
+
+def drained(outcome: Outcome, executor: Scheduled) -> None:
+    """Run what is left of a schedule: for the update, or, after a failure, for the other ranks alone.
+
+    Raises:
+        CommError: a collective failed; or an op of this rank, twice, so that the others cannot go on.
+    """
+    if outcome.status == OK:
+        try:
+            executor.finish()
+        except (CommError, PeerError, ScheduleError, LossError):
+            raise
+        except Exception as error:
+            outcome.status, outcome.failure = FAILED, error
+            traceback.clear_frames(error.__traceback__)
+    executor.drain()

@@ -11,8 +11,9 @@ from fshard.errors import unlike_losses
 from fshard.runtime.comm import Lane, exchange
 from fshard.runtime.loss import Mean, number
 
-OK, FAILED, RETRY = 0, 1, 2
-"""How a rank's own part of a step went; ``RETRY``: its program left the schedule."""
+OK, FAILED, RETRY, CUT = 0, 1, 2, 3
+"""How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program
+has failed, most likely because another rank's program is over."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Tally:
     count: float = 0.0
     weighted: bool = False
     means: int = 0
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,23 @@ class Verdict:
         loss: the global mean.
         norm: of the gradient of that mean, over all leaves and ranks.
         scale: what the sums of gradients are multiplied by to become gradients of the mean.
+        stop: whether a rank asks all of them to stop after this step.
     """
 
     status: tuple[int, ...]
     loss: float
     norm: float
     scale: float
+    stop: bool = False
 
     @property
     def worst(self) -> int:
-        """``FAILED`` if any rank failed, else ``RETRY`` if any must, else ``OK``."""
-        return FAILED if FAILED in self.status else max(self.status)
+        """``FAILED`` if any rank failed, else ``RETRY`` if any must, else ``FAILED`` if any was cut off."""
+        if FAILED in self.status:
+            return FAILED
+        if RETRY in self.status:
+            return RETRY
+        return FAILED if CUT in self.status else OK
 
 
 def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> Verdict:
@@ -60,6 +68,7 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
         divided: what gradients were divided by: the parts, unless the loss was scaled or float16 needs otherwise.
     """
     mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted), float(tally.means)]
+    mine.append(float(tally.stop))
     rows = [mine]
     if lane.size > 1:
         rows = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
@@ -71,7 +80,8 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
     scale = divided / parts
     if any(row[4] for row in rows):
         scale = divided * copies / count if count else math.nan
-    return Verdict(status, loss, scale * math.sqrt(sumsq) if sumsq >= 0 else math.nan, scale)
+    norm = scale * math.sqrt(sumsq) if sumsq >= 0 else math.nan
+    return Verdict(status, loss, norm, scale, any(row[6] for row in rows))
 
 
 def average(lane: Lane, means: Sequence[Mean]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.handles import Mispredicted
+from fshard.runtime.interrupts import Shield
 from fshard.schedule.ops import ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule
 
@@ -37,10 +38,20 @@ class Actions(Protocol):
 
 
 class Scheduled:
-    """Runs the ops of a schedule in its order. ``record`` is what ran."""
+    """Runs the ops of a schedule in its order.
 
-    def __init__(self, schedule: Schedule, positions: Positions, actions: Actions) -> None:
+    Attributes:
+        record: what ran.
+        lost: whether a collective of the schedule has failed, so that no other can follow.
+        draining: whether the program is over, so that only what other ranks wait for is still to be done.
+    """
+
+    def __init__(
+        self, schedule: Schedule, positions: Positions, actions: Actions, shield: Shield | None = None
+    ) -> None:
         self.schedule, self.ops, self.positions, self.actions = schedule, schedule.ops, positions, actions
+        self.shield = shield or Shield()
+        self.lost = self.draining = False
         self.cursor = 0
         self.microbatch = 0
         self.record: list[Op] = []
@@ -77,32 +88,50 @@ class Scheduled:
         return group in self.schedule.program.reads[ROOT]
 
     def finish(self) -> None:
-        """Run to the end of the schedule."""
+        """Run to the end of the schedule. After an error that is no ``CommError`` it can be called again."""
         self._run_to(len(self.ops))
 
+    def drain(self) -> None:
+        """Run to the end for the other ranks' sake. An op that failed is issued once more."""
+        self.draining = True
+        self.finish()
+
     def _run_to(self, position: int) -> None:
+        if self.cursor >= position:
+            return
+        before, self.shield.open = self.shield.open, False
         while self.cursor < position:
             op = self.ops[self.cursor]
-            self.cursor += 1
             if op.kind == "update":
-                self._update(op, position)
-            elif op.kind not in COMPUTE:
+                self._update(position)
+                continue
+            if op.kind not in COMPUTE:
                 self._perform(op)
+            self.cursor += 1  # only now: what has failed is still to be done
+        if before:
+            self.shield.reopen()
 
     def _perform(self, op: Op) -> None:
         try:
             self.actions.perform(op)
         except CommError as error:
-            raise CommError(f"op {self.cursor - 1} of {len(self.ops)}, '{op}': {error}") from error
+            self.lost = True
+            raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}': {error}") from error
         self.record.append(op)
 
-    def _update(self, first: Op, position: int) -> None:
+    def _update(self, position: int) -> None:
         # Updates that follow each other are done together.
-        ops = [first]
-        while self.cursor < position and self.ops[self.cursor].kind == "update":
-            ops.append(self.ops[self.cursor])
-            self.cursor += 1
-        self.actions.apply([op.target for op in ops])
+        end = self.cursor
+        while end < position and self.ops[end].kind == "update":
+            end += 1
+        ops = self.ops[self.cursor : end]
+        try:
+            self.actions.apply([op.target for op in ops])
+        except Exception:
+            if not self.draining:
+                raise
+            # It waits for whoever reads the state next. This step has failed anyway.
+        self.cursor = end
         self.record += ops
 
 
@@ -135,6 +164,7 @@ class OnDemand:
         reads: the groups of a unit by its name; asked when a unit is called.
         agree: compares a request with all ranks; raises if they differ.
         closing: the ops that end the step, reductions and commit.
+        shield: holds signals back while ranks communicate.
     """
 
     def __init__(
@@ -144,8 +174,10 @@ class OnDemand:
         reads: Callable[[str], Sequence[int]],
         agree: Callable[[str], None],
         closing: Callable[[int], list[Op]],
+        shield: Shield | None = None,
     ) -> None:
         self.actions, self.names, self.reads, self.agree, self.closing = actions, names, reads, agree, closing
+        self.shield, self.lost = shield or Shield(), False
         self.microbatch = 0
         self.record: list[Op] = []
         self.forward: list[Call] = []
@@ -173,9 +205,10 @@ class OnDemand:
         """Make a group readable."""
         name = self.names[group]
         if not self.actions.live(name):
-            self.agree(f"gather {name}")
-            for kind in ("gather", "wait"):
-                self._perform(Op(kind, name))
+            with self.shield.closed():
+                self._ask(f"gather {name}")
+                for kind in ("gather", "wait"):
+                    self._perform(Op(kind, name))
 
     def settle(self) -> None:
         """Nothing runs ahead on demand."""
@@ -192,16 +225,39 @@ class OnDemand:
 
     def end_microbatch(self) -> None:
         """Reduce what the microbatch's backward left."""
-        self.agree(f"end of microbatch {self.microbatch}")
-        for op in self.closing(self.microbatch):
-            self._perform(op)
+        with self.shield.closed():
+            self._ask(f"end of microbatch {self.microbatch}")
+            failure: Exception | None = None
+            for op in self.closing(self.microbatch):
+                try:
+                    self._perform(op)
+                except CommError:
+                    raise
+                except Exception as error:  # the others are at this op: no rank leaves before it is done
+                    failure = error
+                    self._perform(op)
+            if failure is not None:
+                raise failure
 
     def finish(self) -> None:
         """Vote."""
         self._perform(Op("commit", ""))
 
+    def _ask(self, request: str) -> None:
+        try:
+            self.agree(request)
+        except Exception as error:
+            self.lost = True
+            if isinstance(error, CommError):
+                raise CommError(f"on demand, '{request}': {error}") from error
+            raise
+
     def _perform(self, op: Op) -> None:
-        self.actions.perform(op)
+        try:
+            self.actions.perform(op)
+        except CommError as error:
+            self.lost = True
+            raise CommError(f"on demand, '{op}': {error}") from error
         self.record.append(op)
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fshard.errors import unknown_rates
 from fshard.runtime.actions import Actions, Lanes
+from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
@@ -26,6 +27,7 @@ from fshard.schedule.infos import group_infos, stage_numel
 from fshard.schedule.ops import ROOT, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
+from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ class Prepared:
 
     Attributes:
         weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
-        digest: equal on two ranks if their schedules are.
+        digest: equal on two ranks if their schedules are, and the axes of their own collectives.
+        lanes: the axes over which the program communicates itself.
     """
 
     schedule: Schedule | None
@@ -49,6 +52,7 @@ class Prepared:
     weighted: bool | None
     digest: int
     positions: Mapping[tuple[str, str, int, int], int]
+    lanes: tuple[Axes, ...] = ()
 
 
 @dataclass
@@ -117,11 +121,13 @@ class Workshop:
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
-        key = (program.text, weighted, foreign, found.inner)
+        key = (program.text, weighted, foreign, found.inner, found.lanes)
         if key not in self.programs:
             schedule = self.schedule(found)
             arena = self._arena(schedule.memory.arena_bytes)
-            self.programs[key] = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
+            prepared = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
+            own = digest((prepared.digest, found.lanes)) if found.lanes else prepared.digest
+            self.programs[key] = replace(prepared, digest=own, lanes=found.lanes)
             self.programs[key].engine.foreign = foreign
             self.programs[key].engine.guard(program.reads[ROOT])
             self._compiled(self.programs[key], found)
@@ -177,8 +183,8 @@ class Workshop:
         sinks.append(actions)
         ops = schedule.ops if schedule else ()
         positions = {(o.kind, o.target, o.index, o.microbatch): i for i, o in enumerate(ops) if o.kind in COMPUTE}
-        digest = int(schedule.hash[:15], 16) if schedule else 0
-        return Prepared(schedule, engine, actions, weighted, digest, positions)
+        number = int(schedule.hash[:15], 16) if schedule else 0
+        return Prepared(schedule, engine, actions, weighted, number, positions)
 
     def _make_casts(self) -> None:
         for group in self.plan.groups:

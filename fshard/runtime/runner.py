@@ -3,18 +3,30 @@
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fshard import tree
 from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
-from fshard.runtime.attempt import FAILURE, Outcome, agree, guarded, request, uneven_rows
+from fshard.runtime.attempt import (
+    BEHIND,
+    FAILURE,
+    Outcome,
+    agree,
+    drained,
+    guarded,
+    request,
+    together,
+    uneven_rows,
+)
 from fshard.runtime.batch import check_device, digest, microbatches, signature
-from fshard.runtime.commit import FAILED, OK, RETRY, Tally, vote
+from fshard.runtime.comm import COLLECTIVES, Lane
+from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Tally, vote
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.float16 import divisor_of
+from fshard.runtime.interrupts import Shield
 from fshard.runtime.loss import check_differentiable, detached, means_of, number, read_loss
 from fshard.runtime.prepare import Prepared, Workshop
 from fshard.runtime.trace import Found, GlueWatch, trace
@@ -42,6 +54,8 @@ class Work:
         randomness: makes the context in which an attempt draws its random numbers.
         parts: the microbatches.
         boost: what the loss is multiplied by for the backward.
+        shield: holds signals back while ranks communicate.
+        stop: whether this rank asks all ranks to stop after this step.
     """
 
     batch: Any
@@ -51,6 +65,8 @@ class Work:
     randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     parts: Sequence[Any] = ()
     boost: float = 1.0
+    shield: Shield = field(default_factory=Shield)
+    stop: bool = False
 
 
 class Runner:
@@ -89,6 +105,22 @@ class Runner:
         Raises:
             BatchError, ScheduleError, PeerError, CommError: before or instead of a vote, on all ranks alike.
         """
+        if self.workshop.lanes is None:
+            raise no_processes()
+        transport = self.workshop.lanes.transport
+        try:
+            outcome = self._attempts(work)
+        except BaseException:
+            # Collectives of the program may be half done, on any rank: all ranks begin with new lanes.
+            transport.cut(COLLECTIVES)
+            raise
+        assert outcome.verdict is not None
+        if outcome.verdict.worst == FAILED:
+            transport.cut(COLLECTIVES)
+        return outcome
+
+    def _attempts(self, work: Work) -> Outcome:
+        assert self.workshop.lanes is not None
         prepared, parts = self._prepare(work)
         work = replace(work, parts=parts)
         outcome = self._scheduled(prepared, work) if prepared else self._demanded(work)
@@ -96,11 +128,17 @@ class Runner:
             if self.in_backward and OK in outcome.verdict.status:
                 raise left_in_backward()
             self._count_retry(outcome)
+            self.workshop.lanes.transport.cut(COLLECTIVES)
             outcome = self._demanded(work)
         return outcome
 
     def _demanded(self, work: Work) -> Outcome:
-        prepared = self.workshop.on_demand()
+        assert self.workshop.lanes is not None
+        try:
+            prepared = self.workshop.on_demand()
+        except Exception as error:  # the memory of all parameters is not there
+            agree(self.workshop.lanes.control, 0, work.batch, False, error)
+            raise
         self.latest = None
         try:
             return self._on_demand(prepared, work)
@@ -131,8 +169,7 @@ class Runner:
 
     def _prepare(self, work: Work) -> tuple[Prepared | None, list[Any]]:
         batch = work.batch
-        if self.workshop.lanes is None:
-            raise no_processes()
+        assert self.workshop.lanes is not None
         try:
             work.check()
             check_device(batch, self.plan.mesh.device)
@@ -151,62 +188,87 @@ class Runner:
 
     def _scheduled(self, prepared: Prepared, work: Work) -> Outcome:
         assert self.workshop.lanes is not None and prepared.schedule is not None
-        lane, actions, outcome = self.workshop.lanes.control, prepared.actions, Outcome()
+        lanes, actions, outcome = self.workshop.lanes, prepared.actions, Outcome()
         equal_rows = self.workshop.train and not prepared.weighted
         actions.start(work.shards, work.update, self.in_backward)
-        actions.on_agree = lambda: outcome.uneven.extend(agree(lane, prepared.digest, work.batch, equal_rows, None))
-        actions.on_commit = lambda: self._vote(prepared, outcome)
-        executor = Scheduled(prepared.schedule, prepared.positions, actions)
+        actions.on_agree = lambda: outcome.uneven.extend(
+            agree(lanes.control, prepared.digest, work.batch, equal_rows, None)
+        )
+        actions.on_commit = lambda: self._vote(prepared, work, outcome)
+        executor = Scheduled(prepared.schedule, prepared.positions, actions, work.shield)
         self.latest, self.record = prepared, executor.record
-        try:
-            executor.agree()
-            outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
-            if outcome.status != OK and self.in_backward:
-                actions.update = None
-                if outcome.status == RETRY and work.update is not None and work.update.begun:
-                    outcome.status, outcome.failure = FAILED, left_in_backward()
-            executor.finish()
-            if not self.workshop.train:
-                self._vote(prepared, outcome)
-        finally:
-            actions.stop()
+        with together(lanes):
+            try:
+                executor.agree()
+                for axes in prepared.lanes:
+                    lanes.transport.lane(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
+                self._guarded(prepared, executor, work, outcome)
+                if outcome.status != OK and self.in_backward:
+                    actions.update = None
+                    if outcome.status == RETRY and work.update is not None and work.update.begun:
+                        outcome.status, outcome.failure = FAILED, left_in_backward()
+                drained(outcome, executor)
+                if not self.workshop.train:
+                    self._vote(prepared, work, outcome)
+            finally:
+                actions.stop()
         return outcome
+
+    def _guarded(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
+        assert self.workshop.lanes is not None
+        outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome, executor)
+        if outcome.status != OK:
+            # Ranks that wait for this one in a collective of the program learn at once that it will not come.
+            self.workshop.lanes.transport.cut(COLLECTIVES, f"{outcome.failure or outcome.left}")
 
     def _on_demand(self, prepared: Prepared, work: Work) -> Outcome:
         assert self.workshop.lanes is not None
-        lane, outcome = self.workshop.lanes.control, Outcome()
-        outcome.uneven = agree(lane, 0, work.batch, False, None)
-        if work.update is not None and not self.in_backward:
-            work.update.finish()
-        prepared.actions.start(work.shards, None)
-        prepared.actions.on_commit = lambda: self._vote(prepared, outcome)
+        lanes, outcome = self.workshop.lanes, Outcome()
         names = [group.name for group in self.plan.groups]
         reads = prepared.engine.reads
         executor = OnDemand(
             prepared.actions,
             names,
             lambda unit: list(reads[unit].groups),
-            lambda text: request(lane, text),
+            lambda text: request(lanes.control, text),
             self.workshop.closing,
+            work.shield,
         )
         self.record = executor.record
-        outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome)
-        if outcome.status == RETRY:
-            # On demand everything of this step is readable.
-            outcome.status, outcome.failure = FAILED, foreign_params()
-        if outcome.status == FAILED and outcome.failure is not None:
-            request(lane, f"{FAILURE}{type(outcome.failure).__name__}: {outcome.failure}")
+        with together(lanes):
+            outcome.uneven = agree(lanes.control, 0, work.batch, False, None)
+            self._guarded(prepared, executor, work, outcome)
+            self._left(lanes.control, outcome)
+        if outcome.failure is not None:
             raise outcome.failure
         if outcome.uneven and self.workshop.train and not outcome.weighted:
             raise uneven_rows(outcome.uneven)
-        executor.finish()
+        with together(lanes):
+            executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
         self.found[signature(work.batch)] = Found(program, outcome.weighted, True, frozenset(prepared.engine.inner))
         return outcome
 
+    def _left(self, lane: Lane, outcome: Outcome) -> None:
+        """Tell the other ranks that this one's program, on demand, has failed."""
+        if outcome.status == RETRY:
+            # On demand everything of this step is readable.
+            outcome.status, outcome.failure = FAILED, foreign_params()
+        if outcome.failure is not None:
+            mark = BEHIND if outcome.status == CUT else FAILURE
+            request(lane, f"{mark}{type(outcome.failure).__name__}: {outcome.failure}")
+
+    def _begin(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
+        if isinstance(executor, OnDemand):
+            if work.update is not None and not self.in_backward:
+                work.update.finish()
+            prepared.actions.start(work.shards, None)
+            prepared.actions.on_commit = lambda: self._vote(prepared, work, outcome)
+
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         engine = prepared.engine
         outcome.divided = self.divisor / work.boost
+        self._begin(prepared, executor, work, outcome)
         try:
             # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
             torch.clear_autocast_cache()
@@ -216,28 +278,27 @@ class Runner:
                     engine.start(executor)
                     executor.reach("forward", ROOT, 0)
                     executor.settle()
-                    self._pass(prepared, executor, part, outcome)
+                    self._pass(prepared, executor, replace(work, parts=[part]), outcome)
                     executor.end_microbatch()
         finally:
             engine.stop()
 
-    def _pass(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any, outcome: Outcome) -> None:
+    def _pass(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         if self.workshop.train:
-            self._microbatch(prepared, executor, part, outcome)
+            self._microbatch(prepared, executor, work, outcome)
         else:
             with torch.no_grad():
-                outcome.aux.append(self._call(prepared, executor, part))
+                outcome.aux.append(self._call(prepared, executor, work))
             executor.reach("backward", ROOT, 0)
 
-    def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any) -> Any:
-        engine, train = prepared.engine, self.workshop.train
-        if isinstance(executor, Scheduled):
-            return engine.run(self.fn, part, train)
-        with GlueWatch(engine, executor):
-            return engine.run(self.fn, part, train)
+    def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work) -> Any:
+        engine, (part,) = prepared.engine, work.parts
+        watch = nullcontext() if isinstance(executor, Scheduled) else GlueWatch(engine, executor)
+        with watch, work.shield.opened():
+            return engine.run(self.fn, part, self.workshop.train)
 
-    def _microbatch(self, prepared: Prepared, executor: Scheduled | OnDemand, part: Any, outcome: Outcome) -> None:
-        loss = read_loss(self._call(prepared, executor, part))
+    def _microbatch(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
+        loss = read_loss(self._call(prepared, executor, work))
         check_differentiable(loss)
         if loss.count is not None and self.in_backward:
             raise weighted_in_backward()
@@ -248,19 +309,26 @@ class Runner:
         outcome.weighted = loss.count is not None
         outcome.aux.append(tree.map(detached, loss.aux))
         seed = torch.full_like(loss.total, 1.0 / outcome.divided)
-        prepared.engine.differentiate(loss.total, seed)
+        with work.shield.opened():
+            prepared.engine.differentiate(loss.total, seed)
 
-    def _vote(self, prepared: Prepared, outcome: Outcome) -> None:
+    def _vote(self, prepared: Prepared, work: Work, outcome: Outcome) -> None:
         assert self.workshop.lanes is not None
         tally = Tally(outcome.status)
         if self.workshop.train and outcome.status == OK:
-            prepared.actions.settle_gradients()
-            # The only reads of the device in a step: until here the host runs ahead of it.
-            total, count = (sum(map(number, column)) for column in zip(*outcome.losses, strict=True))
-            means = sum(map(len, map(means_of, outcome.aux)))
-            tally = Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted, means)
+            try:
+                tally = self._tally(prepared, work, outcome)
+            except Exception as error:  # a device reports late what went wrong there
+                outcome.status, outcome.failure, tally = FAILED, error, Tally(FAILED)
         copies = self.plan.mesh.size // self.plan.data_size
         outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies, outcome.divided)
+
+    def _tally(self, prepared: Prepared, work: Work, outcome: Outcome) -> Tally:
+        prepared.actions.settle_gradients()
+        # The only reads of the device in a step: until here the host runs ahead of it.
+        total, count = (sum(map(number, column)) for column in zip(*outcome.losses, strict=True))
+        means = sum(map(len, map(means_of, outcome.aux)))
+        return Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted, means, work.stop)
 
 
 def _spec(values: Any) -> Any:

@@ -5,7 +5,8 @@ shapes, writes or aliases is raised before anything real happened. A program who
 values cannot run so; the first real step then finds the program on demand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.model.unit import slot_of
+from fshard.runtime.comm import Processes
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import OnDemand, Tracing, program_of
 from fshard.runtime.ledger import Ledger
@@ -25,6 +27,7 @@ from fshard.runtime.loss import check_differentiable, read_loss
 from fshard.runtime.remat import NO_REMAT, Remat
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
+from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 
 FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl")
@@ -41,6 +44,7 @@ class Found:
         foreign: whether its loss may depend on tensors that require grad and are no parameters.
         inner: the units that it differentiates itself.
         needs: what its compute ops need on the batch that it was traced with; nothing if it was not traced.
+        lanes: the axes over which it communicates itself.
     """
 
     program: Program
@@ -48,6 +52,7 @@ class Found:
     foreign: bool
     inner: frozenset[str] = frozenset()
     needs: tuple[Need, ...] = ()
+    lanes: tuple[Axes, ...] = ()
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,6 +99,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     engine = Engine(plan, _drop)
     engine.remat = remat
+    own: dict[Axes, None] = {}
     try:
         with mode:
             _fake_leaves(engine, plan)
@@ -101,7 +107,8 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
         ledger = Ledger([x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)])
         seen = Tracing(ledger.turn)
         engine.start(seen)
-        with quiet(), mode, Lenient(mode), ledger, GlueWatch(engine, seen), torch.set_grad_enabled(train):
+        watch = GlueWatch(engine, seen)
+        with quiet(), mode, Lenient(mode), ledger, watch, foreseeing(plan.mesh, own), torch.set_grad_enabled(train):
             result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
@@ -114,7 +121,21 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
         engine.stop()
     groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
     ledger.turn()
-    return Found(program_of(seen, groups), weighted, foreign, frozenset(engine.inner), tuple(ledger.needs))
+    return Found(program_of(seen, groups), weighted, foreign, frozenset(engine.inner), tuple(ledger.needs), tuple(own))
+
+
+@contextmanager
+def foreseeing(mesh: Mesh, axes: dict[Axes, None]) -> Iterator[None]:
+    """Inside, note the axes of collectives that would run, if their tensors were no fake ones."""
+    transport = mesh.transport
+    if not isinstance(transport, Processes):
+        yield
+        return
+    before, transport.foreseen = transport.foreseen, axes
+    try:
+        yield
+    finally:
+        transport.foreseen = before
 
 
 def _fake_leaves(engine: Engine, plan: Plan) -> None:

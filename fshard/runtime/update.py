@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.errors import half_updated
 from fshard.runtime.held import Held, Segment, segments, segments_of, start_buffers
 from fshard.runtime.memory import deallocate
 from fshard.sharding.layout import Group
@@ -76,6 +77,10 @@ class Gradients:
         return self.views[group]
 
 
+Slices = tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]
+"""What one call updates: parameters, their gradients, and the optimizer's state of each."""
+
+
 class Update:
     """The optimizer update of one step, applied group by group when the schedule says so.
 
@@ -85,9 +90,13 @@ class Update:
         shards: the shards to update, by group id.
         grads: their gradients.
         scale: what gradients are divided by, or None for 1.
+
+    Attributes:
+        broken: how the update rule failed, if it had written something by then.
     """
 
     def __init__(self, opt: Any, number: int, shards: list[Shard], grads: Gradients, scale: Tensor | None) -> None:
+        self.broken = ""
         self.opt, self.number, self.shards, self.grads, self.scale = opt, number, shards, grads, scale
         self.waiting = dict.fromkeys(grads.cuts)
 
@@ -97,9 +106,35 @@ class Update:
         return len(self.waiting) < len(self.grads.cuts)
 
     def apply(self, groups: Sequence[int]) -> None:
-        """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype."""
-        alike: dict[tuple[Hashable, torch.dtype], tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]] = {}
+        """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
+
+        If the rule raises before it has written anything, these groups still wait, and can be updated later.
+
+        Raises:
+            StateError: it had written something, now or before.
+        """
+        if self.broken:
+            raise half_updated(self.broken)
         due = [group for group in groups if group in self.waiting]
+        alike = self._alike(due)
+        written = [tensor for params, _, states in alike.values() for tensor in (*params, *_values(states))]
+        versions = [tensor._version for tensor in written]
+        try:
+            with torch.no_grad():
+                for (hyper, _), slices in alike.items():
+                    self.opt.update(*slices, step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None)
+        except BaseException as error:
+            if versions != [tensor._version for tensor in written]:
+                self.broken = f"{type(error).__name__}: {error}"
+                raise half_updated(self.broken) from error
+            raise
+        for group in due:
+            del self.waiting[group]
+            if group in self.grads.passing:
+                deallocate(self.grads.shards[group])
+
+    def _alike(self, due: Sequence[int]) -> dict[tuple[Hashable, torch.dtype], Slices]:
+        alike: dict[tuple[Hashable, torch.dtype], Slices] = {}
         for group in due:
             cuts = self.grads.cuts[group]
             for (param, state), grad, cut in zip(
@@ -109,14 +144,12 @@ class Update:
                 params.append(param)
                 grads.append(grad)
                 states.append(state)
-        with torch.no_grad():
-            for (hyper, _), slices in alike.items():
-                self.opt.update(*slices, step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None)
-        for group in due:
-            del self.waiting[group]
-            if group in self.grads.passing:
-                deallocate(self.grads.shards[group])
+        return alike
 
     def finish(self) -> None:
         """Update every group that was not updated yet."""
         self.apply(list(self.waiting))
+
+
+def _values(states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    return [tensor for state in states for tensor in state.values()]

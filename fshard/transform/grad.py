@@ -10,8 +10,8 @@ from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import combine_aux
-from fshard.runtime.attempt import Outcome, raise_failure
-from fshard.runtime.commit import FAILED
+from fshard.runtime.attempt import Outcome, raise_outcome
+from fshard.runtime.interrupts import Shield
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.runner import Runner, Work
 from fshard.runtime.update import Shard
@@ -93,16 +93,15 @@ class ValueAndGrad:
             for group in self.plan.groups:
                 pieces = [flat[leaf.path].detach() for leaf in group.leaves]
                 shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
-        with bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(Work(batch, shards))
+        with Shield() as shield, bind(self.plan.mesh, self.plan.data_axes):
+            outcome = self._runner.run(Work(batch, shards, shield=shield))
         lanes = self._runner.workshop.lanes
-        assert outcome.verdict is not None and lanes is not None
-        if outcome.verdict.worst == FAILED:
-            raise_failure(lanes.control, outcome.failure, list(outcome.verdict.status))
+        assert lanes is not None
+        verdict = raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
         value = self._value(outcome)
         if self.loss.has_aux:
-            return (value, combine_aux(lanes.control, outcome.aux)), self._grads(flat, outcome.verdict.scale)
-        return value, self._grads(flat, outcome.verdict.scale)
+            return (value, combine_aux(lanes.control, outcome.aux)), self._grads(flat, verdict.scale)
+        return value, self._grads(flat, verdict.scale)
 
     def _value(self, outcome: Outcome) -> Tensor:
         assert outcome.verdict is not None

@@ -8,12 +8,13 @@ gathers, reduces and control messages never queue behind each other. Every colle
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
 from fshard.runtime.comm.host import HostLane
-from fshard.runtime.comm.lanes import Alone, Done, Handle, Lane, LocalTransport, Marks, Transport
+from fshard.runtime.comm.lanes import COLLECTIVES, Alone, Done, Handle, Lane, LocalTransport, Marks, Transport
 from fshard.runtime.comm.nccl import NcclLane
 from fshard.runtime.comm.processes import Processes, join
 from fshard.runtime.comm.shared import SharedTransport
 
 __all__ = [
+    "COLLECTIVES",
     "Alone",
     "Done",
     "GlooLane",

@@ -6,71 +6,97 @@ what that peer needs, all pairs at the same time, and adds what it receives in t
 fewest bytes there can be, no copies, and the same sum on every run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
 
+from fshard.errors import CommError
 from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
 from fshard.runtime.comm.pending import Pending, naming
+
+TURNS, KINDS = 1 << 20, 1 << 11
+"""Tags are 31 bits: of a running number, and of what the message is."""
 
 PIECE = 4 << 20
 """Bytes of a message at most, where the receiver adds: one piece is added while the next arrives."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GlooLane:
     """A gloo communicator.
 
     Each message has a tag of its own, the same on both sides because all ranks issue the collectives of a lane in one
-    order; so no message is taken for another, whichever arrives first.
+    order; so no message is taken for another, whichever arrives first. Which collective it is of and how long it is are
+    in the tag too: a rank that has come to another one waits in vain, instead of taking data that were not meant.
+
+    Attributes:
+        ranks: the rank in the mesh of each position, for errors.
+        closed: why it can no longer be used.
     """
 
     name: str
     size: int
     group: Any
-    tags: Iterator[int] = field(default_factory=count)
+    ranks: Sequence[int] = ()
+    numbers: Iterator[int] = field(default_factory=count)
+    closed: str = ""
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
         """The peers' shards are received where they belong."""
-        rows, tag, me, peers = out.view(self.size, -1), next(self.tags), self.group.rank(), self._peers()
-        with naming(f"all-gather on {self.name}") as describe:
-            works = [self.group.send([shard], peer, tag) for peer in peers]
-            works += [self.group.recv([rows[peer]], peer, tag) for peer in peers]
+        with self._naming("all-gather") as describe:
+            rows, tag, me, peers = out.view(self.size, -1), self._tag("g", shard), self.group.rank(), self._peers()
+            works = [(peer, self.group.send([shard], peer, tag)) for peer in peers]
+            works += [(peer, self.group.recv([rows[peer]], peer, tag)) for peer in peers]
         rows[me].copy_(shard)
-        return Messages(describe, works, (out, shard))
+        return Messages(describe, works, (out, shard), self.ranks)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
         """The peers' rows of this rank's chunk are received in ``stage`` and added by ``wait``."""
-        sent, me, peers = full.view(self.size, -1), self.group.rank(), self._peers()
-        rows = list(stage[: full.numel() - out.numel()].view(self.size - 1, -1))
-        rows.insert(me, sent[me])
         parts, works = [], []
-        with naming(f"reduce-scatter on {self.name}") as describe:
+        with self._naming("reduce-scatter") as describe:
+            sent, me, peers = full.view(self.size, -1), self.group.rank(), self._peers()
+            rows = list(stage[: full.numel() - out.numel()].view(self.size - 1, -1))
+            rows.insert(me, sent[me])
             for cut in pieces(out):
-                tag = next(self.tags)
-                works += [self.group.send([sent[peer][cut]], peer, tag) for peer in peers]
+                tag = self._tag("s", sent[me][cut])
+                works += [(peer, self.group.send([sent[peer][cut]], peer, tag)) for peer in peers]
                 arrivals = {peer: self.group.recv([rows[peer][cut]], peer, tag) for peer in peers}
                 parts.append(Sum(out[cut], [row[cut] for row in rows], arrivals, add))
-        return Messages(describe, works, (full, stage), parts)
+        return Messages(describe, works, (full, stage), self.ranks, parts)
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """gloo's ring, in place."""
-        with naming(f"all-reduce on {self.name}") as describe:
+        with self._naming("all-reduce") as describe:
             return Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
         """Each chunk is received where it belongs; empty ones are not sent."""
-        tag, me = next(self.tags), self.group.rank()
         to, into = cuts(full, self.size, send), cuts(out, self.size, receive)
-        with naming(f"all-to-all on {self.name}") as describe:
-            works = [self.group.send([to[peer]], peer, tag) for peer in self._peers() if to[peer].numel()]
-            works += [self.group.recv([into[peer]], peer, tag) for peer in self._peers() if into[peer].numel()]
+        with self._naming("all-to-all") as describe:
+            tag, me = self._tag("a", out[:0]), self.group.rank()
+            works = [(peer, self.group.send([to[peer]], peer, tag)) for peer in self._peers() if to[peer].numel()]
+            works += [(peer, self.group.recv([into[peer]], peer, tag)) for peer in self._peers() if into[peer].numel()]
         into[me].copy_(to[me])
-        return Messages(describe, works, (out, full))
+        return Messages(describe, works, (out, full), self.ranks)
+
+    def close(self, reason: str = "") -> None:
+        """Let go of the communicator. Its connections close when it is destroyed and no message is under way."""
+        self.closed, self.group = reason or "the mesh was closed", None
+
+    def _naming(self, call: str) -> AbstractContextManager[str]:
+        describe = f"{call} on {self.name}"
+        if self.closed:
+            raise CommError(f"{describe} failed: it is closed: {self.closed}")
+        return naming(describe)
+
+    def _tag(self, call: str, part: Tensor) -> int:
+        return next(self.numbers) % TURNS * KINDS + crc32(f"{call}{part.nbytes}".encode()) % KINDS
 
     def _peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all begin with the same."""
@@ -87,14 +113,14 @@ class Sum:
     arrivals: dict[int, Any]
     add: bool
 
-    def finish(self) -> None:
+    def finish(self, wait: Callable[[int, Any], None]) -> None:
         """Add in the order of ranks, each row as it arrives. ``out`` may be the first received row."""
-        bring(self.out, self._arriving(), self.add)
+        bring(self.out, self._arriving(wait), self.add)
 
-    def _arriving(self) -> Iterator[Tensor]:
+    def _arriving(self, wait: Callable[[int, Any], None]) -> Iterator[Tensor]:
         for rank, row in enumerate(self.rows):
             if rank in self.arrivals:
-                self.arrivals[rank].wait()
+                wait(rank, self.arrivals[rank])
             yield row
 
 
@@ -106,17 +132,27 @@ class Messages:
     """
 
     describe: str
-    works: Sequence[Any]
+    works: list[tuple[int, Any]]
     held: Sequence[Tensor]
+    ranks: Sequence[int]
     sums: Sequence[Sum] = ()
 
     def wait(self) -> None:
         """Wait, for each message as long as the communicator's timeout."""
-        with naming(self.describe):
+        try:
             for part in self.sums:
-                part.finish()
-            for work in self.works:
-                work.wait()
+                part.finish(self._wait)
+            for peer, work in self.works:
+                self._wait(peer, work)
+        finally:
+            # They keep connections open, also in the traceback of an error.
+            self.works.clear()
+            for part in self.sums:
+                part.arrivals.clear()
+
+    def _wait(self, peer: int, work: Any) -> None:
+        with naming(self.describe, self.ranks[peer] if self.ranks else peer):
+            work.wait()
 
 
 def pieces(chunk: Tensor) -> list[slice]:

@@ -12,7 +12,6 @@ from itertools import count
 
 from torch import Tensor
 
-from fshard.errors import CommError
 from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
 from fshard.runtime.comm.links import Link
 from fshard.runtime.comm.mail import Mail
@@ -26,12 +25,15 @@ class HostLane:
         name: for errors.
         rank: this rank's position.
         links: to the other ranks, by position; None at this one's own.
+        ranks: the rank in the mesh of each position, for errors.
         timeout: seconds that a rank waits for a peer.
     """
 
-    def __init__(self, name: str, rank: int, links: Sequence[Link | None], timeout: float) -> None:
+    def __init__(
+        self, name: str, rank: int, links: Sequence[Link | None], ranks: Sequence[int], timeout: float
+    ) -> None:
         self.name, self.rank, self.size = name, rank, len(links)
-        self.mail = Mail(links, timeout)
+        self.mail = Mail(links, ranks, timeout)
         self.numbers = count()
         self.order = [(rank + step) % self.size for step in range(1, self.size)]
 
@@ -41,11 +43,11 @@ class HostLane:
 
         def finish() -> None:
             for at in self.order:
-                with self.mail.part(at, number, shard.dtype) as part:
+                with self.mail.part(at, number, b"g", shard) as part:
                     rows[at].copy_(part)
 
         with self.failing(describe):
-            self.mail.publish(number, dict.fromkeys(self.order, shard))
+            self.mail.publish(number, b"g", dict.fromkeys(self.order, shard))
         rows[self.rank].copy_(shard)
         return Later(self, describe, finish)
 
@@ -54,15 +56,15 @@ class HostLane:
         number, describe = next(self.numbers), f"reduce-scatter on {self.name}"
         rows = full.view(self.size, -1).unbind()
         with self.failing(describe):
-            self.mail.publish(number, {at: rows[at] for at in self.order})
-        return Later(self, describe, lambda: bring(out, self._rows(number, rows[self.rank]), add))
+            self.mail.publish(number, b"s", {at: rows[at] for at in self.order})
+        return Later(self, describe, lambda: bring(out, self._rows(number, b"s", rows[self.rank]), add))
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """Each rank adds all ranks' buffers, in their order."""
         flat, number, describe = buffer.view(-1), next(self.numbers), f"all-reduce on {self.name}"
         with self.failing(describe):
-            self.mail.publish(number, dict.fromkeys(self.order, flat))
-        return Later(self, describe, lambda: bring(flat, self._rows(number, flat.clone()), False))
+            self.mail.publish(number, b"r", dict.fromkeys(self.order, flat))
+        return Later(self, describe, lambda: bring(flat, self._rows(number, b"r", flat.clone()), False))
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
         """Each rank copies what peers have for it."""
@@ -73,24 +75,24 @@ class HostLane:
         def finish() -> None:
             for at in self.order:
                 if into[at].numel():
-                    with self.mail.part(at, number, out.dtype) as part:
+                    with self.mail.part(at, number, b"a", into[at]) as part:
                         into[at].copy_(part)
 
         with self.failing(describe):
             if parts:
-                self.mail.publish(number, parts)
+                self.mail.publish(number, b"a", parts)
         into[self.rank].copy_(to[self.rank])
         return Later(self, describe, finish)
 
-    def close(self) -> None:
-        """Close the links."""
-        self.mail.close()
+    def close(self, reason: str = "") -> None:
+        """Close the links, and tell peers why."""
+        self.mail.close(reason)
 
-    def _rows(self, number: int, mine: Tensor) -> Iterator[Tensor]:
+    def _rows(self, number: int, call: bytes, mine: Tensor) -> Iterator[Tensor]:
         """The parts of all ranks, in their order. They are valid until the last one was taken."""
         with ExitStack() as parts:
             for at in range(self.size):
-                yield mine if at == self.rank else parts.enter_context(self.mail.part(at, number, mine.dtype))
+                yield mine if at == self.rank else parts.enter_context(self.mail.part(at, number, call, mine))
 
     @contextmanager
     def failing(self, describe: str) -> Iterator[None]:
@@ -98,8 +100,8 @@ class HostLane:
         try:
             with naming(describe):
                 yield
-        except CommError:
-            self.close()
+        except BaseException as error:  # whatever it was, the parts that are left would not be taken
+            self.close(f"{type(error).__name__}: {error}")
             raise
 
 

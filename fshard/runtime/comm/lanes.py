@@ -11,6 +11,9 @@ from torch import Tensor
 from fshard.runtime.clock import Mark
 from fshard.sharding.mesh import Axes
 
+COLLECTIVES = "collectives"
+"""The role of the lanes of what users call: it never queues behind what a step has under way."""
+
 Marks = Iterable[Mark | None]
 Sizes = list[int] | None
 
@@ -54,6 +57,12 @@ class Transport(Protocol):
 
     def lane(self, role: str, axes: Axes) -> Lane:
         """The communicator of a role (``gather``, ``reduce``, ...) over these axes; made once, collectively."""
+
+    def cut(self, role: str, reason: str = ...) -> None:
+        """Let peers that wait for this rank in a lane of this role know that it will not come."""
+
+    def abandon(self, reason: str) -> None:
+        """Let all peers know that this rank is out of step for good."""
 
     def close(self) -> None:
         """Leave. Collective."""
@@ -100,6 +109,12 @@ class LocalTransport:
     def lane(self, role: str, axes: Axes) -> Lane:
         """Every lane of one rank is alike."""
         return Alone()
+
+    def cut(self, role: str, reason: str = "") -> None:
+        """Nobody waits."""
+
+    def abandon(self, reason: str) -> None:
+        """Nobody waits."""
 
     def close(self) -> None:
         """Nothing was joined."""

@@ -18,11 +18,14 @@ from torch import Tensor
 
 from fshard.runtime.comm.links import Link, make_memory, map_memory
 
-HEAD = struct.Struct("=cqqqq")
-"""Kind of the message, number of the collective, number of the memory, and from which byte to which."""
+HEAD = struct.Struct("=ccqqqq")
+"""Kind of the message, which collective it is of, its number, number of the memory, and from which byte to which."""
 
-READY, READ = b"+", b"-"
-"""A rank's part of a collective is there; it was read."""
+READY, READ, GONE = b"+", b"-", b"!"
+"""A rank's part of a collective is there; it was read; the rank leaves, and says why."""
+
+CALLS = {b"g": "all-gather", b"s": "reduce-scatter", b"r": "all-reduce", b"a": "all-to-all"}
+"""The collectives, as messages name them: ranks whose collectives differ must not take each other's data."""
 
 INLINE = 4096
 """Bytes that travel in the message itself, which is quicker than by way of memory."""
@@ -41,11 +44,13 @@ class Own:
 
 @dataclass
 class Peer:
-    """A peer: its link, its memory, and what it has announced, by the number of the collective."""
+    """A peer: its rank, link and memory, what it has announced by the number of the collective, and why it left."""
 
+    rank: int
     link: Link
     memory: dict[int, Tensor] = field(default_factory=dict)
-    parts: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    parts: dict[int, tuple[int, Tensor, bytes]] = field(default_factory=dict)
+    gone: str = ""
 
 
 class Mail:
@@ -53,28 +58,33 @@ class Mail:
 
     Args:
         links: by position; None at this rank's own.
+        ranks: by position, for errors.
         timeout: seconds that a rank waits for a peer.
     """
 
-    def __init__(self, links: Sequence[Link | None], timeout: float) -> None:
-        self.peers = {at: Peer(link) for at, link in enumerate(links) if link is not None}
+    def __init__(self, links: Sequence[Link | None], ranks: Sequence[int], timeout: float) -> None:
+        pairs = enumerate(zip(ranks, links, strict=True))
+        self.peers = {at: Peer(rank, link) for at, (rank, link) in pairs if link is not None}
         self.timeout = timeout
         self.own: list[Own] = []
+        self.closed = ""
 
-    def publish(self, number: int, parts: Mapping[int, Tensor]) -> None:
+    def publish(self, number: int, call: bytes, parts: Mapping[int, Tensor]) -> None:
         """Let each peer read its part of a collective.
 
         Args:
             number: the collective's, the same on all ranks and never used again.
+            call: which collective it is.
             parts: 1-D, contiguous, by peer; one tensor may be the part of several. They may be overwritten on return.
 
         Raises:
             OSError: a peer is gone, or takes too long.
         """
+        self._check_open()
         if max(part.nbytes for part in parts.values()) <= INLINE:
             for at, part in parts.items():
                 text = ctypes.string_at(part.data_ptr(), part.nbytes)  # an array would pin the storage's size for good
-                self._send(at, HEAD.pack(READY, number, -1, 0, len(text)) + text)
+                self._send(at, HEAD.pack(READY, call, number, -1, 0, len(text)) + text)
             return
         for peer in self.peers.values():
             while self._take(peer, 0.0):
@@ -89,34 +99,49 @@ class Mail:
         self.own[slot].readers = len(parts)
         try:
             for at, part in parts.items():
-                self._send(at, HEAD.pack(READY, number, slot, *places[id(part)]), files)
+                self._send(at, HEAD.pack(READY, call, number, slot, *places[id(part)]), files)
         finally:
             for file in files:
                 os.close(file)
 
     @contextmanager
-    def part(self, at: int, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """A peer's part of a collective, once it is there. It is over with the context.
+    def part(self, at: int, number: int, call: bytes, like: Tensor) -> Iterator[Tensor]:
+        """A peer's part of a collective, once it is there, as long as ``like``. It is over with the context.
 
         Raises:
-            OSError: the peer is gone, or takes too long.
+            OSError: the peer is gone, takes too long, or has come to another collective.
         """
+        self._check_open()
         peer = self.peers[at]
         deadline = time.monotonic() + self.timeout
         while number not in peer.parts:
             if not self._take(peer, deadline - time.monotonic()):
-                raise TimeoutError(f"timed out after {self.timeout:g} s: rank {at} of the lane did not come")
-        slot, data = peer.parts.pop(number)
-        yield data.view(dtype)
+                raise TimeoutError(f"timed out after {self.timeout:g} s: rank {peer.rank} did not come")
+        slot, data, theirs = peer.parts.pop(number)
+        if theirs != call or data.nbytes != like.nbytes:
+            raise OSError(
+                f"rank {peer.rank} has come to another collective: {CALLS[theirs]} of {data.nbytes} bytes, where this "
+                f"rank is at {CALLS[call]} of {like.nbytes}; all ranks must make the same calls in one order"
+            )
+        yield data.view(like.dtype)
         if slot >= 0:
             with suppress(ConnectionError):  # a peer that has left does not want its memory back
-                self._send(at, HEAD.pack(READ, number, slot, 0, 0))
+                self._send(at, HEAD.pack(READ, call, number, slot, 0, 0))
 
-    def close(self) -> None:
-        """Close all links; peers that wait for this rank learn of it."""
+    def close(self, reason: str = "") -> None:
+        """Close all links; peers that wait for this rank learn of it, and why."""
+        text = HEAD.pack(GONE, b"-", 0, 0, 0, 0) + reason.encode(errors="replace")[:INLINE]
         for peer in self.peers.values():
+            if reason and not self.closed:
+                with suppress(OSError):
+                    peer.link.send(text)
             peer.link.close()
+        self.closed = self.closed or reason or "the mesh was closed"
         self.own.clear()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ConnectionError(f"it is closed: {self.closed}")
 
     def _memory(self, size: int) -> tuple[int, list[int]]:
         """Memory that nobody reads: its number, and its file if peers do not know it yet."""
@@ -129,21 +154,38 @@ class Mail:
 
     def _send(self, at: int, message: bytes, files: Sequence[int] = ()) -> None:
         """Send. While the link is full, read what peers send: they may be waiting for just that."""
-        deadline = time.monotonic() + self.timeout
-        while not self.peers[at].link.send(message, files):
+        deadline, to = time.monotonic() + self.timeout, self.peers[at]
+        while not self._sent(to, message, files):
             for peer in self.peers.values():
                 with suppress(ConnectionError):
                     self._take(peer, 0.001)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"timed out after {self.timeout:g} s: rank {at} of the lane does not read")
+                raise TimeoutError(f"timed out after {self.timeout:g} s: rank {to.rank} does not read")
+
+    def _sent(self, peer: Peer, message: bytes, files: Sequence[int]) -> bool:
+        try:
+            return peer.link.send(message, files)
+        except OSError as error:
+            while self._take(peer, 0.0):  # it may have said why it left
+                pass
+            raise ConnectionError(f"rank {peer.rank} cannot be reached: {error}") from error
 
     def _take(self, peer: Peer, seconds: float) -> bool:
         """Handle one message. False if none came in time."""
-        received = peer.link.receive(max(0.0, seconds))
+        if peer.gone:
+            raise ConnectionError(f"rank {peer.rank} {peer.gone}")
+        try:
+            received = peer.link.receive(max(0.0, seconds))
+        except ConnectionError as error:
+            peer.gone = str(error)
+            raise ConnectionError(f"rank {peer.rank} {error}") from error
         if received is None:
             return False
         message, files = received
-        kind, number, slot, begin, end = HEAD.unpack_from(message)
+        kind, call, number, slot, begin, end = HEAD.unpack_from(message)
+        if kind == GONE:
+            peer.gone = f"gave up: {message[HEAD.size :].decode(errors='replace')}"
+            raise ConnectionError(f"rank {peer.rank} {peer.gone}")
         for file in files:
             peer.memory[slot] = map_memory(file)
             os.close(file)
@@ -151,7 +193,7 @@ class Mail:
             self.own[slot].readers -= 1
         elif slot < 0:
             text = bytearray(message[HEAD.size :])
-            peer.parts[number] = slot, torch.frombuffer(text, dtype=torch.uint8)
+            peer.parts[number] = slot, torch.frombuffer(text, dtype=torch.uint8), call
         else:
-            peer.parts[number] = slot, peer.memory[slot][begin:end]
+            peer.parts[number] = slot, peer.memory[slot][begin:end], call
         return True

@@ -1,5 +1,6 @@
 """c10d collectives under way."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,15 +11,21 @@ from torch import Tensor
 
 from fshard.errors import CommError
 
+PLACE = re.compile(r"^\[/[^]]*\] ")
+"""Where in its own source gloo raises."""
+
 
 @contextmanager
-def naming(describe: str) -> Iterator[str]:
-    """Errors of the transport become a ``CommError`` that says which collective failed."""
+def naming(describe: str, rank: int | None = None) -> Iterator[str]:
+    """Errors of the transport become a ``CommError`` that says which collective failed, and with which rank."""
     try:
         yield describe
+    except CommError:
+        raise
     except (RuntimeError, OSError) as error:
-        text = str(error).splitlines() or [type(error).__name__]
-        raise CommError(f"{describe} failed: {text[0]}") from error
+        text = PLACE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
+        peer = "" if rank is None else f"rank {rank} is gone, stuck, or at another collective: "
+        raise CommError(f"{describe} failed: {peer}{text}") from error
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fshard.errors import PlanError
+from fshard.errors import CommError, PlanError
 from fshard.runtime.clock import make_clock
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
@@ -39,19 +39,49 @@ class Processes:
         self.base: Lane | None = None
         self.places: list[str] = []
         self.groups: list[Any] = []
+        self.foreseen: dict[Axes, None] | None = None
+        self.lost = ""
 
     def lane(self, role: str, axes: Axes) -> Lane:
         """The communicator of this role over these axes."""
         if self.mesh.axis_size(axes) == 1:
             return Alone()
+        if self.lost:
+            raise CommError(f"no rank of this mesh can be reached any more: {self.lost}")
         if (role, axes) not in self.lanes:
             self.lanes[role, axes] = self._make(role, axes)
         return self.lanes[role, axes]
 
+    def cut(self, role: str, reason: str = "the step failed") -> None:
+        """Close the lanes of a role, so that peers that wait for this rank in one learn that it will not come.
+
+        Every rank does so, each when it will: the next call of ``lane`` makes new ones. Not over NCCL, whose
+        communicators time out.
+        """
+        for key, lane in list(self.lanes.items()):
+            if key[0] == role and isinstance(lane, HostLane | GlooLane):
+                self._drop(self.lanes.pop(key), reason)
+
+    def abandon(self, reason: str) -> None:
+        """Close everything at once: this rank and its peers are out of step for good, and none shall wait."""
+        self.lost = self.lost or reason
+        for lane in (*self.lanes.values(), self.base):
+            self._drop(lane, reason)
+
+    def _drop(self, lane: Lane | None, reason: str) -> None:
+        if isinstance(lane, HostLane):
+            lane.close(reason)
+        elif isinstance(lane, GlooLane) and lane.group is not None:
+            group = lane.group
+            lane.close(reason)
+            self.groups = [other for other in self.groups if other is not group]
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
     def close(self) -> None:
         """Close all lanes and destroy their groups, and the default group if ``make_mesh`` made it."""
         for lane in self.lanes.values():
-            if isinstance(lane, HostLane):
+            if isinstance(lane, HostLane | GlooLane):
                 lane.close()
         self.lanes.clear()
         self.base = None
@@ -70,12 +100,12 @@ class Processes:
         for ranks in parts:
             if ranks not in linked:
                 group = self._group(ranks, backend) or group
+        mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
         if links is not None:
-            mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
-            return HostLane(name, mine.index(self.mesh.rank), links, self.timeout.total_seconds())
+            return HostLane(name, mine.index(self.mesh.rank), links, mine, self.timeout.total_seconds())
         if backend != "gloo":
             return NcclLane(name, size, group, make_clock(self.mesh.device))
-        return GlooLane(name, size, group)
+        return GlooLane(name, size, group, mine)
 
     def _group(self, ranks: Sequence[int], backend: str) -> Any:
         """A process group; None for ranks that are not in it, which must ask for it all the same."""
@@ -108,7 +138,8 @@ class Processes:
     def _base(self) -> Lane:
         """Over all ranks, by gloo: where they tell each other where they are."""
         if self.base is None:
-            self.base = GlooLane("base", self.mesh.size, self._group(range(self.mesh.size), "gloo"))
+            size = self.mesh.size
+            self.base = GlooLane("base", size, self._group(range(size), "gloo"), range(size))
             self.places = list(exchange_text(self.base, place(), 256))
         return self.base
 

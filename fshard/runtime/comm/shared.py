@@ -52,6 +52,14 @@ class SharedTransport:
         board = self.baton.boards.setdefault((role, members), Board(f"{role}({'+'.join(axes)})", members))
         return SharedLane(board, self.mesh.rank, self.baton)
 
+    def cut(self, role: str, reason: str = "") -> None:
+        """A run knows when none of its ranks can go on."""
+
+    def abandon(self, reason: str) -> None:
+        """Let every rank fail at its next collective."""
+        if self.baton.failure is None:
+            self.baton.fail(f"rank {self.mesh.rank} gave up: {reason}")
+
     def close(self) -> None:
         """Nothing was joined."""
 

@@ -1,0 +1,96 @@
+"""Signals while a step runs: they interrupt the program of the user, and never what ranks do together.
+
+Python runs the handler of a signal between any two of its instructions, and Ctrl-C raises there. In the middle of a
+collective that would leave the ranks out of step for good. So a step holds signals back while it communicates, and
+lets them through where the loss function runs, where an exception is a failure like any other.
+"""
+
+import _thread
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+HELD = (signal.SIGINT, signal.SIGTERM)
+"""The signals whose handlers may raise."""
+
+ENOUGH = 3
+"""A signal that comes for the third time is let through wherever the step is: somebody wants out of a wait."""
+
+SOON = 0.005
+"""Seconds until a signal that came too late for a step is delivered to its caller."""
+
+
+class Shield:
+    """Holds signals back while it is entered and not open.
+
+    Handlers are taken over for the time of a step alone, only in the main thread, and only those that are Python
+    functions; they are called as they would have been, at the latest when the step is over.
+
+    Attributes:
+        open: whether a handler may raise now.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.kept: dict[int, Callable[[int, Any], Any]] = {}
+        self.held: list[int] = []
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in HELD:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self.kept[number] = handler
+                    signal.signal(number, self._arrive)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for number, handler in self.kept.items():
+            signal.signal(number, handler)
+        late, self.held = self.held, []
+        if kind is not None and late:
+            self.kept[late[0]](late[0], None)  # the step did not happen: now is as good a time as any
+        elif late:
+            # The step is made, on all ranks. Raising here would take its result away from the caller.
+            timer = threading.Timer(SOON, _thread.interrupt_main, (late[0],))
+            timer.daemon = True
+            timer.start()
+
+    def reopen(self) -> None:
+        """Let signals through again, first those that came meanwhile."""
+        self.open = True
+        while self.held:
+            self._let_through(self.held.pop(0))
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Hold signals back inside. After an error they stay held: ranks have to come together first."""
+        before, self.open = self.open, False
+        yield
+        if before:
+            self.reopen()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let signals through inside."""
+        try:
+            self.reopen()
+            yield
+        finally:
+            self.open = False
+
+    def _arrive(self, number: int, frame: Any) -> None:
+        self.count += 1
+        if self.open or self.count >= ENOUGH:
+            self._let_through(number, frame)
+        else:
+            self.held.append(number)
+
+    def _let_through(self, number: int, frame: Any = None) -> None:
+        # At most one handler raises: what follows its exception must not be interrupted again.
+        before, self.open = self.open, False
+        self.kept[number](number, frame)
+        self.open = before
