@@ -45,9 +45,16 @@ class EvalStep:
         """
         refuse_transforms("an eval step")
         state.check_plan(self.plan)
+        with Shield() as shield:
+            result = self._evaluate(Work(batch, state.finished(), shield=shield))
+        if shield.late is not None:
+            raise shield.late
+        return result
+
+    def _evaluate(self, work: Work) -> Any:
         # Slots are made once, and must be ordinary tensors.
-        with Shield() as shield, torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(Work(batch, state.finished(), shield=shield))
+        with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
+            outcome = self._runner.run(work)
         lanes = self._runner.workshop.lanes
         assert lanes is not None
         raise_outcome(lanes.control, outcome, self.plan.mesh.rank)

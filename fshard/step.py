@@ -71,11 +71,13 @@ class TrainStep:
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
         self._choice: Choice | None = None
+        self._late: BaseException | None = None  # a signal that came when the step before was made
 
     def __call__(self, state: TrainState, batch: Any, *, stop: bool = False) -> tuple[TrainState, Metrics]:
         """Make one step.
 
-        Signals that come while ranks communicate wait until the loss function runs, or the step is over.
+        Signals that come while ranks communicate wait until the loss function runs. If the step is made by then, on all
+        ranks, the next one raises what their handlers raise, such as ``KeyboardInterrupt``.
 
         Args:
             state: the state; donated unless the step was made with ``donate=False``.
@@ -99,8 +101,11 @@ class TrainStep:
             raise TreeError(
                 f"the first argument is a {type(state).__name__}: step(state, batch) takes what init_state returns"
             )
-        with Shield() as shield:
-            return self._make(state, Work(batch, [], shield=shield, stop=stop))
+        late, self._late = self._late, None
+        with Shield(late) as shield:
+            result = self._make(state, Work(batch, [], shield=shield, stop=stop))
+        self._late = shield.late
+        return result
 
     def _make(self, state: TrainState, work: Work) -> tuple[TrainState, Metrics]:
         self._check_state(state)

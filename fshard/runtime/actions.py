@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fshard.errors import CommError
 from fshard.runtime.clock import Clock, Mark, make_clock
 from fshard.runtime.comm import Done, Handle, Lane, Transport
 from fshard.runtime.memory import allocate
@@ -110,7 +111,11 @@ class Actions:
         elif op.kind == "commit":
             self.on_commit()
         else:
-            self.verbs[op.kind](self.by_name[op.target], op.microbatch)
+            slots = self.by_name[op.target]
+            try:
+                self.verbs[op.kind](slots, op.microbatch)
+            except CommError as error:
+                raise CommError(f"{error} (unit {slots.group.unit}: {_leaves(slots.group)})") from error
 
     def live(self, group: str) -> bool:
         """Whether units can read this group now."""
@@ -304,6 +309,12 @@ def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | No
 def _share(group: Group, mesh: Mesh) -> float:
     """What part of a group's elements this rank counts, so that all ranks together count each once."""
     return mesh.axis_size(group.gather_axes + group.leaves[0].compute.axes) / mesh.size
+
+
+def _leaves(group: Group) -> str:
+    """The paths of a group's leaves, as an error names them."""
+    paths = [leaf.path for leaf in group.leaves]
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def _nothing() -> None:

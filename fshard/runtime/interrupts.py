@@ -5,7 +5,6 @@ collective that would leave the ranks out of step for good. So a step holds sign
 lets them through where the loss function runs, where an exception is a failure like any other.
 """
 
-import _thread
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,22 +17,24 @@ HELD = (signal.SIGINT, signal.SIGTERM)
 ENOUGH = 3
 """A signal that comes for the third time is let through wherever the step is: somebody wants out of a wait."""
 
-SOON = 0.005
-"""Seconds until a signal that came too late for a step is delivered to its caller."""
-
 
 class Shield:
     """Holds signals back while it is entered and not open.
 
     Handlers are taken over for the time of a step alone, only in the main thread, and only those that are Python
-    functions; they are called as they would have been, at the latest when the step is over.
+    functions; they are called as they would have been, at the latest when the step is over. What one raises then, after
+    all ranks have made the step, is kept for the next one.
+
+    Args:
+        late: what a handler raised when it was too late for the step before; it is raised in this one.
 
     Attributes:
         open: whether a handler may raise now.
+        late: what is still to be raised.
     """
 
-    def __init__(self) -> None:
-        self.open = False
+    def __init__(self, late: BaseException | None = None) -> None:
+        self.open, self.late = False, late
         self.kept: dict[int, Callable[[int, Any], Any]] = {}
         self.held: list[int] = []
         self.count = 0
@@ -50,17 +51,21 @@ class Shield:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for number, handler in self.kept.items():
             signal.signal(number, handler)
-        late, self.held = self.held, []
-        if kind is not None and late:
-            self.kept[late[0]](late[0], None)  # the step did not happen: now is as good a time as any
-        elif late:
-            # The step is made, on all ranks. Raising here would take its result away from the caller.
-            timer = threading.Timer(SOON, _thread.interrupt_main, (late[0],))
-            timer.daemon = True
-            timer.start()
+        while self.held:
+            waiting = self.held.pop(0)
+            if kind is not None:
+                self.kept[waiting](waiting, None)  # the step did not happen: now is as good a time as any
+                continue
+            try:  # it is made, on all ranks, and raising here would take its result away from the caller
+                self.kept[waiting](waiting, None)
+            except BaseException as error:
+                self.late = self.late or error
 
     def reopen(self) -> None:
         """Let signals through again, first those that came meanwhile."""
+        if self.late is not None:
+            error, self.late = self.late, None
+            raise error
         self.open = True
         while self.held:
             self._let_through(self.held.pop(0))

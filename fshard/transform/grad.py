@@ -52,7 +52,11 @@ class ValueAndGrad:
         flat = self.plan.check_tree(params, whole=False)
         if under_way(list(flat.values())):
             return self._transformed(params, batch)
-        return self._scheduled(flat, batch)
+        with Shield() as shield:
+            result = self._scheduled(flat, batch, shield)
+        if shield.late is not None:
+            raise shield.late
+        return result
 
     @property
     def schedule(self) -> Schedule:
@@ -87,13 +91,13 @@ class ValueAndGrad:
         whole = tree.nest({path: {**zeros, **grads}[path] for path in self.plan.leaves})
         return ((value, aux) if self.loss.has_aux else value), whole
 
-    def _scheduled(self, flat: dict[str, Tensor], batch: Any) -> tuple[Any, dict[str, Any]]:
+    def _scheduled(self, flat: dict[str, Tensor], batch: Any, shield: Shield) -> tuple[Any, dict[str, Any]]:
         with torch.no_grad():
             shards = []
             for group in self.plan.groups:
                 pieces = [flat[leaf.path].detach() for leaf in group.leaves]
                 shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
-        with Shield() as shield, bind(self.plan.mesh, self.plan.data_axes):
+        with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(Work(batch, shards, shield=shield))
         lanes = self._runner.workshop.lanes
         assert lanes is not None

@@ -1,0 +1,1 @@
+"""What happens when ranks fail: steps, saves, whole jobs."""
