@@ -12,6 +12,7 @@ The spec says where, the schedule says when, the runtime does it::
     parallel/       tensor, sequence, expert and context parallelism, for the code of units
     state/          the train state, and its ways in and out of whole tensors
     checkpoint/     train states on disk: saved whole or not at all, restored on any mesh
+    interchange/    states from and to the formats of others, leaf by leaf
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate  a function, an optimizer and a plan become a step
     lora            low-rank adapters beside frozen weights
@@ -23,6 +24,13 @@ The spec says where, the schedule says when, the runtime does it::
 from fshard import collectives, errors, lora, optim, parallel, view
 from fshard.checkpoint.checkpointer import Checkpointer, Restored
 from fshard.evaluate import EvalStep, make_eval_step
+from fshard.interchange.dcp import load_dcp
+from fshard.interchange.dcp_write import save_dcp
+from fshard.interchange.dtensors import from_dtensor, to_dtensor
+from fshard.interchange.hf import load_hf, save_hf
+from fshard.interchange.rename import Rename
+from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
+from fshard.interchange.stream import export
 from fshard.launch import make_mesh
 from fshard.mapping import shard_map
 from fshard.metrics import Metrics
@@ -73,6 +81,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Precision",
+    "Rename",
     "Restored",
     "Rule",
     "Schedule",
@@ -86,6 +95,9 @@ __all__ = [
     "differentiable",
     "empty_weights",
     "errors",
+    "export",
+    "from_dtensor",
+    "from_state_dict",
     "fsdp",
     "gnvp",
     "hessian_trace",
@@ -94,6 +106,8 @@ __all__ = [
     "init_state",
     "jvp",
     "keep",
+    "load_dcp",
+    "load_hf",
     "lora",
     "make_eval_step",
     "make_mesh",
@@ -106,11 +120,16 @@ __all__ = [
     "random",
     "remat",
     "reshard_state",
+    "save_dcp",
+    "save_hf",
     "shard",
     "shard_map",
     "sharded_loss",
     "simulate",
     "split",
+    "to_dtensor",
+    "to_optim_state_dict",
+    "to_state_dict",
     "tree_norm",
     "tree_normal",
     "tree_rademacher",

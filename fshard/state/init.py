@@ -1,7 +1,7 @@
 """Train states from nothing or from whole tensors, and whole trees to shards and back."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,13 @@ Inits = Sequence[tuple[str, Initializer]]
 
 
 def init_state(
-    plan: Plan, opt: Any, seed: int = 0, *, params: Mapping[str, Any] | None = None, init: Inits = ()
+    plan: Plan,
+    opt: Any,
+    seed: int = 0,
+    *,
+    params: Mapping[str, Any] | None = None,
+    shards: Mapping[str, Any] | None = None,
+    init: Inits = (),
 ) -> TrainState:
     """The state before the first step. Local: no rank ever holds more than its own part.
 
@@ -34,30 +40,57 @@ def init_state(
         seed: values depend on ``(seed, path, global index)`` alone, so they are the same on any mesh. It also seeds
             the random numbers inside steps.
         params: whole tensors to start from, instead of fresh values.
+        shards: this rank's part of them instead, as ``fs.shard`` and ``fs.from_dtensor`` give it.
         init: ``(pattern, initializer)`` rules on paths, the first match wins, before what the model's own modules say.
 
     Raises:
         PlanError: a leaf without an initializer, a rule that matches nothing, or an optimizer that does not fit.
-        TreeError: ``params`` is not the plan's tree.
+        TreeError: ``params`` or ``shards`` is not the plan's tree.
     """
-    check_optimizer(plan, opt)
-    if params is not None:
+    if shards is not None:
+        if params is not None:
+            raise PlanError("init_state was given params= and shards=: give whole tensors, or this rank's part of them")
+        flat = plan.check_tree(shards, whole=False, what="shards")
+
+        def value(path: str, piece: Piece) -> Tensor:
+            return flat[path].detach().reshape(-1)
+    elif params is not None:
         flat = plan.check_tree(params, whole=True)
 
         def value(path: str, piece: Piece) -> Tensor:
             return take(flat[path].detach(), piece)
     else:
-        inits = _initializers(plan, init)
+        inits = {**plan.inits, **initializers(plan, init)}
+        missing = [f"{path}  {list(leaf.shape)}" for path, leaf in plan.leaves.items() if path not in inits]
+        if missing:
+            remedy = "Give init=[(pattern, fs.init.normal(0.02)), ...], or params= with values to start from."
+            raise PlanError(lines(f"{len(missing)} leaves have no initializer:", missing, remedy))
 
         def value(path: str, piece: Piece) -> Tensor:
-            shape = plan.leaves[path].shape
-            return fill(inits[path], fold(seed, path), shape, global_index(shape, piece, plan.mesh.device))
+            return fresh_values(inits[path], fold(seed, path), plan.leaves[path].shape, piece, plan.mesh.device)
 
+    return start(plan, opt, value, 0, seed)
+
+
+def start(plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int, seed: int) -> TrainState:
+    """A state whose optimizer starts from given parameters. Local.
+
+    Args:
+        plan: the plan.
+        opt: the optimizer.
+        value: gives the elements of a piece of the leaf with this path, 1-D.
+        step: the number of updates that were made.
+        seed: of random numbers inside of steps.
+
+    Raises:
+        PlanError: an optimizer that does not fit.
+    """
+    check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
         param = _shard_of(plan, group, value)
         shards.append(start_shard(group, plan.mesh, opt, param))
-    return TrainState(plan, 0, seed, shards)
+    return TrainState(plan, step, seed, shards)
 
 
 def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
@@ -149,23 +182,31 @@ def _shard_of(plan: Plan, group: Group, value: Callable[[str, Piece], Tensor]) -
     return buffer
 
 
-def _initializers(plan: Plan, rules: Inits) -> dict[str, Initializer]:
+def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -> dict[str, Initializer]:
+    """The initializer that rules give to each leaf, the first match wins; leaves that none matches are left out.
+
+    Args:
+        plan: the plan.
+        rules: ``(pattern, initializer)`` pairs.
+        paths: the leaves in question; None for all.
+
+    Raises:
+        PlanError: a rule that matches nothing.
+    """
     out: dict[str, Initializer] = {}
     used: set[int] = set()
-    missing = []
-    for path, leaf in plan.leaves.items():
+    for path in plan.leaves if paths is None else paths:
         hits = [i for i, (pattern, _) in enumerate(rules) if re.fullmatch(pattern, path)]
         used.update(hits)
         if hits:
             out[path] = rules[hits[0]][1]
-        elif path in plan.inits:
-            out[path] = plan.inits[path]
-        else:
-            missing.append(f"{path}  {list(leaf.shape)}")
-    if missing:
-        remedy = "Give init=[(pattern, fs.init.normal(0.02)), ...], or params= with values to start from."
-        raise PlanError(lines(f"{len(missing)} leaves have no initializer:", missing, remedy))
     idle = [f"init[{i}] {pattern!r}" for i, (pattern, _) in enumerate(rules) if i not in used]
     if idle:
-        raise PlanError(lines("rules of init= match no leaf:", idle, "Patterns must match a whole path."))
+        which = "leaf" if paths is None else "missing leaf"
+        raise PlanError(lines(f"rules of init= match no {which}:", idle, "Patterns must match a whole path."))
     return out
+
+
+def fresh_values(init: Initializer, key: Any, shape: tuple[int, ...], piece: Piece, device: torch.device) -> Tensor:
+    """The initial values of a piece of a leaf, 1-D."""
+    return fill(init, key, shape, global_index(shape, piece, device))

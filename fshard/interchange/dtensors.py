@@ -1,0 +1,128 @@
+"""Parameter trees as trees of DTensors, and back.
+
+A DTensor is cut along its dims, and a flat shard is a range of a buffer: so flat leaves change hands, each rank giving
+and taking the elements that the other layout puts elsewhere. Leaves that lie alike on both sides are copied locally.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fshard import tree
+from fshard.collectives.group import Group as Ranks
+from fshard.errors import TreeError, lines
+from fshard.interchange.torch_formats import Placements, is_dtensor, joined_mesh, make_dtensor, take_apart
+from fshard.interchange.transfer import transfer
+from fshard.sharding.layout import Leaf, Piece
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
+from fshard.sharding.spec import Shape, axes_of
+
+
+def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None) -> dict[str, Any]:
+    """A tree of local tensors as a tree of DTensors. Collective.
+
+    A leaf that a spec cuts along a dim is cut along the same dim. One that is flat-sharded is cut along its first dim
+    that is not cut otherwise, as FSDP2 has it, so its elements change hands; a scalar is replicated.
+
+    Args:
+        params: a nested dict of local tensors, such as ``state.params``.
+        plan: the plan.
+        device_mesh: a ``DeviceMesh`` of the same axes, sizes and ranks; by default one is made, and its groups.
+
+    Returns:
+        A nested dict of DTensors that share no memory with ``params``.
+
+    Raises:
+        TreeError: ``params`` is not this rank's part of the plan's tree.
+        PlanError: there are no processes, or ``device_mesh`` is another mesh.
+    """
+    flat = plan.check_tree(params, whole=False)
+    theirs, mesh = joined_mesh(plan.mesh, device_mesh), plan.mesh
+    out: dict[str, Any] = {}
+    for path, (group, number) in plan.places().items():
+        leaf = plan.leaves[path]
+        placements = _placements(leaf, mesh)
+        have = [group.piece(number, mesh, rank) for rank in range(mesh.size)]
+        want = [box_of(leaf.shape, placements, mesh, rank) for rank in range(mesh.size)]
+        local = transfer(Ranks(mesh, mesh.axis_names), flat[path].detach().reshape(-1), have, want)
+        out[path] = make_dtensor(local.view(want[mesh.rank].shape), theirs, placements, leaf.shape)
+    return tree.nest({path: out[path] for path in plan.leaves})
+
+
+def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A tree of DTensors as a tree of local tensors, such as ``state.params``. Collective.
+
+    Each rank gives and takes the elements that the plan puts elsewhere. A DTensor of partial sums, or one that is
+    sharded over two mesh dims in strides, is made whole first, one leaf at a time.
+
+    Args:
+        params: a nested or flat dict of DTensors on a mesh of the plan's ranks and sizes. Leaves that are plain tensors
+            are taken for whole ones.
+        plan: the plan.
+
+    Returns:
+        A nested dict of local tensors that share no memory with ``params``.
+
+    Raises:
+        TreeError: leaves are missing, unknown, of another shape or dtype, or lie on another mesh.
+    """
+    given = dict(_paths(params))
+    _check(given, plan)
+    mesh = plan.mesh
+    out: dict[str, Any] = {}
+    for path, (group, number) in plan.places().items():
+        leaf, value = plan.leaves[path], given[path]
+        whole: Placements = (None,) * len(mesh.sizes)
+        local, placements = take_apart(value, path, mesh) if is_dtensor(value) else (value.detach(), whole)
+        have = [box_of(leaf.shape, placements, mesh, rank) for rank in range(mesh.size)]
+        want = [group.piece(number, mesh, rank) for rank in range(mesh.size)]
+        flat = local.to(device=mesh.device, dtype=leaf.dtype).reshape(-1)
+        part = transfer(Ranks(mesh, mesh.axis_names), flat, have, want)
+        out[path] = part.view(group.local_shape(number, mesh))
+    return tree.nest({path: out[path] for path in plan.leaves})
+
+
+def box_of(shape: Shape, placements: Placements, mesh: Mesh, rank: int) -> Piece:
+    """What a rank holds of a DTensor: chunks as ``torch.chunk`` cuts them, one mesh dim after the other."""
+    offset, local = [0] * len(shape), list(shape)
+    for dim, size, place in zip(placements, mesh.sizes, mesh.coords(rank), strict=True):
+        if dim is not None:
+            width = -(-local[dim] // size)
+            begin = min(place * width, local[dim])
+            offset[dim] += begin
+            local[dim] = min(width, local[dim] - begin)
+    return Piece(tuple(offset), tuple(local), 0, torch.Size(local).numel())
+
+
+def _placements(leaf: Leaf, mesh: Mesh) -> Placements:
+    """The tensor dim that each axis of the mesh divides."""
+    dims = {axis: dim for dim, entry in enumerate(leaf.at_rest.dims) for axis in axes_of(entry)}
+    free = next((dim for dim in range(len(leaf.shape)) if dim not in dims.values()), 0)
+    if leaf.shape:
+        dims |= {axis: free for axis in axes_of(leaf.at_rest.flat)}
+    return tuple(dims.get(axis) for axis in mesh.axis_names)
+
+
+def _paths(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check(given: Mapping[str, Any], plan: Plan) -> None:
+    """See that a tree has the plan's leaves."""
+    wrong = [f"missing    {path}  {list(leaf.shape)}" for path, leaf in plan.leaves.items() if path not in given]
+    known = {name for path, leaf in plan.leaves.items() for name in (path, *leaf.aliases)}
+    wrong += [f"unknown    {path}" for path in given if path not in known]
+    for path, leaf in plan.leaves.items():
+        value = given.get(path)
+        if path in given and not isinstance(value, torch.Tensor):
+            wrong.append(f"no tensor  {path}: {type(value).__name__}")
+        elif value is not None and (tuple(value.shape) != leaf.shape or value.dtype != leaf.dtype):
+            wrong.append(f"misfit     {path}: {value.dtype} {list(value.shape)}, not {leaf.dtype} {list(leaf.shape)}")
+    if wrong:
+        raise TreeError(lines("params is not the plan's tree:", wrong, "Give whole shapes in the plan's dtypes."))

@@ -1,0 +1,100 @@
+"""Optimizer state by name: which of a source's tensors becomes which buffer of which leaf.
+
+``torch.optim`` names state by parameter and then by buffer, ``state.blocks.0.weight.exp_avg``, once the integers of
+its own state dicts are replaced by names; fshard names it by buffer and then by leaf. Buffers have torch's names.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fshard.checkpoint.ranges import Block
+from fshard.errors import TreeError, lines
+from fshard.interchange.source import Origin, Source, fits, read_piece
+from fshard.sharding.plan import Plan
+from fshard.state.entries import Entry
+
+STEP = "step"
+"""What torch calls the number of updates that a parameter had; it keeps one for each."""
+
+
+class Moments:
+    """Fills the entries of an optimizer's state from a source, and keeps account of what does not fit.
+
+    Args:
+        plan: the plan.
+        source: where state comes from, named ``{prefix}{parameter}.{buffer}``.
+        prefix: what the names begin with.
+        cast: whether floating-point tensors may be rounded.
+    """
+
+    def __init__(self, plan: Plan, source: Source, prefix: str, cast: bool) -> None:
+        self.plan, self.source, self.prefix, self.cast = plan, source, prefix, cast
+        self.used: set[str] = set()
+        self.problems: list[str] = []
+
+    def fill(self, entry: Entry, origins: Mapping[str, Origin]) -> None:
+        """Fill one entry."""
+        buffer, path = split_name(self.plan, entry.name)
+        if path not in origins:
+            return  # a new leaf, which starts with a new state
+        origin = origins[path]
+        names = [
+            (f"{self.prefix}{name}.{buffer}", turn) for name, turn in ((origin.name, origin.transpose), *origin.again)
+        ]
+        there = [pair for pair in names if pair[0] in self.source.tensors]
+        self.used.update(name for name, _ in there)
+        if not there:
+            self.problems.append(f"missing     {names[0][0]}  {list(entry.shape)}")
+            return
+        for name, turn in there:
+            stored = self.source.tensors[name]
+            shape = stored.shape[::-1] if turn else stored.shape
+            if shape != entry.shape:
+                self.problems.append(f"mismatched  {name}: {list(shape)}, the optimizer keeps {list(entry.shape)}")
+            elif not fits(stored.dtype, entry.dtype, self.cast):
+                self.problems.append(f"mismatched  {name}: {stored.dtype} would be rounded to {entry.dtype}")
+        if not self.problems:
+            read_piece(self.source, entry.piece, entry.tensor, Origin(*there[0], again=tuple(there[1:])))
+
+    def check(self) -> None:
+        """Raise what was wrong.
+
+        Raises:
+            TreeError: state is missing, unexpected or of another shape or dtype; all in one report.
+        """
+        left = [n for n in self.source.tensors if n.startswith(self.prefix) and n not in self.used]
+        self.problems += [f"unexpected  {name}" for name in left if not name.endswith(f".{STEP}")]
+        if self.problems:
+            head = f"{self.source.name} does not hold the state of this optimizer:"
+            remedy = "Give the optimizer that it was saved with; read parameters alone to start its state anew."
+            raise TreeError(lines(head, self.problems, remedy))
+
+    def step(self, names: Sequence[str]) -> int | None:
+        """The number of updates that were made; None if the source does not say.
+
+        Args:
+            names: of the parameters, in the source.
+
+        Raises:
+            TreeError: parameters had different numbers of updates.
+        """
+        counts: dict[int, str] = {}
+        for name in (f"{self.prefix}{name}.{STEP}" for name in names):
+            stored = self.source.tensors.get(name)
+            if stored is not None and stored.shape in ((), (1,)):
+                value = torch.zeros(stored.shape, dtype=torch.float64)
+                self.source.read(name, [(Block((0,) * len(stored.shape), stored.shape, 0), value)])
+                counts.setdefault(int(value.item()), name)
+        if len(counts) > 1:
+            rows = [f"{name}: {count}" for count, name in counts.items()]
+            remedy = "Pass step= to say which it is; fshard counts once for all leaves."
+            raise TreeError(lines(f"parameters of {self.source.name} had different numbers of updates:", rows, remedy))
+        return next(iter(counts), None)
+
+
+def split_name(plan: Plan, name: str) -> tuple[str, str]:
+    """The buffer and the path of an optimizer's entry, ``opt.exp_avg.blocks.0.weight`` with or without ``opt``."""
+    parts = name.removeprefix("opt.").split(".")
+    cut = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in plan.leaves), len(parts))
+    return ".".join(parts[:cut]), ".".join(parts[cut:])

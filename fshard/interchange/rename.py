@@ -1,0 +1,94 @@
+"""Rename rules: what a leaf is called on the other side."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fshard.errors import PlanError, TreeError, lines
+
+
+@dataclass(frozen=True)
+class Rename:
+    """One rule: a name that ``pattern`` matches as a whole becomes ``to``.
+
+    Args:
+        pattern: a regular expression for the whole name (``re.fullmatch``).
+        to: the new name, in which ``\\1`` or ``\\g<name>`` stand for groups of the pattern. None leaves the tensor out
+            on purpose.
+        transpose: whether the two dims of the tensor change places. Hugging Face's GPT-2 keeps the weights of its
+            ``Conv1D`` as (in, out), where ``nn.Linear`` has (out, in).
+
+    >>> Rename(r"h\\.(\\d+)\\.mlp\\.c_fc\\.weight", r"blocks.\\1.up.weight", transpose=True).of("h.3.mlp.c_fc.weight")
+    'blocks.3.up.weight'
+    """
+
+    pattern: str
+    to: str | None
+    transpose: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the pattern and the groups that ``to`` names."""
+        try:
+            expression = re.compile(self.pattern)
+            if self.to is not None:
+                expression.sub(self.to, "")  # reads the template even where nothing matches
+        except (re.error, TypeError, IndexError) as error:
+            raise PlanError(
+                f"rename rule ({self.pattern!r}, {self.to!r}): {error}. Give a regular expression for a whole name, "
+                f"and a new name in which \\1 stands for its first group; or None to leave the tensor out."
+            ) from error
+
+    def of(self, name: str) -> str | None:
+        """The new name of one that the pattern matches."""
+        found = re.fullmatch(self.pattern, name)
+        return found.expand(self.to) if found is not None and self.to is not None else None
+
+
+RenameLike = Rename | tuple[str, str | None]
+
+
+def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) -> dict[str, tuple[str, bool]]:
+    """For each new name the old one, and whether dims change places. The first rule that matches wins.
+
+    Names that no rule matches stay; those that a rule drops are not in the result.
+
+    Args:
+        rules: ``fs.Rename(...)`` or ``(pattern, to)``.
+        names: all names.
+        what: what they are, for errors.
+
+    Raises:
+        PlanError: a rule that cannot be, or that decides no name.
+        TreeError: two names become one.
+    """
+    full = [_as_rule(rule, number) for number, rule in enumerate(rules)]
+    names = list(names)
+    used: set[int] = set()
+    out: dict[str, tuple[str, bool]] = {}
+    clashes = []
+    for name in names:
+        number = next((i for i, rule in enumerate(full) if re.fullmatch(rule.pattern, name)), None)
+        if number is not None:
+            used.add(number)
+        new = name if number is None else full[number].of(name)
+        if new is None:
+            continue
+        if new in out:
+            clashes.append(f"{new}: from {out[new][0]} and from {name}")
+            continue
+        out[new] = (name, number is not None and full[number].transpose)
+    idle = [f"rename[{i}] {rule.pattern!r}" for i, rule in enumerate(full) if i not in used]
+    if idle:
+        remedy = f"Patterns must match a whole name, such as {next(iter(names), '')!r}; earlier rules win."
+        raise PlanError(lines(f"rename rules that decide no name of {what}:", idle, remedy))
+    if clashes:
+        raise TreeError(lines(f"rename= gives tensors of {what} the same name:", clashes, "Make the rules narrower."))
+    return out
+
+
+def _as_rule(rule: RenameLike, number: int) -> Rename:
+    if isinstance(rule, tuple) and len(rule) in (2, 3):
+        rule = Rename(*rule)
+    if not isinstance(rule, Rename):
+        raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.Rename(...)")
+    return rule

@@ -1,0 +1,274 @@
+"""State dicts of ``torch.nn`` and ``torch.optim``: whole tensors by name, to and from train states."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import PlanError, TreeError, lines
+from fshard.interchange.moments import STEP, Moments, split_name
+from fshard.interchange.rename import RenameLike
+from fshard.interchange.source import Tensors, load
+from fshard.interchange.stream import export
+from fshard.optim import adamw, ema, every, from_torch, rate, sgd
+from fshard.optim.base import Optimizer
+from fshard.sharding.mesh import Axes
+from fshard.sharding.plan import Plan
+from fshard.state.init import Inits
+from fshard.state.train_state import TrainState
+
+
+def to_state_dict(
+    state: TrainState | Mapping[str, Any],
+    plan: Plan | None = None,
+    *,
+    to: int | None = None,
+    axes: Axes | Literal["all"] = "all",
+    rename: Sequence[RenameLike] = (),
+    buffers: Mapping[str, Any] | None = None,
+    nested: bool = False,
+) -> dict[str, Any]:
+    """A full state dict, as ``module.load_state_dict`` takes it. Collective.
+
+    Args:
+        state: a state, or a tree such as ``state.params`` together with ``plan``.
+        plan: the plan of a tree.
+        to: the rank that gets it; the others get an empty dict. None for all of them.
+        axes: as for ``export``: ``()`` leaves experts where they are, and each rank has its own under the leaf's name.
+        rename: rules from paths to names.
+        buffers: a tree of whole tensors to put in beside, such as ``model.buffers``.
+        nested: whether it is a nested dict, in which a tied leaf occurs once, in place of a flat one, in which it
+            occurs under each of its names, as in PyTorch.
+
+    Raises:
+        PlanError, TreeError, CheckpointError: as ``export``.
+    """
+    out = dict(export(state, plan, to=to, axes=axes, rename=rename))
+    if out:
+        out |= {name: leaf.detach().clone() for name, leaf in tree.paths(buffers or {})}
+    if nested:
+        return tree.nest(out)
+    plan = state.plan if isinstance(state, TrainState) else plan
+    for path, leaf in plan.leaves.items() if plan is not None and not rename else ():
+        out |= {alias: out[path] for alias in leaf.aliases if path in out}
+    return out
+
+
+def from_state_dict(
+    plan: Plan,
+    opt: Optimizer,
+    params: Mapping[str, Any],
+    optim: Mapping[str, Any] | None = None,
+    *,
+    rename: Sequence[RenameLike] = (),
+    init: Inits = (),
+    seed: int = 0,
+    step: int | None = None,
+    cast: bool = False,
+) -> TrainState:
+    """A train state from full state dicts. Local: each rank takes what it holds.
+
+    Args:
+        plan: the plan.
+        opt: the optimizer. Hyper-parameters are its own, not those in ``optim``.
+        params: whole tensors: what ``module.state_dict()`` gives, or a nested dict.
+        optim: what ``optimizer.state_dict()`` gives, or ``get_optimizer_state_dict`` with ``full_state_dict=True``;
+            None to start the optimizer's state anew.
+        rename: rules from the names in ``params`` to paths; ``(pattern, None)`` leaves a tensor, such as a buffer, out.
+        init: ``(pattern, initializer)`` rules for leaves that are not there.
+        seed: of those values, and of random numbers inside of steps.
+        step: the number of updates that were made; by default what ``optim`` says, or 0.
+        cast: whether floating-point tensors may be rounded to the leaf's dtype.
+
+    Raises:
+        PlanError, TreeError: as ``load_hf``, and for the optimizer's state likewise.
+
+    >>> import fshard as fs
+    >>> module = torch.nn.Linear(2, 3)
+    >>> plan = fs.make_plan(fs.split(module), fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> fs.from_state_dict(plan, fs.optim.sgd(0.1), module.state_dict())
+    <TrainState of step 0: 2 leaves on rank 0>
+    """
+    source = Tensors("the state dict", flat_tensors(params, "params"))
+    if optim is None:
+        return load(plan, opt, source, rename=rename, init=init, seed=seed, cast=cast, step=step or 0)
+    held = flat_tensors({"state": _by_name(plan, optim)}, "optim")
+    moments = Moments(plan, Tensors("the optimizer's state dict", held), "state.", cast)
+    if step is None:
+        step = moments.step(list(source.tensors)) or 0
+    state = load(plan, opt, source, rename=rename, init=init, seed=seed, cast=cast, step=step, moments=moments.fill)
+    moments.check()
+    return state
+
+
+def to_optim_state_dict(
+    state: TrainState,
+    opt: Optimizer,
+    *,
+    keys: Literal["name", "index"] = "name",
+    to: int | None = None,
+    axes: Axes | Literal["all"] = "all",
+) -> dict[str, Any]:
+    """A full optimizer state dict in the form of ``torch.optim``. Collective.
+
+    Args:
+        state: the state.
+        opt: its optimizer, whose hyper-parameters make the ``param_groups``: one for each set of them.
+        keys: how parameters are called: by path, as in ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``;
+            or by number, as ``optimizer.load_state_dict`` wants them. Trainable leaves are counted in the order of the
+            tree, group by group.
+        to: the rank that gets it; the others get an empty dict. None for all of them.
+        axes: as for ``export``: ``()`` leaves experts where they are, and each rank has its own under the leaf's name.
+
+    Returns:
+        ``{"state": {parameter: {"step": ..., "exp_avg": ...}}, "param_groups": [...]}``.
+
+    Raises:
+        PlanError, CheckpointError: as ``export``.
+    """
+    if keys not in ("name", "index"):
+        raise PlanError(f"keys={keys!r} must be 'name' or 'index'")
+    plan = state.plan
+    groups = param_groups(plan, opt, state.step)
+    found = dict(export(state, what="opt_state", to=to, axes=axes))
+    if to is not None and not found and plan.mesh.rank != to:
+        return {}
+    rows: dict[str, dict[str, Any]] = {path: {} for group in groups for path in group["params"]}
+    for path, row in rows.items():
+        if counts(opt):
+            row[STEP] = torch.tensor(float(state.step))
+        row.update({key: found[f"{key}.{path}"] for key in _buffers(plan, found) if f"{key}.{path}" in found})
+    if keys == "name":
+        return {"state": rows, "param_groups": groups}
+    number = {path: i for i, path in enumerate(rows)}
+    for group in groups:
+        group["param_names"], group["params"] = group["params"], [number[path] for path in group["params"]]
+    return {"state": {number[path]: row for path, row in rows.items()}, "param_groups": groups}
+
+
+def param_groups(plan: Plan, opt: Optimizer, step: int) -> list[dict[str, Any]]:
+    """The ``param_groups`` of torch's optimizer of the same name: leaves with equal hyper-parameters in each.
+
+    Other optimizers' groups hold the fields of ``opt`` and the leaf's own hyper-parameters as they are.
+    """
+    by_hyper: dict[Any, list[str]] = {}
+    for path, leaf in plan.leaves.items():
+        if leaf.trainable:
+            by_hyper.setdefault(opt.hyper(path, leaf.shape), []).append(path)
+    lr = rate(opt.lr, step + 1)
+    out = []
+    for hyper, paths in by_hyper.items():
+        row = _torch_group(opt, lr, hyper)
+        out.append({**row, "params": paths})
+    return out
+
+
+def counts(opt: Optimizer) -> bool:
+    """Whether torch's optimizer of the same rule keeps the number of updates of each parameter."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    twin = _twin(opt, [param], 0.0, 0.0)
+    if twin is None:
+        return True
+    param.grad = torch.zeros(1)
+    twin.step()
+    return STEP in twin.state[param]
+
+
+def flat_tensors(given: Mapping[str, Any], what: str) -> dict[str, Tensor]:
+    """The tensors of a flat, nested or mixed dict by dotted name.
+
+    Raises:
+        TreeError: a value that is no plain tensor.
+    """
+    out, wrong = {}, []
+    for name, value in _walk(given, ""):
+        if type(value).__name__ == "DTensor":
+            wrong.append(f"{name}: a DTensor; use fs.from_dtensor, or give value.full_tensor()")
+        elif not isinstance(value, Tensor):
+            wrong.append(f"{name}: {type(value).__name__}")
+        else:
+            out[name] = value
+    if wrong:
+        raise TreeError(lines(f"{what} holds what is no plain tensor:", wrong, "Give whole tensors by name."))
+    return out
+
+
+def _walk(given: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            yield from _walk(value, f"{prefix}{key}.")
+        elif value is not None:  # torch.optim.SGD without momentum keeps None
+            yield f"{prefix}{key}", value
+
+
+def _by_name(plan: Plan, optim: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer's state dict with names in place of numbers, numbers as tensors."""
+    state, groups = optim.get("state"), optim.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
+        raise TreeError(f"optim has the keys {sorted(map(str, optim))}: give a dict of 'state' and 'param_groups'")
+    if all(isinstance(key, str) for key in state):
+        names = {key: key for key in state}
+    else:
+        names = _numbered(plan, groups)
+        lost = [key for key in state if key not in names]
+        if lost:
+            raise TreeError(f"optim's state has parameters {lost}, and its param_groups hold {len(names)}")
+    return {
+        names[key]: {what: _as_tensor(value) for what, value in row.items()} if isinstance(row, Mapping) else row
+        for key, row in state.items()
+    }
+
+
+def _numbered(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """The path of each numbered parameter."""
+    numbers = [number for group in groups for number in group.get("params", ())]
+    given = [name for group in groups for name in group.get("param_names", ())]
+    if len(given) == len(numbers):
+        return dict(zip(numbers, given, strict=True))
+    every = list(plan.leaves)
+    trained = [path for path, leaf in plan.leaves.items() if leaf.trainable]
+    order = every if len(numbers) == len(every) else trained
+    if len(groups) > 1 or len(order) != len(numbers):
+        raise TreeError(
+            f"optim numbers {len(numbers)} parameters in {len(groups)} groups, and the plan has {len(every)} leaves, "
+            f"of which {len(trained)} train: numbers alone do not say which is which. Build the optimizer from "
+            f"module.named_parameters(), or give get_optimizer_state_dict(module, optimizer)"
+        )
+    return dict(zip(numbers, order, strict=True))
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.tensor(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _buffers(plan: Plan, names: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(split_name(plan, name)[0] for name in names))
+
+
+def _torch_group(opt: Optimizer, lr: float, hyper: Any) -> dict[str, Any]:
+    """The settings of a group, as the optimizer of torch writes them, whatever its version adds to them."""
+    twin = _twin(opt, [torch.nn.Parameter(torch.empty(0))], lr, hyper)
+    if twin is not None:
+        return {key: value for key, value in twin.state_dict()["param_groups"][0].items() if key != "params"}
+    plain = {k: v for k, v in vars(opt).items() if isinstance(v, int | float | str | bool | tuple)}
+    return {**plain, "lr": lr, "hyper": repr(hyper)}
+
+
+def _twin(opt: Optimizer, params: list[torch.nn.Parameter], lr: float, hyper: Any) -> torch.optim.Optimizer | None:
+    """The optimizer of torch that has the same rule; None where torch has none."""
+    while isinstance(opt, ema | every):
+        opt = opt.opt
+    if isinstance(opt, adamw):
+        return torch.optim.AdamW(params, lr, betas=opt.betas, eps=opt.eps, weight_decay=hyper)
+    if isinstance(opt, sgd):
+        return torch.optim.SGD(
+            params, lr, momentum=opt.momentum, dampening=opt.dampening, weight_decay=hyper, nesterov=opt.nesterov
+        )
+    if isinstance(opt, from_torch):
+        twin = opt.cls(params, **{**opt.kwargs, "lr": lr})
+        if not hyper and "weight_decay" in twin.defaults:
+            twin.param_groups[0]["weight_decay"] = 0.0
+        return twin
+    return None
