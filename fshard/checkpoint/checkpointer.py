@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fshard.checkpoint.folder import Folder, choose_steps, discard, list_steps, step_folder
+from fshard.checkpoint.folder import Folder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.match import Request, TakeRules
 from fshard.checkpoint.meeting import Meeting, meet, only_first, same
 from fshard.checkpoint.restore import restore_step
-from fshard.checkpoint.save import Saving, check_json, head_of, perform
+from fshard.checkpoint.save import Saving, check_json, head_of, perform, withdraw
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointWarning, DamagedError, PlanError, TreeError
@@ -123,23 +123,26 @@ class Checkpointer:
         meeting = meet(mesh, "control")
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
         begun: list[str] = []
+        ready: list[Saving] = []
+        later = None
+
+        def prepare() -> None:
+            saving = Saving(heads[0]["path"], head_of(state, user), owned(entries(state), meeting.rank))
+            ready.append(saving if later is None else replace(saving, slices=self._snapshot.take(saving.slices)))
+
         try:
             heads = meeting.together(lambda: self._begin(meeting.rank, state, user, overwrite, begun))
             same("the step, the leaves, data= or metadata=", [row["same"] for row in heads])
-            slices = owned(entries(state), meeting.rank)
-            saving = Saving(heads[0]["path"], head_of(state, user), slices)
-            later = None
             if self.async_ and not isinstance(mesh.transport, SharedTransport):
                 later = meet(mesh, f"checkpoint {self.directory}")
-                saving = replace(saving, slices=self._snapshot.take(slices))
-        except BaseException:
-            for path in begun:
-                discard(path)
+            meeting.together(prepare)
+        except BaseException as error:
+            withdraw(meeting, "".join(begun) or None, error)
             raise
         if later is None:
-            perform(meeting, self._folder, self.keep, saving)
+            perform(meeting, self._folder, self.keep, ready[0])
         else:
-            self._start(later, saving)
+            self._start(later, ready[0])
         self._damaged.discard(state.step)
 
     def restore(

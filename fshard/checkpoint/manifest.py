@@ -185,7 +185,7 @@ def parse(path: str, text: bytes) -> Manifest:
 
 KEYS: dict[str, Callable[[Any], bool]] = {
     "step": is_count,
-    "scalars": lambda value: isinstance(value, dict),
+    "scalars": lambda value: isinstance(value, dict) and all(map(is_scalar, value.values())),
     "mesh": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
     "data": lambda value: True,
     "metadata": lambda value: True,
@@ -237,6 +237,11 @@ def _file(name: str, row: Any, problems: list[str]) -> FileInfo:
     return info
 
 
+def is_scalar(value: Any) -> bool:
+    """Whether a value of JSON is no container."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def is_sha256(value: Any) -> bool:
     """Whether a value of JSON is a SHA-256 in hex."""
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
@@ -276,6 +281,8 @@ def read_extent(row: Any) -> Extent | None:
 
 def inconsistent(manifest: Manifest) -> Iterable[str]:
     """What a manifest says that cannot be, of values of the right types."""
+    if manifest.scalars.get("step") != manifest.step:
+        yield f"step: {manifest.step}, and {str(manifest.scalars.get('step'))[:80]} among the scalars"
     taken: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     for name, info in manifest.tensors.items():
         for number, extent in enumerate(info.extents):

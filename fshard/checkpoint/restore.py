@@ -7,8 +7,9 @@ from fshard.checkpoint.folder import read_manifest, step_folder, telling
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.match import Request, sources
 from fshard.checkpoint.meeting import Meeting, same
+from fshard.checkpoint.problems import damaged
 from fshard.checkpoint.read import Want, read_into
-from fshard.errors import PlanError
+from fshard.errors import PlanError, ShardError
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, assemble, entries, scalars
 from fshard.state.train_state import TrainState
@@ -61,7 +62,12 @@ def prepared(
     kept: Mapping[str, Entry] = {entry.name: entry for entry in entries(into)} if into is not None else {}
     values = scalars(into) if into is not None else manifest.scalars
     blank: list[Entry] = []
-    state = assemble(plan, opt, blank.append, values)
+    try:
+        state = assemble(plan, opt, blank.append, values)
+    except ShardError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(folder, [f"its scalars {dict(values)} make no state: {error!r}"]) from error
     names = sources(folder, manifest, blank, request)
     rest = [entry.name for entry in blank if entry.name not in names]
     if rest and into is None:

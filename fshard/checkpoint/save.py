@@ -11,7 +11,7 @@ from fshard.checkpoint.folder import Folder, discard, telling
 from fshard.checkpoint.manifest import Extent, FileInfo, Manifest, extent_row, inconsistent, read_extent
 from fshard.checkpoint.meeting import Meeting, only_first
 from fshard.checkpoint.write import Slice, Written, described, write_files
-from fshard.errors import CheckpointError, lines
+from fshard.errors import CheckpointError, CommError, lines
 from fshard.state.entries import entries, scalars
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
@@ -55,10 +55,22 @@ def perform(meeting: Meeting, folder: Folder, keep: int | None, saving: Saving) 
             folder.retain(keep, manifest.step)
 
         meeting.together(only_first(meeting.rank, commit))
-    except BaseException:
-        if meeting.rank == 0:
-            discard(saving.path)
+    except BaseException as error:
+        withdraw(meeting, saving.path, error)
         raise
+
+
+def withdraw(meeting: Meeting, path: str | None, error: BaseException) -> None:
+    """Remove what a failed save made, before any rank goes on. Collective, unless ranks can no longer talk."""
+
+    def body() -> None:
+        if meeting.rank == 0 and path is not None:
+            discard(path)
+
+    if isinstance(error, CommError):
+        body()
+    else:
+        meeting.together(body)
 
 
 def _write(rank: int, saving: Saving) -> dict[str, Any]:

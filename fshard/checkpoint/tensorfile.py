@@ -172,10 +172,14 @@ def parse_json(text: bytes) -> Any:
             raise ValueError(f"the key {twice!r} occurs twice")
         return out
 
-    def never(constant: str) -> Any:
-        raise ValueError(f"{constant} is no number of JSON")
+    def never(constant: str) -> float:
+        raise ValueError(f"{constant[:40]} is no number that JSON and Python share")
+
+    def finite(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else never(digits)
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=once, parse_constant=never)
+        return json.loads(text.decode(), object_pairs_hook=once, parse_constant=never, parse_float=finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -1,0 +1,441 @@
+"""Checkpoints that were damaged, edited or crafted: each is refused by a clean error, and nothing on disk changes."""
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard.checkpoint.manifest import FileInfo, parse
+from fshard.checkpoint.tensorfile import header_length, read_header
+from fshard.checkpoint.verify import verify_step
+from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, ShardError
+from tests.checkpoints import values, whole_params
+
+OPT = fs.optim.sgd(0.1, momentum=0.9)
+LEAVES: dict[str, Any] = {"a.w": ((40, 8), torch.float32), "a.b": ((8,), torch.float32), "c": ((), torch.float32)}
+NAME = "rank-00000-000.safetensors"
+Change = Callable[[dict[str, Any]], None]
+
+
+def make_plan() -> fs.Plan:
+    """On one rank."""
+    return fs.make_plan(whole_params(LEAVES), fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+
+
+def save(root: Path, *steps: int) -> Path:
+    """Save these steps; the folder of the last."""
+    state = fs.init_state(make_plan(), OPT, params=whole_params(LEAVES))
+    with fs.Checkpointer(root, keep=None) as ckpt:
+        for state.step in steps:
+            ckpt.save(state)
+    return root / f"step-{steps[-1]:08d}"
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """A manifest whose own SHA-256 is right, whatever it says."""
+    body = {key: value for key, value in body.items() if key != "sha256"}
+    text = json.dumps(body, separators=(",", ":")).encode()
+    return json.dumps({**body, "sha256": hashlib.sha256(text).hexdigest()}, separators=(",", ":")).encode()
+
+
+def edit(folder: Path, change: Change) -> None:
+    """Change a manifest as an attacker would: with a right seal."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_bytes())
+    change(body)
+    path.write_bytes(seal(body))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def crafted(folder: Path, data: bytes) -> None:
+    """Other bytes as the file of tensors, with right hashes in the manifest."""
+    size = (folder / NAME).stat().st_size
+    data = data.ljust(size, b"\0")
+    (folder / NAME).write_bytes(data)
+    info = FileInfo(
+        len(data), tuple(hashlib.sha256(data[i : i + (1 << 20)]).hexdigest() for i in range(0, len(data), 1 << 20))
+    )
+
+    def change(body: dict[str, Any]) -> None:
+        body["files"] = {
+            NAME: {"size": info.size, "chunk": info.chunk, "sha256": info.sha256, "chunks": [*info.chunks]}
+        }
+
+    edit(folder, change)
+
+
+class Evil:
+    """What a pickle can do."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.flag),)
+
+
+def linked(path: Path) -> None:
+    """The same thing behind a symbolic link."""
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def extents(body: dict[str, Any], name: str = "params.a.w") -> list[Any]:
+    """A tensor's extents."""
+    return body["tensors"][name]["extents"]  # type: ignore[no-any-return]
+
+
+def slipped(name: str) -> Change:
+    """The file under another name, which leads somewhere else."""
+
+    def change(body: dict[str, Any]) -> None:
+        body["files"][name] = body["files"].pop(NAME)
+        for tensor in body["tensors"].values():
+            for extent in tensor["extents"]:
+                extent[0] = name
+
+    return change
+
+
+def put(value: Any, *keys: Any) -> Change:
+    """A value somewhere in the manifest."""
+
+    def change(body: dict[str, Any]) -> None:
+        node: Any = body
+        for key in keys[:-1]:
+            node = node[key]
+        node[keys[-1]] = value
+
+    return change
+
+
+def shape_of(shape: list[int]) -> Change:
+    """A tensor that says it is larger than its extents."""
+
+    def change(body: dict[str, Any]) -> None:
+        body["tensors"]["params.a.w"]["shape"] = shape
+        extents(body)[0][3] = shape
+        extents(body)[0][2] = [0] * len(shape)
+
+    return change
+
+
+def shared_bytes(body: dict[str, Any]) -> None:
+    """Two leaves that claim one extent of a file."""
+    extents(body, "params.a.b")[0][1] = extents(body)[0][1]
+
+
+def twice(body: dict[str, Any]) -> None:
+    """Elements that two extents claim, elsewhere in the file."""
+    first = extents(body)[0]
+    extents(body)[:] = [[*first[:5], 100], [first[0], first[1] + 480, *first[2:4], 60, first[5]]]
+
+
+EDITS: dict[str, tuple[Change, str]] = {
+    "slip up": (slipped("../../" + NAME), "not a plain file name"),
+    "absolute": (slipped("/etc/passwd"), "not a plain file name"),
+    "slip down": (slipped("sub/" + NAME), "not a plain file name"),
+    "nul": (slipped("rank\0.safetensors"), "not a plain file name"),
+    "a leaf in no file": (put("other.safetensors", "tensors", "params.c", "extents", 0, 0), "not among the files"),
+    "behind the end": (put(1 << 20, "tensors", "params.c", "extents", 0, 1), "bytes 1048576 to 1048580 of a file"),
+    "unaligned": (put(1281, "tensors", "params.c", "extents", 0, 1), "bytes 1281 to 1285"),
+    "negative": (put(-4, "tensors", "params.c", "extents", 0, 1), r"extents\[0\]: not \[file"),
+    "shared bytes": (shared_bytes, f"both claim byte .* of {NAME}"),
+    "shared elements": (twice, "elements 60 to 100 of the box .* claimed twice"),
+    "missing elements": (put(319, "tensors", "params.a.w", "extents", 0, 5), "end at element 319 of the 320"),
+    "huge shape": (shape_of([1 << 30, 1 << 30]), "element 320 of the 1152921504606846976"),
+    "huger shape": (shape_of([1 << 40, 1 << 40]), "shape"),
+    "many dims": (shape_of([1] * 70 + [320]), "shape"),
+    "boxes": (put([40, 7], "tensors", "params.a.w", "extents", 0, 3), "do not divide"),
+    "no dtype": (put("object", "tensors", "params.a.w", "dtype"), "dtype 'object', which is none of"),
+    "no extents": (put([], "tensors", "params.a.w", "extents"), "no extents for its 320 elements"),
+    "huge file": (put(1 << 50, "files", NAME, "size"), "1125899906842624 bytes need 1073741824 SHA-256"),
+    "tiny chunks": (put(1, "files", NAME, "chunk"), "in chunks of 1"),
+    "other hash": (put("0" * 64, "files", NAME, "chunks", 0), "its SHA-256 is not that of its chunks"),
+    "other root": (put("0" * 64, "files", NAME, "sha256"), "its SHA-256 is not that of its chunks"),
+    "another step": (put(8, "step"), "step: 8, and 7 among the scalars"),
+    "no seed": (lambda body: body["scalars"].pop("seed") and None, "scalars .* make no state: KeyError"),
+    "a word for a seed": (put("x", "scalars", "seed"), "scalars .* make no state: ValueError"),
+    "a list of seeds": (put([1], "scalars", "seed"), "scalars: {"),
+    "unknown key": (put(1, "exec"), "'exec': unknown"),
+    "no object": (put([], "tensors"), r"tensors: \[\]"),
+    "version 0": (put(0, "version"), "version is 0"),
+    "scalars gone": (put({}, "scalars"), "scalars"),
+}
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a bit": (lambda folder: flip(folder / NAME, 900), "bytes 0 to .* have the SHA-256"),
+    "a bit of the header": (lambda folder: flip(folder / NAME, 30), "bytes 0 to .* have the SHA-256"),
+    "cut short": (lambda folder: os.truncate(folder / NAME, 1000), "a plain file of 1000 bytes, and the manifest says"),
+    "empty": (lambda folder: os.truncate(folder / NAME, 0), "a plain file of 0 bytes"),
+    "longer": (lambda folder: os.truncate(folder / NAME, 1 << 20), "a plain file of 1048576 bytes"),
+    "a file gone": (lambda folder: (folder / NAME).unlink(), f"{NAME} is damaged.*\n.*it is missing"),
+    "a folder for a file": (lambda folder: ((folder / NAME).unlink(), (folder / NAME).mkdir())[1], "no plain file"),
+    "a pipe for a file": (lambda folder: ((folder / NAME).unlink(), os.mkfifo(folder / NAME))[1], "no plain file"),
+    "a link for a file": (lambda folder: linked(folder / NAME), "symbolic link"),
+    "a link for the manifest": (lambda folder: linked(folder / "manifest.json"), "symbolic link"),
+    "a link for the step": (lambda folder: linked(folder), "symbolic link"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is damaged.*\n.*missing"),
+    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 500), "it is no JSON"),
+    "a bit of the manifest": (lambda folder: flip(folder / "manifest.json", 60), "no JSON|SHA-256|unknown|format"),
+    "a huge manifest": (lambda folder: os.truncate(folder / "manifest.json", 1 << 40), "a manifest has at most"),
+    "a key twice": (
+        lambda folder: (
+            (folder / "manifest.json").write_bytes(b'{"format":"fshard-checkpoint","step":1,"step":2}') and None
+        ),
+        "the key 'step' occurs twice",
+    ),
+    "deep": (lambda folder: (folder / "manifest.json").write_bytes(b"[" * 200_000) and None, "nested too deeply"),
+    "nan": (lambda folder: (folder / "manifest.json").write_bytes(b'{"a": NaN}') and None, "NaN is no number"),
+    "infinite": (lambda folder: (folder / "manifest.json").write_bytes(b'{"a": 1e999}') and None, "1e999 is no number"),
+    "digits": (lambda folder: (folder / "manifest.json").write_bytes(b"1" * 10_000) and None, "no JSON"),
+    "edited": (lambda folder: by_hand(folder), "it was changed after writing"),
+}
+
+
+def by_hand(folder: Path) -> None:
+    """An edit without a new seal."""
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"seed":0', '"seed":1'))
+
+
+def tree_of(root: Path) -> dict[str, Any]:
+    """What is on disk, without the contents of pipes and of sparse files."""
+    out: dict[str, Any] = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        small = path.is_file() and not path.is_symlink() and status.st_size < 1 << 30
+        out[str(path)] = (status.st_mode, status.st_size, path.read_bytes() if small else None)
+    return out
+
+
+def refused(root: Path, says: str, kind: type[Exception] = CheckpointError) -> None:
+    """Restoring step 7 raises; step 5 is taken if asked for; nothing on disk changes."""
+    before = tree_of(root)
+    ckpt = fs.Checkpointer(root)
+    with pytest.raises(kind) as caught:
+        ckpt.restore(make_plan(), OPT)
+    assert re.search(says, str(caught.value)) and str(root) in str(caught.value), caught.value
+    if isinstance(caught.value, DamagedError):
+        assert "fallback=True" in str(caught.value)
+        with pytest.warns(CheckpointWarning, match="step 7 was passed over"):
+            state = ckpt.restore(make_plan(), OPT, fallback=True)
+        assert state.step == 5 and torch.equal(
+            state.params["a"]["w"].view(40, 8), values("params.a.w", (40, 8), torch.float32)
+        )
+        assert ckpt.restored is not None and re.search(says, ckpt.restored.skipped[0])
+    assert tree_of(root) == before
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found(tmp_path: Path, name: str) -> None:
+    change, says = DAMAGE[name]
+    change(save(tmp_path, 5, 7))
+    refused(tmp_path, says, DamagedError)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_crafted_manifest_is_refused(tmp_path: Path, name: str) -> None:
+    change, says = EDITS[name]
+    edit(save(tmp_path, 5, 7), change)
+    refused(tmp_path, says, DamagedError)
+
+
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    edit(save(tmp_path, 5, 7), put(2, "version"))
+    refused(tmp_path, "has format 2, and this fshard reads formats up to 1: update fshard")
+
+
+def test_a_leaf_of_another_dtype_does_not_fit(tmp_path: Path) -> None:
+    edit(save(tmp_path, 5, 7), put("F16", "tensors", "params.a.w", "dtype"))
+    refused(tmp_path, "1 mismatched", ShardError)
+
+
+@pytest.mark.parametrize("form", ["pickle", "zip", "torch"])
+def test_no_file_can_run_code(tmp_path: Path, form: str) -> None:
+    flag, buffer = tmp_path / "flag", io.BytesIO()
+    if form == "pickle":
+        buffer.write(pickle.dumps(Evil(flag)))
+    elif form == "torch":
+        torch.save(Evil(flag), buffer)
+    else:
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("../../flag", b"slipped")
+    root = tmp_path / "run"
+    folder = save(root, 5, 7)
+    (folder / "manifest.json").write_bytes(buffer.getvalue())
+    refused(root, "it is no JSON", DamagedError)
+    folder = save(root, 9)
+    crafted(folder, buffer.getvalue())  # bytes are bytes: they are read as numbers, and as nothing else
+    with contextlib.suppress(DamagedError):
+        fs.Checkpointer(root).restore(make_plan(), OPT)
+    with pytest.raises(DamagedError, match="header"):
+        verify_step(str(folder))
+    assert not flag.exists()
+
+
+def header(**rows: Any) -> bytes:
+    """A safetensors file of 64 bytes of data with this header."""
+    text = json.dumps(rows).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(64)
+
+
+def row(dtype: Any, shape: Any, *offsets: Any) -> dict[str, Any]:
+    """A row of a header."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+FILES: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "does not fit its 0 bytes"),
+    "oversized header": (struct.pack("<Q", 1 << 62) + bytes(100), "header of 4611686018427387904 bytes does not fit"),
+    "header over the limit": (struct.pack("<Q", 200_000_000) + bytes(100), "does not fit its 108 bytes"),
+    "overlap": (header(a=row("F32", [16], 0, 64), b=row("F32", [4], 16, 32)), "overlaps"),
+    "gap": (header(a=row("F32", [4], 0, 16), b=row("F32", [4], 48, 64)), "leaves a gap"),
+    "short": (header(a=row("F32", [4], 0, 16)), "end at byte"),
+    "behind the end": (header(a=row("F32", [1 << 20], 0, 1 << 22)), "end at byte"),
+    "huge": (header(a=row("F32", [1 << 60, 1 << 60], 0, 64)), "shape"),
+    "negative": (header(a=row("F32", [-4, -4], 0, 64)), "shape"),
+    "wrong size": (header(a=row("F32", [8], 0, 64)), r"F32\[8\] takes 32 bytes, and has 64"),
+    "object": (header(a=row("object", [8], 0, 64)), "dtype 'object'"),
+    "backwards": (header(a=row("F32", [16], 64, 0)), "takes 64 bytes"),
+    "no offsets": (header(a={"dtype": "F32", "shape": [16]}), "not an object of"),
+    "metadata": (header(__metadata__={"a": 1}), "__metadata__"),
+    "a list": (struct.pack("<Q", 2) + b"[]", "is a list"),
+    "floats": (header(a=row("F32", [16.0], 0, 64)), "shape"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_crafted_header_is_refused(tmp_path: Path, name: str) -> None:
+    data, says = FILES[name]
+    with pytest.raises(DamagedError, match=says) as caught:
+        parsed("x/file.safetensors", data)
+    assert "x/file.safetensors" in str(caught.value)
+
+
+def parsed(path: str, data: bytes) -> Any:
+    """The header of a file."""
+    length = header_length(path, data[:8], len(data))
+    return read_header(path, data[:length], len(data))
+
+
+FUZZ = int(os.environ.get("FSHARD_FUZZ", "100"))
+"""Cases of each fuzzer; set it higher to search longer."""
+SMALL = st.integers(-2, 70) | st.integers(-(2**70), 2**70)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | SMALL
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["F32", "BF16", NAME, "../x", "a"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+GOOD = safetensors.torch.save(
+    {"a": torch.zeros(4, 2), "b": torch.zeros(8, dtype=torch.bfloat16), "c": torch.zeros(0, 3)}
+)
+
+
+def places(node: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a value of JSON."""
+    items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else [])
+    return [(node, key) for key, _ in items] + [place for _, value in items for place in places(value)]
+
+
+def mutate(draw: st.DrawFn, body: Any) -> Any:
+    """A value of JSON with a few of its parts changed, removed or doubled."""
+    body = copy.deepcopy(body)
+    for _ in range(draw(st.integers(1, 3))):
+        node, key = draw(st.sampled_from(places(body)))
+        how = draw(st.sampled_from(["set", "near", "drop", "again"]))
+        value = (
+            node[key] if isinstance(node, dict) and key in node or isinstance(node, list) and key < len(node) else None
+        )
+        if how == "near" and isinstance(value, int):
+            node[key] = value + draw(st.sampled_from([-64, -8, -1, 1, 8, 64]))
+        elif how == "drop" and len(node) > 1 and value is not None:
+            del node[key]
+        elif how == "again" and isinstance(node, list):
+            node.append(copy.deepcopy(value))
+        else:
+            node[key] = draw(JSON)
+        if not places(body):
+            break
+    return body
+
+
+@given(st.data())
+@settings(max_examples=FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
+def test_fuzzed_headers_give_clean_errors(data: st.DataObject) -> None:
+    length = struct.unpack("<Q", GOOD[:8])[0]
+    if data.draw(st.booleans()):
+        text = json.dumps(mutate(data.draw, json.loads(GOOD[8 : 8 + length]))).encode()
+        file = struct.pack("<Q", len(text)) + text + GOOD[8 + length :]
+    else:
+        file = bytearray(GOOD)
+        for at in data.draw(st.lists(st.integers(0, len(GOOD) - 1), max_size=4)):
+            file[at] = data.draw(st.integers(0, 255))
+        file = bytes(file[: data.draw(st.integers(0, len(GOOD)) | st.just(len(GOOD)))])
+    try:
+        tensors, _ = parsed("file", file)
+    except DamagedError:
+        return
+    held = safetensors.torch.load(file)  # what is read here, the safetensors library takes
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {k: s.shape for k, s in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose manifest is changed over and over."""
+    return save(tmp_path_factory.mktemp("fuzz"), 7)
+
+
+@given(st.data())
+@settings(max_examples=FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
+def test_fuzzed_manifests_give_clean_errors(once: Path, data: st.DataObject) -> None:
+    good = fuzzable(once)
+    if data.draw(st.integers(0, 3)):
+        text = seal(mutate(data.draw, json.loads(good)))
+    else:
+        raw = bytearray(good)
+        for at in data.draw(st.lists(st.integers(0, len(good) - 1), min_size=1, max_size=4)):
+            raw[at] = data.draw(st.integers(0, 255))
+        text = bytes(raw)
+    try:
+        (once / "manifest.json").write_bytes(text)
+        with contextlib.suppress(CheckpointError):
+            manifest = parse("manifest", text)
+            assert parse("manifest", manifest.dump()) == manifest
+        with contextlib.suppress(ShardError):
+            fs.Checkpointer(once.parent).restore(make_plan(), OPT)
+    finally:
+        (once / "manifest.json").write_bytes(good)
+
+
+def fuzzable(folder: Path) -> bytes:
+    """The good manifest."""
+    return (folder / "manifest.json").read_bytes()
