@@ -9,6 +9,7 @@ from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import global_result
+from fshard.model.precision import Precision
 from fshard.runtime.attempt import raise_outcome, refuse_transforms, uneven_rows
 from fshard.runtime.interrupts import Shield
 from fshard.runtime.loss import is_scalar
@@ -24,9 +25,12 @@ from fshard.state.train_state import TrainState
 class EvalStep:
     """``evaluate(state, batch) -> result``. Made by ``fs.make_eval_step``."""
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, debug: bool) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], plan: Plan, policy: Policy, debug: bool, precision: Precision | None
+    ) -> None:
         self.plan = plan
-        self._runner = Runner(fn, Workshop(plan, policy, 1, False, debug, lanes_of(plan)))
+        read = plan if precision is None else plan.read_in(precision)
+        self._runner = Runner(fn, Workshop(read, policy, 1, False, debug, lanes_of(read)))
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """Evaluate on a batch. Neither the state nor a train step that uses it changes.
@@ -77,7 +81,12 @@ class EvalStep:
 
 
 def make_eval_step(
-    fn: Callable[..., Any], plan: Plan, *, schedule: Policy | None = None, debug: bool = False
+    fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    schedule: Policy | None = None,
+    debug: bool = False,
+    precision: Precision | None = None,
 ) -> EvalStep:
     """Make a function that evaluates sharded parameters: ``evaluate(state, batch) -> result``.
 
@@ -86,5 +95,9 @@ def make_eval_step(
         plan: the plan.
         schedule: prefetch depth and reshard after forward.
         debug: fill every freed range with nan.
+        precision: in which dtypes to evaluate, instead of those of the plan and its rules: with ``fs.Precision()``
+            units read all parameters as they are kept.
     """
-    return EvalStep(fn, plan, Policy() if schedule is None else schedule, debug)
+    if not isinstance(precision, Precision | None):
+        raise PlanError(f"precision={precision!r} must be fs.Precision(...) or None")
+    return EvalStep(fn, plan, Policy() if schedule is None else schedule, debug, precision)

@@ -33,6 +33,7 @@ class Row:
         kept: a pattern of the leaves that are not cast, for the reference.
         rounded: a pattern of the leaves whose gradients are rounded to bfloat16, for the reference.
         step: arguments of ``make_train_step``.
+        cast: whether blocks get inputs in bfloat16 and give results in float32.
         later: what follows after the first half of the steps: the rules and the frozen leaves.
     """
 
@@ -42,6 +43,7 @@ class Row:
     kept: str = "-"
     rounded: str = "-"
     step: Mapping[str, Any] = field(default_factory=dict)
+    cast: bool = False
     later: tuple[Sequence[Any], str] | None = None
 
 
@@ -111,6 +113,9 @@ def loss_fn(model: fs.Model) -> Callable[[Any, Any], Tensor]:
 def plain(row: Row, world: int) -> tuple[list[float], dict[str, Tensor]]:
     """The same in one process: losses and last parameters."""
     net = module()
+    for block in net.blocks if row.cast else ():
+        block.register_forward_pre_hook(lambda module, args: tuple(x.bfloat16() for x in args))
+        block.register_forward_hook(lambda module, args, out: out.float())
     kept = {path: leaf.detach().clone() for path, leaf in net.named_parameters()}
     buffers: dict[str, Tensor] = {}
     losses = []
@@ -142,6 +147,7 @@ def _cast(row: Row, path: str, leaf: Tensor) -> Tensor:
 FROZEN_BLOCK = fs.Rule(r"blocks\.0\..*", fs.fsdp("shard"), trainable=False)
 NORMS = r".*norm.*"
 EXACT_NORMS = fs.Rule(NORMS, P(), precision=fs.Precision())
+ROOT = r"(tok|pos|norm)\..*"
 BF16 = fs.Precision(torch.bfloat16)
 
 ROWS_OF_LEAVES: dict[str, Row] = {
@@ -158,6 +164,19 @@ ROWS_OF_LEAVES: dict[str, Row] = {
     "norms in float32": Row([EXACT_NORMS, SHARDED], precision=BF16, kept=NORMS),
     "rounded gradients of norms": Row(
         [fs.Rule(NORMS, fs.fsdp("shard"), precision=fs.Precision(reduce=torch.bfloat16)), SHARDED], rounded=NORMS
+    ),
+    "inputs and outputs": Row(
+        [fs.Rule(ROOT, fs.fsdp("shard"), precision=fs.Precision()), SHARDED],
+        precision=fs.Precision(torch.bfloat16, output=torch.float32, inputs=True),
+        kept=ROOT,
+        cast=True,
+    ),
+    "inputs and outputs, graphs": Row(
+        [fs.Rule(ROOT, fs.fsdp("shard"), precision=fs.Precision()), SHARDED],
+        precision=fs.Precision(torch.bfloat16, output=torch.float32, inputs=True),
+        kept=ROOT,
+        cast=True,
+        step={"compile": "fx", "remat": "all", "accumulate": 1},
     ),
     "unfrozen": Row(
         [FROZEN_BLOCK, SHARDED],

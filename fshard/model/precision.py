@@ -1,6 +1,6 @@
 """Precision: in which dtypes a step computes and communicates. What is kept is never rounded."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -23,26 +23,38 @@ class Precision:
         reduce: what gradients are rounded to before they are sent to be summed. Each rank adds what it receives to
             its gradient shard in the master dtype, in the order of ranks; sums over replicas and over microbatches
             stay in it too. None: the master dtype.
+        output: what floating-point results of units are cast to. None: as they are.
+        inputs: whether floating-point arguments of units are cast to ``compute``.
+        buffers: what floating-point buffers are cast to while a unit of a split module runs. Those that it changes
+            come back in their own dtype. None: never cast.
+
+    The last three speak of a unit, and count where all of its leaves have this precision, or where it is the plan's.
 
     Raises:
         PlanError: not a floating-point dtype that is supported here.
 
     >>> Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-    Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+    Precision(compute=torch.bfloat16, reduce=torch.bfloat16, output=None, inputs=False, buffers=None)
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    _: KW_ONLY
+    inputs: bool = False
+    buffers: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         wrong = [
             f"{name}={value!r}"
-            for name, value in (("compute", self.compute), ("reduce", self.reduce))
-            if value is not None and value not in DTYPES
+            for name in ("compute", "reduce", "output", "buffers")
+            if (value := getattr(self, name)) is not None and value not in DTYPES
         ]
         if wrong:
             names = ", ".join(map(str, DTYPES))
             raise PlanError(f"fs.Precision({', '.join(wrong)}): give one of {names}, or None")
+        if not isinstance(self.inputs, bool):
+            raise PlanError(f"fs.Precision(inputs={self.inputs!r}): give True, to cast them to compute, or False")
 
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which units read a leaf of this dtype."""

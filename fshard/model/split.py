@@ -233,7 +233,7 @@ def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, state
     template = Template(module, twin, _numbers(found[0], params), _numbers(found[1], buffers), {})
     body = Body(template, params, buffers, Tracker(module, [found[1][path] for path in buffers.paths]))
     return Shell(
-        unit=Unit(name, _function(body), _preparation(body)),
+        unit=Unit(name, _function(body), _preparation(body), bool(body.buffers.paths)),
         params=(params, tuple(_number(found[0][path], leaves) for path in params.paths)),
         buffers={path: _number(found[1][path], states) for path in buffers.paths},
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fshard import tree
+from fshard.model.casting import Casting
 from fshard.tree import Tree
 
 _ATTRIBUTE = "_fshard_slot"
@@ -33,11 +34,13 @@ class Slot:
     Attributes:
         engine: who runs the calls of units that receive the tensor.
         path: the leaf's path in the whole parameter tree.
+        casting: what casts inputs and results of units; None if nothing is cast.
         instances: the copies of modules that hold the tensor, by what made them; they live as long as the tensor.
     """
 
     engine: Engine
     path: str
+    casting: Casting | None = None
     instances: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
@@ -62,15 +65,20 @@ class Unit:
         fn: ``fn(params, *args, **kwargs)``.
         prepare: gives the function of ``*args, **kwargs`` for a params tree whose leaves stay the same objects, once
             for many calls; without it that is ``fn`` with the tree.
+        buffers: whether its first argument after the tree is a dict of buffers, and its result a pair of what it
+            computes and those that it changed.
     """
 
     name: str
     fn: Callable[..., Any]
     prepare: Callable[[Tree], Callable[..., Any]] | None = None
+    buffers: bool = False
 
     def __call__(self, params: Tree, /, *args: Any, **kwargs: Any) -> Any:
         slot = _first_slot(params)
         if slot is not None:
+            if slot.casting is not None:
+                return slot.casting.call(self, slot, params, args, kwargs)
             return slot.engine.call(self, params, args, kwargs)
         return self.fn(params, *args, **kwargs)
 

@@ -80,7 +80,7 @@ class Engine:
 
     def __init__(self, plan: Plan, sink: Sink) -> None:
         self.plan = plan
-        self.slots = Slots(plan.groups, plan.mesh, self)
+        self.slots = Slots(plan, self)
         self.layout = LeafOrder("params", plan.leaves)
         self.sink = sink
         self.executor: Executor | None = None

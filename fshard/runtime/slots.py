@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.model.casting import Casting, make_casting
 from fshard.model.unit import Slot, attach, slot_of
 from fshard.runtime.memory import allocate, deallocate
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
 
 
 class GroupSlots:
@@ -35,7 +37,7 @@ class GroupSlots:
         binds: how often the leaves were bound.
     """
 
-    def __init__(self, group: Group, mesh: Mesh, engine: Any) -> None:
+    def __init__(self, group: Group, mesh: Mesh, engine: Any, casting: Casting | None = None) -> None:
         self.group = group
         self.full: Tensor | None = None
         self.stage: Tensor | None = None
@@ -51,7 +53,7 @@ class GroupSlots:
         self.storages: set[int] = set()
         for leaf in group.leaves:
             tensor = torch.empty(0, dtype=group.compute_dtype, device=mesh.device).requires_grad_(leaf.trainable)
-            attach(tensor, Slot(engine, leaf.path))
+            attach(tensor, Slot(engine, leaf.path, casting))
             self.leaves.append(tensor)
 
     def bind(self, buffer: Tensor) -> None:
@@ -90,8 +92,9 @@ class GroupSlots:
 class Slots:
     """The slots of all groups of a plan over one arena."""
 
-    def __init__(self, groups: tuple[Group, ...], mesh: Mesh, engine: Any) -> None:
-        self.groups = [GroupSlots(group, mesh, engine) for group in groups]
+    def __init__(self, plan: Plan, engine: Any) -> None:
+        casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
+        self.groups = [GroupSlots(group, plan.mesh, engine, casting) for group in plan.groups]
         self.by_path = {
             leaf.path: tensor
             for slots in self.groups

@@ -120,6 +120,15 @@ class Plan:
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
         return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
 
+    def read_in(self, precision: Precision) -> "Plan":
+        """This plan, with the very same shards, for steps that read all leaves in another precision."""
+        leaves = {path: dataclasses.replace(leaf, precision=precision) for path, leaf in self.leaves.items()}
+        groups = tuple(
+            dataclasses.replace(group, leaves=tuple(leaves[leaf.path] for leaf in group.leaves))
+            for group in self.groups
+        )
+        return dataclasses.replace(self, leaves=leaves, groups=groups, precision=precision, source=None)
+
     def check_tree(self, params: Mapping[str, Any], *, whole: bool, what: str = "params") -> dict[str, torch.Tensor]:
         """The leaves of a parameter tree by path, in the plan's order.
 

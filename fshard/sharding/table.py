@@ -66,7 +66,7 @@ def render(
     axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
     head = f"mesh {axes}, batch {batch}, rank {mesh.rank}, {mesh.device.type}"
     if precision != Precision():
-        chosen = {"compute": precision.compute, "reduce": precision.reduce}
+        chosen = {name: getattr(precision, name) for name in ("compute", "reduce", "output", "buffers")}
         head += "".join(f", {what} in {SHORT[dtype]}" for what, dtype in chosen.items() if dtype is not None)
     foot = (
         f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {human(whole)} whole, "

@@ -18,6 +18,7 @@ from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collective, Gather, Scatter, Vary, apply
 from fshard.collectives.scope import bind
 from fshard.errors import TransformError
+from fshard.model.casting import make_casting
 from fshard.model.remat import remat
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.sharding.layout import Group
@@ -155,6 +156,7 @@ class Resharding:
         self, plan: Plan, flat: Mapping[str, Tensor], agree: Callable[[str], None], versions: Versions
     ) -> None:
         self.plan, self.flat, self.agree, self.versions, self.places = plan, flat, agree, versions, plan.places()
+        self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
         self.kept: dict[int, list[Tensor]] = {}
         self.slots: list[Slot] = []
 
@@ -215,6 +217,6 @@ class Resharding:
         leaf = group.leaves[number]
         empty = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device="meta")
         lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
-        self.slots.append(Slot(self, leaf.path))
+        self.slots.append(Slot(self, leaf.path, self.casting))
         attach(lazy, self.slots[-1])
         return lazy

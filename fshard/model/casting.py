@@ -1,0 +1,71 @@
+"""What precision says of the inputs, the results and the buffers of units: casts around a unit's call."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.model.precision import Precision
+
+if TYPE_CHECKING:
+    from fshard.model.unit import Slot, Unit
+
+
+class Casting:
+    """Makes the casts of one engine's units. A unit inside of a unit is part of the outer one.
+
+    Args:
+        default: the precision of units whose leaves have several.
+        leaves: by path, the precision of each leaf.
+    """
+
+    def __init__(self, default: Precision, leaves: Mapping[str, Precision]) -> None:
+        self.default, self.leaves = default, leaves
+        self._known: dict[tuple[int, str], Precision] = {}
+        self._inside = False
+
+    def call(self, unit: "Unit", slot: "Slot", params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit, with casts before and behind."""
+        if self._inside:
+            return slot.engine.call(unit, params, args, kwargs)
+        how = self._of(unit, slot.path, params)
+        buffers = args[:1] if unit.buffers else ()
+        rest, kwargs = _cast((args[len(buffers) :], kwargs), how.compute if how.inputs else None)
+        self._inside = True
+        try:
+            result = slot.engine.call(unit, params, (*_cast(buffers, how.buffers), *rest), kwargs)
+        finally:
+            self._inside = False
+        if not unit.buffers:
+            return _cast(result, how.output)
+        out, changed = result
+        return _cast(out, how.output), {path: _cast(new, buffers[0][path].dtype) for path, new in changed.items()}
+
+    def _of(self, unit: "Unit", first: str, params: Any) -> Precision:
+        """The precision of a unit: the one that all of its leaves have, or the plan's."""
+        key = id(unit), first
+        if key not in self._known:
+            slots = [getattr(leaf, "_fshard_slot", None) for leaf in tree.leaves(params)]
+            found = {self.leaves[slot.path] for slot in slots if slot is not None}
+            self._known[key] = found.pop() if len(found) == 1 else self.default
+        return self._known[key]
+
+
+def make_casting(default: Precision, leaves: Mapping[str, Precision]) -> Casting | None:
+    """What casts around units; None if nothing is to be cast."""
+    casts = any(p.inputs or p.output is not None or p.buffers is not None for p in {default, *leaves.values()})
+    return Casting(default, leaves) if casts else None
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Floating-point tensors of any pytree in a dtype. Parameters are not touched: they have theirs."""
+    if dtype is None:
+        return values
+
+    def one(x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point() and not hasattr(x, "_fshard_slot")
+        return x.to(dtype) if floating else x
+
+    return tree.map(one, values)
