@@ -1,16 +1,13 @@
 """What precision says of the inputs, the results and the buffers of units: casts around a unit's call."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import tree
 from fshard.model.precision import Precision
-
-if TYPE_CHECKING:
-    from fshard.model.unit import Slot, Unit
 
 
 class Casting:
@@ -26,7 +23,7 @@ class Casting:
         self._known: dict[tuple[int, str], Precision] = {}
         self._inside = False
 
-    def call(self, unit: "Unit", slot: "Slot", params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, unit: Any, slot: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit, with casts before and behind."""
         if self._inside:
             return slot.engine.call(unit, params, args, kwargs)
@@ -43,7 +40,7 @@ class Casting:
         out, changed = result
         return _cast(out, how.output), {path: _cast(new, buffers[0][path].dtype) for path, new in changed.items()}
 
-    def _of(self, unit: "Unit", first: str, params: Any) -> Precision:
+    def _of(self, unit: Any, first: str, params: Any) -> Precision:
         """The precision of a unit: the one that all of its leaves have, or the plan's."""
         key = id(unit), first
         if key not in self._known:
