@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
@@ -91,6 +92,7 @@ class TrainStep:
             DonatedError: the state was donated to an earlier step.
             BatchError, LossError, UnitError: the batch or the program breaks a rule; alike on all ranks.
             NonFiniteError: the gradient norm is not finite.
+            ReplicationError: in debug mode, copies of a leaf got different gradients.
             PeerError: another rank failed.
             CommError: a collective failed or timed out; the process group is lost.
             TransformError: it was called inside of a transform of ``torch.func``.
@@ -127,6 +129,8 @@ class TrainStep:
             outcome = self._runner.run(work)
         verdict = self._check(outcome, scale)
         skipped = overflowed(self.options.loss_scale, scale, verdict)
+        if self.options.debug and own is None and not skipped:
+            self._check_copies()
         metrics = self._metrics(outcome, verdict, skipped)
         if own is None:
             shards = state.shards() if self.options.donate else [shard.clone() for shard in state.finished()]
@@ -231,6 +235,11 @@ class TrainStep:
         if last is not None and last is not waiting:
             last.finish()
 
+    def _check_copies(self) -> None:
+        lanes = self._runner.workshop.lanes
+        assert lanes is not None
+        check_copies(self.plan, self._grads.shards, lanes.control)
+
     def _update(self, state: TrainState, shards: list[Shard], scale: Tensor | None) -> Update:
         update = Update(self.opt, state.step, shards, self._grads, scale)
         self._last = weakref.ref(update)
@@ -295,7 +304,8 @@ def make_train_step(
             updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
             first step, by memory and simulated time; ``step.choice`` says what and why.
         donate: reuse the memory of the state that a step takes.
-        debug: fill every freed range with nan, so that a read of freed memory shows.
+        debug: fill every freed range with nan, so that a read of freed memory shows; and compare the gradients of
+            leaves that ranks along other than the data axes hold copies of, so that a missing ``pvary`` shows.
         compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
             and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
             ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that

@@ -23,10 +23,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
         The result, as ``q``, and (batch, heads, queries) in float32 or better.
     """
     k, v = _for_heads(q, k), _for_heads(q, v)
-    if q.device.type == "cpu":
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = fused(q, k, v, 0.0, causal, scale=scale)
-        return out, lse
+    if q.device.type != "cpu":
+        return by_scores(q, k, v, causal, scale)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = fused(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def by_scores(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """``attend`` in plain operators; as many heads in all of them."""
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), lse
@@ -48,20 +53,26 @@ def attend_backward(
         scale: likewise.
     """
     grad, q, out, lse = queries
-    heads, kv_heads = q.shape[1], k.shape[1]
+    shared = (k.shape[1], q.shape[1] // k.shape[1])
     k, v = _for_heads(q, k), _for_heads(q, v)
     if q.device.type == "cpu":
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = fused(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     else:
-        weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
-        wide = grad.to(weights.dtype)
-        inner = wide @ v.to(weights.dtype).mT - (wide * out).sum(-1, keepdim=True)
-        scores = weights * inner * scale
-        dq, dk = scores @ k.to(scores.dtype), scores.mT @ q.to(scores.dtype)
-        dv = weights.mT @ wide
-    shared = (kv_heads, heads // kv_heads)
+        dq, dk, dv = backward_by_scores(queries, k, v, causal, scale)
     return dq, dk.unflatten(1, shared).sum(2), dv.unflatten(1, shared).sum(2)
+
+
+def backward_by_scores(
+    queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attend_backward`` in plain operators; as many heads in all of them."""
+    grad, q, out, lse = queries
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+    wide = grad.to(weights.dtype)
+    inner = wide @ v.to(weights.dtype).mT - (wide * out).sum(-1, keepdim=True)
+    scores = weights * inner * scale
+    return scores @ k.to(scores.dtype), scores.mT @ q.to(scores.dtype), weights.mT @ wide
 
 
 def _for_heads(q: Tensor, x: Tensor) -> Tensor:

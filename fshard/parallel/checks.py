@@ -8,6 +8,7 @@ as casts of leaves, or those under transforms of torch.func, are held to their s
 from torch import Tensor
 
 from fshard import collectives
+from fshard.collectives.scope import in_scope
 from fshard.errors import PlanError
 from fshard.model.unit import slot_of
 from fshard.sharding.layout import Leaf
@@ -76,6 +77,20 @@ def divided(count: int, axis: str, what: str, mesh: Mesh | None = None) -> int:
             f"{parts * -(-count // parts)} {what}, or a size of {axis!r} that divides {count}"
         )
     return count // parts
+
+
+def check_data_axis(axis: str, what: str, mesh: Mesh | None = None) -> None:
+    """Refuse an axis whose ranks have the same tokens, inside of a step.
+
+    Raises:
+        PlanError: other axes are the data axes here.
+    """
+    _, data = in_scope(axis, mesh)
+    if data and axis not in data:
+        raise PlanError(
+            f"{what}: axis {axis!r} is no data axis here, where these are {data}: all ranks along it would have the "
+            f"same tokens. Name it in batch=, and give each rank tokens of its own"
+        )
 
 
 def path_of(tensor: Tensor) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import PlanError
-from fshard.parallel.checks import EXPERTS, check_cut, divided, path_of
+from fshard.parallel.checks import EXPERTS, check_cut, check_data_axis, divided, path_of
 from fshard.parallel.ragged import Ragged, dispatch_ragged
 from fshard.parallel.routing import Routing
 from fshard.parallel.slots import Slotted, dispatch_slots
@@ -58,7 +58,7 @@ def dispatch(
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Raises:
-        PlanError: the axis does not divide the experts, or the routing is of other tokens.
+        PlanError: the axis does not divide the experts, or is no data axis; or the routing is of other tokens.
     """
     if x.dim() not in (2, 3) or routing.chosen.shape[:-1] != x.shape[:-1]:
         raise PlanError(
@@ -66,6 +66,7 @@ def dispatch(
             f"many tokens; it has choices {list(routing.chosen.shape)}"
         )
     if axis is not None:
+        check_data_axis(axis, "dispatch", mesh)
         divided(routing.experts, axis, "experts", mesh)
     if capacity is None:
         rows, counts, way = dispatch_ragged(x, routing, axis, mesh)
@@ -110,7 +111,7 @@ def moe(
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Raises:
-        PlanError: the axis does not divide the experts, or the routing is of other tokens.
+        PlanError: the axis does not divide the experts, or is no data axis; or the routing is of other tokens.
 
     >>> from fshard.parallel.routing import route
     >>> x, router, weight = torch.randn(5, 4), torch.randn(3, 4), torch.randn(3, 4, 4)

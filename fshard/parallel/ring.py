@@ -23,6 +23,7 @@ from fshard.collectives.linear import Permute
 from fshard.collectives.scope import resolve
 from fshard.errors import PlanError
 from fshard.parallel.attention import attend, attend_backward
+from fshard.parallel.checks import check_data_axis
 from fshard.sharding.mesh import Mesh
 
 
@@ -54,10 +55,11 @@ def ring_attention(
         As ``q``: each rank's own.
 
     Raises:
-        PlanError: shapes that do not fit, or an odd part of a causal sequence.
+        PlanError: shapes that do not fit, an odd part of a causal sequence, or inside of a step no data axis.
         AxisError: no mesh is in scope, or it has no such axis.
     """
     group = resolve(axis, mesh)
+    check_data_axis(axis, "ring_attention", mesh)
     _check(q, k, v, group, causal)
     ring = Ring(group, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     result: Tensor = Attention.apply(q, k, v, ring)[0]  # type: ignore[no-untyped-call]
