@@ -72,6 +72,11 @@ def test_transforms() -> None:
     assert run(ROOT / "docs" / "transforms.md") > 9
 
 
+def test_parallel() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "parallel.md") > 6
+
+
 def test_collectives() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "collectives.md") > 8

@@ -13,6 +13,8 @@ BRIEF = {
     "influence": (["--steps", "3", "--solve", "2"], "Area under the ROC curve"),
     "maml": (["--steps", "2", "--tasks", "2"], "right from learned start values"),
     "energy": (["--steps", "3", "--depth", "1"], "slope of the energy"),
+    "train_tp": (["--steps", "3", "--depth", "1", "--debug"], "in one process"),
+    "train_moe": (["--steps", "3", "--depth", "1", "--debug"], "bits per byte of held-out text; balance"),
 }
 
 

@@ -1,7 +1,7 @@
 """PyTorch's own tensor parallelism inside of units: ``parallelize_module`` on DTensors made of the leaves.
 
-The module that PyTorch has parallelised is the code; its parameters are fshard's, cut by ``tp`` in the plan, flat-sharded
-besides, and made DTensors inside of the unit.
+The module that PyTorch has parallelised is the code. Its parameters are fshard's: cut by ``tp`` in the plan,
+flat-sharded besides, and made DTensors inside of the unit.
 """
 
 import copy

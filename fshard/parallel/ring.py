@@ -21,7 +21,7 @@ from fshard.collectives.build import untraced
 from fshard.collectives.group import Group
 from fshard.collectives.linear import Permute
 from fshard.collectives.scope import resolve
-from fshard.errors import PlanError
+from fshard.errors import PlanError, TransformError
 from fshard.parallel.attention import attend, attend_backward
 from fshard.parallel.checks import check_data_axis
 from fshard.sharding.mesh import Mesh
@@ -125,11 +125,20 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, *output)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Another function, so that it gets data under transforms, too."""
+        dq, dk, dv = Gradients.apply(grad, *ctx.saved_tensors, ctx.ring)  # type: ignore[no-untyped-call]
+        return dq, dk, dv, None
+
+
+class Gradients(torch.autograd.Function):
+    """The gradients of queries, keys and values."""
+
+    @staticmethod
+    def forward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, ring: Ring
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Round once more, with gradients of keys and values one step behind."""
-        ring: Ring = ctx.ring
-        q, k, v, out, sums = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=sums.dtype)
         flying: raw.Finish | None = None
         for step, kv in ring.turn(torch.stack((k, v))):
@@ -143,7 +152,19 @@ class Attention(torch.autograd.Function):
             flying = ring.send(dkv)
         assert flying is not None
         dk, dv = flying()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Refuse."""
+        raise TransformError(
+            "ring_attention is differentiable once: for second derivatives gather keys and values by "
+            "fs.collectives.all_gather, and call scaled_dot_product_attention"
+        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, group: Group, causal: bool) -> None:
