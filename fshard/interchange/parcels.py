@@ -132,9 +132,7 @@ def fetch(mesh: Mesh, parcel: Parcel) -> Tensor | None:
         count = end - begin
         if parcel.root is not None:
             want = [Piece(low, shape, begin, end if i == parcel.root else begin) for i in range(ranks.size)]
-            arrived = transfer(ranks, mine, parcel.have, want)
-            if receives:
-                out[begin:end] = arrived
+            transfer(ranks, mine, parcel.have, want, out[begin:end] if receives else None)
             continue
         # All get it: each an equal part of the slab first, whoever held it, then all of them.
         width = -(-count // ranks.size)

@@ -19,7 +19,9 @@ def positions(ranks: Ranks) -> list[int]:
     return sorted(ranks.mesh.ranks(ranks.axes))
 
 
-def transfer(ranks: Ranks, mine: Tensor, have: Sequence[Piece], want: Sequence[Piece]) -> Tensor:
+def transfer(
+    ranks: Ranks, mine: Tensor, have: Sequence[Piece], want: Sequence[Piece], out: Tensor | None = None
+) -> Tensor:
     """The piece that this rank wants, 1-D. Collective over ``ranks``.
 
     Args:
@@ -27,14 +29,16 @@ def transfer(ranks: Ranks, mine: Tensor, have: Sequence[Piece], want: Sequence[P
         mine: what this rank holds, 1-D.
         have: the piece of each position. Equal ones are copies, of which the receiver's own is taken, or any other.
         want: the piece of each position; together ``have`` must hold them. It may be empty.
+        out: where the wanted piece goes, 1-D; None for memory of its own.
     """
-    me = positions(ranks).index(ranks.mesh.rank)
-    out = torch.empty(want[me].numel, dtype=mine.dtype, device=mine.device)
-    sent = [_views(mine, have[me], want[to]) if _supplier(have, me, to) == me else [] for to in range(len(want))]
-    places = [_places(out, want[me], have[of]) if _supplier(have, of, me) == of else [] for of in range(len(have))]
-    if ranks.size == 1:
-        for place, view in zip(places[0], sent[0], strict=True):
-            place.copy_(view)
+    me, count = positions(ranks).index(ranks.mesh.rank), len(have)
+    out = torch.empty(want[me].numel, dtype=mine.dtype, device=mine.device) if out is None else out
+    sent = [_views(mine, have[me], want[to]) if _supplier(have, me, to) == me else [] for to in range(count)]
+    places = [_places(out, want[me], have[of]) if _supplier(have, of, me) == of else [] for of in range(count)]
+    for place, view in zip(places[me], sent[me], strict=True):  # what stays here passes no buffer
+        place.copy_(view)
+    sent[me] = places[me] = []
+    if count == 1:
         return out
     send = [sum(view.numel() for view in views) for views in sent]
     receive = [sum(place.numel() for place in row) for row in places]
