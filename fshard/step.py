@@ -26,6 +26,7 @@ from fshard.runtime.interrupts import Shield
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.remat import Remat, read_remat
 from fshard.runtime.rng import seeded
+from fshard.runtime.rounding import Rounding, rounded_groups
 from fshard.runtime.runner import Runner, Work
 from fshard.runtime.trace import trace
 from fshard.runtime.update import Gradients, Shard, Update, segments_of
@@ -69,6 +70,7 @@ class TrainStep:
         self._cuts = {g.id: segments_of(g, plan.mesh, opt) for g in plan.groups if g.trainable}
         self._kept = {g.id: holdings(g, plan.mesh, opt) for g in plan.groups if g.trainable}
         self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced)
+        self._rounded = rounded_groups(plan)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
         self._choice: Choice | None = None
@@ -118,7 +120,7 @@ class TrainStep:
         if self.options.policy.update == "in_backward":
             shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
             # Not for a later step to finish: what this one does not update has no gradient.
-            own = update = Update(self.opt, state.step, shards, self._grads, None)
+            own = update = Update(self.opt, state.step, shards, self._grads, None, self._rounding(state))
         part = self.plan.mesh.index(self.plan.data_axes)
         randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
         check = functools.partial(rate, self.opt.lr, state.step + 1)
@@ -240,8 +242,11 @@ class TrainStep:
         assert lanes is not None
         check_copies(self.plan, self._grads.shards, lanes.control)
 
+    def _rounding(self, state: TrainState) -> Rounding | None:
+        return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
+
     def _update(self, state: TrainState, shards: list[Shard], scale: Tensor | None) -> Update:
-        update = Update(self.opt, state.step, shards, self._grads, scale)
+        update = Update(self.opt, state.step, shards, self._grads, scale, self._rounding(state))
         self._last = weakref.ref(update)
         return update
 

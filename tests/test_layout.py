@@ -13,8 +13,9 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError
+from fshard.sharding.index import global_index
 from fshard.sharding.layout import ALIGN, Group, box
-from fshard.state.init import global_index, take
+from fshard.state.init import take
 
 DATA = ("replica", "shard")
 MESHES = [

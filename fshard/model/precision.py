@@ -1,6 +1,7 @@
 """Precision: in which dtypes a step computes and communicates. What is kept is never rounded."""
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 import torch
 
@@ -27,14 +28,17 @@ class Precision:
         inputs: whether floating-point arguments of units are cast to ``compute``.
         buffers: what floating-point buffers are cast to while a unit of a split module runs. Those that it changes
             come back in their own dtype. None: never cast.
+        rounding: how updates of parameters that are kept in bfloat16 are rounded: ``"nearest"``, or ``"stochastic"``,
+            after an update in float32.
 
-    The last three speak of a unit, and count where all of its leaves have this precision, or where it is the plan's.
+    ``output``, ``inputs`` and ``buffers`` speak of a unit, and count where all of its leaves have this precision, or
+    where it is the plan's.
 
     Raises:
         PlanError: not a floating-point dtype that is supported here.
 
-    >>> Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-    Precision(compute=torch.bfloat16, reduce=torch.bfloat16, output=None, inputs=False, buffers=None)
+    >>> Precision(torch.bfloat16, torch.bfloat16) == Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+    True
     """
 
     compute: torch.dtype | None = None
@@ -43,6 +47,7 @@ class Precision:
     _: KW_ONLY
     inputs: bool = False
     buffers: torch.dtype | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         wrong = [
@@ -53,6 +58,8 @@ class Precision:
         if wrong:
             names = ", ".join(map(str, DTYPES))
             raise PlanError(f"fs.Precision({', '.join(wrong)}): give one of {names}, or None")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise PlanError(f"fs.Precision(rounding={self.rounding!r}): give 'nearest' or 'stochastic'")
         if not isinstance(self.inputs, bool):
             raise PlanError(f"fs.Precision(inputs={self.inputs!r}): give True, to cast them to compute, or False")
 

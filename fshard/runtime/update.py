@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard.errors import half_updated
 from fshard.runtime.held import Held, Segment, segments, segments_of, start_buffers
 from fshard.runtime.memory import deallocate
+from fshard.runtime.rounding import Rounding
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
@@ -90,13 +91,23 @@ class Update:
         shards: the shards to update, by group id.
         grads: their gradients.
         scale: what gradients are divided by, or None for 1.
+        rounding: what updates those groups that are rounded stochastically; None if there are none.
 
     Attributes:
         broken: how the update rule failed, if it had written something by then.
     """
 
-    def __init__(self, opt: Any, number: int, shards: list[Shard], grads: Gradients, scale: Tensor | None) -> None:
+    def __init__(
+        self,
+        opt: Any,
+        number: int,
+        shards: list[Shard],
+        grads: Gradients,
+        scale: Tensor | None,
+        rounding: Rounding | None = None,
+    ) -> None:
         self.broken = ""
+        self.rounding = rounding
         self.opt, self.number, self.shards, self.grads, self.scale = opt, number, shards, grads, scale
         self.waiting = dict.fromkeys(grads.cuts)
 
@@ -116,13 +127,19 @@ class Update:
         if self.broken:
             raise half_updated(self.broken)
         due = [group for group in groups if group in self.waiting]
-        alike = self._alike(due)
+        rounded = [group for group in due if self.rounding is not None and group in self.rounding.groups]
+        alike = self._alike([group for group in due if group not in rounded])
         written = [tensor for params, _, states in alike.values() for tensor in (*params, *_values(states))]
+        written += [
+            tensor for group in rounded for tensor in (self.shards[group].param, *self.shards[group].opt.values())
+        ]
         versions = [tensor._version for tensor in written]
         try:
             with torch.no_grad():
                 for (hyper, _), slices in alike.items():
-                    self.opt.update(*slices, step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None)
+                    self._rule(*slices, hyper)
+                for group in rounded:
+                    self._rounded(group)
         except BaseException as error:
             if versions != [tensor._version for tensor in written]:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -132,6 +149,15 @@ class Update:
             del self.waiting[group]
             if group in self.grads.passing:
                 deallocate(self.grads.shards[group])
+
+    def _rule(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], hyper: Any) -> None:
+        self.opt.update(params, grads, states, step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None)
+
+    def _rounded(self, group: int) -> None:
+        assert self.rounding is not None
+        cuts = self.grads.cuts[group]
+        slices, grads = self.shards[group].slices(cuts), self.grads.slices(group)
+        self.rounding.update(group, cuts, slices, grads, self.number, self._rule)
 
     def _alike(self, due: Sequence[int]) -> dict[tuple[Hashable, torch.dtype], Slices]:
         alike: dict[tuple[Hashable, torch.dtype], Slices] = {}

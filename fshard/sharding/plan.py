@@ -49,6 +49,7 @@ class Source:
         decided = match(self.rules, self.shapes)
         check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
         leaves = _leaves(self, decided, mesh, batch, precision)
+        _check_rounding(leaves)
         groups = make_groups(leaves, dict(self.owners), mesh, batch.axes)
         return Plan(mesh, batch, leaves, groups, self.inits, precision, self)
 
@@ -264,6 +265,16 @@ def _check_aligned(decided: Mapping[str, Decision]) -> None:
     if cut:
         remedy = "Use flat=, such as fs.fsdp(axis): align= says where a flat-sharded leaf may be cut."
         raise PlanError(lines("rules with align= decide leaves that are not flat-sharded:", cut, remedy))
+
+
+def _check_rounding(leaves: Mapping[str, Leaf]) -> None:
+    """Refuse stochastic rounding where nothing is rounded."""
+    asked = [leaf for leaf in leaves.values() if leaf.precision.rounding == "stochastic"]
+    if asked and all(leaf.dtype != torch.bfloat16 for leaf in asked):
+        raise PlanError(
+            f"Precision(rounding='stochastic') is about updates of parameters kept in bfloat16, and of its "
+            f"{len(asked)} leaves, such as {asked[0].path}, none is: keep them in bfloat16, or leave rounding= away"
+        )
 
 
 def _check_trainable(dtypes: Mapping[str, torch.dtype], decided: Mapping[str, Decision]) -> None:

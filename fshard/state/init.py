@@ -14,6 +14,7 @@ from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, fill
 from fshard.model.philox import fold
 from fshard.runtime.update import start_shard
+from fshard.sharding.index import global_index
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
@@ -156,20 +157,6 @@ def take(whole: Tensor, piece: Piece) -> Tensor:
     """The elements of a piece, 1-D."""
     box = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
     return box.reshape(-1)[piece.start : piece.stop]
-
-
-def global_index(shape: tuple[int, ...], piece: Piece, device: torch.device) -> Tensor:
-    """The row-major index in the whole leaf of each element of a piece, int64."""
-    index = torch.arange(piece.start, piece.stop, device=device)
-    if piece.shape == shape:
-        return index
-    out = torch.zeros_like(index)
-    stride = 1
-    for dim in reversed(range(len(shape))):
-        out += (index % piece.shape[dim] + piece.offset[dim]) * stride
-        index = index // piece.shape[dim]
-        stride *= shape[dim]
-    return out
 
 
 def _shard_of(plan: Plan, group: Group, value: Callable[[str, Piece], Tensor]) -> Tensor:
