@@ -21,18 +21,12 @@ The spec says where, the schedule says when, the runtime does it::
     view/           pictures of schedules
 """
 
-from fshard import collectives, errors, lora, optim, parallel, view
-from fshard.checkpoint.checkpointer import Checkpointer, Restored
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fshard import collectives, errors, optim
 from fshard.evaluate import EvalStep, make_eval_step
-from fshard.interchange.dcp import load_dcp
-from fshard.interchange.dcp_write import save_dcp
-from fshard.interchange.dtensors import from_dtensor, to_dtensor
-from fshard.interchange.hf import load_hf, save_hf
-from fshard.interchange.rename import Rename
-from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
-from fshard.interchange.stream import export
 from fshard.launch import make_mesh
-from fshard.mapping import shard_map
 from fshard.metrics import Metrics
 from fshard.model import init, policies, random
 from fshard.model.empty import empty_weights
@@ -54,16 +48,62 @@ from fshard.state.init import init_state, shard, unshard
 from fshard.state.move import reshard_state
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep, make_train_step
-from fshard.transform.grad import value_and_grad
-from fshard.transform.loss import sharded_loss
-from fshard.transform.optimizer import differentiable
-from fshard.transform.products import gnvp, hessian_trace, hvp, jvp
-from fshard.transform.samples import clipped_grad, per_sample_grad
-from fshard.transform.trees import tree_norm, tree_normal, tree_rademacher, tree_stack, tree_vdot
 from fshard.version import VERSION
-from fshard.virtual import VirtualMesh, virtual_mesh
+
+if TYPE_CHECKING:
+    from fshard import lora, parallel, view
+    from fshard.checkpoint.checkpointer import Checkpointer, Restored
+    from fshard.interchange.dcp import load_dcp
+    from fshard.interchange.dcp_write import save_dcp
+    from fshard.interchange.dtensors import from_dtensor, to_dtensor
+    from fshard.interchange.hf import load_hf, save_hf
+    from fshard.interchange.rename import Rename
+    from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
+    from fshard.interchange.stream import export
+    from fshard.mapping import shard_map
+    from fshard.transform.grad import value_and_grad
+    from fshard.transform.loss import sharded_loss
+    from fshard.transform.optimizer import differentiable
+    from fshard.transform.products import gnvp, hessian_trace, hvp, jvp
+    from fshard.transform.samples import clipped_grad, per_sample_grad
+    from fshard.transform.trees import tree_norm, tree_normal, tree_rademacher, tree_stack, tree_vdot
+    from fshard.virtual import VirtualMesh, virtual_mesh
 
 __version__ = VERSION
+
+_LATER = (
+    ("fshard", "lora parallel view"),
+    ("fshard.checkpoint.checkpointer", "Checkpointer Restored"),
+    ("fshard.interchange.dcp", "load_dcp"),
+    ("fshard.interchange.dcp_write", "save_dcp"),
+    ("fshard.interchange.dtensors", "from_dtensor to_dtensor"),
+    ("fshard.interchange.hf", "load_hf save_hf"),
+    ("fshard.interchange.rename", "Rename"),
+    ("fshard.interchange.state_dicts", "from_state_dict to_optim_state_dict to_state_dict"),
+    ("fshard.interchange.stream", "export"),
+    ("fshard.mapping", "shard_map"),
+    ("fshard.transform.grad", "value_and_grad"),
+    ("fshard.transform.loss", "sharded_loss"),
+    ("fshard.transform.optimizer", "differentiable"),
+    ("fshard.transform.products", "gnvp hessian_trace hvp jvp"),
+    ("fshard.transform.samples", "clipped_grad per_sample_grad"),
+    ("fshard.transform.trees", "tree_norm tree_normal tree_rademacher tree_stack tree_vdot"),
+    ("fshard.virtual", "VirtualMesh virtual_mesh"),
+)
+"""What is imported when it is first asked for, since not every program needs it: modules, and the names in them."""
+
+
+def __getattr__(name: str) -> Any:
+    """A name of ``_LATER`` (PEP 562)."""
+    for module, names in _LATER:
+        if name in names.split():
+            return import_module(f"{module}.{name}") if module == "fshard" else getattr(import_module(module), name)
+    raise AttributeError(f"module 'fshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 __all__ = [
     "Auto",

@@ -3,6 +3,7 @@
 To update the list after a change that was meant, see ``REMEDY``.
 """
 
+import ast
 import inspect
 import tomllib
 from collections.abc import Iterator
@@ -39,6 +40,13 @@ def test_the_public_names_are_the_listed_ones() -> None:
     found, listed = set(public_names(fshard)), set(LIST.read_text().split())
     assert not found - listed, f"exported but not listed: {sorted(found - listed)}. {REMEDY}"
     assert not listed - found, f"listed but not exported: {sorted(listed - found)}. {REMEDY}"
+
+
+def test_what_type_checkers_see_is_what_is_imported_later() -> None:
+    body = ast.parse(Path(fshard.__file__).read_text()).body
+    block = next(node for node in body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert dict(fshard._LATER) == {node.module: " ".join(name.name for name in node.names) for node in imports}
 
 
 def test_no_name_is_exported_twice() -> None:
