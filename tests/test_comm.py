@@ -194,6 +194,30 @@ def control(kind: str) -> tuple[list[int], list[str]]:
         return rows[:, 0].tolist(), list(texts)
 
 
+def _some_then_all(kind: str) -> list[str]:
+    """On a rank: large parts for one peer alone, then for everybody, in the same memory."""
+    out = []
+    with _mesh(kind) as mesh:
+        lane = mesh.transport.lane("gather", ("shard",))
+        for round_ in range(3):
+            size, last = 3000 + round_, mesh.size - 1
+            send = [size if peer == last else 0 for peer in range(mesh.size)]
+            receive = [size if mesh.rank == last else 0] * mesh.size
+            into = torch.empty(sum(receive))
+            lane.all_to_all(into, torch.full((size,), float(mesh.rank)), receive, send).wait()
+            every = torch.arange(mesh.size, dtype=torch.float32).repeat_interleave(size)
+            out += [f"all_to_all {round_}"] * (mesh.rank == last and not torch.equal(into, every))
+            whole = torch.empty(mesh.size * size)
+            lane.all_gather(whole, torch.full((size,), float(mesh.rank))).wait()
+            out += [f"all_gather {round_}"] * (not torch.equal(whole, every))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_peers_that_got_nothing_before(pool: Pools, kind: str, world: int) -> None:
+    assert pool(world).run(_some_then_all, kind) == [[]] * world
+
+
 def test_control_messages(pool: Pools, kind: str) -> None:
     for rows, texts in pool(2).run(control, kind):
         assert rows == [0, 1]

@@ -36,9 +36,18 @@ PAGE, LINE = 4096, 64
 
 @dataclass
 class Own:
-    """Memory that this rank writes. ``readers``: the peers that have not read what is in it."""
+    """Memory that this rank writes.
+
+    Attributes:
+        data: the memory.
+        file: its file, until all peers know it; then -1.
+        known: the peers that do. A collective may be with some of them alone, so others learn of it later.
+        readers: how many peers have not read what is in it.
+    """
 
     data: Tensor
+    file: int
+    known: set[int] = field(default_factory=set)
     readers: int = 0
 
 
@@ -91,18 +100,20 @@ class Mail:
                 pass
         distinct = {id(part): part for part in parts.values()}
         ends = list(accumulate(-(-part.nbytes // LINE) * LINE for part in distinct.values()))
-        slot, files = self._memory(ends[-1])
+        slot = self._memory(ends[-1])
+        own = self.own[slot]
         places = {}
         for (key, part), begin in zip(distinct.items(), (0, *ends), strict=False):
             places[key] = begin, begin + part.nbytes
-            self.own[slot].data[slice(*places[key])].view(part.dtype).copy_(part)
-        self.own[slot].readers = len(parts)
-        try:
-            for at, part in parts.items():
-                self._send(at, HEAD.pack(READY, call, number, slot, *places[id(part)]), files)
-        finally:
-            for file in files:
-                os.close(file)
+            own.data[slice(*places[key])].view(part.dtype).copy_(part)
+        own.readers = len(parts)
+        for at, part in parts.items():
+            files = [] if at in own.known else [own.file]
+            self._send(at, HEAD.pack(READY, call, number, slot, *places[id(part)]), files)
+            own.known.add(at)
+        if own.file >= 0 and len(own.known) == len(self.peers):
+            os.close(own.file)
+            own.file = -1
 
     @contextmanager
     def part(self, at: int, number: int, call: bytes, like: Tensor) -> Iterator[Tensor]:
@@ -137,20 +148,22 @@ class Mail:
                     peer.link.send(text)
             peer.link.close()
         self.closed = self.closed or reason or "the mesh was closed"
+        for own in self.own:
+            if own.file >= 0:
+                os.close(own.file)
         self.own.clear()
 
     def _check_open(self) -> None:
         if self.closed:
             raise ConnectionError(f"it is closed: {self.closed}")
 
-    def _memory(self, size: int) -> tuple[int, list[int]]:
-        """Memory that nobody reads: its number, and its file if peers do not know it yet."""
+    def _memory(self, size: int) -> int:
+        """The number of memory that nobody reads."""
         fits = [slot for slot, own in enumerate(self.own) if not own.readers and own.data.nbytes >= size]
         if fits:
-            return min(fits, key=lambda slot: self.own[slot].data.nbytes), []
-        data, file = make_memory(-(-size // PAGE) * PAGE)
-        self.own.append(Own(data))
-        return len(self.own) - 1, [file]
+            return min(fits, key=lambda slot: self.own[slot].data.nbytes)
+        self.own.append(Own(*make_memory(-(-size // PAGE) * PAGE)))
+        return len(self.own) - 1
 
     def _send(self, at: int, message: bytes, files: Sequence[int] = ()) -> None:
         """Send. While the link is full, read what peers send: they may be waiting for just that."""
