@@ -15,6 +15,7 @@ The spec says where, the schedule says when, the runtime does it::
     interchange/    states from and to the formats of others, leaf by leaf
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate  a function, an optimizer and a plan become a step
+    elastic         the train loop that resumes, and saves before it is ended
     lora            low-rank adapters beside frozen weights
     mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks
     launch, virtual meshes of real processes, and of ranks that are played in one
@@ -53,6 +54,7 @@ from fshard.version import VERSION
 if TYPE_CHECKING:
     from fshard import lora, parallel, view
     from fshard.checkpoint.checkpointer import Checkpointer, Restored
+    from fshard.elastic import Preempted, Preemption, train_loop
     from fshard.interchange.dcp import load_dcp
     from fshard.interchange.dcp_write import save_dcp
     from fshard.interchange.dtensors import from_dtensor, to_dtensor
@@ -74,6 +76,7 @@ __version__ = VERSION
 _LATER = (
     ("fshard", "lora parallel view"),
     ("fshard.checkpoint.checkpointer", "Checkpointer Restored"),
+    ("fshard.elastic", "Preempted Preemption train_loop"),
     ("fshard.interchange.dcp", "load_dcp"),
     ("fshard.interchange.dcp_write", "save_dcp"),
     ("fshard.interchange.dtensors", "from_dtensor to_dtensor"),
@@ -121,6 +124,8 @@ __all__ = [
     "Plan",
     "Policy",
     "Precision",
+    "Preempted",
+    "Preemption",
     "Rename",
     "Restored",
     "Rule",
@@ -170,6 +175,7 @@ __all__ = [
     "to_dtensor",
     "to_optim_state_dict",
     "to_state_dict",
+    "train_loop",
     "tree_norm",
     "tree_normal",
     "tree_rademacher",

@@ -20,7 +20,7 @@ LAYERS = (
     ("state",),
     ("checkpoint",),
     ("interchange",),
-    ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping", "lora"),
+    ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping", "lora", "elastic"),
     ("transform",),
     ("",),
 )

@@ -1,0 +1,229 @@
+"""Runs that outlive their processes: the train loop that resumes, saves when it is due, and saves before it is ended.
+
+torchrun starts all ranks anew when one has failed (``--max-restarts``), with as many as there are then
+(``--nnodes MIN:MAX``); what is left to the program is to go on where the last checkpoint is, and to leave one when the
+cluster wants its machines back (Orbax' preemption checkpointing, ``reached_preemption`` in ``CheckpointManager``).
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Self
+
+import torch
+
+from fshard.checkpoint.checkpointer import Checkpointer
+from fshard.checkpoint.meeting import meet
+from fshard.errors import PlanError
+from fshard.metrics import Metrics
+from fshard.runtime.comm import exchange
+from fshard.state.train_state import TrainState
+from fshard.step import TrainStep
+
+
+class Preempted(SystemExit):
+    """The process was asked to end, and the train loop has saved and stopped at one step on all ranks.
+
+    Not caught, it ends the process with the exit code of one that the signal ended, such as 143 for SIGTERM, so that
+    torchrun and schedulers know that the run is not complete.
+    """
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(128 + number)
+        self.signal, self.step = number, step
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.signal).name}: stopped after step {self.step}"
+
+
+class Preemption:
+    """Notes signals that ask a process to end, instead of ending it.
+
+    Inside of the context ``asked`` says which one has come; leaving it puts the handlers back that were there. Handlers
+    belong to the main thread: in any other one this does nothing.
+
+    Args:
+        signals: which ones. Slurm sends what ``--signal`` names; SIGTERM is what most others send, torchrun too.
+
+    >>> import os, signal
+    >>> with Preemption() as preemption:
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     preemption.asked == signal.SIGTERM
+    True
+    """
+
+    def __init__(self, signals: Sequence[int] = (signal.SIGTERM,)) -> None:
+        self.signals = tuple(signals)
+        self.asked: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.signals}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            # None: installed by other means than Python, which cannot put it back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = number
+
+
+def train_loop(
+    step: TrainStep,
+    start: Callable[[], TrainState],
+    batches: Callable[[int], Any] | Iterable[Any],
+    *,
+    steps: int,
+    checkpoints: Checkpointer | None = None,
+    signals: Sequence[int] = (signal.SIGTERM,),
+    fallback: bool = True,
+) -> Iterator[tuple[TrainState, Metrics]]:
+    """Train until a step, from the last checkpoint if there is one: ``for state, metrics in fs.train_loop(...)``.
+
+    It restores the newest checkpoint onto the mesh that there is now, whatever the mesh was that saved it, and saves
+    when ``checkpoints.due`` says so, after the last step, and when any rank gets one of ``signals``: then all ranks
+    finish the step that they are at, save, yield once more and raise ``Preempted``. So under torchrun a script of this
+    loop resumes by itself. The handlers of signals are those of before when the loop is over or left.
+
+    Args:
+        step: what ``fs.make_train_step`` returned.
+        start: makes the state of a run that has no checkpoint yet.
+        batches: this rank's batch as a function of the number of steps made, so that a resumed run sees what it would
+            have seen; or any iterable. An iterable with ``state_dict`` and ``load_state_dict`` (JSON; such as
+            torchdata's ``StatefulDataLoader``) is saved and restored with the state, rank by rank, on as many ranks; of
+            any other as many batches are skipped as were taken. It ends the loop when it ends, on all ranks alike.
+        steps: the step at which to end.
+        checkpoints: where to save and restore; None for neither.
+        signals: what asks the run to save and stop.
+        fallback: if the newest checkpoint is damaged, warn and take the newest good one.
+
+    Yields:
+        The state after each step, and its metrics. The state is donated to the next step: do not keep it.
+
+    Raises:
+        Preempted: after a signal; a ``SystemExit``.
+        PlanError: arguments out of range; a data loader of another number of ranks.
+        CheckpointError: a checkpoint that cannot be read or written.
+        Exception: whatever the step raises. Nothing is saved then: the last checkpoint is good.
+
+    >>> import fshard as fs, tempfile, torch
+    >>> plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> opt = fs.optim.sgd(0.1)
+    >>> step = fs.make_train_step(lambda params, batch: (params["w"] * batch).sum(), opt, plan)
+    >>> start = lambda: fs.init_state(plan, opt, params={"w": torch.ones(3)})
+    >>> with tempfile.TemporaryDirectory() as folder, fs.Checkpointer(folder, every=2) as ckpt:
+    ...     for end in (3, 5):
+    ...         loop = fs.train_loop(step, start, lambda n: n * torch.ones(3), steps=end, checkpoints=ckpt)
+    ...         print([state.step for state, metrics in loop], ckpt.steps())
+    [1, 2, 3] [2, 3]
+    [4, 5] [3, 4, 5]
+    """
+    if (
+        not isinstance(step, TrainStep)
+        or not callable(start)
+        or not (callable(batches) or hasattr(batches, "__iter__"))
+    ):
+        raise PlanError(
+            f"train_loop(step, start, batches) takes a train step, a function that makes a state, and batches as a "
+            f"function of the step or an iterable; it was given a {type(step).__name__}, a {type(start).__name__} and "
+            f"a {type(batches).__name__}"
+        )
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise PlanError(f"train_loop(steps={steps!r}): give the step at which to end, an int >= 0")
+    return _loop(step, start, Source(batches, step), steps, checkpoints, Preemption(signals), fallback)
+
+
+def _loop(
+    step: TrainStep,
+    start: Callable[[], TrainState],
+    source: "Source",
+    steps: int,
+    checkpoints: Checkpointer | None,
+    preemption: Preemption,
+    fallback: bool,
+) -> Iterator[tuple[TrainState, Metrics]]:
+    with preemption:
+        state = None
+        if checkpoints is not None and _exists(checkpoints, step):
+            state = checkpoints.restore(step.plan, step.opt, fallback=fallback)
+            source.restore(checkpoints.restored.data if checkpoints.restored else None)
+        state = start() if state is None else state
+        while state.step < steps:
+            batch = source.take(state.step)
+            if batch is source:
+                return
+            state, metrics = step(state, batch, stop=preemption.asked is not None)
+            if checkpoints is not None and (metrics.stop or state.step == steps or checkpoints.due(state)):
+                again = checkpoints.latest() == state.step  # a skipped step leaves the step's number as it is
+                checkpoints.save(state, data=source.position(), schedule=step.schedule, overwrite=again)
+            yield state, metrics
+            if metrics.stop and state.step < steps:
+                if checkpoints is not None:
+                    checkpoints.wait()
+                raise Preempted(preemption.asked or preemption.signals[0], state.step)
+        if checkpoints is not None:
+            checkpoints.wait()
+
+
+def _exists(checkpoints: Checkpointer, step: TrainStep) -> bool:
+    """Whether there is a checkpoint, as the first rank sees it: on all ranks alike."""
+    meeting = meet(step.plan.mesh, "control")
+    found = torch.tensor([-1 if (latest := checkpoints.latest()) is None else latest])
+    return int(exchange(meeting.lane, found)[0]) >= 0
+
+
+class Source:
+    """Where batches come from, and how many were taken.
+
+    Args:
+        batches: a function of the step, or an iterable.
+        step: whose ranks take them.
+    """
+
+    def __init__(self, batches: Any, step: TrainStep) -> None:
+        self.batches, self.mesh = batches, step.plan.mesh
+        self.by_step = callable(batches)
+        self.kept = not self.by_step and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        self.taken = 0
+        self.under_way: Iterator[Any] | None = None
+
+    def take(self, number: int) -> Any:
+        """The next batch; the source itself if there is none."""
+        self.taken += 1
+        if self.by_step:
+            return self.batches(number)
+        if self.under_way is None:
+            self.under_way = iter(self.batches)
+        return next(self.under_way, self)
+
+    def position(self) -> Any:
+        """What a checkpoint keeps of it: JSON, equal on all ranks. Collective."""
+        loaders = meet(self.mesh, "control").together(self.batches.state_dict) if self.kept else None
+        return {"batches": self.taken, "loaders": loaders}
+
+    def restore(self, data: Any) -> None:
+        """Go on where a checkpoint was made.
+
+        Raises:
+            PlanError: another number of ranks has saved the positions of data loaders.
+        """
+        if not isinstance(data, dict) or "batches" not in data:
+            return
+        self.taken, loaders = int(data["batches"]), data.get("loaders")
+        if self.kept and loaders is not None:
+            if len(loaders) != self.mesh.size:
+                raise PlanError(
+                    f"the checkpoint holds the positions of data loaders of {len(loaders)} ranks, and there are "
+                    f"{self.mesh.size} now: give batches as a function of the step, which any number of ranks can "
+                    f"go on with, or start as many ranks"
+                )
+            self.batches.load_state_dict(loaders[self.mesh.rank])
+        elif not self.by_step:
+            self.under_way = iter(self.batches)
+            for _ in range(self.taken):
+                next(self.under_way, None)
