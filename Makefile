@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train bench test parity lint format clean
+.PHONY: help train bench test parity faults lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test: lint  ## Check style and types, then run the tests.
 
 parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: a quarter of an hour.
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the table of docs/reliability.md.
+	$(BIN)/python -m tests.faults.matrix --write docs/reliability.md $(ARGS)
 
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check --quiet .

@@ -1,0 +1,45 @@
+"""The fault matrix in its quick form; ``make faults`` runs all of it."""
+
+import os
+
+import pytest
+
+from tests.faults.job import Kill
+from tests.faults.matrix import FIRST_RANK, PHASES, Bench, Row, files, killed
+
+QUICK = {"backward": 1, "update": 0, "save: second fsync": 1, "save: rename": 0}
+"""Phases and ranks of ``make test``."""
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    """What cases share."""
+    return Bench()
+
+
+@pytest.mark.parametrize("phase", QUICK)
+def test_a_rank_that_is_killed(bench: Bench, phase: str) -> None:
+    row = Row(phase)
+    killed(bench, row, Kill(QUICK[phase], *(PHASES | FIRST_RANK)[phase]))
+    assert not row.problems
+    assert (row.cases, row.torn, row.restored, row.exact, row.lost) == (1, 0, 1, 1, 0)
+
+
+def test_files_and_folders() -> None:
+    rows = files(each=2)
+    assert not [problem for row in rows for problem in row.problems or []]
+    for row in rows:
+        assert row.torn == 0 and row.restored == row.exact == row.cases
+        assert row.cases or (os.getuid() and "skipped" in row.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", PHASES | FIRST_RANK)
+def test_each_rank_at_each_phase(bench: Bench, phase: str, rank: int) -> None:
+    if rank and phase in FIRST_RANK:
+        pytest.skip("the first rank does this alone")
+    row = Row(phase)
+    killed(bench, row, Kill(rank, *(PHASES | FIRST_RANK)[phase]))
+    assert not row.problems
+    assert (row.cases, row.torn, row.restored, row.exact, row.lost) == (1, 0, 1, 1, 0)
