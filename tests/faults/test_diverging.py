@@ -1,4 +1,4 @@
-"""Ranks that diverge do not hang: every other rank gets an error that names the rank, the op, the unit and the paths."""
+"""Ranks that diverge do not hang: all others get an error that names the rank, the op, the unit and the paths."""
 
 import contextlib
 import os
