@@ -1,5 +1,6 @@
 """A script for torchrun: ten lines of training that survive their processes. Here one of them is told to fail."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from tests.faults.program import Fault, batch, make_loss, start
 if __name__ == "__main__":
     folder, steps, fault = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(60.0, exit=True)  # a job that hangs says where
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     with (
         fs.make_mesh((-1,), ("shard",), timeout=20.0) as mesh,
@@ -23,16 +25,17 @@ if __name__ == "__main__":
         plan, opt, _ = start(mesh)
         step = fs.make_train_step(make_loss(Fault()), opt, plan)
         begin, batches = lambda: start(mesh)[2], lambda number: batch(number, mesh.rank)
-        made = {}
-        try:
-            for state, metrics in fs.train_loop(step, begin, batches, steps=steps, checkpoints=checkpoints):
-                made[state.step] = metrics.loss.item()
-                if state.step == 5 and mesh.rank == 1 and not again:
-                    if fault == "raises":
-                        raise ValueError("a fault of its own")
-                    if fault != "none":
-                        os.kill(os.getpid(), getattr(signal, fault))
-        finally:
-            whole = {path: leaf.tolist() for path, leaf in tree.paths(fs.unshard(state.params, plan))} if made else {}
-            report = {"made": made, "world": mesh.size, "whole": whole}
-            Path(folder, f"rank{mesh.rank}.{again}.json").write_text(json.dumps(report))
+        made: dict[int, float] = {}
+        report = Path(folder, f"rank{mesh.rank}.{again}.json")
+        state = None
+        for state, metrics in fs.train_loop(step, begin, batches, steps=steps, checkpoints=checkpoints):
+            made[state.step] = metrics.loss.item()
+            report.write_text(json.dumps({"made": made, "world": mesh.size}))
+            if state.step == 5 and mesh.rank == 1 and not again:
+                if fault == "raises":
+                    raise ValueError("a fault of its own")
+                if fault != "none":
+                    os.kill(os.getpid(), getattr(signal, fault))
+        assert state is not None
+        whole = {path: leaf.tolist() for path, leaf in tree.paths(fs.unshard(state.params, plan))}
+        report.write_text(json.dumps({"made": made, "world": mesh.size, "whole": whole}))
