@@ -5,7 +5,8 @@ import os
 import pytest
 
 from tests.faults.job import Kill
-from tests.faults.matrix import FIRST_RANK, PHASES, Bench, Row, files, killed
+from tests.faults.matrix import FIRST_RANK, PHASES, Bench, killed
+from tests.faults.spoil import Row, files
 
 QUICK = {"backward": 1, "update": 0, "save: second fsync": 1, "save: rename": 0}
 """Phases and ranks of ``make test``."""
