@@ -20,6 +20,7 @@ LAYERS = (
     ("state",),
     ("checkpoint",),
     ("interchange",),
+    ("cli",),
     ("step", "evaluate", "metrics", "launch", "virtual", "capture", "controller", "mapping", "lora", "elastic"),
     ("transform",),
     ("",),

@@ -77,6 +77,11 @@ def test_parallel() -> None:
     assert run(ROOT / "docs" / "parallel.md") > 6
 
 
+def test_checkpoints() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "checkpoints.md") > 3
+
+
 def test_collectives() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "collectives.md") > 8

@@ -1,0 +1,1 @@
+"""The command line: ``fshard ckpt ls|show|verify|convert|diff``."""

@@ -1,0 +1,189 @@
+"""``fshard ckpt``: what is in a folder of checkpoints. Manifests are read; tensors only where a command says so."""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fshard.checkpoint.convert import load_tensor, to_file, to_folder
+from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder, telling
+from fshard.checkpoint.manifest import Manifest
+from fshard.checkpoint.match import typed
+from fshard.checkpoint.problems import empty
+from fshard.checkpoint.verify import verify_step
+from fshard.cli.table import print_table
+from fshard.errors import CheckpointError
+from fshard.sharding.table import human
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """The subcommands and their arguments."""
+    commands = parser.add_subparsers(required=True, metavar="ls|show|verify|convert|diff")
+
+    def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    where = "a folder of checkpoints, or of one step"
+    ls = add("ls", run_ls, "List the steps in a folder.")
+    ls.add_argument("dir", help="a folder of checkpoints")
+    show = add("show", run_show, "Show what a step holds, from its manifest.")
+    verify = add("verify", run_verify, "Read every byte of all steps, or of one, and compare it with the manifest.")
+    convert = add("convert", run_convert, "Write a step to one safetensors file, or cut for another number of ranks.")
+    for command in (show, verify, convert):
+        command.add_argument("dir", help=where)
+        command.add_argument("--step", type=int, help="the step; the newest by default")
+    show.add_argument("--match", default=".*", help="a regular expression on whole names of tensors")
+    convert.add_argument("out", help="a file that ends in .safetensors, or a folder of checkpoints")
+    convert.add_argument("--ranks", type=int, default=1, help="for a folder: cut for this many ranks")
+    convert.add_argument("--params", action="store_true", help="for a file: parameters alone, without 'params.'")
+    diff = add("diff", run_diff, "Compare two steps: names, shapes, dtypes, numbers; with --values the tensors too.")
+    diff.add_argument("dir", help=where)
+    diff.add_argument("other", help=where)
+    diff.add_argument("--step", type=int, help="of the first; the newest by default")
+    diff.add_argument("--other-step", type=int, help="of the other; the newest by default")
+    diff.add_argument("--values", action="store_true", help="read and compare the tensors")
+
+
+def find(path: str, step: int | None) -> str:
+    """The folder of a step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = os.path.abspath(path)
+    if step is None and os.path.lexists(os.path.join(path, MANIFEST)):
+        return path
+    return step_folder(path, choose_steps(path, step)[0])
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    """List steps, and what is left of failed saves."""
+    root = os.path.abspath(args.dir)
+    steps = list_steps(root)
+    rows, status = [], 0
+    for step in steps:
+        try:
+            manifest = read_manifest(step_folder(root, step))
+        except CheckpointError as error:
+            rows.append([str(step), "-", "-", "-", str(error).splitlines()[0]])
+            status = 1
+            continue
+        mesh = " x ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
+        sizes = [str(len(manifest.tensors)), str(len(manifest.files)), human(manifest.nbytes)]
+        rows.append([str(step), *sizes, mesh])
+    if not steps:
+        raise empty(root)
+    print_table(["step", "tensors", "files", "bytes", "mesh"], rows)
+    with telling("list", root):
+        left = sorted(name for name in os.listdir(root) if LEFT.fullmatch(name))
+    for name in left:
+        print(f"{name}: left by a save that is under way, or that failed; the next save clears it")
+    return status
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Show a manifest."""
+    folder = find(args.dir, args.step)
+    manifest = read_manifest(folder)
+    mesh = " x ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
+    print(f"{folder}: step {manifest.step}, {human(manifest.nbytes)} in {len(manifest.files)} files")
+    print(f"written by {', '.join(f'{k} {v}' for k, v in manifest.versions.items())} on {mesh}")
+    for name in ("scalars", "data", "metadata", "schedule"):
+        value = getattr(manifest, name)
+        if value is not None:
+            print(f"{name}: {json.dumps(value)}")
+    try:
+        pattern = re.compile(args.match)
+    except re.error as error:
+        raise CheckpointError(f"--match {args.match!r} is no regular expression: {error}") from error
+    rows = [
+        [name, typed(info), info.spec, human(info.nbytes), str(len(info.extents))]
+        for name, info in manifest.tensors.items()
+        if pattern.fullmatch(name)
+    ]
+    print_table(["tensor", "type", "spec", "bytes", "extents"], rows)
+    print_table(
+        ["file", "bytes", "sha256"],
+        [[name, str(info.size), info.sha256] for name, info in sorted(manifest.files.items())],
+    )
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Verify one step, or all of a folder."""
+    root = os.path.abspath(args.dir)
+    one = args.step is not None or os.path.lexists(os.path.join(root, MANIFEST))
+    folders = [find(root, args.step)] if one else [step_folder(root, step) for step in list_steps(root)]
+    if not folders:
+        raise empty(root)
+    status = 0
+    for folder in folders:
+        try:
+            manifest = verify_step(folder)
+        except CheckpointError as error:
+            print(f"{os.path.basename(folder)}: {error}")
+            status = 1
+        else:
+            print(f"{os.path.basename(folder)}: {human(manifest.nbytes)} in {len(manifest.files)} files, good")
+    return status
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Write a step in another form."""
+    folder = find(args.dir, args.step)
+    manifest = read_manifest(folder)
+    if args.ranks < 1:
+        raise CheckpointError(f"--ranks {args.ranks}: give 1 or more")
+    if not args.out.endswith(".safetensors"):
+        to_folder(folder, manifest, os.path.abspath(args.out), args.ranks)
+        print(f"{step_folder(args.out, manifest.step)}: {human(manifest.nbytes)} for {args.ranks} ranks")
+        return 0
+    start = "params." if args.params else ""
+    names = {name: name.removeprefix(start) for name in manifest.tensors if name.startswith(start)}
+    print(f"{args.out}: {len(names)} tensors, {human(to_file(folder, manifest, args.out, names))}")
+    return 0
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Print how two steps differ."""
+    one, other = find(args.dir, args.step), find(args.other, args.other_step)
+    found = list(differences(one, other, args.values))
+    for line in found:
+        print(line)
+    if not found:
+        print("no difference" + ("" if args.values else " in what manifests say; --values compares the tensors"))
+    return 1 if found else 0
+
+
+def differences(one: str, other: str, values: bool) -> Iterator[str]:
+    """The differences of two steps' folders."""
+    a, b = read_manifest(one), read_manifest(other)
+    for name in ("scalars", "data", "metadata", "schedule"):
+        if getattr(a, name) != getattr(b, name):
+            yield f"{name}: {json.dumps(getattr(a, name))} and {json.dumps(getattr(b, name))}"
+    for name in dict.fromkeys([*a.tensors, *b.tensors]):
+        mine, theirs = a.tensors.get(name), b.tensors.get(name)
+        if mine is None or theirs is None:
+            there = mine or theirs
+            assert there is not None
+            yield f"{name}: {typed(there)} is only in {one if theirs is None else other}"
+        elif typed(mine) != typed(theirs):
+            yield f"{name}: {typed(mine)} and {typed(theirs)}"
+        elif values:
+            yield from _values(name, (one, a), (other, b))
+
+
+def _values(name: str, one: tuple[str, Manifest], other: tuple[str, Manifest]) -> Iterator[str]:
+    """Whether a tensor has the same bits in two steps."""
+    x, y = load_tensor(*one, name), load_tensor(*other, name)
+    wrong = x.view(-1).view(torch.uint8) != y.view(-1).view(torch.uint8)
+    if wrong.any():
+        off = int(wrong.view(x.numel(), -1).any(1).sum())
+        far = (x.double() - y.double()).abs().max().item()
+        yield f"{name}: {off} of {x.numel()} elements differ, by {far:.3g} at most"

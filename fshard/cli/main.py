@@ -1,0 +1,35 @@
+"""The ``fshard`` command. Each subcommand is a function of parsed arguments that prints and returns an exit status."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fshard.cli import ckpt
+from fshard.errors import ShardError
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands."""
+    root = argparse.ArgumentParser(prog="fshard", description="Tools for fshard's files.")
+    tools = root.add_subparsers(required=True, metavar="ckpt")
+    ckpt.add_commands(tools.add_parser("ckpt", help="look at, verify and convert checkpoints"))
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 0; 1 if what was looked at differs, or is damaged; 2 if it could not be done.
+
+    Args:
+        argv: the arguments; those of the process by default.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # names come from files, and may hold anything
+        sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ShardError, ImportError) as error:
+        print(f"fshard: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `fshard ckpt show ... | head`
+        sys.stderr.close()
+        return 0
