@@ -168,8 +168,9 @@ class ExpertParallel(OnUnits):
             return parallel.grouped_linear(middle, p["experts"]["down"], counts)
 
         out = parallel.moe(x, routing, experts, capacity=self.capacity)
-        balance = parallel.load_balance_loss(routing, axis=self.axes) if self.aux else 0.0
-        return out, 0.1 * balance + 0.01 * parallel.z_loss(logits)
+        balance = parallel.load_balance_loss(routing, axis=self.axes)
+        # Not 0.1 * balance: PyTorch's forward over reverse mode makes float64 of a 0-dim tensor times a number.
+        return out, torch.stack((balance, parallel.z_loss(logits))) @ torch.tensor((0.1 * self.aux, 0.01))
 
 
 class ContextParallel(OnUnits):

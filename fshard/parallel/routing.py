@@ -75,7 +75,7 @@ def load_balance_loss(routing: Routing, *, axis: AxisName | None = None, mesh: M
     table = torch.stack((got, probs.mean(0)))
     if axis is not None:
         table = collectives.pmean(table, axis, mesh=mesh)
-    return routing.experts * (table[0].detach() * table[1]).sum()
+    return (routing.experts * table[0].detach() * table[1]).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.errors import TransformError
 from fshard.model.unit import Unit
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host
@@ -53,6 +54,8 @@ class Cache:
                 found = compile_graph(source, self.compiler, number)
             except Untraceable as reason:
                 found = str(reason)
+            except TransformError:  # collectives raise it, rather than run in the trace and never again
+                found = "it makes collectives of its own, which no graph can hold"
             except Exception as error:  # whatever a unit's Python, or an operator, raises at tensors without values
                 found = f"it cannot be a graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             self.graphs[key] = found
