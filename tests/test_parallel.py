@@ -44,10 +44,9 @@ def name(case: Case) -> str:
     return "-".join([case.kind, *map(str, case.sizes)])
 
 
-@pytest.mark.parametrize("case", [*TWO, *FOUR], ids=name)
+@pytest.mark.parametrize("case", FOUR, ids=name)
 def test_training_equals_one_process(pool: Pools, case: Case) -> None:
-    world = 2 if case in TWO else 4
-    assert not differences(case, [PLAIN], pool(world).run(train, case, [PLAIN]))
+    assert not differences(case, [PLAIN], pool(4).run(train, case, [PLAIN]))
 
 
 @pytest.mark.slow
