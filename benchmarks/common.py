@@ -179,7 +179,12 @@ def load() -> list[float]:
 
 
 def run_workers(
-    ranks: int, rate: str | None, options: Mapping[str, Any], script: str = "worker.py", timeout: float = 900
+    ranks: int,
+    rate: str | None,
+    options: Mapping[str, Any],
+    script: str = "worker.py",
+    timeout: float = 900,
+    together: int = 1,
 ) -> Any:
     """Run a script on every rank, and return what rank 0 has written.
 
@@ -189,6 +194,7 @@ def run_workers(
         options: its command line, ``{"rounds": 5}`` for ``--rounds 5``; lists become several words.
         script: in this folder; it gets ``--out FILE``, too.
         timeout: seconds until the workers are given up.
+        together: ranks on one host of the lab; links inside of a host are fast.
     """
     lab.unwind_on_signals()
     with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +207,7 @@ def run_workers(
             around = {**QUIET, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
             status = lab.run_ranks([command] * ranks, around, timeout)
         else:
-            with lab.Lab(ranks, rate) as links:
+            with lab.Lab(ranks, rate, together) as links:
                 commands = [links.command(rank, command) for rank in range(ranks)]
                 status = lab.run_ranks(commands, {**QUIET, **links.environment()}, timeout)
         if status:

@@ -73,7 +73,18 @@ class Torch:
 
 
 class Fshard:
-    """This library. ``mesh``: instead of that of all ranks; further arguments are those of ``fs.Policy``."""
+    """This library.
+
+    Args:
+        module: the model.
+        clip: the norm to clip to.
+        units: patterns of the units.
+        mesh: instead of one axis of all ranks; all of its axes are data axes, and ``shard`` is one of them.
+        precision: the dtypes.
+        compile: as for ``fs.make_train_step``.
+        opt: axes over which the optimizer is sharded, if not just ``shard``.
+        policy: of ``fs.Policy``.
+    """
 
     def __init__(
         self,
@@ -83,6 +94,7 @@ class Fshard:
         mesh: fs.Mesh | None = None,
         precision: fs.Precision | None = None,
         compile: str | None = None,
+        opt: Sequence[str] | None = None,
         **policy: Any,
     ) -> None:
         self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
@@ -91,12 +103,12 @@ class Fshard:
         def loss_fn(params: dict[str, Any], rows: Tensor) -> Tensor:
             return loss_of(model.apply(params, rows[:, :-1]), rows)
 
-        rules = [(r".*", fs.fsdp("shard"))]
-        plan = fs.make_plan(model, self.mesh, rules, batch=fs.P("shard"), precision=precision)
-        opt = fs.optim.adamw(**ADAMW)
-        self.plan, self.state = plan, fs.init_state(plan, opt, params=model.params)
+        rules = [fs.Rule(r".*", fs.fsdp("shard"), opt=fs.fsdp(tuple(opt)) if opt else None)]
+        plan = fs.make_plan(model, self.mesh, rules, batch=fs.P(self.mesh.axis_names), precision=precision)
+        adamw = fs.optim.adamw(**ADAMW)
+        self.plan, self.state = plan, fs.init_state(plan, adamw, params=model.params)
         self.train = fs.make_train_step(
-            loss_fn, opt, plan, clip_norm=clip, schedule=fs.Policy(**policy), compile=compile
+            loss_fn, adamw, plan, clip_norm=clip, schedule=fs.Policy(**policy), compile=compile
         )
         self.loss = torch.tensor(0.0)
 
@@ -113,6 +125,7 @@ def fsdp2(
     unshard_async: bool = False,
     compiled: bool = False,
     dtype: torch.dtype | None = None,
+    replicas: int = 1,
 ) -> nn.Module:
     """``fully_shard`` for each block and for the rest, as its documentation recommends.
 
@@ -123,8 +136,12 @@ def fsdp2(
         unshard_async: let gathers run beside compute. On CPU, where there are no streams, nothing else does.
         compiled: ``torch.compile`` each block first.
         dtype: to compute and to communicate in, if not that of the parameters.
+        replicas: more than one is HSDP: a mesh of two axes, of which the second one shards.
     """
     mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
+    if replicas > 1:
+        sizes = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("replica", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     blocks = [block for block in module.modules() if type(block).__name__ == "Block"]
     for block in blocks:
@@ -141,6 +158,11 @@ def fsdp2(
     if unshard_async:
         chain[0]._set_unshard_async_op(True)
     return module
+
+
+def replicated() -> fs.Mesh:
+    """A mesh of two replicas. Ranks of a replica are neighbours."""
+    return fs.make_mesh((2, -1), ("replica", "shard"))
 
 
 def fsdp1(module: nn.Module, prefetch: bool = False) -> nn.Module:
@@ -178,6 +200,9 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fsdp2 async no reshard": lambda m: Torch(m, lambda m: fsdp2(m, reshard=False, prefetch=1, unshard_async=True)),
     "fsdp2 clip": lambda module: Torch(module, fsdp2, CLIP),
     "fsdp2 compiled": lambda module: Torch(module, lambda m: fsdp2(m, compiled=True)),
+    "fsdp2 hsdp": lambda module: Torch(module, lambda m: fsdp2(m, replicas=2)),
+    "fshard hsdp": lambda module: Fshard(module, mesh=replicated()),
+    "fshard hsdp parted": lambda module: Fshard(module, mesh=replicated(), opt=("shard", "replica")),
     "fshard": Fshard,
     "fshard prefetch 2": lambda module: Fshard(module, prefetch=2),
     "fshard two reduces": lambda module: Fshard(module, reduces=2),

@@ -32,9 +32,11 @@ from fshard.runtime.trace import trace
 from fshard.runtime.update import Gradients, Shard, Update, segments_of
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
+from fshard.schedule.measured import measured
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.simulate import Simulation
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
 from fshard.state.train_state import TrainState
@@ -67,9 +69,10 @@ class TrainStep:
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
-        self._cuts = {g.id: segments_of(g, plan.mesh, opt) for g in plan.groups if g.trainable}
-        self._kept = {g.id: holdings(g, plan.mesh, opt) for g in plan.groups if g.trainable}
-        self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced)
+        self._cuts = {g.id: segments_of(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
+        self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
+        senders = workshop.lanes.senders(plan) if workshop.lanes is not None else {}
+        self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced, senders)
         self._rounded = rounded_groups(plan)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
@@ -214,6 +217,22 @@ class TrainStep:
         return tuple(self._runner.record)
 
     @property
+    def measured(self) -> Simulation:
+        """The latest step as it ran on this rank, in the form of a simulation: ``print`` it, or draw it.
+
+        Times are those of the host, which on a GPU runs ahead of the device. A transfer counts as under way until the
+        op that waits for it is over, since nothing tells when it has arrived.
+
+        Raises:
+            PlanError: the latest step did not keep to a schedule, or there was none.
+        """
+        if not self._runner.times or self.record != self.schedule.ops:
+            raise PlanError(
+                "nothing was measured: the latest step left its schedule, was made on demand, or is to come"
+            )
+        return measured(self.schedule, self._runner.times)
+
+    @property
     def units(self) -> str:
         """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
         cache = self._runner.workshop.cache
@@ -304,7 +323,8 @@ def make_train_step(
         opt: an optimizer of ``fs.optim``.
         plan: the plan.
         clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``).
-        accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch.
+        accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch. With
+            an ``fs.Mean`` they may be of unequal size.
         schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
             updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
             first step, by memory and simulated time; ``step.choice`` says what and why.

@@ -1,18 +1,16 @@
 """Programs to schedule, and what schedules mean, written to be read and not to be fast.
 
-``naive`` is the building rule word for word. ``valid`` says what makes a schedule right, as statements about the
-positions of ops. Neither shares code with ``fshard.schedule``.
+``naive`` is the building rule word for word. It shares no code with ``fshard.schedule``.
 """
 
 import fnmatch
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule
+from fshard.schedule import Call, GroupInfo, Op, Policy, Program
 from fshard.schedule.policy import Keep, keep
 
 MiB = 2**20
@@ -69,6 +67,22 @@ def mixed() -> tuple[Program, list[GroupInfo]]:
     return program(("a", "b", "c", "a"), reads, skipped=[Call("c"), Call("b")]), groups
 
 
+def replicas() -> tuple[Program, list[GroupInfo]]:
+    """Blocks with replicas, of which each rank updates a part; a group without shards, a part of it likewise."""
+    made, groups = gpt(3)
+    over = ("shard", "shard", "replica", "replica")
+    blocks = [
+        replace(
+            g, gather_sent=100, reduce_sent=100, sum_sent=50, spread_sent=50, sum_bytes=1024, own_bytes=512, over=over
+        )
+        for g in groups[1:]
+    ]
+    norm = replace(info("norm", gathered=False), sum_sent=10, over=("", "", "replica+shard", ""))
+    zero = replace(info("zero", gathered=False), reduce_sent=10, spread_sent=10, over=("", "shard", "", "shard"))
+    reads = {**made.reads, "blocks.0": (1, 4), "blocks.1": (2, 4, 5), "blocks.2": (3, 5)}
+    return replace(made, reads=reads), [groups[0], *blocks, norm, zero]
+
+
 CASES: dict[str, Callable[[], tuple[Program, list[GroupInfo]]]] = {
     "gpt": gpt,
     "encoder_decoder": encoder_decoder,
@@ -79,6 +93,7 @@ CASES: dict[str, Callable[[], tuple[Program, list[GroupInfo]]]] = {
         program(("a", "b"), {"root": (0,), "a": (0, 1), "b": (2,)}),
         [info(n) for n in ("tied", "a", "b")],
     ),
+    "replicas": replicas,
     "no_units": lambda: (Program((), (), {"root": (0,)}), [info("root")]),
     "nothing": lambda: (Program((), (), {}), []),
 }
@@ -106,8 +121,12 @@ def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, .
         trainable = draw(st.booleans())
         full, grad, stage = draw(sizes), draw(sizes) * trainable, draw(sizes) * trainable
         gathered, reduced = draw(st.booleans()), draw(st.booleans()) and trainable
-        sent = draw(sizes) * gathered, draw(sizes) * reduced, draw(sizes) * reduced
-        groups.append(GroupInfo(f"g{i}", full, full // 2, grad, stage, gathered, reduced, trainable, *sent))
+        sent = [draw(sizes) * does * draw(st.booleans()) for does in (gathered, reduced, reduced, trainable)]
+        held = [draw(sizes) * draw(st.booleans()) for _ in range(2)]
+        over = draw(st.sampled_from([("", "", "", ""), ("s", "s", "r", "r"), ("a b", "c", "", '"d"')]))
+        groups.append(
+            GroupInfo(f"g{i}", full, full // 2, grad, stage, gathered, reduced, trainable, *sent, *held, over)
+        )
     ids = st.lists(st.integers(0, count - 1), unique=True, max_size=3).map(tuple) if count else st.just(())
     units = [f"u{i}" for i in range(draw(st.integers(0, most)))]
     reads = {unit: draw(ids) for unit in ("root", *units)}
@@ -172,18 +191,42 @@ def naive(
     slots: dict[int, str] = {}
     updated: list[int] = []
     flying: list[tuple[int, int]] = []
+    summing: list[int] = []
+    spreading: list[int] = []
 
     def update(g: int, when: str) -> None:
         if train and groups[g].trainable and policy.update == when and g not in updated:
             updated.append(g)
             ops.append(Op("update", groups[g].name))
+            if groups[g].spread_sent:
+                spreading.append(g)
+                ops.append(Op("spread", groups[g].name))
+
+    def join(g: int) -> None:
+        if g in spreading:
+            spreading.remove(g)
+            ops.append(Op("join", groups[g].name))
 
     def collect() -> None:
         g, microbatch = flying.pop(0)
         ops.append(Op("collect", groups[g].name, 0, microbatch))
-        if microbatch == accumulate - 1:
+        if microbatch == accumulate - 1 and groups[g].sum_sent:
+            while len(summing) > policy.reduces:
+                total()
+            summing.append(g)
+            ops.append(Op("sum", groups[g].name))
+        elif microbatch == accumulate - 1:
             update(g, "in_backward")
 
+    def total() -> None:
+        g = summing.pop(0)
+        ops.append(Op("total", groups[g].name))
+        update(g, "in_backward")
+
+    uses = [[k for k, op in enumerate(computes) if g in program.reads[op.target]] for g in range(len(groups))]
+    for g in sorted(range(len(groups)), key=lambda g: uses[g][0] if uses[g] else len(computes)):
+        if groups[g].spread_sent:
+            update(g, "deferred")
     for g in range(len(groups)):
         if groups[g].gathered and not any(g in need for need in needs):
             update(g, "deferred")
@@ -192,12 +235,14 @@ def naive(
             for g in need:
                 if groups[g].gathered and g not in slots:
                     update(g, "deferred")
+                    join(g)
                     ops.append(Op("gather", groups[g].name))
                     slots[g] = "coming"
         for g in range(len(groups)) if k == 0 else ():
             if not groups[g].gathered:
                 update(g, "deferred")
-        for g in needs[k]:
+        for g in program.reads[op.target] if k else needs[k]:
+            join(g)
             if slots.get(g) == "coming":
                 ops.append(Op("wait", groups[g].name))
                 slots[g] = "live"
@@ -216,12 +261,21 @@ def naive(
                 update(g, "in_backward")
             due = policy.accumulation == "sharded" or op.microbatch == accumulate - 1
             if groups[g].trainable and groups[g].reduced and due:
-                while g in [flying_group for flying_group, _ in flying] or len(flying) == policy.reduces:
+                here = groups[g].sum_sent and not groups[g].reduce_sent  # nothing is sent: it is over at once
+                aloft = [flying_group for flying_group, _ in flying]
+                while not here and (g in aloft or len(flying) == policy.reduces):
                     collect()
+                    aloft = [flying_group for flying_group, _ in flying]
                 ops.append(Op("reduce", groups[g].name, 0, op.microbatch))
-                flying.append((g, op.microbatch))
+                flying.insert(0 if here else len(flying), (g, op.microbatch))
+                if here:
+                    collect()
     while flying:
         collect()
+    while summing:
+        total()
+    for g in list(spreading):
+        join(g)
     return (*ops, Op("commit")) if train else tuple(ops)
 
 
@@ -234,89 +288,3 @@ def finished(program: Program, op: Op, count: int) -> Iterator[int]:
         yield from (g for g in program.reads[place.unit] if all(g not in program.reads[c.unit] for c in rest))
         if op.target == "root":
             yield from (g for g in range(count) if all(g not in program.reads[c.unit] for c in order))
-
-
-def valid(schedule: Schedule) -> bool:
-    """Whether every statement about positions holds."""
-    return all(_statements(schedule))
-
-
-def _statements(s: Schedule) -> Iterator[bool]:
-    computes = [i for i, op in enumerate(s.ops) if op.kind in ("forward", "backward")]
-    names = {group.name for group in s.groups}
-    yield [s.ops[i] for i in computes] == sequence(s.program, s.accumulate)
-    yield [i for i, op in enumerate(s.ops) if op.kind == "agree"] == [0]
-    yield [i for i, op in enumerate(s.ops) if op.kind == "commit"] == [len(s.ops) - 1] * s.train
-    for op in s.ops:
-        yield op.kind in ("forward", "backward") or op.target in (("",) if op.kind in ("agree", "commit") else names)
-        yield not op.index or op.kind in ("forward", "backward")
-        yield not op.microbatch or op.kind in ("forward", "backward", "reduce", "collect")
-    flights = 0
-    for op in s.ops:
-        flights += (op.kind == "reduce") - (op.kind == "collect")
-        yield flights <= s.policy.reduces
-    for g, group in enumerate(s.groups):
-        mine = [
-            (i, op) for i, op in enumerate(s.ops) if op.target == group.name and op.kind not in ("forward", "backward")
-        ]
-        users = [i for i in computes if g in s.program.reads[s.ops[i].target]]
-        yield from _slot_statements(s, g, [(i, op.kind) for i, op in mine], computes, users)
-        yield from _gradient_statements(s, g, mine, computes)
-        yield from _update_statements(s, g, mine, computes, users)
-
-
-def _slot_statements(
-    s: Schedule, g: int, mine: list[tuple[int, str]], computes: list[int], users: list[int]
-) -> Iterator[bool]:
-    turns = [(i, kind) for i, kind in mine if kind in ("gather", "wait", "free")]
-    yield re.fullmatch("(gather wait free )*", "".join(f"{kind} " for _, kind in turns)) is not None
-    yield s.groups[g].gathered or not turns
-    spans = [(turns[k][0], turns[k + 1][0], turns[k + 2][0]) for k in range(0, len(turns) - 2, 3)]
-    in_root = g in s.program.reads["root"]
-    if s.groups[g].gathered:
-        for user in computes if in_root else users:
-            yield any(wait < user < free for _, wait, free in spans)
-    kept = g in kept_groups(s.program, s.policy)
-    yield not kept or len(spans) <= 1
-    for gather, _, free in spans:
-        ahead = [user for user in users if user > gather]
-        yield bool(ahead) and sum(gather < i < ahead[0] for i in computes) <= s.policy.prefetch
-        for k, i in enumerate(computes):
-            if gather < i < free and not kept:
-                end = horizon([s.ops[j] for j in computes], k, s.policy.prefetch)
-                yield any(j in users for j in computes[k : end + 1])
-
-
-def _gradient_statements(s: Schedule, g: int, mine: list[tuple[int, Op]], computes: list[int]) -> Iterator[bool]:
-    turns = [(i, op) for i, op in mine if op.kind in ("reduce", "collect")]
-    due = s.train and s.groups[g].trainable and s.groups[g].reduced
-    rounds = range(s.accumulate)[-1 if s.policy.accumulation == "full" else 0 :] if due else ()
-    expected = [(kind, m) for m in rounds for kind in ("reduce", "collect")]
-    yield [(op.kind, op.microbatch) for _, op in turns] == expected
-    for (i, op), (_, later) in pairwise([*turns, (0, Op(""))]):
-        before = [j for j in computes if j < i]
-        yield not before or s.ops[before[-1]].microbatch == op.microbatch or op.kind == "collect"
-        filling = [j for j in computes if s.ops[j].kind == "backward" and g in s.program.reads[s.ops[j].target]]
-        ends = [j for j in computes if s.ops[j].kind == "backward" and s.ops[j].target == "root"]
-        fills = [j for j in filling or ends if s.ops[j].microbatch == op.microbatch]
-        yield op.kind == "collect" or all(j < i for j in fills)
-        again = [j for j in filling if s.ops[j].microbatch == op.microbatch + 1]
-        yield op.kind == "reduce" or all(i < j for j in again)
-        yield later is not op
-
-
-def _update_statements(
-    s: Schedule, g: int, mine: list[tuple[int, Op]], computes: list[int], users: list[int]
-) -> Iterator[bool]:
-    updates = [i for i, op in mine if op.kind == "update"]
-    yield len(updates) == (s.train and s.groups[g].trainable)
-    if len(updates) != 1:
-        return
-    others = [i for i, op in mine if op.kind in ("gather", "reduce")]
-    readers = computes if g in s.program.reads["root"] else users
-    if s.policy.update == "deferred":
-        yield all(updates[0] < i for i in (*others, *readers))
-    else:
-        collects = [i for i, op in mine if op.kind == "collect"]
-        fills = [i for i in users if s.ops[i].kind == "backward"] or computes[-1:]
-        yield all(i < updates[0] for i in (*users, *collects, *(() if s.groups[g].reduced else fills)))

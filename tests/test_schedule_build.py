@@ -16,7 +16,19 @@ from hypothesis import given, settings
 from fshard.errors import PlanError
 from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule, build, check, parse
 from fshard.schedule.policy import keep
-from tests.schedule_cases import CASES, POLICIES, encoder_decoder, gpt, info, mixed, naive, program, recipes, valid
+from tests.schedule_cases import (
+    CASES,
+    POLICIES,
+    encoder_decoder,
+    gpt,
+    info,
+    mixed,
+    naive,
+    program,
+    recipes,
+    replicas,
+)
+from tests.schedule_statements import valid
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -32,6 +44,7 @@ PINNED = {
     "gpt4_eval": lambda: build(*gpt(), Policy(), train=False),
     "encoder_decoder": lambda: build(*encoder_decoder(), Policy()),
     "mixed": lambda: build(*mixed(), Policy()),
+    "replicas": lambda: build(*replicas(), Policy(), accumulate=2),
 }
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
 from fshard.schedule import Memory, Op, Policy, Schedule, build, check, parse
-from tests.schedule_cases import CASES, POLICIES, gpt, recipes, valid
+from tests.schedule_cases import CASES, POLICIES, gpt, recipes
+from tests.schedule_statements import valid
 
 SUBJECTS = [
     (case, policy, accumulate, train)
@@ -24,6 +25,8 @@ SUBJECTS = [
         ("twice", POLICIES[2], 2, True),
         ("twice", POLICIES[5], 2, True),
         ("tied", POLICIES[3], 2, True),
+        ("replicas", POLICIES[0], 1, True),
+        ("replicas", POLICIES[4], 2, True),
         ("nothing", POLICIES[0], 1, True),
     ]
 ]

@@ -22,7 +22,13 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
     rows: list[dict[str, int]] = []
     now: dict[str, int] = {}
     if schedule.policy.update == "deferred":  # the gradients of the step before
-        now = {f"shard:{g.name}": g.shard_bytes for g in schedule.groups if g.reduced and schedule.train}
+        for g in schedule.groups if schedule.train else ():
+            part = g.own_bytes > 0 and g.sum_sent > 0
+            now |= (
+                {f"own:{g.name}" if part else f"shard:{g.name}": g.own_bytes if part else g.shard_bytes}
+                if g.reduced
+                else {}
+            )
     for op in schedule:
         done: list[str] = []
         group = next((g for g in schedule.groups if g.name == op.target), None)
@@ -42,8 +48,13 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
             now[f"shard:{op.target}"] = group.shard_bytes
             if group.stage_bytes:
                 now[f"stage:{op.target}"] = group.stage_bytes
-        elif op.kind in ("free", "collect", "update"):
-            kinds = {"free": ("param",), "collect": ("grad", "stage"), "update": ("shard",)}[op.kind]
+        elif op.kind == "sum" and group:
+            extra = {f"sum:{op.target}": group.sum_bytes, f"own:{op.target}": group.own_bytes}
+            now |= {item: size for item, size in extra.items() if size}
+        elif op.kind in ("free", "collect", "update", "total"):
+            parted = ("own",) if group and group.own_bytes and group.sum_sent else ("shard",)
+            ends = {"free": ("param",), "collect": ("grad", "stage"), "update": parted, "total": ("sum",)}
+            kinds = ends[op.kind] + (("shard",) if op.kind == "total" and parted == ("own",) else ())
             done = [f"{part}:{op.target}" for part in kinds]
         rows.append({item: -(-size // 256) * 256 for item, size in now.items()})
         for item in done:

@@ -122,7 +122,7 @@ def test_replicas_add_up_once_a_step() -> None:
     assert run.seconds == 1 + 2 * (FORWARD + BACKWARD) + 1 + 3
     alone = build(made, [replace(groups[0], reduce_sent=0)], Policy(), accumulate=2)
     run = simulate(alone, costs(alone, Link(100.0)))
-    assert spans(run, "reduce") == [("reduce u0", 7, 7), ("reduce u0 @1", 13, 16)]
+    assert spans(run, "reduce", "sum") == [("reduce u0", 7, 7), ("reduce u0 @1", 13, 13), ("sum u0", 13, 16)]
 
 
 def test_updates_and_the_rest_take_the_device() -> None:

@@ -75,7 +75,7 @@ def test_ops_read_well() -> None:
     assert "  13 gather   blocks.2" in lines
     assert "  15 forward  blocks.1" in lines
     assert lines[3] == (
-        "group root     full=4194304 shard=1048576 grad=8388608 stage=2097152 sends=0,0,0 gathered reduced trainable "
+        "group root     full=4194304 shard=1048576 grad=8388608 stage=2097152 sends=0,0,0,0 gathered reduced trainable "
         "# 4.0 MiB, 1.0 MiB, 8.0 MiB, 2.0 MiB"
     )
     twice = str(build(*CASES["twice"](), Policy(), accumulate=2)).splitlines()
@@ -101,7 +101,7 @@ def test_comments_and_blank_lines_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("fshard schedule 1", "fshard schedule 9", ["line 1 ", "'fshard schedule 9'", "must be 'fshard schedule 1'"]),
+        ("fshard schedule 2", "fshard schedule 9", ["line 1 ", "'fshard schedule 9'", "must be 'fshard schedule 2'"]),
         ("prefetch=1", "prefetch=-1", ["line 2 ", "prefetch=-1 is less than 0"]),
         ("prefetch=1", "prefetch=x", ["line 2 ", "'x' is not of the form NUMBER"]),
         ("prefetch=1 ", "", ["line 2 ", "expected prefetch=... reduces=..."]),
@@ -110,7 +110,7 @@ def test_comments_and_blank_lines_are_skipped() -> None:
         ("step train accumulate=1\n", "", ["the text ends too early", "step: None"]),
         ("gathered reduced", "gathered perhaps", ["line 4 ", "'perhaps' is neither unreduced nor reduced"]),
         ("shard=1048576 ", "", ["line 4 ", "a group is NAME full=BYTES"]),
-        ("sends=0,0,0", "sends=0,0", ["line 4 ", "sends=0,0 is not of the form GATHER,REDUCE,SUM"]),
+        ("sends=0,0,0,0", "sends=0,0", ["line 4 ", "sends=0,0 is not of the form GATHER,REDUCE,SUM,SPREAD"]),
         ("group blocks.1", "group blocks.0", ["line 6 ", "group 'blocks.0' is there twice"]),
         ("unit blocks.1 reads blocks.1", "unit blocks.1 reads x", ["line 9 ", "no group 'x' stands above"]),
         ("unit blocks.1 reads", "unit blocks.1 needs", ["line 9 ", "'NAME reads GROUP ...'"]),

@@ -2,20 +2,20 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.runtime.clock import Clock, Mark, make_clock
+from fshard.runtime.clock import Mark, make_clock
 from fshard.runtime.comm import Done, Handle, Lane, Transport
 from fshard.runtime.memory import allocate
+from fshard.runtime.replicas import Replicas
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
 from fshard.schedule.ops import Op
 from fshard.sharding.layout import Group
-from fshard.sharding.mesh import Mesh
+from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 
 
@@ -23,14 +23,20 @@ class Lanes:
     """The communicators that a plan's groups need. Made collectively, in one order on all ranks."""
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        keys = {(g.gather_axes, g.sum_axes) for g in plan.groups}
-        gathers = sorted({gather for gather, _ in keys})
-        sums = sorted({total for _, total in keys})
+        gathers = sorted({g.gather_axes for g in plan.groups})
+        scatters = sorted({g.scatter_axes for g in plan.groups})
+        sums = sorted({axes for g in plan.groups for axes in (g.rest_axes, *([g.opt_axes] if g.twice else []))})
+        spreads = sorted({g.opt_axes for g in plan.groups if g.opt_parts > 1})
         self.transport = transport
         self.control = transport.lane("control", plan.mesh.axis_names)
-        self.gather: dict[tuple[str, ...], Lane] = {axes: transport.lane("gather", axes) for axes in gathers}
-        self.scatter: dict[tuple[str, ...], Lane] = {axes: transport.lane("reduce", axes) for axes in gathers}
-        self.sum: dict[tuple[str, ...], Lane] = {axes: transport.lane("sum", axes) for axes in sums}
+        self.gather: dict[Axes, Lane] = {axes: transport.lane("gather", axes) for axes in gathers}
+        self.scatter: dict[Axes, Lane] = {axes: transport.lane("reduce", axes) for axes in scatters}
+        self.sum: dict[Axes, Lane] = {axes: transport.lane("sum", axes) for axes in sums}
+        self.spread: dict[Axes, Lane] = {axes: transport.lane("spread", axes) for axes in spreads}
+
+    def senders(self, plan: Plan) -> dict[int, Lane]:
+        """Over which each group of which ranks update but a part is made whole again, by group id."""
+        return {g.id: self.spread[g.opt_axes] for g in plan.groups if g.opt_parts > 1 and g.trainable}
 
 
 class Actions:
@@ -40,10 +46,10 @@ class Actions:
         plan: the plan.
         slots: the groups' memory in the arena.
         lanes: the communicators.
-        grads: the gradient shard of each trainable group, by group id.
+        grads: the gradient of what this rank updates of each trainable group, by group id.
+        parted: the gradient shard of each group of which it updates but a part.
         casts: room for the shard of each group that units read in another dtype, by group id.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
-        accumulate: the microbatches of a step. Replicas add up their shards in the last one.
     """
 
     def __init__(
@@ -52,21 +58,26 @@ class Actions:
         slots: Slots,
         lanes: Lanes,
         grads: Mapping[int, Tensor],
+        parted: Mapping[int, Tensor],
         casts: Mapping[int, Tensor],
         poison: bool,
-        accumulate: int,
     ) -> None:
         self.plan, self.slots, self.lanes, self.grads, self.poison = plan, slots, lanes, grads, poison
-        self.casts, self.accumulate = casts, accumulate
+        self.parted, self.casts = parted, casts
         self.cast: set[int] = set()
         self.by_name = {slots.group.name: slots for slots in slots.groups}
         self.clock = make_clock(plan.mesh.device)
+        self.replicas = Replicas(lanes.sum, self.clock)
         self.verbs: dict[str, Callable[[GroupSlots, int], None]] = {
             "gather": self._gather,
             "wait": self._wait,
             "free": self._free,
             "reduce": self._reduce,
             "collect": self._collect,
+            "sum": self._sum,
+            "total": self._total,
+            "spread": self._spread,
+            "join": self._join,
         }
         self.on_agree: Callable[[], None] = _nothing
         self.on_commit: Callable[[], None] = _nothing
@@ -196,7 +207,7 @@ class Actions:
         self.update.apply(ids)
         self.cast.difference_update(ids)
         for group in ids:
-            if self.plan.groups[group].parts == 1:
+            if self.plan.groups[group].parts == self.plan.groups[group].opt_parts == 1:
                 self._readable(group)
 
     def _gather(self, slots: GroupSlots, microbatch: int) -> None:
@@ -235,14 +246,11 @@ class Actions:
             grad.zero_()
         self._settle(slots)
         self.touched.discard(group.id)
-        add, shard = group.id in self.summed, self.grads[group.id]
+        add, shard = group.id in self.summed, self.parted.get(group.id, self.grads[group.id])
         allocate(shard)
-        replicas, last = self.lanes.sum[group.sum_axes], microbatch == self.accumulate - 1
         finish: Handle = Done()
-        if group.parts == 1:
+        if group.scatter_parts == 1:
             shard.add_(grad) if add else shard.copy_(grad)
-            if last:
-                finish = replicas.all_reduce(shard, self._now())
         else:
             sent, spare = grad, slots.reduce_stage
             assert spare is not None
@@ -250,9 +258,7 @@ class Actions:
             if group.staged:
                 sent, spare = spare[: group.numel], spare[group.numel :]
                 pack(group, slots.grads, sent)
-            finish = self.lanes.scatter[group.gather_axes].reduce_scatter(shard, sent, spare, add, self._now())
-            if last and replicas.size > 1:
-                finish = Total(finish, shard, replicas, self.clock)
+            finish = self.lanes.scatter[group.scatter_axes].reduce_scatter(shard, sent, spare, add, self._now())
         self.summed.add(group.id)
         self.handles[f"reduce {group.name}"] = finish
 
@@ -263,24 +269,27 @@ class Actions:
         else:
             slots.drop_grad()
 
+    def _sum(self, slots: GroupSlots, microbatch: int) -> None:
+        group, own = slots.group, self.grads[slots.group.id]
+        self.handles[f"sum {group.name}"] = self.replicas.sum(group, self.parted.get(group.id, own), own)
+
+    def _total(self, slots: GroupSlots, microbatch: int) -> None:
+        self.handles.pop(f"sum {slots.group.name}").wait()
+
+    def _spread(self, slots: GroupSlots, microbatch: int) -> None:
+        if self.update is not None:
+            self.update.spread(slots.group.id)
+
+    def _join(self, slots: GroupSlots, microbatch: int) -> None:
+        if self.update is not None:
+            self.update.join(slots.group.id)
+            self.cast.discard(slots.group.id)
+            if slots.group.parts == 1:
+                self._readable(slots.group.id)
+
     def _now(self) -> tuple[Mark | None, ...]:
         # Everything issued so far: later than the exact free of the range, never too early.
         return (self.clock.mark(),)
-
-
-@dataclass(frozen=True)
-class Total:
-    """The handle of a reduction that is still to be added up over replicas."""
-
-    work: Handle
-    shard: Tensor
-    replicas: Lane
-    clock: Clock
-
-    def wait(self) -> None:
-        """Wait for this rank's sum, then add up."""
-        self.work.wait()
-        self.replicas.all_reduce(self.shard, (self.clock.mark(),)).wait()
 
 
 def poison(buffer: Tensor) -> None:
@@ -308,7 +317,7 @@ def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | No
 
 def _share(group: Group, mesh: Mesh) -> float:
     """What part of a group's elements this rank counts, so that all ranks together count each once."""
-    return mesh.axis_size(group.gather_axes + group.leaves[0].compute.axes) / mesh.size
+    return mesh.axis_size(group.owned.gather_axes + group.leaves[0].compute.axes) / mesh.size
 
 
 def _leaves(group: Group) -> str:

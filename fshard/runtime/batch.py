@@ -34,8 +34,10 @@ def digest(value: object) -> int:
 def microbatches(batch: Any, count: int) -> list[Any]:
     """A batch cut along the first dim of its tensors; 0-dim tensors and other leaves go to every part.
 
+    Where ``count`` does not divide the rows, the first parts have one more: ``check_even`` says for whom that is wrong.
+
     Raises:
-        BatchError: a first dim that ``count`` does not divide.
+        BatchError: fewer rows than parts, or leaves of different leading dims.
     """
     if count == 1:
         return [batch]
@@ -51,16 +53,30 @@ def microbatches(batch: Any, count: int) -> list[Any]:
         raise BatchError(
             lines(head, rows, "Give all leaves one row a sample; what is not per row goes into a closure.")
         )
+    dims = leading_dims(batch)
+    if dims and dims[0] < count:
+        raise BatchError(f"a batch of {dims[0]} rows a rank cannot be cut into accumulate={count} microbatches")
+    parts = [x.tensor_split(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
+    return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+
+
+def check_even(batch: Any, count: int) -> None:
+    """Refuse microbatches of different sizes, over which a plain mean would be wrong.
+
+    Raises:
+        BatchError: a first dim that ``count`` does not divide.
+    """
     odd = [
         f"leaf {i} has shape {list(x.shape)}"
-        for i, x in enumerate(leaves)
+        for i, x in enumerate(tree.leaves(batch))
         if isinstance(x, Tensor) and x.ndim and x.shape[0] % count
     ]
     if odd:
         head = f"the batch cannot be cut into accumulate={count} equal microbatches along dim 0:"
-        raise BatchError(lines(head, odd, f"Give a multiple of {count} rows a rank."))
-    parts = [x.chunk(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
-    return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+        remedy = (
+            f"Give a multiple of {count} rows a rank, or return fs.Mean(losses.sum(), count) from the loss function."
+        )
+        raise BatchError(lines(head, odd, remedy))
 
 
 def _is_array(value: Any) -> bool:

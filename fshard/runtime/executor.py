@@ -7,6 +7,7 @@ step is given up on all ranks together, and runs again on demand.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Protocol
 
 from fshard.errors import CommError, ScheduleError
@@ -42,6 +43,7 @@ class Scheduled:
 
     Attributes:
         record: what ran.
+        times: when each op of it began.
         lost: whether a collective of the schedule has failed, so that no other can follow.
         draining: whether the program is over, so that only what other ranks wait for is still to be done.
     """
@@ -55,6 +57,7 @@ class Scheduled:
         self.cursor = 0
         self.microbatch = 0
         self.record: list[Op] = []
+        self.times: list[float] = []
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Run everything that stands before this compute op."""
@@ -63,6 +66,7 @@ class Scheduled:
             raise Mispredicted(f"{kind} {unit} #{index} is not ahead in the schedule")
         self._run_to(position)
         self.record.append(self.ops[position])
+        self.times.append(perf_counter())
         self.cursor = position + 1
 
     def agree(self) -> None:
@@ -90,6 +94,8 @@ class Scheduled:
     def finish(self) -> None:
         """Run to the end of the schedule. After an error that is no ``CommError`` it can be called again."""
         self._run_to(len(self.ops))
+        if len(self.times) == len(self.record):
+            self.times.append(perf_counter())
 
     def drain(self) -> None:
         """Run to the end for the other ranks' sake. An op that failed is issued once more."""
@@ -112,19 +118,21 @@ class Scheduled:
             self.shield.reopen()
 
     def _perform(self, op: Op) -> None:
+        begun = perf_counter()
         try:
             self.actions.perform(op)
         except CommError as error:
             self.lost = True
             raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}': {error}") from error
         self.record.append(op)
+        self.times.append(begun)
 
     def _update(self, position: int) -> None:
         # Updates that follow each other are done together.
         end = self.cursor
         while end < position and self.ops[end].kind == "update":
             end += 1
-        ops = self.ops[self.cursor : end]
+        ops, begun = self.ops[self.cursor : end], perf_counter()
         try:
             self.actions.apply([op.target for op in ops])
         except Exception:
@@ -132,6 +140,7 @@ class Scheduled:
                 raise
             # It waits for whoever reads the state next. This step has failed anyway.
         self.cursor = end
+        self.times += [begun] * len(ops)
         self.record += ops
 
 

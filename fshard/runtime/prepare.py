@@ -67,6 +67,7 @@ class Workshop:
     lanes: Lanes | None
     choices: dict[str, Choice] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
+    parted: dict[int, Tensor] = field(default_factory=dict)
     casts: dict[int, Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Prepared] = field(default_factory=dict)
     arena: Tensor | None = None
@@ -161,8 +162,10 @@ class Workshop:
 
     def closing(self, microbatch: int) -> list[Op]:
         """The reductions after a backward that ran on demand."""
-        names = [info.name for info in group_infos(self.plan) if self.train and info.reduced]
-        return [Op(kind, name, 0, microbatch) for kind in ("reduce", "collect") for name in names]
+        infos = [info for info in group_infos(self.plan) if self.train and info.reduced]
+        ops = [Op(kind, info.name, 0, microbatch) for kind in ("reduce", "collect") for info in infos]
+        summed = [info.name for info in infos if info.summed and microbatch == self.accumulate - 1]
+        return ops + [Op(kind, name) for kind in ("sum", "total") for name in summed]
 
     def _prepare(
         self, schedule: Schedule | None, weighted: bool | None, arena: Tensor, offsets: Mapping[str, int]
@@ -179,7 +182,7 @@ class Workshop:
                 elif slots.group.trainable:
                     self._grad(slots.group.id)
         self._make_casts()
-        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.casts, self.poison, self.accumulate)
+        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.parted, self.casts, self.poison)
         sinks.append(actions)
         ops = schedule.ops if schedule else ()
         positions = {(o.kind, o.target, o.index, o.microbatch): i for i, o in enumerate(ops) if o.kind in COMPUTE}
@@ -194,9 +197,12 @@ class Workshop:
     def _grad(self, number: int) -> Tensor:
         group = self.plan.groups[number]
         if number not in self.grads:
-            self.grads[number] = torch.zeros(group.chunk, dtype=group.dtype, device=self.plan.mesh.device)
+            self.grads[number] = torch.zeros(group.owned.chunk, dtype=group.dtype, device=self.plan.mesh.device)
             if number in self.reduced:
                 deallocate(self.grads[number])
+            if group.twice:
+                self.parted[number] = torch.zeros(group.chunk, dtype=group.dtype, device=self.plan.mesh.device)
+                deallocate(self.parted[number])
         return self.grads[number]
 
     def _arena(self, size: int) -> Tensor:

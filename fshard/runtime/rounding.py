@@ -79,7 +79,7 @@ class Rounding:
 
     def _bits(self, group: int, cut: Segment, step: int, what: str) -> Tensor:
         """Random bits for a segment."""
-        held, mesh = self.plan.groups[group], self.plan.mesh
+        held, mesh = self.plan.groups[group].owned, self.plan.mesh
         part = mesh.index(held.gather_axes)
         bits = torch.zeros(cut.end - cut.begin, dtype=torch.int32, device=mesh.device)
         for number in range(cut.leaves[0], cut.leaves[1] + 1):

@@ -21,7 +21,7 @@ from fshard.runtime.attempt import (
     together,
     uneven_rows,
 )
-from fshard.runtime.batch import check_device, digest, microbatches, signature
+from fshard.runtime.batch import check_device, check_even, digest, microbatches, signature
 from fshard.runtime.comm import COLLECTIVES, Lane
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Tally, vote
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
@@ -81,6 +81,7 @@ class Runner:
         self.fn, self.workshop, self.plan = fn, workshop, workshop.plan
         self.found: dict[Hashable, Found | None] = {}
         self.record: list[Op] = []
+        self.times: list[float] = []
         self.latest: Prepared | None = None
         self.retries = 0
         self.parts = self.plan.data_size * workshop.accumulate
@@ -127,6 +128,8 @@ class Runner:
         if outcome.verdict is not None and outcome.verdict.worst == RETRY:
             if self.in_backward and OK in outcome.verdict.status:
                 raise left_in_backward()
+            if self.in_backward and work.update is not None:
+                work.update.resume()
             self._count_retry(outcome)
             self.workshop.lanes.transport.cut(COLLECTIVES)
             outcome = self._demanded(work)
@@ -175,6 +178,8 @@ class Runner:
             check_device(batch, self.plan.mesh.device)
             parts = microbatches(batch, self.workshop.accumulate)
             found = self.look(batch)
+            if self.workshop.train and found is not None and not found.weighted:
+                check_even(batch, self.workshop.accumulate)
             if found is None or not self.workshop.undecided(found):
                 return (self.workshop.scheduled(found) if found else None), parts
         except BaseException as error:
@@ -196,7 +201,7 @@ class Runner:
         )
         actions.on_commit = lambda: self._vote(prepared, work, outcome)
         executor = Scheduled(prepared.schedule, prepared.positions, actions, work.shield)
-        self.latest, self.record = prepared, executor.record
+        self.latest, self.record, self.times = prepared, executor.record, executor.times
         with together(lanes):
             try:
                 executor.agree()
@@ -204,7 +209,8 @@ class Runner:
                     lanes.transport.lane(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
                 self._guarded(prepared, executor, work, outcome)
                 if outcome.status != OK and self.in_backward:
-                    actions.update = None
+                    if actions.update is not None:
+                        actions.update.stop()
                     if outcome.status == RETRY and work.update is not None and work.update.begun:
                         outcome.status, outcome.failure = FAILED, left_in_backward()
                 drained(outcome, executor)
@@ -234,7 +240,7 @@ class Runner:
             self.workshop.closing,
             work.shield,
         )
-        self.record = executor.record
+        self.record, self.times = executor.record, []
         with together(lanes):
             outcome.uneven = agree(lanes.control, 0, work.batch, False, None)
             self._guarded(prepared, executor, work, outcome)
@@ -243,6 +249,8 @@ class Runner:
             raise outcome.failure
         if outcome.uneven and self.workshop.train and not outcome.weighted:
             raise uneven_rows(outcome.uneven)
+        if self.workshop.train and not outcome.weighted:
+            check_even(work.batch, self.workshop.accumulate)  # all ranks have as many rows: they raise it alike
         with together(lanes):
             executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})

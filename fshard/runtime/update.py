@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fshard.errors import half_updated
+from fshard.runtime.clock import marks
+from fshard.runtime.comm import Handle, Lane
 from fshard.runtime.held import Held, Segment, segments, segments_of, start_buffers
 from fshard.runtime.memory import deallocate
 from fshard.runtime.rounding import Rounding
@@ -20,19 +22,28 @@ __all__ = ["Gradients", "Segment", "Shard", "Update", "segments", "segments_of",
 class Shard:
     """What a rank keeps of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
 
-    ``held`` says where the buffers keep what belongs to a leaf.
+    ``held`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
+    updates, where others that hold the same chunk update the rest.
     """
 
-    def __init__(self, param: Tensor, opt: dict[str, Tensor], held: Mapping[str, Held] | None = None) -> None:
+    def __init__(
+        self,
+        param: Tensor,
+        opt: dict[str, Tensor],
+        held: Mapping[str, Held] | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> None:
         self.param = param
         self.opt = opt
         self.held = held or {}
+        self.part = part
+        self.own = param if part is None else param[part[0] : part[1]]
         self._cut: tuple[tuple[Segment, ...], list[tuple[Tensor, dict[str, Tensor]]]] = ((), [])
 
     def slices(self, segments: tuple[Segment, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """The views that an optimizer updates, one pair a segment; made once, they are as old as the shard."""
         if self._cut[0] is not segments:
-            views = [(self.param[cut.begin : cut.end], self._states(cut)) for cut in segments]
+            views = [(self.own[cut.begin : cut.end], self._states(cut)) for cut in segments]
             self._cut = (segments, views)
         return self._cut[1]
 
@@ -42,12 +53,17 @@ class Shard:
 
     def clone(self) -> "Shard":
         """A shard of its own memory with the same values."""
-        return Shard(self.param.clone(), {name: value.clone() for name, value in self.opt.items()}, self.held)
+        opt = {name: value.clone() for name, value in self.opt.items()}
+        return Shard(self.param.clone(), opt, self.held, self.part)
 
 
 def start_shard(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> Shard:
     """A shard before its first update. A frozen group has no optimizer state."""
-    return Shard(param, *start_buffers(group, mesh, opt, param)) if group.trainable else Shard(param, {})
+    if not group.trainable:
+        return Shard(param, {})
+    part = group.own_range(mesh) if group.opt_parts > 1 else None
+    own = param if part is None else param[part[0] : part[1]]
+    return Shard(param, *start_buffers(group.owned, mesh, opt, own), part)
 
 
 @dataclass(frozen=True)
@@ -58,12 +74,14 @@ class Gradients:
         shards: a chunk a trainable group, by group id; made when the first step runs.
         cuts: the segments of each trainable group.
         passing: the groups whose chunks have memory from their reduction to their update alone.
+        senders: the communicators over which groups are made whole of which each rank updates a part, by group id.
         views: those asked for so far.
     """
 
     shards: Mapping[int, Tensor]
     cuts: Mapping[int, tuple[Segment, ...]]
     passing: frozenset[int]
+    senders: Mapping[int, Lane] = field(default_factory=dict)
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def drop(self) -> None:
@@ -110,6 +128,9 @@ class Update:
         self.rounding = rounding
         self.opt, self.number, self.shards, self.grads, self.scale = opt, number, shards, grads, scale
         self.waiting = dict.fromkeys(grads.cuts)
+        self.unsent = dict.fromkeys(grads.senders)
+        self.coming: dict[int, Handle] = {}
+        self.stopped = False
 
     @property
     def begun(self) -> bool:
@@ -126,7 +147,7 @@ class Update:
         """
         if self.broken:
             raise half_updated(self.broken)
-        due = [group for group in groups if group in self.waiting]
+        due = [group for group in groups if group in self.waiting and not self.stopped]
         rounded = [group for group in due if self.rounding is not None and group in self.rounding.groups]
         alike = self._alike([group for group in due if group not in rounded])
         written = [tensor for params, _, states in alike.values() for tensor in (*params, *_values(states))]
@@ -172,9 +193,36 @@ class Update:
                 states.append(state)
         return alike
 
+    def stop(self) -> None:
+        """Update nothing more. What was updated is still sent: other ranks wait for it."""
+        self.stopped = True
+
+    def resume(self) -> None:
+        """Take back ``stop``, where nothing was updated on any rank: all of it is still to be done."""
+        self.stopped, self.unsent = False, dict.fromkeys(self.grads.senders)
+
+    def spread(self, group: int) -> None:
+        """Send what this rank has updated of a group to those that hold the same shard."""
+        if group in self.unsent:
+            if group in self.waiting and not self.stopped:
+                # The rule has failed here, and others cannot be kept waiting: what they get is not what they expect.
+                self.broken = self.broken or f"group {group} was sent to other ranks before its update"
+            shard = self.shards[group]
+            self.coming[group] = self.grads.senders[group].all_gather(shard.param, shard.own, marks(shard.param.device))
+            del self.unsent[group]
+
+    def join(self, group: int) -> None:
+        """Wait for what they have updated."""
+        if group in self.coming:
+            self.coming.pop(group).wait()
+
     def finish(self) -> None:
-        """Update every group that was not updated yet."""
+        """Update every group that was not updated yet. Collective where ranks update parts of what they share."""
         self.apply(list(self.waiting))
+        for group in list(self.unsent):
+            self.spread(group)
+        for group in list(self.coming):
+            self.join(group)
 
 
 def _values(states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

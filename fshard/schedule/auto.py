@@ -31,6 +31,8 @@ WORDS = MappingProxyType(
         "leaf": "gradients of leaves",
         "stage": "staging of the reduction",
         "shard": "gradient shard",
+        "sum": "staging of the sum over replicas",
+        "own": "summed gradient",
     }
 )
 """Kinds of items, for people."""

@@ -6,6 +6,11 @@ k to k+prefetch read and is not there, each trainable group's update ahead of it
 k reads. Groups that are not gathered are updated together, before the first compute. After compute k: free
 what it read, unless the next window reads it again; reduce the gradients that it completed.
 
+A gradient shard that has replicas is summed over them as soon as it has collected its last microbatch, and waited
+for as late as can be: before the commit, or where more than ``reduces`` other sums would be in flight. Groups of
+which each rank updates but a part come first of all: their updates, and the sending of what they changed, stand at the
+begin of the step in the order of use, and are waited for where the group is first gathered or read.
+
 Around a turn (from the last forward call to the first backward call, and from a microbatch to the next) the
 window for keeping is that of the first call after it. What it holds is there at that call anyway, and so is
 less than that before it: to keep it costs no memory and saves gathers.
@@ -73,12 +78,18 @@ class _Builder:
         self.updated: set[int] = set()
         self.flying: deque[tuple[int, int]] = deque()  # reduces in flight, oldest first: (group, microbatch)
         self.aloft: set[int] = set()  # their groups
+        self.summing: deque[int] = deque()  # sums over replicas in flight, oldest first
+        self.spreading: dict[int, None] = {}  # groups whose ranges are under way
         self.begins, self.completes = _gradients(bare.program, self.groups)
         self.ops: list[Op] = []
 
     def run(self) -> list[Op]:
         """All ops."""
         self._emit("agree")
+        order = sorted(range(len(self.uses)), key=lambda g: (not self.uses[g], self.uses[g][:1]))
+        for g in order:
+            if self.groups[g].spread:
+                self._update_first(g)
         for g, uses in enumerate(self.uses):
             if not uses and self.groups[g].gathered:
                 self._update_first(g)
@@ -88,6 +99,10 @@ class _Builder:
             self._after(k, op)
         while self.flying:
             self._collect()
+        while self.summing:
+            self._total()
+        for g in list(self.spreading):
+            self._join(g)
         if self.train:
             self._emit("commit")
         return self.ops
@@ -108,6 +123,7 @@ class _Builder:
                 if not info.gathered:
                     self._update_first(g)
         for g in self.reads[op.target]:
+            self._join(g)
             if self.state[g] == "coming":
                 self._emit("wait", g)
                 self.state[g] = "live"
@@ -132,14 +148,26 @@ class _Builder:
     def _request(self, group: int) -> None:
         if self.groups[group].gathered and not self.state[group]:
             self._update_first(group)
+            self._join(group)
             self._emit("gather", group)
             self.state[group] = "coming"
 
     def _update_first(self, group: int) -> None:
         due = self.train and self.groups[group].trainable and self.policy.update == "deferred"
         if due and group not in self.updated:
-            self._emit("update", group)
+            self._update(group)
             self.updated.add(group)
+
+    def _update(self, group: int) -> None:
+        self._emit("update", group)
+        if self.groups[group].spread:
+            self._emit("spread", group)
+            self.spreading[group] = None
+
+    def _join(self, group: int) -> None:
+        if group in self.spreading:
+            self._emit("join", group)
+            del self.spreading[group]
 
     def _complete(self, group: int, microbatch: int) -> None:
         """The group has its gradient of this microbatch."""
@@ -147,6 +175,10 @@ class _Builder:
             self._update_last(group, microbatch)
             return
         self._collect_until_landed(group)
+        if self.groups[group].local:
+            self._emit("reduce", group, microbatch)
+            self._landed(group, microbatch)
+            return
         if len(self.flying) == self.policy.reduces:
             self._collect()
         self._emit("reduce", group, microbatch)
@@ -161,12 +193,26 @@ class _Builder:
     def _collect(self) -> None:
         group, microbatch = self.flying.popleft()
         self.aloft.remove(group)
+        self._landed(group, microbatch)
+
+    def _landed(self, group: int, microbatch: int) -> None:
         self._emit("collect", group, microbatch)
-        self._update_last(group, microbatch)
+        if not self.groups[group].summed or microbatch < self.accumulate - 1:
+            self._update_last(group, microbatch)
+            return
+        while len(self.summing) > self.policy.reduces:
+            self._total()
+        self._emit("sum", group)
+        self.summing.append(group)
+
+    def _total(self) -> None:
+        group = self.summing.popleft()
+        self._emit("total", group)
+        self._update_last(group, self.accumulate - 1)
 
     def _update_last(self, group: int, microbatch: int) -> None:
         if self.policy.update == "in_backward" and microbatch == self.accumulate - 1:
-            self._emit("update", group)
+            self._update(group)
 
 
 def _computes(program: Program, accumulate: int) -> list[Op]:

@@ -4,17 +4,12 @@ It knows what the program, the groups and the policy demand, and takes nothing f
 so that a schedule from anywhere (built, parsed, written by hand) is held to the same rules.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fshard import errors
 from fshard.schedule.ops import KINDS, MICROBATCH_KINDS, ROOT, STEP_KINDS, UNIT_KINDS, Op, Program
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.text import op_lines
-
-CONTEXT = 4
-"""Ops shown on each side of the one that fails."""
+from fshard.schedule.sweep import broken, check_memory
 
 
 def check(schedule: Schedule) -> None:
@@ -24,8 +19,10 @@ def check(schedule: Schedule) -> None:
     waited for and up to date; that slots are gathered, waited for and freed in turn, at most ``prefetch``
     computes ahead, and held no longer than the policy says; that each gradient is reduced once a microbatch,
     after its last reader, with at most ``reduces`` in flight, and collected once before its range is filled
-    again; that each update happens once and where the policy says; that ranges of the arena which are alive
-    together are disjoint; and that nothing is left at the end.
+    again; that shards are summed over replicas once, when they hold all microbatches, with at most
+    ``reduces`` more sums in flight, and waited for; that each update happens once and where the policy says, and
+    what it changed of a shard that others hold too reaches them before anybody reads it; that ranges of the
+    arena which are alive together are disjoint; and that nothing is left at the end.
 
     Raises:
         ScheduleError: the first op that breaks a rule, shown among its neighbours.
@@ -34,11 +31,11 @@ def check(schedule: Schedule) -> None:
     for at, op in enumerate(schedule.ops):
         problem = _shape(op, at, schedule, run) or next(run.take(at, op), None)
         if problem:
-            raise _broken(schedule, at, problem)
+            raise broken(schedule, at, problem)
     at, problem = run.leftover()
     if problem:
-        raise _broken(schedule, at, problem)
-    _check_memory(schedule)
+        raise broken(schedule, at, problem)
+    check_memory(schedule)
 
 
 @dataclass
@@ -55,6 +52,10 @@ class _Group:
     reduced: int = 0  # microbatches
     collected: int = 0
     reduced_at: int = -1
+    summed_at: int = -1
+    totalled: bool = False
+    spread_at: int = -1
+    joined: bool = False
 
     @property
     def next_use(self) -> int | None:
@@ -83,7 +84,12 @@ class _Run:
             "free": self._free,
             "reduce": self._reduce,
             "collect": self._collect,
+            "sum": self._sum,
+            "total": self._total,
+            "spread": self._spread,
+            "join": self._join,
         }
+        self.summing = 0
         self.in_flight = 0
         self.reductions = 0  # of the microbatch that runs
         self.reduced_groups = sum(g.trainable and g.reduced for g in schedule.groups) if schedule.train else 0
@@ -185,6 +191,8 @@ class _Run:
             yield f"{unit} reads {name}, which {missing}"
         if self._updates_first(name) and group.updated_at < 0:
             yield f"{unit} reads {name} before its pending update"
+        if self._updates_first(name) and info.spread and not group.joined:
+            yield f"{unit} reads {name} before the ranges that other ranks updated are there"
 
     def _microbatch_over(self) -> Iterator[str]:
         if self.done and self._reduces(self.microbatch) and self.reductions < self.reduced_groups:
@@ -215,6 +223,8 @@ class _Run:
             yield f"{op.target} stays for the step once gathered; it was gathered at op {group.gathered_at}"
         if self._updates_first(op.target) and group.updated_at < 0:
             yield f"{op.target} is gathered before its pending update"
+        if self._updates_first(op.target) and self.infos[op.target].spread and not group.joined:
+            yield f"{op.target} is gathered before the ranges that other ranks updated are there"
         group.slot, group.gathered_at = "coming", at
         if not group.kept:
             self.held[op.target] = None
@@ -245,19 +255,52 @@ class _Run:
         last = op.microbatch * len(self.expected) + group.filled[1]
         if self.done <= last:
             yield f"{Op(*self.expected[group.filled[1]])} of this microbatch must come before"
-        if self.in_flight >= self.policy.reduces:
+        if self.in_flight >= self.policy.reduces and not info.local:
             yield f"{self.in_flight} reductions are in flight; reduces={self.policy.reduces}"
         if self._updates_first(op.target) and group.updated_at < 0:
             yield f"{op.target}'s pending update needs the gradient that this one replaces"
         group.reduced, group.reduced_at = op.microbatch + 1, at
-        self.in_flight += 1
+        self.in_flight += not info.local
         self.reductions += 1
 
     def _collect(self, at: int, op: Op, group: _Group) -> Iterator[str]:
         if group.reduced == group.collected or group.reduced != op.microbatch + 1:
             yield f"no reduction of {op.target} of microbatch {op.microbatch} is in flight"
         group.collected = group.reduced
-        self.in_flight -= 1
+        self.in_flight -= not self.infos[op.target].local
+
+    def _sum(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+        last = self.schedule.accumulate - 1
+        if not (self.schedule.train and self.infos[op.target].summed):
+            yield f"{op.target} has no replicas to be summed over"
+        if group.collected <= last:
+            yield f"{op.target} has not collected its gradient of microbatch {last}"
+        if group.summed_at >= 0:
+            yield f"{op.target} was summed at op {group.summed_at}"
+        if self.summing > self.policy.reduces:
+            yield f"{self.summing} sums are in flight; reduces={self.policy.reduces} allows one more than that"
+        group.summed_at = at
+        self.summing += 1
+
+    def _total(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+        if group.summed_at < 0 or group.totalled:
+            yield f"no sum of {op.target} is in flight"
+        group.totalled = True
+        self.summing -= 1
+
+    def _spread(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+        if not (self.schedule.train and self.infos[op.target].spread):
+            yield f"{op.target} is updated by every rank that holds it"
+        if group.updated_at < 0:
+            yield f"{op.target} is sent before its update"
+        if group.spread_at >= 0:
+            yield f"{op.target} was sent at op {group.spread_at}"
+        group.spread_at = at
+
+    def _join(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+        if group.spread_at < 0 or group.joined:
+            yield f"no ranges of {op.target} are under way"
+        group.joined = True
 
     def _updates_first(self, name: str) -> bool:
         return self.schedule.train and self.infos[name].trainable and self.policy.update == "deferred"
@@ -275,6 +318,8 @@ class _Run:
             yield f"{op.target} is read again after its update"
         elif info.reduced and group.collected <= last:
             yield f"{op.target} has not collected its gradient of microbatch {last}"
+        elif info.summed and not group.totalled:
+            yield f"{op.target} has no total over its replicas yet"
         elif self.done <= last * len(self.expected) + group.filled[1]:
             yield f"{op.target} has no gradient of microbatch {last} yet"
         group.updated_at = at
@@ -290,8 +335,12 @@ class _Run:
         for name, group in self.groups.items():
             if group.reduced > group.collected:
                 yield f"{name}'s reduction since op {group.reduced_at} was not collected"
+            if self.infos[name].summed and not group.totalled:
+                yield f"{name} has no total over its replicas"
             if self.infos[name].trainable and group.updated_at < 0:
                 yield f"{name} was not updated"
+            if self.infos[name].spread and not group.joined:
+                yield f"{name}'s updated ranges are not there"
 
 
 def _expected(program: Program) -> Iterator[tuple[str, str, int]]:
@@ -313,39 +362,3 @@ def _shape(op: Op, at: int, schedule: Schedule, run: _Run) -> str:
     if op.index and op.kind not in UNIT_KINDS or op.microbatch and op.kind not in MICROBATCH_KINDS:
         return f"{op.kind} has no {'call index' if op.index else 'microbatch'}"
     return ""
-
-
-def _check_memory(schedule: Schedule) -> None:
-    """Sweep over the ops with the ranges alive, sorted by offset: each new one must fit in between."""
-    memory = schedule.memory
-    begin: list[list[str]] = [[] for _ in schedule.ops]
-    end: list[list[str]] = [[] for _ in schedule.ops]
-    for item in memory.offsets:
-        lives = memory.lifetimes[item]
-        if memory.offset(item) < 0 or memory.offset(item) + memory.sizes[item] > memory.arena_bytes:
-            raise _broken(schedule, lives[0][0], f"{item} lies outside of the arena")
-        for first, last in lives if memory.sizes[item] else ():
-            begin[first].append(item)
-            end[last].append(item)
-    alive: list[tuple[int, int, str]] = []
-    for at in range(len(schedule.ops)):
-        for item in begin[at]:
-            entry = (memory.offset(item), memory.offset(item) + memory.sizes[item], item)
-            place = bisect_left(alive, entry)
-            if place and alive[place - 1][1] > entry[0]:
-                raise _broken(schedule, at, f"{item} overlaps {alive[place - 1][2]} in the arena")
-            if place < len(alive) and alive[place][0] < entry[1]:
-                raise _broken(schedule, at, f"{item} overlaps {alive[place][2]} in the arena")
-            insort(alive, entry)
-        for item in end[at]:
-            alive.remove((memory.offset(item), memory.offset(item) + memory.sizes[item], item))
-
-
-def _broken(schedule: Schedule, at: int, problem: str) -> errors.ScheduleError:
-    lines = op_lines(schedule.ops, schedule.accumulate)
-    return errors.broken_schedule(problem, _excerpt(lines, at))
-
-
-def _excerpt(lines: Sequence[str], at: int) -> list[str]:
-    shown = range(max(at - CONTEXT, 0), min(at + CONTEXT + 1, len(lines)))
-    return [f"{'->' if i == at else '  '} {lines[i]}" for i in shown]

@@ -17,29 +17,64 @@ def stage_numel(plan: Plan, group: Group) -> int:
     travels is rounded: then all chunks arrive, to be added unrounded. Groups cut along a tensor dim are packed into
     rank-major order first.
     """
-    if group.parts == 1:
+    if group.scatter_parts == 1:
         return 0
-    received = group.numel - group.chunk
+    received = group.numel - group.scatter_chunk
     if plan.mesh.device.type == "cuda":
-        received = group.chunk if group.reduce_dtype == group.dtype else group.numel
+        received = group.scatter_chunk if group.reduce_dtype == group.dtype else group.numel
     return received + (group.numel if group.staged else 0)
+
+
+def rows_travel(group: Group, replicas: int) -> bool:
+    """Whether each replica sends its whole gradient shard to each other one, to be summed there.
+
+    An all-reduce sends ``2 (n - 1) / n`` shards in the master dtype. With two replicas, or with more and a shorter
+    dtype, rows are no more than that.
+    """
+    return replicas * group.sum_dtype.itemsize <= 2 * group.dtype.itemsize
+
+
+def _summed(group: Group, replicas: int) -> tuple[int, int]:
+    """Bytes that a rank sends to complete a gradient that holds all microbatches, and what it needs besides."""
+    own, item, wire = group.owned.chunk, group.dtype.itemsize, group.sum_dtype.itemsize
+    cast = group.sum_dtype != group.dtype
+    sent = needed = 0
+    if group.twice:
+        sent = (group.opt_parts - 1) * own * wire
+        needed = 2 * group.chunk * wire if cast else sent
+    if replicas > 1 and rows_travel(group, replicas):
+        sent, needed = sent + (replicas - 1) * own * wire, needed + (replicas + cast) * own * wire
+    elif replicas > 1:
+        sent += 2 * (replicas - 1) * own * item // replicas
+    return sent, needed
+
+
+def _over(group: Group) -> tuple[str, str, str, str]:
+    sums = group.sum_axes if group.twice else group.rest_axes
+    gather, scatter, total, spread = map("+".join, (group.gather_axes, group.scatter_axes, sums, group.opt_axes))
+    return gather, scatter, total, spread
 
 
 def _info(plan: Plan, group: Group) -> GroupInfo:
     item, read, sent = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
     cast = read if group.compute_dtype != group.dtype else 0
-    peers, replicas = group.parts - 1, plan.mesh.axis_size(group.sum_axes)
-    summed = 2 * (replicas - 1) * group.chunk * item // replicas
+    replicas = plan.mesh.axis_size(group.rest_axes)
+    sum_sent, sum_bytes = _summed(group, replicas) if group.trainable else (0, 0)
+    scattered = group.scatter_chunk if group.trainable else group.chunk
     return GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
-        shard_bytes=group.chunk * (item + cast),
+        shard_bytes=scattered * item + group.chunk * cast,
         grad_bytes=group.numel * sent if group.trainable else 0,
         stage_bytes=stage_numel(plan, group) * sent if group.trainable else 0,
         gathered=group.parts > 1,
-        reduced=group.trainable and (group.parts > 1 or plan.mesh.axis_size(group.sum_axes) > 1),
+        reduced=group.trainable and (group.scatter_parts > 1 or replicas > 1),
         trainable=group.trainable,
-        gather_sent=peers * group.chunk * read,
-        reduce_sent=peers * group.chunk * sent if group.trainable else 0,
-        sum_sent=summed if group.trainable else 0,
+        gather_sent=(group.parts - 1) * group.chunk * read,
+        reduce_sent=(group.scatter_parts - 1) * group.scatter_chunk * sent if group.trainable else 0,
+        sum_sent=sum_sent,
+        spread_sent=(group.opt_parts - 1) * group.owned.chunk * item if group.trainable else 0,
+        sum_bytes=sum_bytes,
+        own_bytes=group.owned.chunk * item if group.trainable and group.twice else 0,
+        over=_over(group),
     )

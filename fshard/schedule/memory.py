@@ -5,10 +5,12 @@ one offset for all its lifetimes, so views of it can be made once (static slots)
 it, so that they take memory in the backward, when activations no longer do: ``grad:g``, the full flat gradient,
 from the first backward op of a reader to the collect; ``stage:g``, what its reduction needs besides, from reduce to
 collect; and ``shard:g``, this rank's part of the reduced gradient, from the first reduce to the update, which with
-deferred updates is in the next step. Until its reduce a gradient is what autograd made, a tensor a leaf; the flat one
-is filled then, so that for a moment there are two. That is ``leaf:g``, less stage and shard, which come after it.
-A gradient that no backward op fills lives from reduce to collect, and one that is not reduced at all is no item: it
-is kept between steps.
+deferred updates is in the next step. A sum over replicas needs ``sum:g`` from its issue to its total. Where a rank
+updates but a part of its shard, that part of the summed gradient is ``own:g``: there from the sum to the update, in the
+place of ``shard:g``, which ends with the total. Until its reduce a gradient is what autograd made, a tensor a leaf;
+the flat one is filled then, so that for a moment there are two. That is ``leaf:g``, less stage and shard, which come
+after it. A gradient that no backward op fills lives from reduce to collect, and one that is not reduced at all is no
+item: it is kept between steps.
 """
 
 import math
@@ -129,51 +131,87 @@ def _lives(
     ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool
 ) -> Iterator[tuple[str, int, Span]]:
     """Item, bytes and span of every lifetime, as they end."""
-    by_name = {group.name: group for group in groups}
-    reduced = [train and group.trainable and group.reduced for group in groups]
-    filled = {unit: [groups[i] for i in ids if reduced[i]] for unit, ids in program.reads.items()}
-    born: dict[str, int] = {}
-    rounds = Counter(op.target for op in ops if op.kind == "reduce")
-    kept = {group.name for group, due in zip(groups, reduced, strict=True) if due}
-
-    def begin(item: str, at: int) -> None:
-        if item in born:
-            raise errors.broken_lifetime(item, at, str(ops[at]), f"it is alive since op {born[item]}")
-        born[item] = at
-
-    def end(item: str, size: int, at: int) -> tuple[str, int, Span]:
-        if item not in born:
-            raise errors.broken_lifetime(item, at, str(ops[at]), "no lifetime of it has begun")
-        return item, size, (born.pop(item), at)
-
+    lives = _Lives(ops, groups, program, train)
     for at, op in enumerate(ops):
-        name = op.target
+        if op.kind == "backward":
+            for group in lives.filled.get(op.target, ()):
+                lives.born.setdefault(f"grad:{group.name}", at)
+        elif op.target in lives.by_name:
+            yield from lives.take(at, op, lives.by_name[op.target])
+    yield from lives.rest()
+
+
+class _Lives:
+    """The items that are alive, and since when. ``sizes`` are those of what waits for the update, by item."""
+
+    def __init__(self, ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool) -> None:
+        self.ops = ops
+        self.by_name = {group.name: group for group in groups}
+        reduced = [train and group.trainable and group.reduced for group in groups]
+        self.filled = {unit: [groups[i] for i in ids if reduced[i]] for unit, ids in program.reads.items()}
+        self.born: dict[str, int] = {}
+        self.rounds = Counter(op.target for op in ops if op.kind == "reduce")
+        self.kept = {group.name for group, due in zip(groups, reduced, strict=True) if due}
+
+    def begin(self, item: str, at: int) -> None:
+        """An item that must not be alive yet."""
+        if item in self.born:
+            raise errors.broken_lifetime(item, at, str(self.ops[at]), f"it is alive since op {self.born[item]}")
+        self.born[item] = at
+
+    def end(self, item: str, size: int, at: int) -> tuple[str, int, Span]:
+        """An item that must be alive."""
+        if item not in self.born:
+            raise errors.broken_lifetime(item, at, str(self.ops[at]), "no lifetime of it has begun")
+        return item, size, (self.born.pop(item), at)
+
+    def take(self, at: int, op: Op, group: GroupInfo) -> Iterator[tuple[str, int, Span]]:
+        """What ends with an op on a group."""
+        name = group.name
         if op.kind == "gather":
-            begin(f"param:{name}", at)
+            self.begin(f"param:{name}", at)
         elif op.kind == "free":
-            yield end(f"param:{name}", by_name[name].full_bytes, at)
-        elif op.kind == "backward":
-            for group in filled.get(name, ()):
-                born.setdefault(f"grad:{group.name}", at)
+            yield self.end(f"param:{name}", group.full_bytes, at)
         elif op.kind == "reduce":
-            if f"grad:{name}" in born:
-                yield f"leaf:{name}", _leaf_bytes(by_name[name], rounds[name]), (at, at)
-            born.setdefault(f"grad:{name}", at)
-            born.setdefault(f"shard:{name}", at)
-            if by_name[name].stage_bytes:
-                begin(f"stage:{name}", at)
+            if f"grad:{name}" in self.born:
+                yield f"leaf:{name}", _leaf_bytes(group, self.rounds[name]), (at, at)
+            self.born.setdefault(f"grad:{name}", at)
+            self.born.setdefault(f"shard:{name}", at)
+            if group.stage_bytes:
+                self.begin(f"stage:{name}", at)
         elif op.kind == "collect":
-            yield end(f"grad:{name}", by_name[name].grad_bytes, at)
-            if by_name[name].stage_bytes:
-                yield end(f"stage:{name}", by_name[name].stage_bytes, at)
-        elif op.kind == "update" and name in kept:
+            yield self.end(f"grad:{name}", group.grad_bytes, at)
+            if group.stage_bytes:
+                yield self.end(f"stage:{name}", group.stage_bytes, at)
+        elif op.kind in ("sum", "total", "update"):
+            yield from self._complete(at, op, group)
+
+    def _complete(self, at: int, op: Op, group: GroupInfo) -> Iterator[tuple[str, int, Span]]:
+        """What ends with an op on a gradient that holds all microbatches."""
+        name, parted = group.name, group.own_bytes > 0 and group.summed
+        if op.kind == "sum":
+            if group.sum_bytes:
+                self.begin(f"sum:{name}", at)
+            if parted:
+                self.born.setdefault(f"own:{name}", at)
+        elif op.kind == "total":
+            if group.sum_bytes:
+                yield self.end(f"sum:{name}", group.sum_bytes, at)
+            if parted:
+                yield self.end(f"shard:{name}", group.shard_bytes, at)
+        elif name in self.kept:
             # Deferred: the gradient is that of the step before.
-            yield f"shard:{name}", by_name[name].shard_bytes, (born.pop(f"shard:{name}", 0), at)
-    for item, at in born.items():
-        if item.startswith("shard:"):
-            yield item, by_name[item.partition(":")[2]].shard_bytes, (at, len(ops) - 1)
-            continue
-        raise errors.broken_lifetime(item, at, str(ops[at]), "its lifetime never ends")
+            item, size = (f"own:{name}", group.own_bytes) if parted else (f"shard:{name}", group.shard_bytes)
+            yield item, size, (self.born.pop(item, 0), at)
+
+    def rest(self) -> Iterator[tuple[str, int, Span]]:
+        """What waits for the next step's updates. Nothing else may be left."""
+        for item, at in self.born.items():
+            kind, _, name = item.partition(":")
+            if kind not in ("shard", "own"):
+                raise errors.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
+            group = self.by_name[name]
+            yield item, group.shard_bytes if kind == "shard" else group.own_bytes, (at, len(self.ops) - 1)
 
 
 def _leaf_bytes(group: GroupInfo, rounds: int) -> int:

@@ -14,6 +14,10 @@ backward   unit     the gradient of a call is computed; ``root``: everything out
                     outer gradient too where there is one
 reduce     group    issue the reduction of the group's flat gradient
 collect    group    the reduction is over: its result is added to this rank's gradient shard
+sum        group    issue the sum of the gradient shard over replicas, once a step, beside what follows
+total      group    the sum over replicas is over
+spread     group    send the range that this rank has updated to the ranks that hold the same shard
+join       group    the ranges of all of them are there: the shard is up to date
 commit              the norm, and the vote of all ranks; the last op of a train step
 =========  =======  =====================================================================================
 """
@@ -31,7 +35,7 @@ ROOT = "root"
 """The unit that stands for the code outside of units."""
 
 UNIT_KINDS = frozenset(("forward", "backward"))
-GROUP_KINDS = frozenset(("update", "gather", "wait", "free", "reduce", "collect"))
+GROUP_KINDS = frozenset(("update", "gather", "wait", "free", "reduce", "collect", "sum", "total", "spread", "join"))
 STEP_KINDS = frozenset(("agree", "commit"))
 KINDS = UNIT_KINDS | GROUP_KINDS | STEP_KINDS
 
@@ -124,8 +128,16 @@ class GroupInfo:
         reduced: False for a group whose gradient needs no communication: it is not reduced or collected.
         trainable: whether it has gradients and updates.
         gather_sent: what this rank sends in one gather.
-        reduce_sent: what it sends in one reduction over the ranks that hold its shards.
-        sum_sent: what it sends once a step, in the last microbatch, to add its shard up over replicas.
+        reduce_sent: what it sends in one reduction over the ranks that hold its shards. 0 for a group whose
+            gradients are only added up on each rank, until replicas are summed.
+        sum_sent: what it sends once a step, after the last microbatch, to add its shard up over replicas. 0 for
+            a group without replicas.
+        spread_sent: what it sends after the update of its part of a shard that it has in common with others. 0
+            where every rank updates all that it keeps.
+        sum_bytes: further memory that a sum over replicas needs while in flight.
+        own_bytes: this rank's part of the summed gradient, where that is less than its shard of the gradient; else 0.
+        over: the mesh axes, joined by ``+``, of gather, reduce, sum and spread. Transfers over the same axes
+            share a link.
 
     Raises:
         PlanError: a size is negative, or the name is empty.
@@ -142,12 +154,31 @@ class GroupInfo:
     gather_sent: int = 0
     reduce_sent: int = 0
     sum_sent: int = 0
+    spread_sent: int = 0
+    sum_bytes: int = 0
+    own_bytes: int = 0
+    over: tuple[str, str, str, str] = ("", "", "", "")
 
     def __post_init__(self) -> None:
-        held = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes)
-        sizes = (*held, self.gather_sent, self.reduce_sent, self.sum_sent)
+        held = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes, self.sum_bytes, self.own_bytes)
+        sizes = (*held, self.gather_sent, self.reduce_sent, self.sum_sent, self.spread_sent)
         if not self.name or min(sizes) < 0:
             raise errors.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
+
+    @property
+    def summed(self) -> bool:
+        """Whether its gradient is added up over replicas, once a step."""
+        return self.trainable and self.reduced and self.sum_sent > 0
+
+    @property
+    def local(self) -> bool:
+        """Whether its reductions send nothing, so that each is over at once."""
+        return self.summed and not self.reduce_sent
+
+    @property
+    def spread(self) -> bool:
+        """Whether its updated ranges are sent to other ranks."""
+        return self.trainable and self.spread_sent > 0
 
 
 def checked(groups: Sequence[GroupInfo], program: Program, accumulate: int) -> None:

@@ -1,10 +1,10 @@
 """Simulating a schedule: when each op begins and ends, given what ops cost. Pure and deterministic.
 
 The model has one device, which runs forwards, backwards and updates in the order of the schedule, and lanes beside
-it: the gathers are one lane, the reductions another. A lane carries one transfer at a time, in the order of issue.
-Lanes over one link share it the same way: who asked first is served first. ``wait`` and ``collect`` hold the device
-until their transfer has arrived; that time is *exposed*. Times are sums and maxima of costs and nothing else, so
-that none of them gets longer when a cost gets smaller.
+it: one for each role (gather, reduce, sum, spread) over each set of mesh axes. A lane carries one transfer at a time,
+in the order of issue. Lanes over one link share it the same way: who asked first is served first. ``wait``,
+``collect``, ``total`` and ``join`` hold the device until their transfer has arrived; that time is *exposed*. Times
+are sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller.
 
 What it leaves out: transfers take nothing from compute (on gloo they take processor time), and ranks are alike.
 """
@@ -21,8 +21,14 @@ from fshard.schedule.schedule import Schedule
 
 NOTHING: Mapping[tuple[str, str], float] = MappingProxyType({})
 
-TIMED = frozenset(("forward", "backward", "update", "collect", "agree", "commit"))
+TIMED = frozenset(("forward", "backward", "update", "collect", "total", "agree", "commit"))
 """Kinds of ops that may take time on the device."""
+
+AWAITS = {"wait": "gather", "collect": "reduce", "total": "sum", "join": "spread"}
+"""The op whose transfer each of these waits for."""
+
+ISSUES = {"gather": 0, "reduce": 1, "sum": 2, "spread": 3}
+"""The ops that begin a transfer, by their place in ``GroupInfo.over``."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,11 @@ class Costs:
 
     Args:
         seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. Kinds are
-            forward, backward, update, collect, agree and commit; ops that it lacks take no time.
-        link: the link of gathers, and of reductions too unless they have their own.
+            forward, backward, update, collect, total, agree and commit; ops that it lacks take no time.
+        link: the link of gathers, and of everything else that has no link of its own.
         reduces: the link of reductions, if it is another than that of gathers.
+        links: links by mesh axes, joined by ``+``: ``{"replica": Link(25e6)}``. All that goes over these axes, and
+            over no others, takes that link.
 
     Raises:
         PlanError: a negative time, or one of an op that takes none.
@@ -67,6 +75,7 @@ class Costs:
     seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
     link: Link = Link()
     reduces: Link | None = None
+    links: Mapping[str, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = []
@@ -86,8 +95,8 @@ class Simulation:
     Attributes:
         schedule: what was simulated.
         issued: when the device comes to each op.
-        starts: when each op begins; for a gather or a reduce, when its first byte goes.
-        ends: when each op is over; for a gather or a reduce, when it has arrived.
+        starts: when each op begins; for one that begins a transfer, when its first byte goes.
+        ends: when each op is over; for one that begins a transfer, when it has arrived.
         compute: the seconds in which the device is busy.
         wire: the seconds in which the busiest link is.
         sent: bytes that a rank sends.
@@ -116,7 +125,7 @@ class Simulation:
         held = [
             (end - start, op)
             for op, start, end in zip(self.schedule, self.issued, self.ends, strict=True)
-            if op.kind in ("wait", "collect") and end > start
+            if op.kind in AWAITS and end > start
         ]
         return sorted(held, key=lambda pair: -pair[0])
 
@@ -155,6 +164,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     return _Clock(schedule, costs).run()
 
 
+def sent_by(info: GroupInfo, kind: str) -> int:
+    """The bytes that a rank sends in a transfer of this kind."""
+    return (info.gather_sent, info.reduce_sent, info.sum_sent, info.spread_sent)[ISSUES[kind]]
+
+
 def time_text(seconds: float) -> str:
     """A time for people.
 
@@ -191,41 +205,38 @@ class _Clock:
         return Simulation(self.schedule, tuple(issued), tuple(starts), tuple(ends), self.compute, wire, self.sent)
 
     def _take(self, at: int, op: Op) -> tuple[float, float]:
-        if op.kind in ("gather", "reduce"):
+        if op.kind in ISSUES:
             info = self.infos[op.target]
-            sent = info.gather_sent if op.kind == "gather" else info.reduce_sent
-            span = self._transfer(op.kind, sent)
-            if op.kind == "reduce" and not sent and self._last(op):
-                span = self._transfer("sum", info.sum_sent)
+            span = self._transfer(op.kind, info.over[ISSUES[op.kind]], sent_by(info, op.kind))
             self.arrival[op.kind, op.target] = span[1]
             return span
         start = self.now
-        if op.kind in ("wait", "collect"):
-            awaited = "gather" if op.kind == "wait" else "reduce"
+        if op.kind in AWAITS:
+            awaited = AWAITS[op.kind]
             if (awaited, op.target) not in self.arrival:
                 raise errors.broken_lifetime(f"{awaited} of {op.target}", at, str(op), "none is in flight")
             self.now = max(self.now, self.arrival.pop((awaited, op.target)))
-            if op.kind == "collect" and self._last(op) and self.infos[op.target].reduce_sent:
-                self.now = self._transfer("sum", self.infos[op.target].sum_sent)[1]
         seconds = self.costs.seconds.get((op.kind, op.target), 0.0)
         self.now += seconds
         self.compute += seconds
         return start, self.now
 
-    def _last(self, op: Op) -> bool:
-        return op.microbatch == self.schedule.accumulate - 1
-
-    def _transfer(self, lane: str, sent: int) -> tuple[float, float]:
+    def _transfer(self, role: str, axes: str, sent: int) -> tuple[float, float]:
         """Begin and end of a transfer that is issued now."""
         if not sent:
             return self.now, self.now
-        own = lane != "gather" and self.costs.reduces is not None
-        link = self.costs.reduces if own and self.costs.reduces is not None else self.costs.link
-        name = "reduces" if own else "link"
-        seconds = sent / link.bytes_per_s
+        name, link = self._link(role, axes)
+        lane, seconds = f"{role}({axes})", sent / link.bytes_per_s
         start = max(self.now, self.lanes.get(lane, 0.0)) + link.latency
         start = max(start, self.links.get(name, 0.0))
         self.lanes[lane] = self.links[name] = start + seconds
         self.busy[name] = self.busy.get(name, 0.0) + seconds
         self.sent += sent
         return start, start + seconds
+
+    def _link(self, role: str, axes: str) -> tuple[str, Link]:
+        if axes in self.costs.links:
+            return axes, self.costs.links[axes]
+        if role in ("reduce", "sum") and self.costs.reduces is not None:
+            return "reduces", self.costs.reduces
+        return "link", self.costs.link

@@ -9,6 +9,7 @@ everything, so its hash is the schedule's identity.
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from fshard import errors
@@ -16,13 +17,17 @@ from fshard.schedule.memory import size_text
 from fshard.schedule.ops import KINDS, MICROBATCH_KINDS, STEP_KINDS, Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Keep, Policy, keep
 
-TITLE = "fshard schedule 1"
+TITLE = "fshard schedule 2"
 """The first line; the number is the format's."""
 
 WIDTH = 100
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
+AXES = re.compile(r"[\w+.-]*")
 PLAIN = re.compile(r'[^\s"#@][^\s"]*')
 SIZES = ("full", "shard", "grad", "stage", "sends")
+UNSPACED = r"\u0020"
+EXTRA = ("sum", "own", "over")
+"""Values that only groups with replicas, or with axes that are named, have."""
 FLAGS = (("resident", "gathered"), ("unreduced", "reduced"), ("frozen", "trainable"))
 """The words for False and True of each flag of a group."""
 
@@ -77,16 +82,28 @@ def _header(parts: Parts) -> Iterator[str]:
     width = max((len(_name(group.name)) for group in groups), default=0)
     for group in groups:
         sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes, group.stage_bytes)
-        sends = f"{group.gather_sent},{group.reduce_sent},{group.sum_sent}"
+        sends = f"{group.gather_sent},{group.reduce_sent},{group.sum_sent},{group.spread_sent}"
         numbers = " ".join(f"{key}={size}" for key, size in zip(SIZES, (*sizes, sends), strict=True))
         flags = (group.gathered, group.reduced, group.trainable)
         words = " ".join(pair[flag] for pair, flag in zip(FLAGS, flags, strict=True))
+        words += "".join(f" {word}" for word in _extra(group))
         yield f"group {_name(group.name):<{width}} {numbers} {words} # {', '.join(map(size_text, sizes))}"
     for unit, ids in program.reads.items():
         yield " ".join(("unit", _name(unit), "reads", *(_name(groups[i].name) for i in ids)))
     yield from _calls("forward", program.forward)
     yield from _calls("backward", program.backward)
     yield f"ops {len(parts.ops)}"
+
+
+def _extra(group: GroupInfo) -> Iterator[str]:
+    if group.sum_bytes:
+        yield f"sum={group.sum_bytes}"
+    if group.own_bytes:
+        yield f"own={group.own_bytes}"
+    if any(group.over):
+        plain = all(map(AXES.fullmatch, group.over))
+        text = ",".join(group.over) if plain else json.dumps(group.over, separators=(",", ":"))
+        yield f"over={text.replace(' ', UNSPACED)}"
 
 
 def _calls(word: str, calls: Sequence[Call]) -> Iterator[str]:
@@ -183,22 +200,27 @@ class _Reader:
         self.step = tokens[0] == "train", _number(_values(tokens[1:], ("accumulate",))[0], "")
 
     def _group(self, tokens: list[str]) -> None:
-        if len(tokens) != 1 + len(SIZES) + len(FLAGS):
+        fixed = 1 + len(SIZES) + len(FLAGS)
+        extra = {token.partition("=")[0]: token.partition("=")[2] for token in tokens[fixed:]}
+        if len(tokens) < fixed or not set(extra) <= set(EXTRA):
             raise ValueError(f"a group is NAME {' '.join(f'{key}=BYTES' for key in SIZES)} and three words")
         name = _unquoted(tokens[0])
         if name in self.groups:
             raise ValueError(f"group {name!r} is there twice")
         *values, sends = _values(tokens[1:6], SIZES)
         full, shard, grad, stage = (_number(value, "") for value in values)
-        if sends.count(",") != 2:
-            raise ValueError(f"sends={sends} is not of the form GATHER,REDUCE,SUM")
-        sent = [_number(value, "") for value in sends.split(",")]
-        for word, pair in zip(tokens[6:], FLAGS, strict=True):
+        if sends.count(",") != 3:
+            raise ValueError(f"sends={sends} is not of the form GATHER,REDUCE,SUM,SPREAD")
+        gather, reduce, total, spread = (_number(value, "") for value in sends.split(","))
+        for word, pair in zip(tokens[6:fixed], FLAGS, strict=True):
             if word not in pair:
                 raise ValueError(f"{word!r} is neither {pair[0]} nor {pair[1]}")
-        gathered, reduced, trainable = (word == pair[1] for word, pair in zip(tokens[6:], FLAGS, strict=True))
+        gathered, reduced, trainable = (word == pair[1] for word, pair in zip(tokens[6:fixed], FLAGS, strict=True))
+        stage_of_sum, own = (_number(extra.get(key, "0"), "") for key in ("sum", "own"))
+        over = _read_over(extra["over"]) if "over" in extra else ("", "", "", "")
         self.ids[name] = len(self.groups)
-        self.groups[name] = GroupInfo(name, full, shard, grad, stage, gathered, reduced, trainable, *sent)
+        bare = GroupInfo(name, full, shard, grad, stage, gathered, reduced, trainable, gather, reduce, total, spread)
+        self.groups[name] = replace(bare, sum_bytes=stage_of_sum, own_bytes=own, over=over)
 
     def _unit(self, tokens: list[str]) -> None:
         if len(tokens) < 2 or tokens[1] != "reads":
@@ -234,6 +256,14 @@ def _read_reshard(text: str) -> bool | Keep:
         return keep(*units, last=int(last) if last.isdecimal() else 0)
     except (ValueError, TypeError):
         raise ValueError(f"reshard={text}: patterns are written in quotes, then last=NUMBER") from None
+
+
+def _read_over(text: str) -> tuple[str, str, str, str]:
+    try:
+        gather, reduce, total, spread = map(str, json.loads(text) if text.startswith("[") else text.split(","))
+    except (ValueError, TypeError):
+        raise ValueError(f"over={text} is not of the form [GATHER,REDUCE,SUM,SPREAD]") from None
+    return gather, reduce, total, spread
 
 
 def _read_calls(tokens: list[str]) -> Iterator[Call]:

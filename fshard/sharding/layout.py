@@ -8,8 +8,9 @@ their groups have ``kind="dim"``, hold rank-major pieces while they travel, and 
 leaf.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +27,8 @@ ALIGN = 16
 class Leaf:
     """One tensor of the parameter tree, and where it lives.
 
-    ``shape`` is the whole leaf's, ``compute_shape`` what a unit reads on one rank, after the gather.
+    ``shape`` is the whole leaf's, ``compute_shape`` what a unit reads on one rank, after the gather. ``opt`` is where
+    the optimizer's state and update live; None: where the leaf itself does.
     """
 
     path: str
@@ -39,6 +41,12 @@ class Leaf:
     aliases: tuple[str, ...] = ()
     precision: Precision = Precision()
     align: Align = None
+    opt: P | None = None
+
+    @property
+    def opt_axes(self) -> Axes:
+        """The axes over which its optimizer state is cut further than the leaf itself."""
+        return () if self.opt is None else tuple(axis for axis in self.opt.axes if axis not in self.at_rest.axes)
 
     @property
     def numel(self) -> int:
@@ -86,6 +94,9 @@ class Group:
         sum_axes: the data axes on which the leaf is replicated: gradients are all-reduced over them.
         parts: the number of chunks, which is the size of ``gather_axes``.
         chunk: elements of one rank's shard.
+        opt_axes: those of ``sum_axes`` over which the shard is cut further for the optimizer: each rank updates a part
+            of it, and receives the others' parts after the update.
+        opt_parts: the number of these parts, which is the size of ``opt_axes``.
     """
 
     id: int
@@ -98,6 +109,57 @@ class Group:
     sum_axes: Axes
     parts: int
     chunk: int
+    opt_axes: Axes = ()
+    opt_parts: int = 1
+
+    @functools.cached_property
+    def owned(self) -> "Group":
+        """The group as the optimizer sees it: gathered over ``opt_axes``, too, so that a chunk is what a rank updates.
+
+        The group itself, where ranks update all that they keep. ``own_range`` says where in the shard the chunk lies.
+        """
+        if self.opt_parts == 1:
+            return self
+        return replace(
+            self,
+            leaves=tuple(replace(leaf, at_rest=leaf.opt or leaf.at_rest, opt=None) for leaf in self.leaves),
+            gather_axes=(*self.gather_axes, *self.opt_axes),
+            sum_axes=self.rest_axes,
+            parts=self.parts * self.opt_parts,
+            chunk=self.chunk // self.opt_parts,
+            opt_axes=(),
+            opt_parts=1,
+        )
+
+    def own_range(self, mesh: Mesh, rank: int | None = None) -> tuple[int, int]:
+        """Which elements of its shard a rank updates."""
+        width, at = self.chunk // self.opt_parts, mesh.index(self.opt_axes, rank)
+        return at * width, (at + 1) * width
+
+    @property
+    def scatter_axes(self) -> Axes:
+        """Over which gradients are scattered after each backward: the gather's, or the optimizer's where none are."""
+        return self.gather_axes if self.parts > 1 else self.opt_axes
+
+    @property
+    def scatter_parts(self) -> int:
+        """Into how many parts they are."""
+        return self.parts if self.parts > 1 else self.opt_parts
+
+    @property
+    def scatter_chunk(self) -> int:
+        """The elements of one of these parts."""
+        return self.numel // self.scatter_parts
+
+    @property
+    def twice(self) -> bool:
+        """Whether gradients are scattered again when a step's are complete: over ``opt_axes``."""
+        return self.parts > 1 and self.opt_parts > 1
+
+    @property
+    def rest_axes(self) -> Axes:
+        """The data axes over which what a rank updates is replicated."""
+        return tuple(axis for axis in self.sum_axes if axis not in self.opt_axes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,7 +174,12 @@ class Group:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of the flat gradient. One that is not scattered over ranks is not rounded."""
-        return self.leaves[0].precision.reduces_in(self.dtype) if self.parts > 1 else self.dtype
+        return self.leaves[0].precision.reduces_in(self.dtype) if self.scatter_parts > 1 else self.dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which gradient shards travel to be summed over replicas."""
+        return self.leaves[0].precision.reduces_in(self.dtype)
 
     @property
     def trainable(self) -> bool:
@@ -183,15 +250,22 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
     by_key: dict[tuple[str, object], list[Leaf]] = {}
     for path, leaf in leaves.items():
         kind = "flat" if leaf.gather_dim is None else "dim"
-        key = (leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable, leaf.precision, leaf.align)
+        key = (
+            *(leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable),
+            *(leaf.precision, leaf.align, leaf.opt_axes),
+        )
         by_key.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []
     count: dict[str, int] = {}
     loads: dict[Axes, list[int]] = {}
+    taken = {unit for unit, _ in by_key}
     for (unit, _), members in by_key.items():
         number = count[unit] = count.get(unit, -1) + 1
+        while number and f"{unit}/{number}" in taken:  # a unit may be called so
+            number = count[unit] = number + 1
         name = f"{unit}/{number}" if number else unit
-        load = loads.setdefault(members[0].gather_axes, [0] * mesh.axis_size(members[0].gather_axes))
+        spread = (*members[0].gather_axes, *members[0].opt_axes)
+        load = loads.setdefault(spread, [0] * mesh.axis_size(spread))
         groups.append(_group(len(groups), name, unit, members, mesh, data_axes, load))
     return tuple(groups)
 
@@ -200,7 +274,7 @@ def _group(
     number: int, name: str, unit: str, members: list[Leaf], mesh: Mesh, data_axes: Axes, load: list[int]
 ) -> Group:
     first = members[0]
-    parts = mesh.axis_size(first.gather_axes)
+    parts, opt_parts = mesh.axis_size(first.gather_axes), mesh.axis_size(first.opt_axes)
     kind = "flat" if first.gather_dim is None else "dim"
     grid = math.lcm(ALIGN, first.align) if isinstance(first.align, int) else ALIGN
     bins = _bins(members, load) if first.align == "leaf" else [members]
@@ -210,18 +284,20 @@ def _group(
         ordered += [leaf for leaf, _ in placed]
         starts += [(chunk_number, start) for _, start in placed]
         ends.append(end)
-    chunk = _up(-(-max(ends) // (parts if len(bins) == 1 else 1)), grid)
+    own = _up(-(-max(ends) // (parts * opt_parts if len(bins) == 1 else 1)), grid)
     return Group(
         id=number,
         name=name,
         unit=unit,
         leaves=tuple(ordered),
-        starts=tuple(chunk_number * chunk + start for chunk_number, start in starts),
+        starts=tuple(chunk_number * own + start for chunk_number, start in starts),
         kind=kind,
         gather_axes=first.gather_axes,
         sum_axes=tuple(a for a in data_axes if a not in first.gather_axes and a not in first.compute.axes),
         parts=parts,
-        chunk=chunk,
+        chunk=own * opt_parts,
+        opt_axes=first.opt_axes,
+        opt_parts=opt_parts,
     )
 
 

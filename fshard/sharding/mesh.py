@@ -76,6 +76,18 @@ class Mesh:
         """Every set of ranks that communicates over these axes. Each rank is in just one."""
         return tuple(dict.fromkeys(self.ranks(axes, r) for r in range(self.size)))
 
+    def __copy__(self) -> Self:
+        """The mesh itself: it is a value."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The mesh itself, whose communicators cannot be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled mesh is abstract: in another process it can plan, and says so where it is to communicate."""
+        return Mesh, (self.sizes, self.axis_names, self.rank, self.device)
+
     def close(self) -> None:
         """Leave the process group, if ``make_mesh`` joined one. Collective; an abstract mesh does nothing."""
         if self.transport is not None:

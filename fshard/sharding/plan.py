@@ -16,7 +16,7 @@ from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
-from fshard.sharding.validate import check_specs
+from fshard.sharding.validate import check_opt, check_specs
 
 ROOT = "root"
 """The name of the unit that owns the leaves of no unit: the code between units."""
@@ -239,7 +239,7 @@ def _leaves(
     _check_aligned(decided)
     leaves = {}
     for path, shape in source.shapes.items():
-        at_rest, compute, rule = decided[path]
+        at_rest, compute, rule, opt = decided[path]
         compute = at_rest.without(batch.axes) if compute is None else compute
         train = path not in source.frozen if rule.trainable is None else rule.trainable
         leaves[path] = Leaf(
@@ -252,8 +252,10 @@ def _leaves(
             compute_shape=box(shape, compute, mesh)[1],
             aliases=tuple(a for a, canonical in source.aliases.items() if canonical == path),
             precision=precision if rule.precision is None else rule.precision,
-            align=None if at_rest.flat is None else rule.align,
+            align=None if at_rest.flat is None and opt is None else rule.align,
+            opt=opt,
         )
+    check_opt(leaves.values(), mesh, batch.axes)
     return leaves
 
 

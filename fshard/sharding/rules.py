@@ -28,6 +28,11 @@ class Rule:
         align: where a flat-sharded leaf may be cut: ``"leaf"`` nowhere, so that one rank holds the whole of it, and
             whole leaves are packed into equal chunks; a number n only at multiples of n elements of the leaf. None:
             anywhere. Some optimizers need it, such as ``fs.optim.muon`` and ``fs.optim.adamw8bit``.
+        opt: where the optimizer's state and update live, if over more axes than the leaf: ``at_rest`` with further
+            data axes behind its flat ones. ``Rule(".*", P(), opt=P(flat="data"))`` is ZeRO-1 and 2 (Rajbhandari et
+            al., 2020): gradients are reduce-scattered, each rank updates its part, and the ranks that hold the same
+            parameters send each other what they updated, behind the next forward. HSDP with the optimizer over all
+            ranks is ``Rule(".*", fs.fsdp("shard"), opt=fs.fsdp(("shard", "replica")))``.
 
     >>> Rule(r".*norm.*", P(), precision=Precision()).trainable is None
     True
@@ -40,6 +45,7 @@ class Rule:
     trainable: bool | None = None
     precision: Precision | None = None
     align: Align = None
+    opt: P | Tactic | None = None
 
 
 RuleLike = Rule | tuple[str, P | Tactic]
@@ -52,11 +58,13 @@ class Decision(NamedTuple):
         at_rest: the spec, made by the tactic where the rule gives one.
         compute: the spec of compute, None where the rule leaves it open.
         rule: the rule that decided, for everything else that it says.
+        opt: the spec of optimizer state, None where the rule leaves it open.
     """
 
     at_rest: P
     compute: P | None
     rule: Rule
+    opt: P | None = None
 
 
 def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, Decision]:
@@ -79,7 +87,8 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
         first = full[hits[0]]
         decided[hits[0]] += 1
         spec = first.at_rest if isinstance(first.at_rest, P) else first.at_rest(shape)
-        out[path] = Decision(spec, first.compute, first)
+        opt = first.opt if isinstance(first.opt, P | None) else first.opt(shape)
+        out[path] = Decision(spec, first.compute, first, opt)
     if unmatched:
         raise PlanError(
             lines(

@@ -23,12 +23,16 @@ SHORT = {
 
 
 def typed_shape(leaf: Leaf) -> str:
-    """A leaf in JAX's manner: ``f32[4096@tp, 1024]``, with ``@flat(shard)`` behind it if it is flat-sharded."""
+    """A leaf in JAX's manner: ``f32[4096@tp, 1024]``, with ``@flat(shard)`` behind it if it is flat-sharded.
+
+    ``opt@flat(replica)``: its optimizer state is cut over these axes, too.
+    """
     entries = (*leaf.at_rest.dims, *[None] * len(leaf.shape))
     dims = [f"{n}@{'+'.join(axes_of(e))}" if e else str(n) for n, e in zip(leaf.shape, entries, strict=False)]
     name = SHORT.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
     flat = axes_of(leaf.at_rest.flat)
-    return f"{name}[{', '.join(dims)}]" + (f"@flat({'+'.join(flat)})" if flat else "")
+    text = f"{name}[{', '.join(dims)}]" + (f"@flat({'+'.join(flat)})" if flat else "")
+    return text + (f" opt@flat({'+'.join(leaf.opt_axes)})" if leaf.opt_axes else "")
 
 
 def human(n: float) -> str:

@@ -1,8 +1,9 @@
 """What a spec must satisfy before anything is laid out. Every problem of every leaf, in one report."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from fshard.errors import PlanError, lines
+from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, Shape, axes_of
 
@@ -29,6 +30,46 @@ def check_specs(
     if problems:
         head = f"{len(problems)} problems with specs on the mesh {dict(mesh.shape)}:"
         raise PlanError(lines(head, problems, "Mend the rules that give these specs."))
+
+
+def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
+    """Check where leaves want their optimizer state, their other specs being right.
+
+    Raises:
+        PlanError: a frozen leaf, axes that are no data axes, or a cut that is not one of the leaf's own parts.
+    """
+    problems = []
+    for leaf in leaves:
+        found = _opt_problems(leaf, mesh, data_axes) if leaf.opt is not None else []
+        problems += [f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}, opt={leaf.opt}: {text}" for text in found]
+    if problems:
+        head = f"{len(problems)} problems with opt= on the mesh {dict(mesh.shape)}:"
+        raise PlanError(lines(head, problems, "Mend the rules that give these specs, or leave opt= out."))
+
+
+def _opt_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> list[str]:
+    assert leaf.opt is not None
+    found = _problems(leaf.opt, leaf.shape, mesh)
+    if found:
+        return found
+    if not leaf.trainable:
+        return ["the leaf is frozen, so there is no optimizer state; give frozen leaves a rule of their own without it"]
+    flat, more = axes_of(leaf.at_rest.flat), axes_of(leaf.opt.flat)
+    width = max(len(leaf.at_rest.dims), len(leaf.opt.dims))
+    pad = (None,) * width
+    if (leaf.at_rest.dims + pad)[:width] != (leaf.opt.dims + pad)[:width] or more[: len(flat)] != flat:
+        example = P(*leaf.at_rest.dims, flat=(*flat, *(a for a in data_axes if a not in leaf.at_rest.axes)))
+        return [f"it must be the leaf's own spec with further axes behind its flat ones, such as {example}"]
+    extra = more[len(flat) :]
+    foreign = [axis for axis in extra if axis not in data_axes]
+    if foreign:
+        return [f"{foreign[0]!r} is no data axis (batch= names {data_axes}), so no gradients are reduced over it"]
+    ordered = tuple(axis for axis in mesh.axis_names if axis in extra)
+    if extra != ordered:
+        return [f"the further axes {extra} stand in another order in the mesh: name them as {ordered}"]
+    if extra and leaf.gather_dim is not None:
+        return [f"dim {leaf.gather_dim} is gathered for compute, and such a leaf cannot be cut further; use flat="]
+    return []
 
 
 def _problems(spec: P, shape: Shape, mesh: Mesh) -> list[str]:

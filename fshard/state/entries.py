@@ -105,6 +105,7 @@ def _opt_entries(plan: Plan, name: str, shards: list[Shard]) -> Iterator[Entry]:
         held = shards[group.id].held.get(name)
         if held is None or number not in held.ranges:
             continue
+        group = group.owned
         buffer = shards[group.id].opt[name]
         if buffer.shape != (held.length,):
             raise TreeError(

@@ -23,7 +23,7 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
         problems = [
             f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}: {problem}"
             for group in plan.groups
-            for leaf in group.leaves
+            for leaf in group.owned.leaves
             if leaf.trainable
             for problem in _cut(group, leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
         ]

@@ -145,7 +145,7 @@ class TrainState:
         return local_view(self.plan, group, number, shard.param)
 
     def _named(self, name: str, shard: Shard, group: Group, number: int) -> Tensor | None:
-        held = shard.held.get(name)
+        held, group = shard.held.get(name), group.owned
         if held is None or number not in held.ranges:
             return None
         if held.plain:

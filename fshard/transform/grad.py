@@ -1,6 +1,7 @@
 """``fs.value_and_grad``: on the scheduled executor where nothing else is under way, else on the path of transforms."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class ValueAndGrad:
     """``(params, batch) -> (loss, grads)``. Made by ``fs.value_and_grad``."""
 
     def __init__(self, loss: ShardedLoss, policy: Policy) -> None:
-        self.loss, self.plan = loss, loss.plan
+        # Gradients of all that a rank keeps are wanted here, not of what its optimizer would update.
+        groups = tuple(replace(group, opt_axes=(), opt_parts=1) for group in loss.plan.groups)
+        self.loss, self.plan = loss, replace(loss.plan, groups=groups)
         workshop = Workshop(self.plan, policy, 1, True, loss.debug, lanes_of(self.plan))
         self._runner = Runner(loss.loss_fn, workshop)
 

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LANES = ("gather", "compute", "reduce", "update")
-ENDS = {"gather": "wait", "reduce": "collect"}
+LANES = ("spread", "gather", "compute", "reduce", "sum", "update")
+ENDS = {"gather": "wait", "reduce": "collect", "sum": "total", "spread": "join"}
 """The op that ends what the other one began."""
+
+ALWAYS = ("gather", "compute", "reduce", "update")
+"""Lanes that are there even if nothing is in them; the others are for replicas."""
 
 MEMORY = (
     ("param", "gathered parameters", "#7d8fb3"),
@@ -30,6 +33,8 @@ MEMORY = (
     ("leaf", "gradients of leaves", "#e8c9a0"),
     ("stage", "staging of reductions", "#b5b8bf"),
     ("shard", "gradient shards", "#8fa98f"),
+    ("sum", "staging of sums", "#c9ccd2"),
+    ("own", "summed gradients", "#6f8f6f"),
 )
 """The kinds of items in memory: prefix, words for the legend, color."""
 
@@ -41,7 +46,7 @@ OUTSIDE = (0.42, 0.45, 0.5, 1.0)
 """The color of groups and of code outside of units."""
 
 CAPTION = "from left to right: the order of ops, not time.  Outlined: a transfer with no compute op to hide behind."
-TIMED = "from left to right: simulated time.  Outlined: a transfer that compute waits for.  The step: "
+TIMED = "from left to right: time.  Outlined: a transfer that compute waits for.  The step: "
 
 FONT = 8.5
 CHARACTER = 0.066
@@ -71,7 +76,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
 
     Args:
         schedule: the schedule, for example ``step.trace(batch)`` on an abstract mesh.
-        simulation: what ``fs.simulate(schedule, costs)`` gave: the axis is then time.
+        simulation: what ``fs.simulate(schedule, costs)`` gave, or ``step.measured``: the axis is then time.
 
     Returns:
         A figure of its own, which pyplot does not know: ``figure.savefig("step.png")``.
@@ -93,8 +98,9 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         drawn = list(timed_bars(simulation, scale))
     width = min(max(2.0 + 0.66 * edges[-1], 8.0), 40.0)
     rows = stacked(drawn, edges[-1] / (width - 1.6) * CHARACTER)
-    heights = {lane: 1 + max((row for bar, row in rows if bar.lane == lane), default=0) for lane in LANES}
-    lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(LANES) + 0.3
+    shown = [lane for lane in LANES if lane in ALWAYS or any(bar.lane == lane for bar in drawn)]
+    heights = {lane: 1 + max((row for bar, row in rows if bar.lane == lane), default=0) for lane in shown}
+    lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(heights) + 0.3
     figure = Figure(figsize=(width, lanes_height + 2.6), layout="constrained", facecolor="white")
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[lanes_height, 1.75])
     names = [group.name for group in schedule.groups if group.name.partition("/")[0] != ROOT]
@@ -203,7 +209,7 @@ def _bands(ax: "Axes", ops: Sequence[Op], edges: Sequence[float]) -> None:
 
 
 def _lanes(ax: "Axes", rows: Sequence[tuple[Bar, int]], heights: Mapping[str, int], colors: Mapping[str, Any]) -> None:
-    tops = dict(zip(LANES, accumulate((heights[lane] + 0.45 for lane in LANES), initial=0.0), strict=False))
+    tops = dict(zip(heights, accumulate((height + 0.45 for height in heights.values()), initial=0.0), strict=False))
     low, high = ax.get_xlim()
     character = (high - low) / (ax.figure.get_figwidth() - 1.6) * CHARACTER  # type: ignore[union-attr]
     for bar, row in rows:
@@ -212,7 +218,7 @@ def _lanes(ax: "Axes", rows: Sequence[tuple[Bar, int]], heights: Mapping[str, in
         rim, line = (ALERT, 1.4) if bar.exposed else ("white", 0.8)
         ax.barh(y + 0.5, width, left=bar.begin, height=0.84, color=color, edgecolor=rim, linewidth=line, zorder=2)
         _label(ax, bar, y + 0.52, character, INK if sum(color[:3]) > 1.55 else "white")
-    ax.set_yticks([tops[lane] + heights[lane] / 2 for lane in LANES], LANES)
+    ax.set_yticks([tops[lane] + heights[lane] / 2 for lane in heights], [*heights])
     for text in ax.get_yticklabels():
         text.set(color=INK, weight="bold", fontsize=FONT + 1)
     ax.set_ylim(tops["update"] + heights["update"] + 0.1, -0.95)

@@ -1,0 +1,113 @@
+"""HSDP: 2 hosts of 2 ranks, a fast link inside of each host and a slow one between them, against FSDP2's HSDP.
+
+The claim: parameters are sharded inside of a host and replicated over hosts, and the sum over replicas, all that takes
+the slow link, is under way while others gather, reduce and compute. Needs root: each rank gets a network namespace.
+"""
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import lab
+import peers
+from common import RESULTS, Report, Row, arguments, peers_option, ratio, run_workers
+from model import SMALL
+
+from fshard.schedule import parse
+from fshard.schedule.measured import common, covered, measured
+from fshard.schedule.simulate import AWAITS, Simulation
+
+PEERS = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp parted")
+TARGET = 0.6
+RANKS, TOGETHER = 4, 2
+PICTURES = RESULTS.parent.parent / "docs" / "pictures"
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run the workers for each rate, report."""
+    why = lab.obstacle()
+    if why:
+        print(f"hsdp: skipped: {why}")
+        return 0
+    notes: list[str] = []
+    names = peers.select(args.peers or PEERS, notes)
+    rounds = args.rounds or (3 if args.quick else 8)
+    links = {"between hosts": args.rates, "inside": "10gbit"}
+    configuration = {"model": asdict(SMALL), "ranks": RANKS, "together": TOGETHER, "links": links, "rounds": rounds}
+    report = Report("hsdp", __doc__.splitlines()[0], {**configuration, "peers": names}, notes=notes)
+    for rate in args.rates:
+        options = {"peers": names, "rounds": rounds, **asdict(SMALL)}
+        options.pop("vocabulary")
+        found = run_workers(RANKS, rate, options, "hsdp_rank.py", together=TOGETHER)
+        case(report, rate, found)
+        if args.picture:
+            draw(found["watched"][0], rate)
+    return report.finish(args)
+
+
+def case(report: Report, rate: str, found: dict[str, Any]) -> None:
+    """One rate."""
+    samples, title = found["samples"], f"{rate} between hosts"
+    report.medians[title] = {
+        name: {kind: statistics.median(sample[kind]) for kind in sample} for name, sample in samples.items()
+    }
+    for name in samples:
+        if name != "fsdp2 hsdp" and "fsdp2 hsdp" in samples:
+            target = TARGET if name == "fshard hsdp" else None
+            pair = samples[name]["wall"], samples["fsdp2 hsdp"]["wall"]
+            report.rows.append(ratio(f"{title}: {name} / fsdp2 hsdp", "wall", *pair, target))
+    for name, share in overlap(run_of(found["watched"][0])).items():
+        report.rows.append(Row(f"{title}: sums over replicas, {name}", "share", share))
+
+
+def run_of(watched: dict[str, Any]) -> Simulation:
+    """What a rank did in its watched step."""
+    arrivals = {int(at): (begin, end) for at, (begin, end) in watched["arrivals"].items()}
+    return measured(parse(watched["schedule"]), watched["times"], arrivals)
+
+
+def overlap(run: Simulation) -> dict[str, float]:
+    """The share of the time in which sums over replicas are under way, that gathers and reductions are, too, and
+    that the rank does not wait; and the share of the step in which the rank waits for sums alone."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    waits, totals = [], []
+    for op, issued, begin, end in zip(run.schedule, run.issued, run.starts, run.ends, strict=True):
+        spans.setdefault(op.kind, []).append((begin, end))
+        if op.kind in AWAITS:
+            waits.append((issued, end))
+        if op.kind == "total":
+            totals.append((issued, end))
+    sums = spans.get("sum", [])
+    under_way = covered(sums)
+    if not under_way:
+        return {}
+    return {
+        "beside gathers or reductions": common(sums, spans.get("gather", []) + spans.get("reduce", [])) / under_way,
+        "beside reductions": common(sums, spans.get("reduce", [])) / under_way,
+        "beside gathers": common(sums, spans.get("gather", [])) / under_way,
+        "beside compute": 1 - common(sums, waits) / under_way,
+        "waited for, of the step": covered(totals) / run.seconds,
+    }
+
+
+def draw(watched: dict[str, Any], rate: str) -> None:
+    """The watched step as a picture."""
+    from fshard.view import timeline
+
+    run = run_of(watched)
+    PICTURES.mkdir(exist_ok=True)
+    timeline(run.schedule, run).savefig(PICTURES / f"hsdp-{rate}.png", dpi=80)
+
+
+def options(cli: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    peers_option(cli)
+    cli.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"], help="of the hosts' links, as tc reads them")
+    cli.add_argument("--rounds", type=int, help="steps of each peer")
+    cli.add_argument("--picture", action="store_true", help="draw the watched step into docs/pictures")
+
+
+if __name__ == "__main__":
+    sys.exit(measure(arguments(__doc__, options)))

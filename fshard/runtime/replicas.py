@@ -1,0 +1,98 @@
+"""Sums of gradient shards over replicas: once a step, on communicators of their own, beside everything else.
+
+What is summed is this rank's shard of the gradient, after it was reduced over the ranks that hold the other shards: the
+second of the two stages that HSDP has (Zhao et al., PyTorch FSDP, 2023; MiCS, Zhang et al., 2022).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.clock import Clock
+from fshard.runtime.comm import Done, Handle, Lane
+from fshard.runtime.comm.lanes import bring
+from fshard.runtime.memory import allocate, deallocate
+from fshard.schedule.infos import rows_travel
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Axes
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Sums shards over replicas.
+
+    Args:
+        lanes: the communicators by axes.
+        clock: of the device's compute stream.
+    """
+
+    lanes: Mapping[Axes, Lane]
+    clock: Clock
+
+    def sum(self, group: Group, shard: Tensor, own: Tensor) -> Handle:
+        """Begin to complete a gradient. ``own`` holds what this rank updates when the handle was waited for.
+
+        Args:
+            group: the group.
+            shard: this rank's shard of the gradient, which holds all microbatches.
+            own: the shard itself; or, where its ranks update a part of it each, room for this rank's part. The memory
+                of ``shard`` goes when that is complete.
+        """
+        if not group.twice:
+            return self._all(group, own)
+        allocate(own)
+        sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
+        room = sent.numel() - (own.numel() if sent is shard else 0)
+        stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
+        lane = self.lanes[group.opt_axes]
+        first = lane.reduce_scatter(own, sent, stage, False, (self.clock.mark(),))
+        return Parted(first, sent, shard, lambda: self._all(group, own))
+
+    def _all(self, group: Group, own: Tensor) -> Handle:
+        """Begin to add up over the replicas of what a rank updates.
+
+        Where that sends no more than an all-reduce, all rows travel to all replicas: what is rounded to travel is
+        rounded once, everything is in one message, and each replica adds up in the order of ranks, so that all of
+        them come to the same bits.
+        """
+        lane, after = self.lanes[group.rest_axes], (self.clock.mark(),)
+        if lane.size == 1:
+            return Done()
+        if not rows_travel(group, lane.size):
+            return lane.all_reduce(own, after)
+        mine = own if group.sum_dtype == own.dtype else own.to(group.sum_dtype)
+        rows = torch.empty(lane.size * mine.numel(), dtype=mine.dtype, device=mine.device)
+        return Rows(lane.all_gather(rows, mine, after), rows, mine, own)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """The handle of a shard that is scattered again, and then summed over the replicas of its parts."""
+
+    work: Handle
+    sent: Tensor
+    shard: Tensor
+    rest: Callable[[], Handle]
+
+    def wait(self) -> None:
+        """Wait for this rank's part, let go of the whole, and sum the part."""
+        self.work.wait()
+        deallocate(self.shard)
+        self.rest().wait()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The handle of a sum of which all rows come to all replicas. ``sent`` is kept until it is over."""
+
+    work: Handle
+    rows: Tensor
+    sent: Tensor
+    own: Tensor
+
+    def wait(self) -> None:
+        """Wait for the rows, then add them up."""
+        self.work.wait()
+        bring(self.own, self.rows.view(-1, self.own.numel()), False)

@@ -1,0 +1,163 @@
+"""Groups on different axes: each is gathered on a communicator of its own, in one order on all ranks."""
+
+import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import P
+from fshard.errors import PlanError
+from fshard.schedule import Op
+from fshard.schedule.measured import measured
+from fshard.schedule.simulate import Costs, Link, simulate
+from tests.workers import Pools
+
+WIDE = 1 << 16
+"""Elements of the expert's group. The others have 256."""
+
+SLOW = 0.25
+"""Seconds that a gather of it takes longer."""
+
+
+class InOrder:
+    """A transport of which every lane carries one gather at a time, as a stream of NCCL does, and notes when."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport = transport
+        self.seen: list[tuple[int, list[float]]] = []
+
+    def lane(self, role: str, axes: tuple[str, ...]) -> Any:
+        lane = self.transport.lane(role, axes)
+        return Stream(lane, self.seen) if role == "gather" and lane.size > 1 else lane
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+
+class Stream:
+    """A lane with a thread that issues its gathers one after the other. Those of many elements are slow."""
+
+    def __init__(self, lane: Any, seen: list[Any]) -> None:
+        self.lane, self.seen, self.size = lane, seen, lane.size
+        self.thread = ThreadPoolExecutor(1)
+
+    def all_gather(self, out: Tensor, shard: Tensor, after: Any = ()) -> Any:
+        span = [time.perf_counter(), 0.0]
+        self.seen.append((out.numel(), span))
+
+        def carry() -> None:
+            time.sleep(SLOW if out.numel() >= WIDE else 0.0)
+            self.lane.all_gather(out, shard).wait()
+            span[1] = time.perf_counter()
+
+        return Under(self.thread.submit(carry))
+
+
+@dataclasses.dataclass(frozen=True)
+class Under:
+    """The handle of a gather."""
+
+    future: Any
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+def branches() -> tuple[dict[str, Any], Any]:
+    """Two branches that read the same input, one an expert with many weights, and a unit that joins them."""
+    dense = fs.unit(lambda p, x: torch.tanh(x @ p["w"]))
+    expert = fs.unit(lambda p, x: x * p["w"].view(-1, x.shape[1]).mean(0))
+    joined = fs.unit(lambda p, x, y: (x + y) @ p["w"])
+    draw = torch.Generator().manual_seed(3)
+    params = {name: {"w": torch.randn(16, 16, generator=draw)} for name in ("dense", "joined")}
+    params["expert"] = {"w": torch.randn(WIDE, generator=draw)}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        first = dense(params["dense"], x)
+        return joined(params["joined"], first, expert(params["expert"], x)).square().mean()
+
+    return params, loss
+
+
+def make(mesh: fs.Mesh, axes: str, policy: fs.Policy) -> Any:
+    """A step on a mesh of two axes, whose expert is sharded over this one and the rest over the other."""
+    params, loss = branches()
+    rules = [(r"expert\..*", fs.fsdp(axes)), (r".*", fs.fsdp("near"))]
+    plan = fs.make_plan(params, mesh, rules, batch=P(("far", "near")), units=("dense", "expert", "joined"))
+    opt = fs.optim.sgd(0.01)
+    return plan, opt, params, fs.make_train_step(loss, opt, plan, schedule=policy)
+
+
+def timed(axes: str) -> tuple[list[Op], dict[str, list[tuple[float, float]]]]:
+    """On a rank: the ops of a step, and when gathers of the dense units and of the expert began and arrived."""
+    with fs.make_mesh((2, 2), ("far", "near"), shared_memory=False) as mesh:
+        watch = InOrder(mesh.transport)
+        # Far ahead, so that the expert is asked for before what follows it.
+        _, opt, params, step = make(dataclasses.replace(mesh, transport=watch), axes, fs.Policy(prefetch=4))
+        state = fs.init_state(step.plan, opt, params=params)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(mesh.rank))
+        for _ in range(3):
+            watch.seen.clear()
+            state, _ = step(state, x)
+    spans: dict[str, list[tuple[float, float]]] = {"dense": [], "expert": []}
+    for size, (begin, end) in watch.seen:
+        spans["expert" if size >= WIDE else "dense"].append((begin, end))
+    return list(step.record), spans
+
+
+@pytest.mark.parametrize("axes", ["far", "near"])
+def test_a_slow_gather_delays_only_what_shares_its_communicator(pool: Pools, axes: str) -> None:
+    for ops, spans in pool(4).run(timed, axes):
+        names = [op.target for op in ops if op.kind == "gather"]
+        assert names[:3] == ["dense", "expert", "joined"]  # what the last unit reads is asked for after the expert
+        asked, there = spans["expert"][0]
+        later, arrived = spans["dense"][1]
+        assert asked < later
+        assert (arrived < there) is (axes == "far"), (there - asked, arrived - later)
+
+
+def test_one_order_of_issue_on_all_ranks(pool: Pools) -> None:
+    ranks = pool(4).run(timed, "far")
+    assert all(ops == ranks[0][0] for ops, _ in ranks)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_branches_have_one_order_at_any_depth(prefetch: int) -> None:
+    schedules = set()
+    for rank in range(4):
+        mesh = fs.abstract_mesh((2, 2), ("far", "near"), rank=rank)
+        _, _, _, step = make(mesh, "far", fs.Policy(prefetch))
+        schedules.add(step.trace(torch.zeros(8, 16)).hash)
+    assert len(schedules) == 1
+
+
+def test_waits_in_the_simulation_are_for_what_a_unit_needs() -> None:
+    held = {}
+    for axes in ("far", "near"):
+        _, _, _, step = make(fs.abstract_mesh((2, 2), ("far", "near")), axes, fs.Policy(prefetch=4))
+        schedule = step.trace(torch.zeros(8, 16))
+        run = simulate(schedule, Costs(links={"far": Link(1e6), "near": Link(1e6)}))
+        at = next(i for i, op in enumerate(schedule) if op == Op("gather", "joined"))
+        held[axes] = run.ends[at] - run.issued[at]
+    assert held["far"] < 0.01 < 0.1 < held["near"]  # half a KiB, or 128 KiB before it
+
+
+def test_what_was_measured_can_be_read_like_a_simulation() -> None:
+    params, loss = branches()
+    plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(r".*", fs.fsdp("shard"))], units=("dense",))
+    opt = fs.optim.sgd(0.01)
+    step = fs.make_train_step(loss, opt, plan)
+    state = fs.init_state(plan, opt, params=params)
+    with pytest.raises(PlanError, match="no schedule yet|nothing was measured"):
+        _ = step.measured
+    step(state, torch.zeros(8, 16))
+    run = step.measured
+    assert run.schedule == step.schedule and len(run.issued) == len(step.schedule)
+    assert list(run.issued) == sorted(run.issued) and run.seconds > 0
+    with pytest.raises(PlanError, match="times for"):
+        measured(step.schedule, [0.0])
