@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fshard import tree
+from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import global_result
@@ -98,6 +99,11 @@ def make_eval_step(
         precision: in which dtypes to evaluate, instead of those of the plan and its rules: with ``fs.Precision()``
             units read all parameters as they are kept.
     """
-    if not isinstance(precision, Precision | None):
-        raise PlanError(f"precision={precision!r} must be fs.Precision(...) or None")
+    wants: list[Want] = [
+        ("fn", fn, Callable, "a function of (params, batch)"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+        ("schedule", schedule, (Policy, type(None)), "fs.Policy(...) or None"),
+        ("precision", precision, (Precision, type(None)), "fs.Precision(...) or None"),
+    ]
+    expect("make_eval_step(fn, plan)", wants)
     return EvalStep(fn, plan, Policy() if schedule is None else schedule, debug, precision)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model import adapters as adapted
 from fshard.model import init as inits
@@ -120,6 +121,7 @@ def wrap(
     >>> [path for path, _ in tree.paths(model.params)], sorted(model.frozen)
     (['weight', 'bias', 'weight_lora_a', 'weight_lora_b'], ['bias', 'weight'])
     """
+    expect("lora.wrap(model, targets)", [("model", model, Model, "what fs.split(module) returned")])
     flat = dict(tree.paths(model.params))
     chosen = _chosen(flat, targets, rank)
     twin = copy.deepcopy(model.module, {id(buffer): buffer for buffer in model.module.buffers()})

@@ -370,14 +370,14 @@ def _problems(
     loss_fn: Any, plan: Plan, clip_norm: float | None, accumulate: Any, policy: Policy | Auto
 ) -> Iterator[str]:
     """Which options of a train step cannot be, or cannot be together."""
-    if clip_norm is not None and not clip_norm > 0:
-        yield f"clip_norm={clip_norm} must be positive, or None for no clipping"
+    if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
+        yield f"clip_norm={clip_norm!r} must be positive, or None for no clipping"
     if clip_norm is not None and policy.update == "in_backward":
         yield "clip_norm= needs the norm of the whole gradient, which update='in_backward' never has"
     if not isinstance(accumulate, int) or accumulate < 1:
         yield f"accumulate={accumulate!r} must be an int >= 1"
-    if not callable(loss_fn):
-        yield f"loss_fn is {type(loss_fn).__name__}, not a function of (params, batch)"
+    if not callable(loss_fn) or isinstance(loss_fn, torch.nn.Module):
+        yield f"loss_fn is {type(loss_fn).__name__}, not a function (params, batch) that calls model.apply(params, ...)"
     full = isinstance(policy, Policy) and policy.accumulation == "full"
     if full and accumulate != 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
         yield (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree", "version"),
+    ("errors", "tree", "version", "arguments"),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),

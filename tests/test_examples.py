@@ -15,6 +15,11 @@ BRIEF = {
     "energy": (["--steps", "3", "--depth", "1"], "slope of the energy"),
     "train_tp": (["--steps", "3", "--depth", "1", "--debug"], "in one process"),
     "train_moe": (["--steps", "3", "--depth", "1", "--debug"], "bits per byte of held-out text; balance"),
+    "train_vit": (["--steps", "3", "--depth", "1"], "held-out digits are right"),
+    "finetune_lora": (
+        ["--steps", "3", "--pretrain", "2", "--depth", "1", "--out", "FOLDER"],
+        "merged and loaded by transformers",
+    ),
 }
 
 
@@ -28,8 +33,9 @@ def run(*command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BRIEF)
-def test_examples_run(name: str) -> None:
+def test_examples_run(name: str, tmp_path: Path) -> None:
     options, words = BRIEF[name]
+    options = [str(tmp_path) if option == "FOLDER" else option for option in options]
     assert words in run(sys.executable, f"examples/{name}.py", *options)
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert words in run(*launch, f"examples/{name}.py", *options)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
+from fshard.errors import ShardError
 
 VALUES_NEEDED = (
     DataDependentOutputException,
@@ -31,6 +32,10 @@ VALUES_NEEDED = (
     UnsupportedOperatorException,
 )
 """What fake tensors raise where a program asks for a value, or calls an operator that knows only real ones."""
+
+
+MOST = 12
+"""Leaves of a batch that an error lists."""
 
 
 class Lenient(TorchDispatchMode):
@@ -73,6 +78,30 @@ def _zeros(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+
+
+@contextlib.contextmanager
+def explaining(batch: Any) -> Iterator[None]:
+    """Add to what a program raises of itself what it was called with: its author sees no batch of fake tensors."""
+    try:
+        yield
+    except ShardError:
+        raise
+    except Exception as error:
+        parts = zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True)
+        rows = [f"  {name}: {_described(leaf)}" for name, leaf in parts]
+        more = [f"  ... and {len(rows) - MOST} more"] if len(rows) > MOST else []
+        head = (
+            "The function of (params, batch) was run on tensors without data, to find its schedule. This rank's batch:"
+        )
+        error.add_note("\n".join([head, *rows[:MOST], *more]))
+        raise
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    return f"a {type(leaf).__name__}, which is no tensor"
 
 
 @contextlib.contextmanager

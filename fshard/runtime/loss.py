@@ -113,3 +113,11 @@ def is_scalar(value: Any) -> bool:
 def number(value: Tensor | float | None) -> float:
     """A number as a Python float; None counts as zero. Reads the device."""
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value or 0.0)
+
+
+def foreign_loss() -> LossError:
+    """A loss of other tensors: most often of a module that was called itself."""
+    return LossError(
+        "the loss depends on tensors that require grad, but on none of the step's parameters: compute it from params, "
+        "with model.apply(params, ...), not by calling the module that was split"
+    )

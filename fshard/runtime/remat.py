@@ -7,16 +7,17 @@ of the unit's backward, when its groups have been gathered again, so the second 
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fshard.errors import PlanError, RematError
+from fshard.errors import PlanError, RematError, lines
 from fshard.model.opaque import held, opaque
 from fshard.model.policies import SavePolicy, everything, nothing
+from fshard.schedule.ops import ROOT
 
 
 class Host(Protocol):
@@ -35,6 +36,18 @@ class Remat:
         """The policy for a unit; None if autograd keeps what it wants."""
         found = next((policy for pattern, policy in self.rules if re.fullmatch(pattern, unit)), everything)
         return None if found.ops is None else found
+
+    def check(self, units: Iterable[str]) -> None:
+        """Refuse rules for units that there are not.
+
+        Raises:
+            PlanError: a pattern matches none of these.
+        """
+        names = sorted(set(units) - {ROOT})
+        idle = [repr(pattern) for pattern, _ in self.rules if not any(re.fullmatch(pattern, name) for name in names)]
+        if idle and [pattern for pattern, _ in self.rules] != [".*"]:  # "all" of none is fine
+            remedy = f"Patterns must match a whole name; there are {', '.join(names) or 'no units'}."
+            raise PlanError(lines("remat= holds patterns that match no unit:", idle, remedy))
 
     def around(self, unit: str, function: Callable[..., Any], host: Host) -> Callable[..., Any]:
         """A unit's function, computed again in the backward if a rule says so."""

@@ -94,7 +94,9 @@ class Runner:
         if key not in self.found:
             self._count_programs()
             part = microbatches(batch, self.workshop.accumulate)[0]
-            self.found[key] = trace(self.fn, self.plan, part, self.workshop.train)
+            found = self.found[key] = trace(self.fn, self.plan, part, self.workshop.train)
+            if found is not None:
+                self.workshop.remat.check({*found.program.reads, *(group.unit for group in self.plan.groups)})
         return self.found[key]
 
     def run(self, work: Work) -> Outcome:

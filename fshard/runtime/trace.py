@@ -6,7 +6,7 @@ values cannot run so; the first real step then finds the program on demand.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from fshard.runtime.comm import Processes
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import OnDemand, Tracing, program_of
 from fshard.runtime.ledger import Ledger
-from fshard.runtime.lenient import VALUES_NEEDED, Lenient, quiet
-from fshard.runtime.loss import check_differentiable, read_loss
+from fshard.runtime.lenient import VALUES_NEEDED, Lenient, explaining, quiet
+from fshard.runtime.loss import check_differentiable, foreign_loss, read_loss
 from fshard.runtime.remat import NO_REMAT, Remat
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
@@ -107,8 +107,11 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
         ledger = Ledger([x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)])
         seen = Tracing(ledger.turn)
         engine.start(seen)
-        watch = GlueWatch(engine, seen)
-        with quiet(), mode, Lenient(mode), ledger, watch, foreseeing(plan.mesh, own), torch.set_grad_enabled(train):
+        around = explaining(batch), quiet(), mode, Lenient(mode), ledger, GlueWatch(engine, seen)
+        with ExitStack() as stack:
+            for context in (*around, foreseeing(plan.mesh, own)):
+                stack.enter_context(context)
+            stack.enter_context(torch.set_grad_enabled(train))
             result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
@@ -149,7 +152,10 @@ def _backward(engine: Engine, result: Any) -> tuple[bool, bool]:
     loss = read_loss(result)
     check_differentiable(loss)
     known = {id(leaf) for leaf in engine.slots.by_path.values()}
-    foreign = any(id(leaf) not in known for leaf in _leaves_below(loss.total))
+    below = _leaves_below(loss.total)
+    foreign = any(id(leaf) not in known for leaf in below)
+    if below and not any(id(leaf) in known for leaf in below):
+        raise foreign_loss()
     engine.differentiate(loss.total, torch.ones_like(loss.total))
     return loss.count is not None, foreign
 

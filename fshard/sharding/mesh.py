@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from fshard.arguments import expect
 from fshard.errors import PlanError
 
 Axes = tuple[str, ...]
@@ -125,8 +126,11 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None)
     Raises:
         PlanError: no mesh of these sizes and names exists over ``world`` ranks.
     """
+    shape = "one size an axis, such as (2, 4) or (-1,)"
+    axes = 'one name an axis, such as ("replica", "shard") or ("shard",)'
+    expect("a mesh", [("sizes", sizes, (tuple, list), shape), ("axis_names", names, (tuple, list), axes)])
     sizes, names = tuple(sizes), tuple(names)
-    if len(sizes) != len(names) or len(set(names)) != len(names) or not names:
+    if len(sizes) != len(names) or len(set(names)) != len(names) or not all(isinstance(n, str) and n for n in names):
         raise PlanError(f"a mesh needs one distinct name an axis: got sizes {sizes} and names {names}")
     if any(not isinstance(n, int) or isinstance(n, bool) or (n < 1 and n != -1) for n in sizes):
         raise PlanError(f"mesh sizes {sizes}: each is a positive int, or -1 once for what is left of the world")

@@ -4,11 +4,12 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from fshard import tree
+from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf, box, make_groups
@@ -141,6 +142,8 @@ class Plan:
         Raises:
             TreeError: leaves are missing, unknown, of another shape or no tensors; all in one report.
         """
+        if not isinstance(params, Mapping):
+            raise TreeError(f"{what} is {described(params)}, not a nested dict of tensors: {_instead(params)}")
         given = dict(tree.paths(params))
         places = self.places()
         wrong = [f"missing  {path}  {list(leaf.shape)}" for path, leaf in self.leaves.items() if path not in given]
@@ -199,6 +202,14 @@ def make_plan(
         raise PlanError(
             f"make_plan was given the module {type(model).__name__} itself: call fs.split(module, units=...) first"
         )
+    tactics = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("shard"))]'
+    wants: list[Want] = [
+        ("model", model, (Mapping, Modelled), "what fs.split returned, or a nested dict of tensors"),
+        ("mesh", mesh, Mesh, 'a mesh, fs.make_mesh((-1,), ("shard",))'),
+        ("rules", rules, (list, tuple), tactics),
+        ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("shard")'),
+    ]
+    expect("make_plan(model, mesh, rules)", wants)
     precision = Precision() if precision is None else precision
     if not isinstance(precision, Precision):
         raise PlanError(f"precision={precision!r} must be fs.Precision(...)")
@@ -216,6 +227,21 @@ def make_plan(
         rules=tuple(rules),
     )
     return source.plan(mesh, batch, precision)
+
+
+@runtime_checkable
+class Modelled(Protocol):
+    """What has parameters and units: a split model."""
+
+    params: Any
+    units: Any
+
+
+def _instead(given: Any) -> str:
+    """What somebody who gave this may have meant."""
+    if isinstance(given, torch.nn.Module):
+        return "give the params of fs.split(module)"
+    return "give state.params" if hasattr(given, "params") else "state.params and model.params are such"
 
 
 def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+
+from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.optim.form import Grain, LeafInfo, grain_of, problems_of
 from fshard.sharding.layout import Group, Leaf
@@ -17,6 +20,10 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
         PlanError: patterns that match nothing, frozen leaves that are to be trained, and rules that are not elementwise
             on leaves that are cut.
     """
+    if not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
+        named = f"fs.optim.from_torch(torch.optim.{type(opt).__name__}, ...)"
+        remedy = named if isinstance(opt, torch.optim.Optimizer) else "such as fs.optim.adamw(1e-3)"
+        raise PlanError(f"opt is {described(opt)}, not an optimizer of fs.optim: give one, {remedy}")
     infos = [LeafInfo(leaf.path, leaf.shape, leaf.trainable) for leaf in plan.leaves.values()]
     problems = problems_of(opt, infos)
     if not problems:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
@@ -48,6 +49,10 @@ def init_state(
         PlanError: a leaf without an initializer, a rule that matches nothing, or an optimizer that does not fit.
         TreeError: ``params`` or ``shards`` is not the plan's tree.
     """
+    expect(
+        "init_state(plan, opt, seed)",
+        [("plan", plan, Plan, "what fs.make_plan returned"), ("seed", seed, int, "an int")],
+    )
     if shards is not None:
         if params is not None:
             raise PlanError("init_state was given params= and shards=: give whole tensors, or this rank's part of them")
@@ -180,6 +185,7 @@ def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -
     Raises:
         PlanError: a rule that matches nothing.
     """
+    _check_rules(rules)
     out: dict[str, Initializer] = {}
     used: set[int] = set()
     for path in plan.leaves if paths is None else paths:
@@ -192,6 +198,21 @@ def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -
         which = "leaf" if paths is None else "missing leaf"
         raise PlanError(lines(f"rules of init= match no {which}:", idle, "Patterns must match a whole path."))
     return out
+
+
+def _check_rules(rules: Any) -> None:
+    """Refuse what are no rules; functions of ``torch.nn.init`` among them, which fill whole tensors in place."""
+    form = 'a list of (pattern, initializer) pairs, such as [(r".*", fs.init.normal(0.02))]'
+    expect("init_state", [("init=", rules, (list, tuple), form)])
+    for number, rule in enumerate(rules):
+        pair = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (None, None)
+        foreign = getattr(pair[1], "__module__", "") == "torch.nn.init"
+        what = "an initializer of fs.init, such as fs.init.normal(0.02)"
+        wants: list[Want] = [(f"init[{number}]", rule, (list, tuple), form)]
+        if rule is pair:
+            wants = [(f"init[{number}] pattern", pair[0], str, "a regular expression for whole paths")]
+            wants += [(f"init[{number}]", None if foreign else pair[1], Callable, what)]
+        expect("init_state", wants)
 
 
 def fresh_values(init: Initializer, key: Any, shape: tuple[int, ...], piece: Piece, device: torch.device) -> Tensor:

@@ -1,0 +1,45 @@
+"""Arguments of the wrong type: what was given, and what to give, instead of an AttributeError from somewhere inside."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fshard.errors import PlanError, lines
+
+Want = tuple[str, Any, Any, str]
+"""A name, the value that was given, the class or classes that it should be of, and what to give instead."""
+
+
+def expect(call: str, wants: Iterable[Want]) -> None:
+    """Refuse arguments of other types than these, all in one report.
+
+    Args:
+        call: how the function is called.
+        wants: its arguments.
+
+    Raises:
+        PlanError: naming each argument, what it is, and what to give.
+
+    >>> expect("f(x)", [("x", 3, int, "an int")])
+    """
+    wrong = [(name, given, remedy) for name, given, kinds, remedy in wants if not _is(given, kinds)]
+    if wrong:
+        problems = [f"{name} is {described(given)}: give {remedy}" for name, given, remedy in wrong]
+        raise PlanError(lines(f"{call} takes other arguments:", problems, "The docstring tells more."))
+
+
+def described(value: Any) -> str:
+    """A value in a few words.
+
+    >>> described("shard"), described(int), described([1] * 100)
+    ("'shard', a str", 'the class int', 'a list')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return "None" if value is None else f"{value!r}, a {type(value).__name__}"
+    return f"a {type(value).__name__}"
+
+
+def _is(value: Any, kinds: Any) -> bool:
+    # True is an int to Python, and never what is meant where a number is.
+    return isinstance(value, kinds) and not (isinstance(value, bool) and kinds in (int, float, (int, float)))

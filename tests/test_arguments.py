@@ -1,0 +1,132 @@
+"""Arguments of the wrong type or meaning: an error of this library that says what to give."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fshard as fs
+from fshard.errors import LossError, PlanError, TreeError
+
+RULES = [(r".*", fs.fsdp("shard"))]
+
+
+class Net(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.blocks = nn.Linear(4, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All of it."""
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+MESH = fs.make_mesh((-1,), ("shard",))
+MODEL = fs.split(Net(), units="auto")
+PLAN = fs.make_plan(MODEL, MESH, RULES)
+OPT = fs.optim.sgd(0.1)
+BATCH = {"x": torch.ones(2, 4)}
+
+
+def _loss(params: Any, batch: Any) -> Tensor:
+    return MODEL.apply(params, batch["x"]).square().mean()
+
+
+def _state() -> fs.TrainState:
+    return fs.init_state(PLAN, OPT)
+
+
+def _step(loss: Any = _loss, **options: Any) -> Any:
+    return fs.make_train_step(loss, OPT, PLAN, **options)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: fs.make_mesh(2, ("shard",)), r"sizes is 2, a int: give one size an axis"),
+    (lambda: fs.make_mesh((-1,), "shard"), r"axis_names is 'shard', a str: give one name an axis, such as \("),
+    (lambda: fs.make_mesh((-1,), (3,)), "one distinct name an axis"),
+    (lambda: fs.virtual_mesh(2, "shard"), "sizes is 2, a int(?s:.*)axis_names is 'shard'"),
+    (lambda: fs.abstract_mesh(2, ("shard",)), "sizes is 2, a int"),
+    (lambda: fs.make_plan(MODEL, MESH, ".*"), r"rules is '\.\*', a str: give a list of \(pattern, spec\) pairs"),
+    (lambda: fs.make_plan(MODEL, MESH, {".*": fs.fsdp("shard")}), "rules is a dict: give a list"),
+    (lambda: fs.make_plan(MODEL, MESH, None), "rules is None: give a list"),
+    (lambda: fs.make_plan(MODEL, MESH, RULES, batch="shard"), r"batch is 'shard', a str: give a spec, batch=fs\.P\("),
+    (
+        lambda: fs.make_plan(MESH, MODEL, RULES),
+        "model is a Mesh: give what fs.split(?s:.*)mesh is a Model: give",
+    ),
+    (lambda: fs.make_plan(MODEL, None, RULES), "mesh is None: give a mesh"),
+    (lambda: fs.make_plan(Net, MESH, RULES), "model is the class Net: give what fs.split returned"),
+    (lambda: fs.init_state(PLAN, torch.optim.AdamW(Net().parameters())), r"from_torch\(torch\.optim\.AdamW, \.\.\.\)"),
+    (lambda: fs.init_state(PLAN, None), r"opt is None, not an optimizer of fs\.optim"),
+    (lambda: fs.init_state(OPT, PLAN), "plan is a sgd: give what fs.make_plan returned"),
+    (lambda: fs.init_state(PLAN, OPT, seed="a"), "seed is 'a', a str: give an int"),
+    (lambda: fs.init_state(PLAN, OPT, seed=1.5), "seed is 1.5, a float: give an int"),
+    (lambda: fs.init_state(PLAN, OPT, seed=True), "seed is True, a bool: give an int"),
+    (lambda: fs.init_state(PLAN, OPT, init={".*": fs.init.zeros()}), "init= is a dict: give a list"),
+    (lambda: fs.init_state(PLAN, OPT, init=[(".*", 0.02)]), r"init\[0\] is 0.02, a float: give an initializer"),
+    (
+        lambda: fs.init_state(PLAN, OPT, init=[(".*", nn.init.normal_)]),
+        r"init\[0\] is .*an initializer of fs.init",
+    ),
+    (lambda: fs.init_state(PLAN, OPT, init=[(3, fs.init.zeros())]), r"init\[0\] pattern is 3, a int"),
+    (lambda: fs.init_state(PLAN, OPT, init=[".*"]), r"init\[0\] is '\.\*', a str: give a list"),
+    (lambda: _step(Net()), r"loss_fn is Net, not a function \(params, batch\) that calls model\.apply"),
+    (lambda: _step(clip_norm="1"), "clip_norm='1' must be positive"),
+    (lambda: fs.make_eval_step(PLAN, _loss), "fn is a Plan: give a function(?s:.*)plan is a function"),
+    (lambda: fs.make_eval_step(_loss, PLAN, schedule="auto"), "schedule is 'auto', a str: give fs.Policy"),
+    (lambda: fs.lora.wrap(Net(), ".*"), r"model is a Net: give what fs\.split\(module\) returned"),
+    (
+        lambda: _step(remat=[("block", "all")])(_state(), BATCH),
+        r"match no unit:\n  'block'\n(?s:.*)blocks\.0, blocks\.1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), WRONG)
+def test_wrong_arguments(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        call()
+
+
+TREES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: fs.init_state(PLAN, OPT, params=Net()), r"params is a Net, not.*give the params of fs\.split\(module\)"),
+    (lambda: fs.unshard(_state(), PLAN), r"params is a TrainState, not a nested dict.*give state\.params"),
+    (lambda: fs.shard(Net(), PLAN), r"full is a Net, not.*give the params of fs\.split\(module\)"),
+    (lambda: fs.shard([1], PLAN), r"full is a list, not a nested dict"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), TREES)
+def test_what_is_no_tree(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(TreeError, match=says):
+        call()
+
+
+def test_a_loss_of_the_module_itself_is_refused() -> None:
+    net = Net()
+    with pytest.raises(LossError, match=r"on none of the step's parameters.*model\.apply\(params"):
+        _step(lambda params, batch: net(batch["x"]).mean())(_state(), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("batch", "note"),
+    [
+        ({"x": torch.ones(2, 5)}, r"batch\['x'\]: float32 \[2, 5\]"),
+        ({"x": torch.ones(2, 4).numpy()}, r"batch\['x'\]: a ndarray, which is no tensor"),
+        ({"y": torch.ones(2, 4)}, r"batch\['y'\]: float32 \[2, 4\]"),
+        ([torch.ones(1)] * 20, r"\.\.\. and 8 more"),
+    ],
+)
+def test_what_the_loss_raises_comes_with_the_batch(batch: Any, note: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: B017 - torch's and Python's own
+        _step()(_state(), batch)
+    text = "\n".join(getattr(caught.value, "__notes__", []))
+    assert re.search(note, text) and "to find its schedule" in text
