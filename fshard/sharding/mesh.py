@@ -130,7 +130,8 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None)
     axes = 'one name an axis, such as ("replica", "shard") or ("shard",)'
     expect("a mesh", [("sizes", sizes, (tuple, list), shape), ("axis_names", names, (tuple, list), axes)])
     sizes, names = tuple(sizes), tuple(names)
-    if len(sizes) != len(names) or len(set(names)) != len(names) or not all(isinstance(n, str) and n for n in names):
+    named = bool(names) and len(set(names)) == len(names) and all(isinstance(name, str) and name for name in names)
+    if len(sizes) != len(names) or not named:
         raise PlanError(f"a mesh needs one distinct name an axis: got sizes {sizes} and names {names}")
     if any(not isinstance(n, int) or isinstance(n, bool) or (n < 1 and n != -1) for n in sizes):
         raise PlanError(f"mesh sizes {sizes}: each is a positive int, or -1 once for what is left of the world")
