@@ -18,6 +18,9 @@ from fshard.runtime.comm.links import Door, Link, place
 from fshard.runtime.comm.nccl import NcclLane
 from fshard.sharding.mesh import Axes, Mesh
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""How torchrun says how often it has started the ranks again."""
+
 
 class Processes:
     """The ranks of a torch.distributed job. Lanes are made in the same order on all ranks, each at the first call.
@@ -156,7 +159,7 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=timeout))
+        _init("nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout))
         owned = True
     else:
         owned = False
@@ -168,3 +171,22 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
     gpu = backend == "nccl" or (backend == "fake" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     return dist.get_rank(), dist.get_world_size(), device, backend, owned
+
+
+def _init(backend: str, timeout: datetime.timedelta) -> None:
+    """Join the process group that the environment names.
+
+    The store of torchrun's agent outlives the ranks that it starts again, and what dead ranks wrote there leads
+    nowhere: every start has keys of its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world, restart = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", RESTARTS))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    c10d: Any = dist  # whose stores are not among the names that it exports
+    store = c10d.TCPStore(address, port, is_master=False, timeout=timeout)
+    # Ranks that start again because others came or went do not count as a restart; each start is of all ranks.
+    start = (store.add(f"fshard/{restart}/{world}", 1) - 1) // world
+    prefix = c10d.PrefixStore(f"fshard/{restart}/{world}/{start}", store)
+    dist.init_process_group(backend, store=prefix, rank=rank, world_size=world, timeout=timeout)
