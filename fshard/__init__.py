@@ -16,6 +16,7 @@ The spec says where, the schedule says when, the runtime does it::
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate  a function, an optimizer and a plan become a step
     elastic         the train loop that resumes, and saves before it is ended
+    buffers         buffers that change, through steps and over ranks
     lora            low-rank adapters beside frozen weights
     mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks
     launch, virtual meshes of real processes, and of ranks that are played in one
@@ -53,6 +54,7 @@ from fshard.version import VERSION
 
 if TYPE_CHECKING:
     from fshard import lora, parallel, view
+    from fshard.buffers import Whole, sync_buffers
     from fshard.checkpoint.checkpointer import Checkpointer, Restored
     from fshard.elastic import Preempted, Preemption, train_loop
     from fshard.interchange.dcp import load_dcp
@@ -75,6 +77,7 @@ __version__ = VERSION
 
 _LATER = (
     ("fshard", "lora parallel view"),
+    ("fshard.buffers", "Whole sync_buffers"),
     ("fshard.checkpoint.checkpointer", "Checkpointer Restored"),
     ("fshard.elastic", "Preempted Preemption train_loop"),
     ("fshard.interchange.dcp", "load_dcp"),
@@ -134,6 +137,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "VirtualMesh",
+    "Whole",
     "abstract_mesh",
     "clipped_grad",
     "collectives",
@@ -172,6 +176,7 @@ __all__ = [
     "sharded_loss",
     "simulate",
     "split",
+    "sync_buffers",
     "to_dtensor",
     "to_optim_state_dict",
     "to_state_dict",

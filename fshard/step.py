@@ -238,6 +238,20 @@ class TrainStep:
         cache = self._runner.workshop.cache
         return "every unit runs as it is: compile=None" if cache is None else cache.text()
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The trained leaves that the latest program gives no gradient: theirs is zero, and they only decay.
+
+        A rule with ``trainable=False`` frees what they take, if that is how it should be.
+
+        Raises:
+            PlanError: no program yet, or one that no trace finds.
+        """
+        seen = self._runner.seen
+        if seen is None or seen.idle is None:
+            raise PlanError("which leaves get no gradient is known from a trace: call step.trace(batch), or the step")
+        return seen.idle
+
     def _check_state(self, state: TrainState) -> None:
         state.check_plan(self.plan)
         shards = state.shards()

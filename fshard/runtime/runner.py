@@ -80,6 +80,7 @@ class Runner:
     def __init__(self, fn: Fn, workshop: Workshop) -> None:
         self.fn, self.workshop, self.plan = fn, workshop, workshop.plan
         self.found: dict[Hashable, Found | None] = {}
+        self.seen: Found | None = None
         self.record: list[Op] = []
         self.times: list[float] = []
         self.latest: Prepared | None = None
@@ -97,7 +98,8 @@ class Runner:
             found = self.found[key] = trace(self.fn, self.plan, part, self.workshop.train)
             if found is not None:
                 self.workshop.remat.check({*found.program.reads, *(group.unit for group in self.plan.groups)})
-        return self.found[key]
+        self.seen = self.found[key]
+        return self.seen
 
     def run(self, work: Work) -> Outcome:
         """Run the function on all ranks, again if its program was not the expected one.

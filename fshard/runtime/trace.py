@@ -5,6 +5,7 @@ shapes, writes or aliases is raised before anything real happened. A program who
 values cannot run so; the first real step then finds the program on demand.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Found:
         inner: the units that it differentiates itself.
         needs: what its compute ops need on the batch that it was traced with; nothing if it was not traced.
         lanes: the axes over which it communicates itself.
+        idle: the trained leaves that it gives no gradient; None if it was not traced.
     """
 
     program: Program
@@ -53,6 +55,7 @@ class Found:
     inner: frozenset[str] = frozenset()
     needs: tuple[Need, ...] = ()
     lanes: tuple[Axes, ...] = ()
+    idle: tuple[str, ...] | None = None
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,7 +100,8 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
         LossError, UnitError: the function breaks a rule, or whatever it raises itself.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    engine = Engine(plan, _drop)
+    moved: set[str] = set()
+    engine = Engine(plan, functools.partial(_note_moved, plan, moved))
     engine.remat = remat
     own: dict[Axes, None] = {}
     try:
@@ -124,7 +128,9 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
         engine.stop()
     groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
     ledger.turn()
-    return Found(program_of(seen, groups), weighted, foreign, frozenset(engine.inner), tuple(ledger.needs), tuple(own))
+    idle = tuple(path for path, leaf in plan.leaves.items() if train and leaf.trainable and path not in moved)
+    inner, needs = frozenset(engine.inner), tuple(ledger.needs)
+    return Found(program_of(seen, groups), weighted, foreign, inner, needs, tuple(own), idle)
 
 
 @contextmanager
@@ -175,5 +181,7 @@ def _leaves_below(total: Tensor) -> list[Tensor]:
     return found
 
 
-def _drop(group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
-    """Fake gradients go nowhere."""
+def _note_moved(plan: Plan, moved: set[str], group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
+    """Fake gradients go nowhere; whose they are is noted."""
+    leaves = plan.groups[group].leaves
+    moved.update(leaves[n].path for n, grad in zip(numbers, grads, strict=True) if grad is not None)

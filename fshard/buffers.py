@@ -1,0 +1,103 @@
+"""Buffers that change, such as the statistics of batch normalization: through a step, and averaged over ranks."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives.group import Group as Ranks
+from fshard.collectives.linear import Sum, apply
+from fshard.errors import PlanError, TreeError, lines, no_processes
+from fshard.sharding.plan import Plan
+
+HOW = ("mean", "local")
+
+
+class Whole:
+    """A part of a batch that has no rows: every microbatch gets all of it.
+
+    Args:
+        value: any pytree, such as ``model.buffers``. The loss function reads it as ``batch["buffers"].value``.
+    """
+
+    # No dataclass: trees would take it apart.
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def sync_buffers(
+    buffers: Mapping[str, Any],
+    plan: Plan,
+    rules: Sequence[tuple[str, str]] = ((".*", "mean"),),
+    *,
+    microbatches: int = 1,
+) -> dict[str, Any]:
+    """Make the buffers of all ranks one again, or leave them to each rank, by rules. Collective.
+
+    Each part of a batch moves the statistics of batch normalization on from the same start; their mean is what one
+    process would have with the mean of the parts' statistics. (DDP instead broadcasts those of the first rank.)
+
+    Args:
+        buffers: a nested dict of this rank's tensors, as ``model.apply(..., buffers=)`` or ``metrics.aux`` gave them.
+        plan: says which ranks worked on which part: the mean is over the data axes.
+        rules: ``(pattern, how)`` on paths, the first match wins: ``"mean"`` averages floating-point buffers, in their
+            own dtype, in the order of ranks; ``"local"`` leaves them as they are. Other buffers, such as counts of
+            batches, stay this rank's own.
+        microbatches: if the step had several, leaves are stacked along a first dim of this length, as in
+            ``metrics.aux``: floating-point ones are averaged along it, whatever the rules say; of others the last
+            counts.
+
+    Raises:
+        PlanError: a buffer that no rule matches, or something else than ``"mean"`` or ``"local"``.
+        TreeError: a leaf that is not stacked.
+
+    >>> import fshard as fs
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.P())])
+    >>> sync_buffers({"norm": {"mean": torch.tensor([[1.0], [3.0]])}}, plan, microbatches=2)
+    {'norm': {'mean': tensor([2.])}}
+    """
+    if plan.mesh.transport is None and plan.mesh.size > 1:
+        raise no_processes()
+    flat = {path: _joined(path, leaf, microbatches) for path, leaf in tree.paths(buffers)}
+    chosen = _chosen(flat, rules)
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for path in chosen:
+        by_dtype.setdefault(flat[path].dtype, []).append(path)
+    ranks = Ranks(plan.mesh, plan.data_axes)
+    with torch.no_grad():
+        for paths in by_dtype.values():
+            row = torch.cat([flat[path].detach().reshape(-1) for path in paths])
+            mean = apply(row, Sum(ranks)) / ranks.size
+            sizes = [flat[path].numel() for path in paths]
+            flat |= {p: part.view(flat[p].shape) for p, part in zip(paths, mean.split_with_sizes(sizes), strict=True)}
+    return tree.nest(flat)
+
+
+def _joined(path: str, leaf: Any, count: int) -> Any:
+    """One value of those of all microbatches."""
+    if count == 1 or not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.ndim == 0 or leaf.shape[0] != count:
+        raise TreeError(
+            f"sync_buffers: {path} has shape {list(leaf.shape)}, not one value for each of microbatches={count}: give "
+            f"what metrics.aux holds after a step with accumulate={count}"
+        )
+    return leaf.mean(0) if leaf.is_floating_point() else leaf[-1]
+
+
+def _chosen(flat: Mapping[str, Any], rules: Sequence[tuple[str, str]]) -> list[str]:
+    """The paths of the buffers to average."""
+    wrong = [f"{pattern!r}: {how!r}" for pattern, how in rules if how not in HOW]
+    if wrong:
+        raise PlanError(lines("sync_buffers: rules say what cannot be done:", wrong, "Say 'mean' or 'local'."))
+    found = {path: next((how for pattern, how in rules if re.fullmatch(pattern, path)), None) for path in flat}
+    lost = [path for path, how in found.items() if how is None]
+    if lost:
+        raise PlanError(lines("sync_buffers: no rule matches:", lost, "Add a rule such as ('.*', 'mean') at the end."))
+    floating = {path for path, leaf in flat.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    return [path for path, how in found.items() if how == "mean" and path in floating]
