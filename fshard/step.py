@@ -28,7 +28,7 @@ from fshard.runtime.remat import Remat, read_remat
 from fshard.runtime.rng import seeded
 from fshard.runtime.rounding import Rounding, rounded_groups
 from fshard.runtime.runner import Runner, Work
-from fshard.runtime.trace import trace
+from fshard.runtime.trace import idle_leaves, trace
 from fshard.runtime.update import Gradients, Shard, Update, segments_of
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
@@ -242,15 +242,10 @@ class TrainStep:
     def unused(self) -> tuple[str, ...]:
         """The trained leaves that the latest program gives no gradient: theirs is zero, and they only decay.
 
-        A rule with ``trainable=False`` frees what they take, if that is how it should be.
-
         Raises:
             PlanError: no program yet, or one that no trace finds.
         """
-        seen = self._runner.seen
-        if seen is None or seen.idle is None:
-            raise PlanError("which leaves get no gradient is known from a trace: call step.trace(batch), or the step")
-        return seen.idle
+        return idle_leaves(self._runner.seen)
 
     def _check_state(self, state: TrainState) -> None:
         state.check_plan(self.plan)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
-from fshard.errors import UnitError
+from fshard.errors import PlanError, UnitError
 from fshard.model.unit import slot_of
 from fshard.runtime.comm import Processes
 from fshard.runtime.engine import Engine
@@ -56,6 +56,17 @@ class Found:
     needs: tuple[Need, ...] = ()
     lanes: tuple[Axes, ...] = ()
     idle: tuple[str, ...] | None = None
+
+
+def idle_leaves(found: Found | None) -> tuple[str, ...]:
+    """The trained leaves that a program gives no gradient.
+
+    Raises:
+        PlanError: there is no program yet, or one that no trace finds.
+    """
+    if found is None or found.idle is None:
+        raise PlanError("which leaves get no gradient is known from a trace: call step.trace(batch), or the step")
+    return found.idle
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
