@@ -15,6 +15,7 @@ ORDER = (
     "step_time",
     "jax_fsdp",
     "wire",
+    "hsdp",
     "balance",
     "optimizer",
     "memory",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("lab", "model", "common", "report", "turns", "peers", "jax_fsdp", "balance", "gpu", "pictures")
+NAMES = ("lab", "model", "common", "report", "turns", "peers", "jax_fsdp", "balance", "hsdp", "gpu", "pictures")
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +179,32 @@ def test_a_lab_that_cannot_be_says_so(bench: Any, monkeypatch: pytest.MonkeyPatc
     if sys.platform.startswith("linux"):
         with pytest.raises(bench.lab.LabError, match="needs root"), bench.lab.Lab(2, "1gbit"):
             pass
+
+
+def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
+    kinds = (
+        "agree",
+        "gather",
+        "wait",
+        "forward",
+        "backward",
+        "reduce",
+        "collect",
+        "sum",
+        "gather",
+        "backward",
+        "total",
+    )
+    ops = tuple(SimpleNamespace(kind=kind) for kind in kinds)
+    issued = (0, 0, 0, 1, 2, 4, 4, 5, 5, 5, 8)
+    ends = (0, 1, 1, 2, 4, 5, 5, 9, 7, 8, 9)  # the sum lasts from 5 to 9, a gather beside it from 5 to 7
+    run = SimpleNamespace(schedule=ops, issued=issued, starts=issued, ends=ends, seconds=10)
+    found = bench.hsdp.overlap(run)
+    assert found == {
+        "beside gathers or reductions": 0.5,
+        "beside reductions": 0.0,
+        "beside gathers": 0.5,
+        "beside compute": 0.75,
+        "waited for, of the step": 0.1,
+    }
+    assert bench.hsdp.overlap(SimpleNamespace(schedule=(), issued=(), starts=(), ends=(), seconds=1)) == {}
