@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard.errors import LossError, PlanError, TreeError
+from fshard.errors import BatchError, LossError, PlanError, TreeError
+from fshard.runtime.attempt import uneven_rows
 
 RULES = [(r".*", fs.fsdp("shard"))]
 
@@ -130,3 +131,14 @@ def test_what_the_loss_raises_comes_with_the_batch(batch: Any, note: str) -> Non
         _step()(_state(), batch)
     text = "\n".join(getattr(caught.value, "__notes__", []))
     assert re.search(note, text) and "to find its schedule" in text
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    batch = {"x": torch.ones(6, 4), "table": torch.ones(3)}
+    with pytest.raises(BatchError, match=r"batch\['table'\] has shape \[3\]\n  batch\['x'\] has shape \[6, 4\]"):
+        _step(accumulate=2)(_state(), batch)
+    with pytest.raises(BatchError, match=r"batch\['x'\] is a ndarray"):
+        _step(accumulate=2)(_state(), {"x": torch.ones(6, 4).numpy()})
+    text = str(uneven_rows([8, 8]))
+    assert "first tensor has 8 rows on every rank, but others differ" in text
+    assert "rank 1: 9 rows" in str(uneven_rows([8, 9]))

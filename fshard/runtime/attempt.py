@@ -96,6 +96,8 @@ def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: Base
 def uneven_rows(dims: list[int]) -> BatchError:
     """The error of a mean loss over batches of different sizes."""
     rows = [f"rank {rank}: {dim if dim >= 0 else 'no'} rows" for rank, dim in enumerate(dims)]
+    if len(set(dims)) == 1:
+        rows = [f"the batch's first tensor has {dims[0]} rows on every rank, but others differ"]
     return BatchError(
         lines(
             "the leading dims of the batch differ between ranks, and a plain mean over them would be wrong:",

@@ -42,11 +42,11 @@ def microbatches(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     leaves, spec = tree.flatten(batch)
-    arrays = [f"leaf {i} is a {type(x).__name__}" for i, x in enumerate(leaves) if _is_array(x)]
+    arrays = [f"{name} is a {type(x).__name__}" for name, x in _named(batch) if _is_array(x)]
     if arrays:
         raise BatchError(lines("the batch holds arrays that are no tensors:", arrays, "Make tensors of them first."))
     if len(set(leading_dims(batch))) > 1:
-        rows = [f"leaf {i} has shape {list(x.shape)}" for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim]
+        rows = [f"{name} has shape {list(x.shape)}" for name, x in _named(batch) if isinstance(x, Tensor) and x.ndim]
         head = (
             f"the leaves of the batch have different leading dims, so accumulate={count} cannot tell rows from others:"
         )
@@ -67,8 +67,8 @@ def check_even(batch: Any, count: int) -> None:
         BatchError: a first dim that ``count`` does not divide.
     """
     odd = [
-        f"leaf {i} has shape {list(x.shape)}"
-        for i, x in enumerate(tree.leaves(batch))
+        f"{name} has shape {list(x.shape)}"
+        for name, x in _named(batch)
         if isinstance(x, Tensor) and x.ndim and x.shape[0] % count
     ]
     if odd:
@@ -77,6 +77,11 @@ def check_even(batch: Any, count: int) -> None:
             f"Give a multiple of {count} rows a rank, or return fs.Mean(losses.sum(), count) from the loss function."
         )
         raise BatchError(lines(head, odd, remedy))
+
+
+def _named(batch: Any) -> list[tuple[str, Any]]:
+    """The leaves of a batch with expressions for them."""
+    return list(zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True))
 
 
 def _is_array(value: Any) -> bool:
@@ -89,6 +94,8 @@ def check_device(batch: Any, device: torch.device) -> None:
     Raises:
         BatchError: naming the leaf and both devices.
     """
-    for i, x in enumerate(tree.leaves(batch)):
-        if isinstance(x, Tensor) and x.device.type != device.type and x.ndim:
-            raise BatchError(f"leaf {i} of the batch is on {x.device}, the parameters are on {device}: move it there")
+    if any(isinstance(x, Tensor) and x.device.type != device.type and x.ndim for x in tree.leaves(batch)):
+        wrong = [
+            f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and x.device.type != device.type
+        ]
+        raise BatchError(lines(f"the parameters are on {device}:", wrong, "Move the batch there."))
