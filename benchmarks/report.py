@@ -20,6 +20,7 @@ ORDER = (
     "optimizer",
     "memory",
     "functional",
+    "checkpoint",
     "plan_time",
     "gpu",
 )
