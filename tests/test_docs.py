@@ -82,6 +82,11 @@ def test_checkpoints() -> None:
     assert run(ROOT / "docs" / "checkpoints.md") > 3
 
 
+def test_interchange() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "interchange.md") > 6
+
+
 def test_collectives() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "collectives.md") > 8
