@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.convert import load_tensor, to_file, to_folder
 from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder, telling
 from fshard.checkpoint.manifest import Manifest
@@ -17,7 +18,11 @@ from fshard.checkpoint.problems import empty
 from fshard.checkpoint.verify import verify_step
 from fshard.cli.table import print_table
 from fshard.errors import CheckpointError
+from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
+from fshard.interchange.folders import size_in_bytes
+from fshard.sharding.mesh import abstract_mesh
 from fshard.sharding.table import human
+from fshard.state.entries import entries
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +39,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     ls.add_argument("dir", help="a folder of checkpoints")
     show = add("show", run_show, "Show what a step holds, from its manifest.")
     verify = add("verify", run_verify, "Read every byte of all steps, or of one, and compare it with the manifest.")
-    convert = add("convert", run_convert, "Write a step to one safetensors file, or cut for another number of ranks.")
+    convert = add("convert", run_convert, "Write a step in another form, or a folder of others as a step.")
     for command in (show, verify, convert):
         command.add_argument("dir", help=where)
         command.add_argument("--step", type=int, help="the step; the newest by default")
@@ -42,6 +47,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("out", help="a file that ends in .safetensors, or a folder of checkpoints")
     convert.add_argument("--ranks", type=int, default=1, help="for a folder: cut for this many ranks")
     convert.add_argument("--params", action="store_true", help="for a file: parameters alone, without 'params.'")
+    convert.add_argument("--to", choices=("hf", "dcp"), help="a folder for transformers, or of torch.distributed")
+    convert.add_argument("--max-shard-size", default="5GB", help="with --to hf: bytes of a file at most")
     diff = add("diff", run_diff, "Compare two steps: names, shapes, dtypes, numbers; with --values the tensors too.")
     diff.add_argument("dir", help=where)
     diff.add_argument("other", help=where)
@@ -136,8 +143,17 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_convert(args: argparse.Namespace) -> int:
     """Write a step in another form."""
+    kind = kind_of(args.dir)
+    if kind is not None:
+        return _from_others(args, kind)
     folder = find(args.dir, args.step)
     manifest = read_manifest(folder)
+    if args.to == "hf":
+        print(f"{args.out}: {human(to_hf(folder, manifest, args.out, size_in_bytes(args.max_shard_size)))}")
+        return 0
+    if args.to == "dcp":
+        print(f"{args.out}: {human(to_dcp(folder, manifest, args.out))}, without param_groups")
+        return 0
     if args.ranks < 1:
         raise CheckpointError(f"--ranks {args.ranks}: give 1 or more")
     if not args.out.endswith(".safetensors"):
@@ -147,6 +163,17 @@ def run_convert(args: argparse.Namespace) -> int:
     start = "params." if args.params else ""
     names = {name: name.removeprefix(start) for name in manifest.tensors if name.startswith(start)}
     print(f"{args.out}: {len(names)} tensors, {human(to_file(folder, manifest, args.out, names))}")
+    return 0
+
+
+def _from_others(args: argparse.Namespace, kind: Kind) -> int:
+    """Write a folder of Hugging Face or of torch.distributed.checkpoint as a checkpoint."""
+    if args.step is not None or args.to is not None or args.params or args.out.endswith(".safetensors"):
+        raise CheckpointError(f"{args.dir} is no checkpoint of fshard ({kind}): it converts to a folder of checkpoints")
+    state = to_state(args.dir, kind, abstract_mesh((1,), ("ranks",)))
+    with Checkpointer(args.out) as ckpt:
+        ckpt.save(state, metadata={"converted from": os.path.abspath(args.dir)})
+    print(f"{step_folder(args.out, state.step)}: {len(entries(state))} tensors")
     return 0
 
 

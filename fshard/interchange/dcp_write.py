@@ -181,10 +181,10 @@ def _write(
         with open(_partial(folder, rank), "wb") as file:
             for number, block in _mine(rank, held):
                 flat = items[number].entry.tensor[block.at : block.at + block.numel]
-                where = _put(file, name, flat.cpu().clone().view(block.shape))
+                where = put(file, name, flat.cpu().clone().view(block.shape))
                 wrote.append((where.begin, where.length))
             for keys, value in beside.items() if rank == 0 else ():
-                extra[keys] = _put(file, name, value.cpu().clone() if isinstance(value, Tensor) else value)
+                extra[keys] = put(file, name, value.cpu().clone() if isinstance(value, Tensor) else value)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -192,7 +192,8 @@ def _write(
     return wrote
 
 
-def _put(file: BinaryIO, name: str, value: Any) -> Extent:
+def put(file: BinaryIO, name: str, value: Any) -> Extent:
+    """Write a value as ``torch.save`` does; returns where it lies."""
     begin = file.tell()
     text = io.BytesIO()
     torch.save(value, text)

@@ -129,6 +129,11 @@ def fill_files(tensors: Mapping[str, Stored], limit: int) -> list[dict[str, Stor
     return files
 
 
+def numbered(count: int) -> list[str]:
+    """The names of so many files of one model."""
+    return [SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+
+
 def write_json(path: Path, value: Any) -> None:
     """A JSON file, complete or not there."""
     partial = path.with_name(path.name + ".partial")

@@ -13,10 +13,10 @@ from fshard.checkpoint.problems import unreachable
 from fshard.errors import CheckpointError, PlanError, lines
 from fshard.interchange.folders import (
     INDEX,
-    SINGLE,
     Folder,
     Writer,
     fill_files,
+    numbered,
     size_in_bytes,
     stale,
     write_json,
@@ -134,9 +134,7 @@ class _Job:
         self.folder, self.config, self.overwrite = folder, config, overwrite
         stored = {parcel.name: Stored(parcel.shape, parcel.dtype) for parcel in parcels}
         self.parts = fill_files(stored, limit)
-        count = len(self.parts)
-        numbered = [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-        self.names = [SINGLE] if count == 1 else numbered
+        self.names = numbered(len(self.parts))
         self.done: list[Writer] = []
         self.old: list[Path] = []
         self.total = sum(torch.Size(s.shape).numel() * s.dtype.itemsize for s in stored.values())
