@@ -95,7 +95,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     text = torch.frombuffer(data, dtype=torch.uint8).to(mesh.device)
     seen, unseen = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     windows = seen.unfold(0, args.context + 1, 1)  # a view: every window, with the byte after it
-    tests = unseen[: 8 * mesh.size * (args.context + 1)].view(8 * mesh.size, -1)
+    tests = unseen[: 48 * (args.context + 1)].view(48, -1)[: 48 // mesh.size * mesh.size]
 
     with torch.device("meta"):
         model = fs.split(GPT(args), units=("blocks.*",))
