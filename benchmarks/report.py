@@ -18,6 +18,7 @@ ORDER = (
     "hsdp",
     "balance",
     "optimizer",
+    "muon",
     "memory",
     "functional",
     "checkpoint",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lab
+import muons
 import peers
 import torch
 import torch.distributed as dist
@@ -67,6 +68,7 @@ def combine(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Run, gather, write."""
+    peers.PEERS.update(muons.PEERS)
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cli.add_argument("--peers", nargs="+", default=["fsdp2", "fshard"], choices=sorted(peers.PEERS))
     cli.add_argument("--rounds", type=int, default=5)

@@ -37,6 +37,7 @@ from fshard.model.remat import remat
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
+from fshard.runtime.batch import Microbatches
 from fshard.runtime.loss import Mean
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.policy import Policy, keep
@@ -46,6 +47,7 @@ from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
+from fshard.state.averaged import averaged
 from fshard.state.init import init_state, shard, unshard
 from fshard.state.move import reshard_state
 from fshard.state.train_state import TrainState
@@ -122,6 +124,7 @@ __all__ = [
     "Mean",
     "Mesh",
     "Metrics",
+    "Microbatches",
     "Model",
     "P",
     "Plan",
@@ -139,6 +142,7 @@ __all__ = [
     "VirtualMesh",
     "Whole",
     "abstract_mesh",
+    "averaged",
     "clipped_grad",
     "collectives",
     "differentiable",

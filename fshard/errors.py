@@ -329,6 +329,13 @@ def unlike_losses(kinds: Sequence[tuple[bool, int]]) -> LossError:
     return LossError(lines("the loss function returned different things on different ranks:", rows, remedy))
 
 
+def unlike_skips(said: Sequence[int]) -> LossError:
+    """Ranks whose ``skip=`` disagrees."""
+    rows = [f"rank {rank}: {'skip' if skip else 'make'} the step" for rank, skip in enumerate(said)]
+    remedy = "Decide by metrics.loss, metrics.grad_norm or an fs.Mean in aux, which are equal on all ranks."
+    return LossError(lines("skip= says different things of one step:", rows, remedy))
+
+
 def unknown_axis(axis: object, names: Sequence[str]) -> AxisError:
     """Something that is not the name of an axis of this mesh."""
     have = ", ".join(map(repr, names))

@@ -23,7 +23,8 @@ class Metrics:
         aux: what the loss function returned beside the loss. ``fs.Mean`` leaves are global means; other leaves are
             this rank's own, stacked along a new first dim if the step has several microbatches (a list if their shapes
             differ).
-        skipped: whether the step was skipped, since its gradient was not finite at this scale of the loss.
+        skipped: whether the step was skipped, by ``skip_norm=`` or ``skip=``, or since its gradient was not finite at
+            this scale of the loss: parameters and optimizer state are those that it was given.
         stop: whether any rank asked to stop: ``step(state, batch, stop=True)``.
     """
 

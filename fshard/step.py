@@ -3,7 +3,7 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,17 @@ from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
-from fshard.optim.base import rate
 from fshard.optim.scaling import LossScale, Scale
 from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
+from fshard.runtime.clip import Clip, read_clip
 from fshard.runtime.commit import Verdict
+from fshard.runtime.decide import Decisions
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.held import holdings
 from fshard.runtime.interrupts import Shield
+from fshard.runtime.options import late_problems, step_problems
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.remat import Remat, read_remat
 from fshard.runtime.rng import seeded
@@ -46,7 +48,9 @@ from fshard.state.train_state import TrainState
 class Options:
     """What ``make_train_step`` was asked for."""
 
-    clip_norm: float | None
+    clip: Clip
+    skip_norm: float | None
+    skip: Callable[[Metrics], bool] | None
     accumulate: int
     policy: Policy | Auto
     donate: bool
@@ -69,11 +73,13 @@ class TrainStep:
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
-        self._cuts = {g.id: segments_of(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
-        self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
+        trained = [g for g in plan.groups if g.trainable]
+        self._cuts = {g.id: segments_of(g.owned, plan.mesh, opt, options.clip.number) for g in trained}
+        self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in trained}
         senders = workshop.lanes.senders(plan) if workshop.lanes is not None else {}
         self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced, senders)
         self._rounded = rounded_groups(plan)
+        self._decide = Decisions(opt, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
         self._choice: Choice | None = None
@@ -123,28 +129,38 @@ class TrainStep:
         if self.options.policy.update == "in_backward":
             shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
             # Not for a later step to finish: what this one does not update has no gradient.
-            own = update = Update(self.opt, state.step, shards, self._grads, None, self._rounding(state))
+            own = update = Update(self.opt, state.step, shards, self._grads, rounding=self._rounding(state))
         part = self.plan.mesh.index(self.plan.data_axes)
         randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
-        check = functools.partial(rate, self.opt.lr, state.step + 1)
         scale = self._scale_of(state)
         boost = scale.value if scale else 1.0
+        check = functools.partial(self._decide.refuse, state.step)
+        self._decide.carry(state.step, shards, boost)
         work = replace(work, shards=shards, update=update, check=check, randomness=randomness, boost=boost)
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(work)
         verdict = self._check(outcome, scale)
-        skipped = overflowed(self.options.loss_scale, scale, verdict)
-        if self.options.debug and own is None and not skipped:
+        overflow = overflowed(self.options.loss_scale, scale, verdict)
+        if self.options.debug and own is None and not overflow:
             self._check_copies()
-        metrics = self._metrics(outcome, verdict, skipped)
+        factor = self._decide.mean(state.step, state.count, verdict)
+        norm = self._decide.norm(verdict, factor)
+        metrics = self._metrics(outcome, replace(verdict, norm=norm), overflow)
+        if not overflow and self._decide.skips(metrics):
+            self._grads.drop()
+            state.finished()
+            return state, replace(metrics, skipped=True)
         if own is None:
             shards = state.shards() if self.options.donate else [shard.clone() for shard in state.finished()]
-            own = None if skipped else self._update(state, shards, self._scale(verdict))
-        if skipped:
+            if not overflow:
+                unit = outcome.divided / self._runner.parts
+                own = self._update(state, shards, self._decide.scales(state.step, norm, factor, unit))
+        if overflow:
             self._grads.drop()
         if scale is not None and self.options.loss_scale is not None:
-            scale = self.options.loss_scale.after(scale, finite=not skipped)
-        following = TrainState(self.plan, state.step + (not skipped), state.seed, shards, own, scale)
+            scale = self.options.loss_scale.after(scale, finite=not overflow)
+        count = self._decide.count(state.step, state.count, verdict, overflow)
+        following = TrainState(self.plan, state.step + (not overflow), state.seed, shards, own, scale, count)
         if self.options.donate:
             state.donate()
         return following, metrics
@@ -273,7 +289,7 @@ class TrainStep:
     def _rounding(self, state: TrainState) -> Rounding | None:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
 
-    def _update(self, state: TrainState, shards: list[Shard], scale: Tensor | None) -> Update:
+    def _update(self, state: TrainState, shards: list[Shard], scale: list[Tensor | None]) -> Update:
         update = Update(self.opt, state.step, shards, self._grads, scale, self._rounding(state))
         self._last = weakref.ref(update)
         return update
@@ -298,11 +314,6 @@ class TrainStep:
             )
         return verdict
 
-    def _scale(self, verdict: Verdict) -> Tensor | None:
-        clip = self.options.clip_norm
-        factor = verdict.scale * (min(1.0, clip / (verdict.norm + 1e-6)) if clip is not None else 1.0)
-        return None if factor == 1.0 else torch.tensor(1.0 / factor, device=self.plan.mesh.device)
-
     def _metrics(self, outcome: Outcome, verdict: Verdict, skipped: bool) -> Metrics:
         lanes = self._runner.workshop.lanes
         assert lanes is not None
@@ -315,7 +326,9 @@ def make_train_step(
     opt: Any,
     plan: Plan,
     *,
-    clip_norm: float | None = None,
+    clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
+    skip_norm: float | None = None,
+    skip: Callable[[Metrics], bool] | None = None,
     accumulate: int = 1,
     schedule: Policy | Auto | str | None = None,
     donate: bool = True,
@@ -331,9 +344,12 @@ def make_train_step(
             auxiliary values. It is run once on fake tensors to find the order of its units.
         opt: an optimizer of ``fs.optim``.
         plan: the plan.
-        clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``).
+        clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``). Rules
+            ``[(pattern, limit), ...]`` on paths clip the leaves of each by their own norm; the first match wins.
+        skip_norm: skip a step whose gradient norm is larger: the state that comes back is the one that went in.
+        skip: skip a step of whose metrics this function says so. All ranks must say the same.
         accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch. With
-            an ``fs.Mean`` they may be of unequal size.
+            an ``fs.Mean`` they may be of unequal size. ``fs.Microbatches`` gives them one by one.
         schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
             updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
             first step, by memory and simulated time; ``step.choice`` says what and why.
@@ -363,33 +379,15 @@ def make_train_step(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given a "
             f"{type(opt).__name__} and a {type(plan).__name__}"
         )
+    clip = read_clip(clip_norm, plan)
     problems = [
-        *_problems(loss_fn, plan, clip_norm, accumulate, policy),
+        *step_problems(loss_fn, plan, clip, accumulate, policy),
+        *late_problems(opt, policy, skip_norm, skip),
         *scale_problems(loss_scale, policy),
     ]
     if problems:
         raise PlanError("; ".join(problems))
     check_optimizer(plan, opt)
-    options = Options(clip_norm, accumulate, policy, donate, debug, compile, read_remat(remat), loss_scale)
+    options = Options(clip, skip_norm, skip, accumulate, policy, donate, debug, compile, read_remat(remat), loss_scale)
     warn_of_float16(plan, loss_scale)
     return TrainStep(loss_fn, opt, plan, options)
-
-
-def _problems(
-    loss_fn: Any, plan: Plan, clip_norm: float | None, accumulate: Any, policy: Policy | Auto
-) -> Iterator[str]:
-    """Which options of a train step cannot be, or cannot be together."""
-    if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or not clip_norm > 0):
-        yield f"clip_norm={clip_norm!r} must be positive, or None for no clipping"
-    if clip_norm is not None and policy.update == "in_backward":
-        yield "clip_norm= needs the norm of the whole gradient, which update='in_backward' never has"
-    if not isinstance(accumulate, int) or accumulate < 1:
-        yield f"accumulate={accumulate!r} must be an int >= 1"
-    if not callable(loss_fn) or isinstance(loss_fn, torch.nn.Module):
-        yield f"loss_fn is {type(loss_fn).__name__}, not a function (params, batch) that calls model.apply(params, ...)"
-    full = isinstance(policy, Policy) and policy.accumulation == "full"
-    if full and accumulate != 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
-        yield (
-            "accumulation='full' adds up whole gradients in the dtype that travels, and Precision(reduce=) rounds that "
-            "at every microbatch: use accumulation='sharded'"
-        )

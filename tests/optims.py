@@ -113,9 +113,9 @@ def plain(case: Case) -> Run:
     return Run(losses, {path: leaf.detach().clone() for path, leaf in module.named_parameters()}, ema)
 
 
-def sharded(names: Sequence[str]) -> dict[str, Run]:
+def sharded(names: Sequence[str], axes: Any = ((-1,), ("shard",))) -> dict[str, Run]:
     """On a rank: the runs of these cases."""
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh(*axes) as mesh:
         return {name: run(CASES[name], mesh) for name in names}
 
 
@@ -123,7 +123,8 @@ def run(case: Case, mesh: fs.Mesh) -> Run:
     """One case on a mesh."""
     module = net()
     model = fs.split(copy.deepcopy(module), units=("blocks.*",))
-    plan = fs.make_plan(model, mesh, case.rules)
+    names = mesh.axis_names
+    plan = fs.make_plan(model, mesh, case.rules, batch=P(names[0] if len(names) == 1 else names))
     opt = case.opt()
     state = fs.init_state(plan, opt, params=tree.nest(dict(module.named_parameters())))
     step = fs.make_train_step(
@@ -133,7 +134,7 @@ def run(case: Case, mesh: fs.Mesh) -> Run:
     for number in range(STEPS):
         state, metrics = step(state, batch(number).chunk(mesh.size)[mesh.rank])
         losses.append(metrics.loss.item())
-    ema = fs.unshard(state.opt_state["ema"], plan) if "ema" in state.opt_state else {}
+    ema = fs.unshard(fs.averaged(state).params, plan) if "ema" in state.opt_state else {}
     return Run(losses, whole(fs.unshard(state.params, plan)), whole(ema))
 
 
@@ -307,6 +308,17 @@ CASES: dict[str, Case] = {
     ),
     "muon": Case(lambda: muon_and_adamw(dtype=torch.float32), _muon, MIXED, {"clip_norm": 0.5}),
     "muon in one group": Case(lambda: muon_and_adamw(dtype=torch.float32), _muon, WHOLE),
+    "muon over all ranks": Case(
+        lambda: muon_and_adamw(dtype=torch.float32),
+        _muon,
+        (fs.Rule(r".*", fs.fsdp("shard"), align="leaf", opt=fs.fsdp(("shard", "replica"))),),
+        {"clip_norm": 0.5},
+    ),
+    "adafactor over replicas": Case(
+        lambda: O.ema(O.adafactor(0.02), 0.8),
+        lambda named: Averaged(named, torch.optim.Adafactor(list(named.values()), lr=0.02), 0.8),
+        (fs.Rule(r".*", P(), align="leaf", opt=fs.fsdp("replica")),),
+    ),
     "adafactor": Case(
         lambda: O.adafactor(0.02, weight_decay=0.1), of_torch(torch.optim.Adafactor, lr=0.02, weight_decay=0.1), WHOLE
     ),
@@ -321,6 +333,11 @@ CASES: dict[str, Case] = {
         _partitioned,
     ),
 }
+
+
+TWO_AXES = [name for name in CASES if " over " in name]
+"""Those whose rules need a mesh of replicas and shards."""
+ONE_AXIS = [name for name in CASES if name not in TWO_AXES]
 
 
 class Scaled:

@@ -92,6 +92,12 @@ def test_collectives() -> None:
     assert run(ROOT / "docs" / "collectives.md") > 8
 
 
+def test_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "optimizers.md") > 7
+    assert "0/1: 16.0 KiB of padding" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]

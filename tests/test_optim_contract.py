@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import PlanError
-from fshard.optim import Optimizer, State, adamw, linear, matrices, sgd, warmup_cosine
+from fshard.optim import Optimizer, State, adamw, linear, lion, matrices, sgd, warmup_cosine
 
 SCHEDULE = warmup_cosine(0.1, warmup=2, total=8, floor=0.01)
 OPTIMIZERS = [
@@ -18,6 +18,7 @@ OPTIMIZERS = [
     sgd(SCHEDULE, momentum=0.9, weight_decay=0.1),
     sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     sgd(0.05, momentum=0.9, dampening=0.5),
+    lion(0.05, weight_decay=0.1),
 ]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 every_optimizer = pytest.mark.parametrize("opt", OPTIMIZERS, ids=repr)
@@ -204,13 +205,13 @@ def test_zero_padding_stays_zero(opt: Optimizer, dtype: torch.dtype) -> None:
 def test_an_optimizer_is_a_value(opt: Optimizer) -> None:
     assert dataclasses.replace(opt) == opt  # type: ignore[type-var]
     assert hash(dataclasses.replace(opt)) == hash(opt)  # type: ignore[type-var]
-    names = {"adamw": adamw, "sgd": sgd, "warmup_cosine": warmup_cosine}
+    names = {"adamw": adamw, "lion": lion, "sgd": sgd, "warmup_cosine": warmup_cosine}
     assert eval(repr(opt), names) == opt
     with pytest.raises(dataclasses.FrozenInstanceError):
         opt.lr = 1.0  # type: ignore[misc]
 
 
-MAKERS: list[Callable[..., Optimizer]] = [adamw, sgd]
+MAKERS: list[Callable[..., Optimizer]] = [adamw, lion, sgd]
 every_maker = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 
 

@@ -42,7 +42,7 @@ def test_the_references_train() -> None:
         assert len(moved) >= 6, name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", optims.ONE_AXIS)
 def test_one_rank_equals_plain_pytorch(name: str) -> None:
     with fs.make_mesh((1,), ("shard",)) as mesh:
         problems = departures(name, optims.run(CASES[name], mesh))
@@ -51,6 +51,13 @@ def test_one_rank_equals_plain_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_equal_plain_pytorch(pool: Pools, world: int) -> None:
-    ranks = pool(world).run(optims.sharded, list(CASES), timeout=110.0)
-    problems = [line for name in CASES for line in departures(name, ranks[0][name])]
+    ranks = pool(world).run(optims.sharded, optims.ONE_AXIS, timeout=110.0)
+    problems = [line for name in optims.ONE_AXIS for line in departures(name, ranks[0][name])]
+    assert not problems, "\n".join(problems)
+
+
+def test_optimizers_over_replicas_equal_plain_pytorch(pool: Pools) -> None:
+    names = [*optims.TWO_AXES, "muon", "partition"]
+    ranks = pool(4).run(optims.sharded, names, ((2, 2), ("replica", "shard")), timeout=110.0)
+    problems = [line for name in names for line in departures(name, ranks[0][name])]
     assert not problems, "\n".join(problems)

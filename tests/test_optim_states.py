@@ -1,6 +1,7 @@
 """What optimizers keep of leaves in forms of their own: as data, on other meshes, and the same on every mesh."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,20 @@ def train(
         return parts(state), scalars(state)
 
 
+def saved(folder: str, steps: int) -> Parts:
+    """On a rank: make some steps from the last checkpoint, if there is one, and save."""
+    opt = every_form()
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = make_plan(mesh)
+        with fs.Checkpointer(folder) as checkpoints:
+            state = checkpoints.restore(plan, opt) if checkpoints.steps() else fs.init_state(plan, opt, params=params())
+            step = fs.make_train_step(loss_fn, opt, plan)
+            for _ in range(steps):
+                state, _ = step(state, batch(state.step, mesh))
+            checkpoints.save(state)
+        return parts(state)
+
+
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """The names that differ in any bit."""
     assert a.keys() == b.keys()
@@ -139,6 +154,12 @@ def test_states_are_equal_bit_for_bit_on_every_mesh_and_move_between_meshes(pool
         again = pool(world).run(train, (wholes[4], results[4][0][1]), 6, "every form")
         straight = pool(world).run(train, None, 13, "every form")
         assert not equal(whole([rank[0] for rank in again]), whole([rank[0] for rank in straight]))
+
+
+def test_checkpoints_carry_every_form_to_another_mesh(pool: Pools, tmp_path: Path) -> None:
+    for world, steps in ((4, 7), (2, 4)):
+        last = whole(pool(world).run(saved, str(tmp_path), steps))
+    assert not equal(last, whole([rank[0] for rank in pool(1).run(train, None, 11, "every form")]))
 
 
 def test_moments_of_8_bits_are_the_same_on_every_mesh(pool: Pools) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import State
+from fshard.optim.base import State, unscale
 from fshard.optim.compose import Inner
 from fshard.optim.form import Form
 
@@ -133,6 +133,7 @@ class every(Inner):  # noqa: N801
             return
         carried = [state[CARRIED] for state in states]
         if step % self.steps:
+            unscale(grads, grad_scale)
             torch._foreach_add_(carried, grads)
             return
         number = self.number(step)

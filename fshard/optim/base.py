@@ -14,7 +14,8 @@ Rate = float | Callable[[int], float]
 """A learning rate: a number, or a pure function of the step that counts from 0 for the first update."""
 
 State = dict[str, Tensor]
-"""An optimizer's buffers for one slice, each of its length and dtype; ``{}`` for a rule that keeps none."""
+"""An optimizer's buffers for one slice, each of its length and dtype unless the rule's ``forms`` say otherwise (see
+``fshard.optim.form``); ``{}`` for a rule that keeps none."""
 
 
 class Optimizer(Protocol):
@@ -101,5 +102,5 @@ def rate(lr: Rate, step: int) -> float:
 
 def unscale(grads: list[Tensor], scale: Tensor | None) -> None:
     """Divide gradients by their scale, in place; ``None`` stands for 1."""
-    if scale is not None:
-        torch._foreach_div_(grads, scale.to(grads[0].dtype))
+    if scale is not None and grads:
+        torch._foreach_div_(grads, scale.to(grads[0].dtype).view(()))

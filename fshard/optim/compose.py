@@ -13,6 +13,9 @@ from fshard.optim import checks
 from fshard.optim.base import Rate, State, rate, unscale
 from fshard.optim.form import Form, Grain, LeafInfo, forms_of, grain_of, problems_of, start_of
 
+ANY = r"(?s:.*)"
+"""Matches every path; without an optimizer, it may be left with no leaf."""
+
 REST = -1
 """In place of a rule's number: the leaf stays as it is."""
 
@@ -90,7 +93,7 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         for number, (pattern, opt) in enumerate(self.rules):
             hits = [leaf for leaf in leaves if self._number(leaf.path) == number]
             own = [leaf for leaf in hits if leaf.trainable]
-            if not own:
+            if not own and (pattern, opt) != (ANY, None):
                 out.append(f"partition: rules[{number}] {pattern!r} {_why(hits)}")
             elif opt is not None:
                 out += problems_of(opt, own)
@@ -130,11 +133,7 @@ def masked(opt: Any, pattern: str) -> partition:
     >>> masked(sgd(0.1), r"head\\..*").forms((REST, None))
     {}
     """
-    return (
-        partition([(pattern, opt), (rf"(?!{pattern}\Z).*", None)])
-        if isinstance(pattern, str)
-        else partition([(pattern, opt)])
-    )
+    return partition([(pattern, opt), (ANY, None)])
 
 
 class Change(Protocol):

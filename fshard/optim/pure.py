@@ -11,6 +11,16 @@ from fshard.optim.base import State, rate
 from fshard.optim.sgd import sgd
 
 
+def check_pure(opt: Any) -> None:
+    """Refuse an optimizer that has no differentiable form.
+
+    Raises:
+        PlanError: it is neither ``sgd`` nor ``adamw``.
+    """
+    if not isinstance(opt, sgd | adamw):
+        raise PlanError(f"{opt!r} has no differentiable form: use fs.optim.sgd or fs.optim.adamw")
+
+
 def pure_update(opt: Any, param: Tensor, grad: Tensor, state: State, step: int, hyper: float) -> tuple[Tensor, State]:
     """One update of one leaf, equal to ``opt.update`` up to rounding; nothing is written.
 
@@ -25,6 +35,7 @@ def pure_update(opt: Any, param: Tensor, grad: Tensor, state: State, step: int, 
     Raises:
         PlanError: another optimizer.
     """
+    check_pure(opt)
     lr = rate(opt.lr, step)
     if isinstance(opt, sgd):
         direction = grad + hyper * param
@@ -34,13 +45,11 @@ def pure_update(opt: Any, param: Tensor, grad: Tensor, state: State, step: int, 
         kept = direction if step == 1 else opt.momentum * before + (1 - opt.dampening) * direction
         direction = direction + opt.momentum * kept if opt.nesterov else kept
         return param - lr * direction, {"momentum_buffer": kept}
-    if isinstance(opt, adamw):
-        (b1, b2), decayed = opt.betas, param * (1 - lr * hyper)
-        first = b1 * state["exp_avg"] + (1 - b1) * grad
-        second = b2 * state["exp_avg_sq"] + (1 - b2) * grad.square()
-        # The root has no derivative at zero: where no gradient ever was, it is kept out of the graph.
-        seen = second > 0
-        root = torch.where(seen, torch.where(seen, second, 1.0).sqrt(), 0.0) / (1 - b2**step) ** 0.5
-        moved = decayed - lr / (1 - b1**step) * first / (root + opt.eps)
-        return moved, {"exp_avg": first, "exp_avg_sq": second}
-    raise PlanError(f"{opt!r} has no differentiable form: use fs.optim.sgd or fs.optim.adamw")
+    (b1, b2), decayed = opt.betas, param * (1 - lr * hyper)
+    first = b1 * state["exp_avg"] + (1 - b1) * grad
+    second = b2 * state["exp_avg_sq"] + (1 - b2) * grad.square()
+    # The root has no derivative at zero: where no gradient ever was, it is kept out of the graph.
+    seen = second > 0
+    root = torch.where(seen, torch.where(seen, second, 1.0).sqrt(), 0.0) / (1 - b2**step) ** 0.5
+    moved = decayed - lr / (1 - b1**step) * first / (root + opt.eps)
+    return moved, {"exp_avg": first, "exp_avg_sq": second}

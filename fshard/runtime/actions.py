@@ -48,6 +48,8 @@ class Actions:
         lanes: the communicators.
         grads: the gradient of what this rank updates of each trainable group, by group id.
         parted: the gradient shard of each group of which it updates but a part.
+        carried: what is added to gradients before their norms are taken, and times what, by group id; it changes from
+            step to step.
         casts: room for the shard of each group that units read in another dtype, by group id.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
     """
@@ -60,10 +62,11 @@ class Actions:
         grads: Mapping[int, Tensor],
         parted: Mapping[int, Tensor],
         casts: Mapping[int, Tensor],
+        carried: Mapping[int, tuple[Tensor, float]],
         poison: bool,
     ) -> None:
         self.plan, self.slots, self.lanes, self.grads, self.poison = plan, slots, lanes, grads, poison
-        self.parted, self.casts = parted, casts
+        self.parted, self.casts, self.carried = parted, casts, carried
         self.cast: set[int] = set()
         self.by_name = {slots.group.name: slots for slots in slots.groups}
         self.clock = make_clock(plan.mesh.device)
@@ -84,7 +87,7 @@ class Actions:
         self.shards: list[Shard] = []
         self.update: Update | None = None
         self.own = False
-        self.shares = {g.id: _share(g, plan.mesh) for g in plan.groups if g.trainable}
+        self.shares = {g.id: share_of(g, plan.mesh) for g in plan.groups if g.trainable}
         self.handles: dict[str, Handle] = {}
         self.readable: set[str] = set()
         self.touched: set[int] = set()
@@ -180,10 +183,12 @@ class Actions:
             _fill(slots, numbers, grads)
 
     def settle_gradients(self) -> None:
-        """Make the gradients of resident groups that no unit touched zero."""
+        """Make the gradients of resident groups that no unit touched zero, and add what earlier steps carried."""
         for slots in self.slots.groups:
             if slots.group.trainable and slots.group.id not in self.touched and slots.group.id not in self.summed:
                 self.grads[slots.group.id].zero_()
+        for group, (carried, factor) in self.carried.items():
+            self.grads[group].add_(carried, alpha=factor)
 
     def sumsq(self) -> float:
         """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
@@ -315,7 +320,7 @@ def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | No
         torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 
 
-def _share(group: Group, mesh: Mesh) -> float:
+def share_of(group: Group, mesh: Mesh) -> float:
     """What part of a group's elements this rank counts, so that all ranks together count each once."""
     return mesh.axis_size(group.owned.gather_axes + group.leaves[0].compute.axes) / mesh.size
 

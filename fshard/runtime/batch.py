@@ -1,8 +1,8 @@
 """A rank's local batch: any pytree. What of it steers the program, how it is cut into microbatches."""
 
 import hashlib
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,21 +31,41 @@ def digest(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
 
 
+class Microbatches(NamedTuple):
+    """The microbatches of one step, given one by one instead of cut from a batch.
+
+    For rows that do not divide evenly, or sequences of different lengths. Where the parts are unequal, the loss must be
+    an ``fs.Mean``, which is then exact over all of them.
+
+    Attributes:
+        parts: as many batches as ``accumulate=`` says, of one structure; tensors may differ in shape.
+
+    >>> import torch
+    >>> len(microbatches(Microbatches((torch.ones(3, 8), torch.ones(1, 8))), 2))
+    2
+    """
+
+    parts: Sequence[Any]
+
+
 def microbatches(batch: Any, count: int) -> list[Any]:
     """A batch cut along the first dim of its tensors; 0-dim tensors and other leaves go to every part.
 
     Where ``count`` does not divide the rows, the first parts have one more: ``check_even`` says for whom that is wrong.
 
     Raises:
-        BatchError: fewer rows than parts, or leaves of different leading dims.
+        BatchError: fewer rows than parts, leaves of different leading dims, or ``Microbatches`` that do not fit.
     """
+    if isinstance(batch, Microbatches):
+        return _given(batch.parts, count)
     if count == 1:
         return [batch]
     leaves, spec = tree.flatten(batch)
     arrays = [f"{name} is a {type(x).__name__}" for name, x in _named(batch) if _is_array(x)]
     if arrays:
         raise BatchError(lines("the batch holds arrays that are no tensors:", arrays, "Make tensors of them first."))
-    if len(set(leading_dims(batch))) > 1:
+    dims = set(leading_dims(batch))
+    if len(dims) > 1:
         rows = [f"{name} has shape {list(x.shape)}" for name, x in _named(batch) if isinstance(x, Tensor) and x.ndim]
         head = (
             f"the leaves of the batch have different leading dims, so accumulate={count} cannot tell rows from others:"
@@ -53,19 +73,34 @@ def microbatches(batch: Any, count: int) -> list[Any]:
         raise BatchError(
             lines(head, rows, "Give all leaves one row a sample; what is not per row goes into a closure.")
         )
-    dims = leading_dims(batch)
-    if dims and dims[0] < count:
-        raise BatchError(f"a batch of {dims[0]} rows a rank cannot be cut into accumulate={count} microbatches")
+    if dims and min(dims) < count:
+        raise BatchError(f"a batch of {min(dims)} rows a rank cannot be cut into accumulate={count} microbatches")
     parts = [x.tensor_split(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
     return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+
+
+def _given(parts: Sequence[Any], count: int) -> list[Any]:
+    """Microbatches as they were given."""
+    kinds = [signature(part) for part in parts]
+    if len(kinds) != count:
+        raise BatchError(f"fs.Microbatches holds {len(kinds)} batches, and the step makes accumulate={count} of them")
+    other = [f"microbatch {i}: {kind}" for i, kind in enumerate(kinds) if kind != kinds[0]]
+    if other:
+        head = f"microbatches differ from the first, which is {kinds[0]}:"
+        remedy = "Give all of them one structure, with the same bools, ints and strings; tensors may differ in shape."
+        raise BatchError(lines(head, other, remedy))
+    return list(parts)
 
 
 def check_even(batch: Any, count: int) -> None:
     """Refuse microbatches of different sizes, over which a plain mean would be wrong.
 
     Raises:
-        BatchError: a first dim that ``count`` does not divide.
+        BatchError: a first dim that ``count`` does not divide, or ``Microbatches`` of different shapes.
     """
+    if isinstance(batch, Microbatches):
+        _check_alike(batch)
+        return
     odd = [
         f"{name} has shape {list(x.shape)}"
         for name, x in _named(batch)
@@ -77,6 +112,16 @@ def check_even(batch: Any, count: int) -> None:
             f"Give a multiple of {count} rows a rank, or return fs.Mean(losses.sum(), count) from the loss function."
         )
         raise BatchError(lines(head, odd, remedy))
+
+
+def _check_alike(batch: Microbatches) -> None:
+    """Refuse microbatches of different shapes."""
+    shapes = [[list(x.shape) for x in tree.leaves(part) if isinstance(x, Tensor)] for part in batch.parts]
+    if any(shape != shapes[0] for shape in shapes):
+        rows = [f"microbatch {i}: {shape}" for i, shape in enumerate(shapes)]
+        head = "fs.Microbatches of different shapes, over which a plain mean would be wrong:"
+        remedy = "Give equal ones, or return fs.Mean(losses.sum(), count) from the loss function."
+        raise BatchError(lines(head, rows, remedy))
 
 
 def _named(batch: Any) -> list[tuple[str, Any]]:

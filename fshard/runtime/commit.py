@@ -39,6 +39,7 @@ class Verdict:
         norm: of the gradient of that mean, over all leaves and ranks.
         scale: what the sums of gradients are multiplied by to become gradients of the mean.
         stop: whether a rank asks all of them to stop after this step.
+        count: of elements, if the loss is an ``fs.Mean``, else 0.
     """
 
     status: tuple[int, ...]
@@ -46,6 +47,7 @@ class Verdict:
     norm: float
     scale: float
     stop: bool = False
+    count: float = 0.0
 
     @property
     def worst(self) -> int:
@@ -77,11 +79,11 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
         raise unlike_losses([(bool(row[4]), int(row[5])) for row in rows])
     sumsq, total, count = (math.fsum(row[i] for row in rows) for i in (1, 2, 3))
     loss = total / count if count else math.nan
-    scale = divided / parts
+    scale, elements = divided / parts, 0.0
     if any(row[4] for row in rows):
-        scale = divided * copies / count if count else math.nan
+        scale, elements = divided * copies / count if count else math.nan, count
     norm = scale * math.sqrt(sumsq) if sumsq >= 0 else math.nan
-    return Verdict(status, loss, norm, scale, any(row[6] for row in rows))
+    return Verdict(status, loss, norm, scale, any(row[6] for row in rows), elements)
 
 
 def average(lane: Lane, means: Sequence[Mean]) -> list[Tensor]:

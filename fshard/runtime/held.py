@@ -20,12 +20,14 @@ class Segment(NamedTuple):
         end: where it ends.
         hyper: what its leaves have in common, as the optimizer says.
         leaves: the numbers of its first and last leaf that this rank holds some of.
+        limit: which rule of clipping its leaves have.
     """
 
     begin: int
     end: int
     hyper: Hashable
     leaves: tuple[int, int]
+    limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def segments(
     mesh: Mesh,
     hyper: Callable[[str, tuple[int, ...]], Hashable],
     step: Callable[[Any], int | None] = lambda hyper: 1,
+    limit: Callable[[str], int] = lambda path: 0,
 ) -> tuple[Segment, ...]:
     """The ranges of this rank's shard that one kernel call can update: neighbours with equal hyper-parameters, merged.
 
@@ -103,6 +106,7 @@ def segments(
         mesh: the mesh.
         hyper: what leaves must have in common, from a leaf's path and shape.
         step: from what ``hyper`` gives, the elements that merged leaves must be apart, or a multiple; None for never.
+        limit: the rule of clipping of a leaf, by path; it is the same for merged leaves.
     """
     part = mesh.index(group.gather_axes)
     out: list[Segment] = []
@@ -111,15 +115,18 @@ def segments(
         value = hyper(leaf.path, leaf.shape)
         if begin == end:
             continue
-        apart = step(value)
-        if out and out[-1].hyper == value and apart is not None and (begin - out[-1].begin) % apart == 0:
+        apart, rule = step(value), limit(leaf.path)
+        alike = bool(out) and (out[-1].hyper, out[-1].limit) == (value, rule)
+        if alike and apart is not None and (begin - out[-1].begin) % apart == 0:
             out[-1] = out[-1]._replace(end=end, leaves=(out[-1].leaves[0], number))
         else:
-            out.append(Segment(begin, end, value, (number, number)))
+            out.append(Segment(begin, end, value, (number, number), rule))
     return tuple(out)
 
 
-def segments_of(group: Group, mesh: Mesh, opt: Any) -> tuple[Segment, ...]:
+def segments_of(
+    group: Group, mesh: Mesh, opt: Any, limit: Callable[[str], int] = lambda path: 0
+) -> tuple[Segment, ...]:
     """The segments that an optimizer updates."""
 
     def step(hyper: Any) -> int | None:
@@ -127,7 +134,7 @@ def segments_of(group: Group, mesh: Mesh, opt: Any) -> tuple[Segment, ...]:
         own = any(form.shape is not None for form in forms_of(opt, hyper).values())
         return None if own or not isinstance(grain, int) else grain
 
-    return segments(group, mesh, opt.hyper, step)
+    return segments(group, mesh, opt.hyper, step, limit)
 
 
 def start_buffers(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> tuple[dict[str, Tensor], dict[str, Held]]:

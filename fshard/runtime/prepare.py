@@ -69,6 +69,7 @@ class Workshop:
     grads: dict[int, Tensor] = field(default_factory=dict)
     parted: dict[int, Tensor] = field(default_factory=dict)
     casts: dict[int, Tensor] = field(default_factory=dict)
+    carried: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
     programs: dict[Hashable, Prepared] = field(default_factory=dict)
     arena: Tensor | None = None
     cache: "Cache | None" = None
@@ -182,7 +183,8 @@ class Workshop:
                 elif slots.group.trainable:
                     self._grad(slots.group.id)
         self._make_casts()
-        actions = Actions(self.plan, engine.slots, self.lanes, self.grads, self.parted, self.casts, self.poison)
+        lent = self.grads, self.parted, self.casts, self.carried
+        actions = Actions(self.plan, engine.slots, self.lanes, *lent, self.poison)
         sinks.append(actions)
         ops = schedule.ops if schedule else ()
         positions = {(o.kind, o.target, o.index, o.microbatch): i for i, o in enumerate(ops) if o.kind in COMPUTE}

@@ -63,13 +63,13 @@ class Rounding:
         slices: Sequence[Slice],
         grads: Sequence[Tensor],
         step: int,
-        rule: Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], Any], None],
+        rule: Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], Any, int], None],
     ) -> None:
         """Update one group: parameters and those buffers that are bfloat16 too are widened, updated and rounded."""
         for (param, state), grad, cut in zip(slices, grads, cuts, strict=True):
             wide = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in state.items()}
             new = param.float()
-            rule([new], [grad.float()], [wide], cut.hyper)
+            rule([new], [grad.float()], [wide], cut.hyper, cut.limit)
             param.copy_(round_stochastic(new, self._bits(group, cut, step, "")))
             for name, value in state.items():
                 if wide[name] is value:

@@ -108,7 +108,7 @@ class Update:
         number: the step's number, counted from 0.
         shards: the shards to update, by group id.
         grads: their gradients.
-        scale: what gradients are divided by, or None for 1.
+        scale: what gradients are divided by, for each rule of clipping; None for 1.
         rounding: what updates those groups that are rounded stochastically; None if there are none.
 
     Attributes:
@@ -121,7 +121,7 @@ class Update:
         number: int,
         shards: list[Shard],
         grads: Gradients,
-        scale: Tensor | None,
+        scale: Sequence[Tensor | None] = (None,),
         rounding: Rounding | None = None,
     ) -> None:
         self.broken = ""
@@ -157,8 +157,8 @@ class Update:
         versions = [tensor._version for tensor in written]
         try:
             with torch.no_grad():
-                for (hyper, _), slices in alike.items():
-                    self._rule(*slices, hyper)
+                for (hyper, limit, _), slices in alike.items():
+                    self._rule(*slices, hyper, limit)
                 for group in rounded:
                     self._rounded(group)
         except BaseException as error:
@@ -171,8 +171,11 @@ class Update:
             if group in self.grads.passing:
                 deallocate(self.grads.shards[group])
 
-    def _rule(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], hyper: Any) -> None:
-        self.opt.update(params, grads, states, step=self.number + 1, hyper=hyper, grad_scale=self.scale, found_inf=None)
+    def _rule(
+        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], hyper: Any, limit: int
+    ) -> None:
+        scale = self.scale[limit]
+        self.opt.update(params, grads, states, step=self.number + 1, hyper=hyper, grad_scale=scale, found_inf=None)
 
     def _rounded(self, group: int) -> None:
         assert self.rounding is not None
@@ -180,14 +183,14 @@ class Update:
         slices, grads = self.shards[group].slices(cuts), self.grads.slices(group)
         self.rounding.update(group, cuts, slices, grads, self.number, self._rule)
 
-    def _alike(self, due: Sequence[int]) -> dict[tuple[Hashable, torch.dtype], Slices]:
-        alike: dict[tuple[Hashable, torch.dtype], Slices] = {}
+    def _alike(self, due: Sequence[int]) -> dict[tuple[Hashable, int, torch.dtype], Slices]:
+        alike: dict[tuple[Hashable, int, torch.dtype], Slices] = {}
         for group in due:
             cuts = self.grads.cuts[group]
             for (param, state), grad, cut in zip(
                 self.shards[group].slices(cuts), self.grads.slices(group), cuts, strict=True
             ):
-                params, grads, states = alike.setdefault((cut.hyper, param.dtype), ([], [], []))
+                params, grads, states = alike.setdefault((cut.hyper, cut.limit, param.dtype), ([], [], []))
                 params.append(param)
                 grads.append(grad)
                 states.append(state)

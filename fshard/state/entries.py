@@ -69,8 +69,10 @@ def entries(state: TrainState) -> list[Entry]:
 
 
 def scalars(state: TrainState) -> Scalars:
-    """What a state holds beside tensors: the step, the seed of random numbers inside steps, and the loss scale."""
+    """What a state holds beside tensors: the step, the seed inside steps, the loss scale, and what is carried."""
     out: Scalars = {"step": state.step, "seed": state.seed}
+    if state.count:
+        out |= {"count": state.count}
     return out if state.scale is None else out | {"loss_scale": state.scale.value, "loss_scale_good": state.scale.good}
 
 
@@ -88,13 +90,17 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
         check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
-        param = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
-        shards.append(start_shard(group, plan.mesh, opt, param) if opt is not None else Shard(param, {}))
-    scale = None
+        shards.append(Shard(torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device), {}))
+    for entry in entries(TrainState(plan, 0, 0, shards)):
+        fill(entry)
+    if opt is not None:
+        # What starts from the parameters, such as an average of them, starts from these.
+        shards = [start_shard(group, plan.mesh, opt, shards[group.id].param) for group in plan.groups]
+    scale, count = None, float(values.get("count", 0.0))
     if values.get("loss_scale") is not None:
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
-    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, scale=scale)
-    for entry in entries(state):
+    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, scale=scale, count=count)
+    for entry in entries(state)[len(plan.leaves) :]:
         fill(entry)
     return state
 

@@ -40,9 +40,10 @@ class TrainState:
 
     Attributes:
         plan: where its leaves live.
-        step: the updates made so far. A step that was skipped is not counted.
+        step: the steps made so far. A step that was skipped is not counted.
         seed: of the random numbers inside steps.
         scale: where loss scaling stands, ``(value, good)``; None before the first step with ``loss_scale=``.
+        count: under ``fs.optim.every``, the elements of ``fs.Mean`` whose gradients are carried; else 0.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class TrainState:
         shards: list[Shard],
         update: Update | None = None,
         scale: Scale | None = None,
+        count: float = 0.0,
     ) -> None:
+        self.count = count
         self.plan = plan
         self.scale = scale
         self.step = step

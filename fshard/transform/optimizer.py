@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import TreeError
-from fshard.optim.pure import pure_update
+from fshard.optim.pure import check_pure, pure_update
 from fshard.sharding.plan import Plan
 
 State = dict[str, Any]
@@ -71,6 +71,9 @@ def differentiable(opt: Any, plan: Plan) -> Differentiable:
         opt: ``fs.optim.sgd(...)`` or ``fs.optim.adamw(...)``.
         plan: the plan.
 
+    Raises:
+        PlanError: another optimizer.
+
     >>> import fshard as fs
     >>> params = {"w": torch.ones(2)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
@@ -79,4 +82,5 @@ def differentiable(opt: Any, plan: Plan) -> Differentiable:
     >>> params["w"], state["step"]
     (tensor([0.5000, 0.5000]), 1)
     """
+    check_pure(opt)
     return Differentiable(opt, plan)

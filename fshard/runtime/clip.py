@@ -1,0 +1,116 @@
+"""Clipping gradients by norm: of all leaves together, or of the leaves of each rule by themselves."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard.errors import PlanError, lines
+from fshard.optim import checks
+from fshard.runtime.actions import share_of
+from fshard.runtime.comm import Lane, exchange
+from fshard.runtime.update import Gradients
+from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The limits of gradient norms.
+
+    Attributes:
+        rules: patterns for whole paths, and limits; None for no clipping. The first match wins.
+    """
+
+    rules: tuple[tuple[str, float | None], ...] = ((r"(?s:.*)", None),)
+
+    @property
+    def apart(self) -> bool:
+        """Whether there are several norms."""
+        return len(self.rules) > 1
+
+    @property
+    def clips(self) -> bool:
+        """Whether anything is clipped."""
+        return any(limit is not None for _, limit in self.rules)
+
+    def number(self, path: str) -> int:
+        """The number of a leaf's rule."""
+        return next(i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path))
+
+    def factors(self, norms: Sequence[float]) -> list[float]:
+        """What the gradients of each rule are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        pairs = zip(self.rules, norms, strict=True)
+        return [1.0 if limit is None else min(1.0, limit / (norm + 1e-6)) for (_, limit), norm in pairs]
+
+
+def read_clip(value: Any, plan: Plan) -> Clip:
+    """What ``clip_norm=`` of a train step says.
+
+    Raises:
+        PlanError: a limit that is none, a pattern that decides no trained leaf, a trained leaf without a rule.
+    """
+    if value is None:
+        return Clip()
+    rules = value if isinstance(value, list | tuple) else [(Clip().rules[0][0], value)]
+    problems = [] if rules else ["clip_norm=[] has no rule"]
+    for i, rule in enumerate(rules):
+        where = f"clip_norm[{i}]" if isinstance(value, list | tuple) else "clip_norm"
+        if not isinstance(rule, tuple) or len(rule) != 2:
+            problems.append(f"{where} = {rule!r}: must be a pair (pattern, limit)")
+            continue
+        problems += checks.pattern(f"{where}[0]", rule[0])
+        if rule[1] is not None and checks.number(where, rule[1], "(0, inf)"):
+            problems.append(f"{where}={rule[1]!r} must be positive, or None for no clipping")
+    if problems:
+        raise PlanError(
+            lines("limits of gradient norms that cannot be:", problems, "Give a number, or rules on paths.")
+        )
+    clip = Clip(tuple((pattern, None if limit is None else float(limit)) for pattern, limit in rules))
+    if isinstance(value, list | tuple):
+        _check_rules(clip, plan)
+    return clip
+
+
+def _check_rules(clip: Clip, plan: Plan) -> None:
+    paths = [path for path, leaf in plan.leaves.items() if leaf.trainable]
+    missed = [path for path in paths if not any(re.fullmatch(pattern, path) for pattern, _ in clip.rules)]
+    problems = [f"{path}: no pattern matches it" for path in missed]
+    if not missed:
+        used = {clip.number(path) for path in paths}
+        idle = [pattern for i, (pattern, _) in enumerate(clip.rules) if i not in used]
+        problems = [f"{pattern!r} decides no trained leaf" for pattern in idle]
+    if problems:
+        remedy = (
+            "Patterns must match whole paths; the first match wins. End with (r'.*', limit), or None for no clipping."
+        )
+        raise PlanError(lines("clip_norm= does not fit the plan:", problems, remedy))
+
+
+def norms_by_rule(clip: Clip, plan: Plan, lane: Lane, grads: Gradients) -> list[float]:
+    """The norm of the summed gradients of each rule's leaves, over all ranks. Collective, one exchange."""
+    sums = [0.0] * len(clip.rules)
+    for group, cuts in grads.cuts.items():
+        if cuts:
+            share = share_of(plan.groups[group], plan.mesh)
+            found = torch.stack(torch._foreach_norm(grads.slices(group))).tolist()
+            for cut, norm in zip(cuts, found, strict=True):
+                sums[cut.limit] += share * norm * norm
+    rows = [sums]
+    if lane.size > 1:
+        rows = exchange(lane, torch.tensor(sums, dtype=torch.float64, device="cpu")).tolist()
+    return [math.sqrt(math.fsum(row[i] for row in rows)) for i in range(len(sums))]
+
+
+def skipped(lane: Lane, skip: Any, metrics: Any) -> tuple[list[int], BaseException | None]:
+    """What each rank's predicate says of this step: 0 to make it, 1 to skip it, 2 if it raised. Collective."""
+    mine, failure = 0, None
+    try:
+        mine = int(bool(skip(metrics)))
+    except Exception as error:
+        mine, failure = 2, error
+    if lane.size == 1:
+        return [mine], failure
+    return [int(row[0]) for row in exchange(lane, torch.tensor([mine], device="cpu"))], failure

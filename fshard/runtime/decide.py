@@ -1,0 +1,137 @@
+"""What a train step decides beside its schedule: whether it updates, skips or carries, and what gradients become."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import unlike_skips
+from fshard.optim.around import CARRIED
+from fshard.optim.base import rate
+from fshard.runtime.attempt import raise_failure
+from fshard.runtime.clip import Clip, norms_by_rule, skipped
+from fshard.runtime.commit import FAILED, OK, Verdict
+from fshard.runtime.runner import Runner
+from fshard.runtime.update import Gradients, Shard
+from fshard.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The rules of a train step for its updates.
+
+    Attributes:
+        opt: the optimizer.
+        clip: the limits of gradient norms.
+        skip_norm: the gradient norm above which a step is skipped.
+        skip: says of a step's metrics whether it is skipped.
+        runner: what runs the loss function.
+        grads: the gradients of a step.
+    """
+
+    opt: Any
+    clip: Clip
+    skip_norm: float | None
+    skip: Callable[[Any], bool] | None
+    runner: Runner
+    grads: Gradients
+
+    @property
+    def every(self) -> int:
+        """How many steps there are to an update."""
+        return int(getattr(self.opt, "steps", 1))
+
+    def updates(self, step: int) -> bool:
+        """Whether this step, counted from 0, updates; with ``fs.optim.every`` most carry their gradients."""
+        return (step + 1) % self.every == 0
+
+    def refuse(self, step: int) -> None:
+        """Raise what this rank knows against the step before it begins.
+
+        Raises:
+            PlanError: there is no learning rate.
+        """
+        rate(self.opt.lr, step // self.every + 1)
+
+    def carry(self, step: int, shards: list[Shard], boost: float) -> None:
+        """Let what earlier steps carried be added to the gradients of a step that updates.
+
+        Args:
+            step: the step, counted from 0.
+            shards: what the state holds.
+            boost: what the loss of this step is multiplied by. What is carried is not.
+        """
+        carried = self.runner.workshop.carried
+        carried.clear()
+        if self.every > 1 and self.updates(step):
+            factor = self.runner.parts * boost / self.runner.divisor
+            carried.update((group, (shards[group].opt[CARRIED], factor)) for group in self.grads.cuts)
+
+    def count(self, step: int, count: float, verdict: Verdict, overflow: bool) -> float:
+        """The elements whose gradients are carried after this step."""
+        if overflow or self.every == 1:
+            return count
+        return 0.0 if self.updates(step) else count + verdict.count
+
+    def mean(self, step: int, count: float, verdict: Verdict) -> float:
+        """What sums of gradients are multiplied by to become those of the mean over all that they were taken of.
+
+        Args:
+            step: the step, counted from 0.
+            count: of elements whose gradients were carried.
+            verdict: of this step.
+        """
+        if self.every == 1 or not self.updates(step):
+            return verdict.scale
+        if verdict.count:
+            return verdict.scale * verdict.count / (verdict.count + count)
+        return verdict.scale / self.every
+
+    def norm(self, verdict: Verdict, scale: float) -> float:
+        """The gradient norm of the mean, whose ``scale`` may be another than that of this step alone."""
+        return verdict.norm if scale == verdict.scale else verdict.norm / verdict.scale * scale
+
+    def skips(self, metrics: Any) -> bool:
+        """Whether all ranks skip this step. Collective if ``skip=`` was given.
+
+        Raises:
+            LossError: ranks do not agree.
+            PeerError: the function failed on another rank; or what it raised on this one.
+        """
+        if self.skip_norm is not None and metrics.grad_norm.item() > self.skip_norm:
+            return True
+        if self.skip is None:
+            return False
+        assert self.runner.workshop.lanes is not None
+        lane = self.runner.workshop.lanes.control
+        said, failure = skipped(lane, self.skip, metrics)
+        if 2 in said:
+            raise_failure(lane, failure, [FAILED if what == 2 else OK for what in said])
+        if len(set(said)) > 1:
+            raise unlike_skips(said)
+        return bool(said[0])
+
+    def scales(self, step: int, norm: float, scale: float, unit: float = 1.0) -> list[Tensor | None]:
+        """What gradients are divided by, for each rule of clipping, in this step's update. Collective with rules.
+
+        Args:
+            step: the step, counted from 0.
+            norm: the gradient norm of the mean.
+            scale: what sums are multiplied by to become gradients of the mean.
+            unit: what sums are multiplied by to be carried to steps whose losses are scaled otherwise.
+        """
+        lanes, plan = self.runner.workshop.lanes, self.runner.plan
+        norms = [norm]
+        if not self.updates(step):
+            return [_divisor(unit, plan.mesh)] * len(self.clip.rules)
+        if self.clip.apart:
+            assert lanes is not None
+            norms = [scale * total for total in norms_by_rule(self.clip, plan, lanes.control, self.grads)]
+        return [_divisor(scale * factor, plan.mesh) for factor in self.clip.factors(norms)]
+
+
+def _divisor(factor: float, mesh: Mesh) -> Tensor | None:
+    """A factor as what gradients are divided by; None for 1."""
+    return None if factor == 1.0 else torch.tensor(1.0 / factor, device=mesh.device)
