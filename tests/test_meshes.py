@@ -176,6 +176,14 @@ def test_zero_equals_one_process(pool: Pools, rules: str, world: int) -> None:
     check(pool, world, "gpt", ZERO[rules], FLAT, some(world))
 
 
+def test_three_axes_on_eight_ranks(pool: Pools) -> None:
+    rules = [
+        fs.Rule(r"norm.*", P(), opt=P(flat=("replica", "shard"))),
+        fs.Rule(r".*", fs.fsdp("shard"), opt=fs.fsdp(("shard", "middle"))),
+    ]
+    check(pool, 8, "odd", rules, CUBE, [Config("sgd", 3, prefetch=2)])
+
+
 def test_unequal_microbatches_equal_one_process(pool: Pools) -> None:
     configs = [Config("sgd", 5), Config("sgd", 5, "full")]  # 12 rows a rank: microbatches of 3, 3, 2, 2 and 2
     check(pool, 2, "masked", [(r".*", fs.fsdp("shard"))], FLAT, configs)
