@@ -12,6 +12,7 @@ import torch
 
 import fshard as fs
 from fshard.errors import CheckpointWarning
+from fshard.runtime.comm import exchange_bytes
 from fshard.state.entries import entries
 from tests.bad import Raised, alike, attempt
 from tests.test_checkpoint import OPT, contents, loss, plan_on, weights
@@ -123,3 +124,18 @@ def test_a_damaged_newest_step_is_passed_over_and_replaced(pool: Pools, tmp_path
     alike(errors, "DamagedError", (f"{file} is damaged", "have the SHA-256", "fallback=True"))
     assert [rank[1:] for rank in ranks] == [[[1, 1, 1, "step 2 was passed over"], 2]] * 2
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000001", "step-00000002"]
+
+
+def exchanged(sizes: list[int]) -> list[bool]:
+    """Bytes of these lengths, a different one on each rank."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        lane = mesh.transport.lane("control", ("shard",))
+        out = []
+        for shift in range(len(sizes)):
+            want = [bytes([rank + 1]) * sizes[(rank + shift) % len(sizes)] for rank in range(mesh.size)]
+            out.append(exchange_bytes(lane, want[mesh.rank]) == want)
+        return out
+
+
+def test_bytes_of_any_length_reach_all_ranks(pool: Pools) -> None:
+    assert pool(2).run(exchanged, [0, 1, 1015, 1016, 1017, 5000]) == [[True] * 6] * 2

@@ -201,3 +201,24 @@ def test_other_precision(tmp_path: Path, cast: bool) -> None:
         for entry in entries(state):
             whole = values(entry.name, entry.shape, torch.float32).bfloat16()
             assert entry.dtype == torch.bfloat16 and torch.equal(entry.tensor, taken(whole, entry))
+
+
+MUON = fs.optim.partition([(r"big|a.w", fs.optim.muon(0.1)), (".*", fs.optim.adamw(0.1))])
+
+
+@pytest.mark.parametrize(
+    ("opt", "align"),
+    [(fs.optim.adafactor(0.1), "leaf"), (fs.optim.adamw8bit(0.1), 256), (MUON, "leaf")],
+    ids=["adafactor", "adamw8bit", "muon"],
+)
+def test_states_that_are_not_of_the_shape_of_a_leaf(tmp_path: Path, opt: Any, align: Any) -> None:
+    shapes = {"a.w": (40, 24), "a.b": (24,), "c": (), "big": (130, 70)}
+    params = whole_params({path: (shape, torch.float32) for path, shape in shapes.items()})
+    rules = [fs.Rule(".*", fs.fsdp("data"), align=align)]
+    for number, (one, other) in enumerate([((2, 1), (3, 1)), ((4, 1), (1, 1)), ((3, 2), (2, 1))]):
+        save_all(str(tmp_path / str(number)), states(params, rules, one, opt))
+        expected = states(params, rules, other, opt)
+        found = restore_all(str(tmp_path / str(number)), [state.plan for state in expected], opt)
+        for state, want in zip(found, expected, strict=True):
+            for a, b in zip(entries(state), entries(want), strict=True):
+                assert a.name == b.name and torch.equal(a.tensor, b.tensor), a.name

@@ -7,8 +7,9 @@ import json
 import os
 import pickle
 import re
+import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,41 @@ def test_no_file_can_run_code(tmp_path: Path, form: str) -> None:
     with pytest.raises(DamagedError, match="header"):
         verify_step(str(folder))
     assert not flag.exists()
+
+
+@contextlib.contextmanager
+def unprivileged() -> Iterator[None]:
+    """Permissions count, also where the tests run as root."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_no_permission() -> None:
+    with tempfile.TemporaryDirectory() as name:  # of a mode that lets others in, unlike those of pytest
+        root = Path(name)
+        folder = save(root, 5, 7)
+        state, before = fs.init_state(make_plan(), OPT, params=whole_params(LEAVES)), tree_of(root)
+        state.step = 9
+        for path, mode in ((root, 0o555), (root / ".lock", 0o444), (folder, 0o555), (folder / NAME, 0o000)):
+            path.chmod(mode)
+        with unprivileged():
+            with pytest.raises(CheckpointError, match=rf"cannot write to {root}.*EACCES.*change its permissions"):
+                fs.Checkpointer(root).save(state)
+            with pytest.raises(CheckpointError, match=rf"cannot read {folder}.*EACCES"):
+                fs.Checkpointer(root).restore(make_plan(), OPT, fallback=True)  # it is not known to be damaged
+            assert fs.Checkpointer(root).restore(make_plan(), OPT, 5).step == 5
+        (folder / NAME).chmod(0o644)
+        root.chmod(0o000)
+        with unprivileged():
+            for call in (fs.Checkpointer(root).latest, lambda: fs.Checkpointer(root).restore(make_plan(), OPT)):
+                with pytest.raises(CheckpointError, match=rf"cannot list {root}.*EACCES"):
+                    call()
+        root.chmod(0o755)
+        after = tree_of(root)
+        assert {path: row[1:] for path, row in after.items()} == {path: row[1:] for path, row in before.items()}

@@ -22,7 +22,7 @@ from fshard.checkpoint.problems import damaged
 from fshard.checkpoint.ranges import shared, transfer
 from fshard.sharding.layout import Piece
 
-BLOCK = 1 << 23
+BLOCK = 1 << 21
 """Bytes that a thread reads at once."""
 
 

@@ -24,10 +24,25 @@ def exchange_text(lane: Lane, text: str, width: int = 2048) -> Sequence[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
+SMALL = 1024
+"""Bytes that the first message of ``exchange_bytes`` holds."""
+
+
 def exchange_bytes(lane: Lane, data: bytes) -> Sequence[bytes]:
-    """The bytes that each rank brings, of any lengths. Two all-gathers, the second as long as the longest."""
-    sizes = [int(n) for n in exchange(lane, torch.tensor([len(data)])).view(-1)]
-    row = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-    row[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-    rows = exchange(lane, row)
-    return [bytes(rows[rank, :size].tolist()) for rank, size in enumerate(sizes)]
+    """The bytes that each rank brings, of any lengths: one all-gather, and another one where any are long."""
+    head = len(data).to_bytes(8, "little") + data[: SMALL - 8]
+    first = [bytes(row.tolist()) for row in exchange(lane, _padded(head, SMALL))]
+    sizes = [int.from_bytes(row[:8], "little") for row in first]
+    found = [row[8 : 8 + size] for row, size in zip(first, sizes, strict=True)]
+    rest = max(sizes) - (SMALL - 8)
+    if rest > 0:
+        more = exchange(lane, _padded(data[SMALL - 8 :], rest))
+        found = [
+            part + bytes(row[: max(0, size - len(part))].tolist())
+            for part, row, size in zip(found, more, sizes, strict=True)
+        ]
+    return found
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
