@@ -206,7 +206,8 @@ class plain_file:  # noqa: N801 - reads as ``open`` does
         except OSError as error:
             if os.path.islink(self.path):
                 raise damaged(self.path, ["it is a symbolic link, which a checkpoint never holds"]) from None
-            raise error
+            error.filename = self.path  # not as it is called from its folder
+            raise
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode) or (self.size is not None and status.st_size != self.size):
             os.close(self.fd)
