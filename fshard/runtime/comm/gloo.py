@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, empty
 
 from fshard.errors import CommError
 from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
@@ -73,7 +73,7 @@ class GlooLane:
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """gloo's ring, in place."""
         with self._naming("all-reduce") as describe:
-            return Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe)
+            return Ring(Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe), self)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
         """Each chunk is received where it belongs; empty ones are not sent."""
@@ -89,6 +89,16 @@ class GlooLane:
         """Let go of the communicator. Its connections close when it is destroyed and no message is under way."""
         self.closed, self.group = reason or "the mesh was closed", None
 
+    def unreachable(self) -> list[int]:
+        """The ranks whose connections are closed: sending them anything fails at once."""
+        out = []
+        for peer in self._peers():
+            try:
+                self.group.send([empty(1)], peer, TURNS * KINDS - 1)
+            except RuntimeError:
+                out.append(self.ranks[peer] if self.ranks else peer)
+        return out
+
     def _naming(self, call: str) -> AbstractContextManager[str]:
         describe = f"{call} on {self.name}"
         if self.closed:
@@ -102,6 +112,23 @@ class GlooLane:
         """The other ranks, the next one first, so that not all begin with the same."""
         me = self.group.rank()
         return [(me + step) % self.size for step in range(1, self.size)]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A sum by gloo's ring, which does not say which rank it has lost."""
+
+    work: Pending
+    lane: GlooLane
+
+    def wait(self) -> None:
+        """Wait as long as the communicator's timeout."""
+        try:
+            self.work.wait()
+        except CommError as error:
+            lost = " and ".join(f"rank {rank}" for rank in self.lane.unreachable())
+            told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.lane.ranks)} did not come"
+            raise CommError(f"{error} ({told})") from error
 
 
 @dataclass(frozen=True)
