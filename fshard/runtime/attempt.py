@@ -191,10 +191,15 @@ def guarded(body: Callable[[], None], outcome: Outcome, executor: Scheduled | On
         if executor.lost:
             raise
         outcome.failure = error
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        if starved(error):
             traceback.clear_frames(error.__traceback__)  # they hold the activations
         return FAILED
     return OK
+
+
+def starved(error: BaseException) -> bool:
+    """Whether memory ran out. PyTorch's allocator of the host says so in a plain ``RuntimeError``."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 @contextmanager

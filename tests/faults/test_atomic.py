@@ -86,13 +86,16 @@ def _faults(style: str, faults: list[tuple[str, str, str]]) -> list[tuple[str, s
     return [fault for fault in faults if style != "fx" or fault[0] not in IN_GRAPHS]
 
 
-@pytest.mark.parametrize("style", STYLES)
+FAST = ("plain", "fx", "on demand", "collectives")
+"""What `make test` tries; all of them are tried at every phase among the slow tests."""
+
+
+@pytest.mark.parametrize("style", FAST)
 def test_a_step_that_fails_leaves_nothing(pool: Pools, style: str) -> None:
     assert pool(2).run(failing, [style], _faults(style, FEW), False, (-1,)) == [[]] * 2
 
 
-@pytest.mark.parametrize("style", ["plain", "collectives"])
-def test_over_gloo(pool: Pools, style: str) -> None:
+def test_over_gloo(pool: Pools, style: str = "collectives") -> None:
     assert pool(2).run(failing, [style], _faults(style, FEW)[::3], True, (-1,)) == [[]] * 2
 
 

@@ -68,8 +68,10 @@ def _run(function: Callable[..., None], *args: Any, world: int, folder: Path) ->
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world) if rank != 1]
 
 
-@pytest.mark.parametrize("kind", ["host", "gloo"])
-@pytest.mark.parametrize(("how", "where"), [("killed", "gather middle"), ("hangs", "reduce last")])
+@pytest.mark.parametrize(
+    ("kind", "how", "where"),
+    [("host", "killed", "gather middle"), ("gloo", "killed", "gather middle"), ("host", "hangs", "reduce last")],
+)
 def test_a_rank_that_leaves_is_named(kind: str, how: str, where: str, tmp_path: Path) -> None:
     for raised, seconds in _run(leaving, kind, how, where, world=3, folder=tmp_path):
         assert raised is not None and "CommError" in raised.kinds, raised
@@ -80,7 +82,7 @@ def test_a_rank_that_leaves_is_named(kind: str, how: str, where: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "gloo"])
-@pytest.mark.parametrize("where", ["gather first", "wait last", "reduce middle", "collect first"])
+@pytest.mark.parametrize("where", ["gather first", "wait last", "reduce middle", "reduce last", "collect first"])
 @pytest.mark.parametrize("how", ["killed", "exits", "hangs"])
 def test_a_rank_that_leaves_anywhere(kind: str, how: str, where: str, tmp_path: Path) -> None:
     for raised, seconds in _run(leaving, kind, how, where, world=3, folder=tmp_path):
