@@ -142,3 +142,15 @@ def test_what_cannot_be_cut_is_named() -> None:
     text = str(uneven_rows([8, 8]))
     assert "first tensor has 8 rows on every rank, but others differ" in text
     assert "rank 1: 9 rows" in str(uneven_rows([8, 9]))
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    other = fs.split(nn.Sequential(nn.Linear(4, 6)))
+    narrow = fs.split(nn.Sequential(nn.Linear(4, 5)))
+    plan = fs.make_plan(other, MESH, RULES)
+    step = fs.make_train_step(lambda params, batch: narrow.apply(params, batch["x"]).mean(), OPT, plan)
+    with pytest.raises(TreeError, match=r"0\.weight: shape \(6, 4\), expected \(5, 4\)"):
+        step(fs.init_state(plan, OPT), BATCH)
+    loss = fs.sharded_loss(lambda params, batch: narrow.apply(params, batch["x"]).mean(), plan)
+    with pytest.raises(TreeError, match=r"0\.weight: shape \(6, 4\), expected \(5, 4\)"):
+        loss(fs.init_state(plan, OPT).params, BATCH)

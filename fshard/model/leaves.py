@@ -38,8 +38,8 @@ class LeafOrder:
         """The leaves of a tree in the order of ``paths``.
 
         Raises:
-            TreeError: leaves are missing, unknown, no tensors or misshapen. A tensor with a slot may have any shape:
-                its engine knows why.
+            TreeError: leaves are missing, unknown, no tensors or misshapen. A tensor with a slot may hold a part: the
+                shape of the whole leaf counts.
         """
         flat, spec = tree.flatten(given)
         if spec == self._spec:
@@ -65,8 +65,8 @@ class LeafOrder:
             if not isinstance(leaf, Tensor):
                 if path in found:
                     problems.append(f"{path}: a {type(leaf).__name__}, not a tensor")
-            elif self._shapes is not None and leaf.shape != self._shapes[i] and slot_of(leaf) is None:
-                problems.append(f"{path}: shape {tuple(leaf.shape)}, expected {tuple(self._shapes[i])}")
+            elif self._shapes is not None and (shape := _whole(leaf)) not in (None, tuple(self._shapes[i])):
+                problems.append(f"{path}: shape {shape}, expected {tuple(self._shapes[i])}")
         if problems:
             raise errors.wrong_leaves(self._what, problems)
         return [found[path] for path in self.paths]
@@ -107,6 +107,12 @@ def tied(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
 def _distinct(places: Sequence[Place]) -> list[Place]:
     """A module reached by two paths has one dict, which need not be written twice."""
     return list({(id(entries), name): (entries, name) for entries, name in places}.values())
+
+
+def _whole(leaf: Tensor) -> tuple[int, ...] | None:
+    """The shape of the leaf that a tensor is or holds a part of; None if nobody knows."""
+    slot = slot_of(leaf)
+    return tuple(leaf.shape) if slot is None else slot.shape
 
 
 def _shapes(leaves: Sequence[Any]) -> list[Any]:

@@ -35,12 +35,14 @@ class Slot:
         engine: who runs the calls of units that receive the tensor.
         path: the leaf's path in the whole parameter tree.
         casting: what casts inputs and results of units; None if nothing is cast.
+        shape: the whole leaf's, whatever part of it the tensor holds; None if nobody knows.
         instances: the copies of modules that hold the tensor, by what made them; they live as long as the tensor.
     """
 
     engine: Engine
     path: str
     casting: Casting | None = None
+    shape: tuple[int, ...] | None = None
     instances: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 

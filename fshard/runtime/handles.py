@@ -75,5 +75,5 @@ def make_handle(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     empty = torch.empty(shape, dtype=like.dtype, device="meta")
     handle: Handle = Tensor._make_subclass(Handle, empty, like.requires_grad)
     handle.lies_on = like.device
-    attach(handle, Slot(slot.engine, slot.path, slot.casting))
+    attach(handle, Slot(slot.engine, slot.path, slot.casting, slot.shape))
     return handle

@@ -53,7 +53,7 @@ class GroupSlots:
         self.storages: set[int] = set()
         for leaf in group.leaves:
             tensor = torch.empty(0, dtype=group.compute_dtype, device=mesh.device).requires_grad_(leaf.trainable)
-            attach(tensor, Slot(engine, leaf.path, casting))
+            attach(tensor, Slot(engine, leaf.path, casting, leaf.shape))
             self.leaves.append(tensor)
 
     def bind(self, buffer: Tensor) -> None:

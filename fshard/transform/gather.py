@@ -217,6 +217,6 @@ class Resharding:
         leaf = group.leaves[number]
         empty = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device="meta")
         lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
-        self.slots.append(Slot(self, leaf.path, self.casting))
+        self.slots.append(Slot(self, leaf.path, self.casting, leaf.shape))
         attach(lazy, self.slots[-1])
         return lazy
