@@ -10,9 +10,16 @@ from tests import leaf_rows
 from tests.leaf_rows import ROWS_OF_LEAVES
 from tests.workers import Pools
 
+OFTEN = ("a block", "norms in float32", "unfrozen, otherwise sharded")
+"""The rows that run on four ranks in the default suite."""
+RUNS = [
+    pytest.param(name, world, marks=[pytest.mark.slow] if world == 4 and name not in OFTEN else [])
+    for name in ROWS_OF_LEAVES
+    for world in (2, 4)
+]
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ROWS_OF_LEAVES)
+
+@pytest.mark.parametrize(("name", "world"), RUNS)
 def test_training_equals_one_process(pool: Pools, world: int, name: str) -> None:
     row = ROWS_OF_LEAVES[name]
     losses, params = leaf_rows.plain(row, world)

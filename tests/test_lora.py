@@ -214,8 +214,7 @@ def trained(compile: str | None) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("compile", [None, "fx"])
+@pytest.mark.parametrize(("world", "compile"), [(2, None), (4, "fx")])
 def test_training_adapters_equals_one_process(pool: Pools, world: int, compile: str | None) -> None:
     """One plain process computes with merged weights; autograd takes the gradients of adapters through the merge."""
     model, wrapped = build()
