@@ -1,4 +1,4 @@
-"""What all tests share: one thread for torch, and the pools of gloo processes."""
+"""What all tests share: one thread for torch, no deadlines for examples, and the pools of gloo processes."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from tests.workers import Pools  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the test process itself on one thread."""
+    """Keep the test process itself on one thread, and let examples take as long as a busy machine needs."""
     torch.set_num_threads(1)
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
