@@ -1,6 +1,7 @@
 """DTensor trees and state dicts of torch.nn and torch.optim: to and from train states."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError, TreeError
+from fshard.state.entries import entries
 from tests.test_interchange_export import EXPERTS, LEAVES, OPT, one, placed
 from tests.workers import Pools
 
@@ -167,3 +169,24 @@ def test_state_dicts_that_do_not_fit() -> None:
         fs.init_state(placed(fs.make_mesh((1, 1), ("dp", "ep"))), OPT, params=EXPERTS), nested=True
     )
     assert torch.equal(nested["experts"]["b"], EXPERTS["experts"]["b"])  # type: ignore[index]
+
+
+def over_more_axes(folder: str) -> None:
+    """On a rank: optimizer state that lies over more axes than its parameters, out and in by every way."""
+    mesh = fs.make_mesh((2, 2), ("replica", "shard"))
+    rules = [fs.Rule(".*", P(flat="shard"), opt=P(flat=("shard", "replica")))]
+    plan = fs.make_plan(LEAVES, mesh, rules, batch=P(("replica", "shard")))
+    state = fs.init_state(plan, OPT, params=LEAVES)
+    for entry in entries(state):
+        if entry.name.startswith("opt."):
+            entry.tensor.copy_(torch.arange(entry.piece.start, entry.piece.stop).float())
+    full = fs.to_optim_state_dict(state, OPT)
+    fs.save_dcp(state, OPT, folder)
+    for found in (state, fs.from_state_dict(plan, OPT, LEAVES, full), fs.load_dcp(plan, OPT, folder)):
+        for path, row in fs.to_optim_state_dict(found, OPT)["state"].items():
+            numbers = torch.arange(float(LEAVES[path].numel())).view(LEAVES[path].shape)
+            assert torch.equal(row["exp_avg"], numbers) and torch.equal(row["exp_avg_sq"], numbers)
+
+
+def test_optimizer_state_over_more_axes_than_its_parameters(tmp_path: Path) -> None:
+    fs.virtual_mesh((2, 2), ("replica", "shard")).run(over_more_axes, str(tmp_path / "dcp"))
