@@ -18,6 +18,7 @@ from torch import Tensor, empty
 
 from fshard.errors import CommError
 from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
+from fshard.runtime.comm.notes import leave, reason_of
 from fshard.runtime.comm.pending import Pending, naming
 
 TURNS, KINDS = 1 << 20, 1 << 11
@@ -37,6 +38,7 @@ class GlooLane:
 
     Attributes:
         ranks: the rank in the mesh of each position, for errors.
+        key: names it in the notes that ranks leave.
         closed: why it can no longer be used.
     """
 
@@ -44,6 +46,7 @@ class GlooLane:
     size: int
     group: Any
     ranks: Sequence[int] = ()
+    key: str = ""
     numbers: Iterator[int] = field(default_factory=count)
     closed: str = ""
 
@@ -54,7 +57,7 @@ class GlooLane:
             works = [(peer, self.group.send([shard], peer, tag)) for peer in peers]
             works += [(peer, self.group.recv([rows[peer]], peer, tag)) for peer in peers]
         rows[me].copy_(shard)
-        return Messages(describe, works, (out, shard), self.ranks)
+        return Messages(describe, works, (out, shard), self)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
         """The peers' rows of this rank's chunk are received in ``stage`` and added by ``wait``."""
@@ -68,7 +71,7 @@ class GlooLane:
                 works += [(peer, self.group.send([sent[peer][cut]], peer, tag)) for peer in peers]
                 arrivals = {peer: self.group.recv([rows[peer][cut]], peer, tag) for peer in peers}
                 parts.append(Sum(out[cut], [row[cut] for row in rows], arrivals, add))
-        return Messages(describe, works, (full, stage), self.ranks, parts)
+        return Messages(describe, works, (full, stage), self, parts)
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
         """gloo's ring, in place."""
@@ -83,10 +86,12 @@ class GlooLane:
             works = [(peer, self.group.send([to[peer]], peer, tag)) for peer in self._peers() if to[peer].numel()]
             works += [(peer, self.group.recv([into[peer]], peer, tag)) for peer in self._peers() if into[peer].numel()]
         into[me].copy_(to[me])
-        return Messages(describe, works, (out, full), self.ranks)
+        return Messages(describe, works, (out, full), self)
 
     def close(self, reason: str = "") -> None:
         """Let go of the communicator. Its connections close when it is destroyed and no message is under way."""
+        if reason and self.key and not self.closed:
+            leave(f"{self.key}/{self.group.rank()}", reason)
         self.closed, self.group = reason or "the mesh was closed", None
 
     def unreachable(self) -> list[int]:
@@ -161,7 +166,7 @@ class Messages:
     describe: str
     works: list[tuple[int, Any]]
     held: Sequence[Tensor]
-    ranks: Sequence[int]
+    lane: GlooLane
     sums: Sequence[Sum] = ()
 
     def wait(self) -> None:
@@ -178,8 +183,13 @@ class Messages:
                 part.arrivals.clear()
 
     def _wait(self, peer: int, work: Any) -> None:
-        with naming(self.describe, self.ranks[peer] if self.ranks else peer):
-            work.wait()
+        try:
+            with naming(self.describe, self.lane.ranks[peer] if self.lane.ranks else peer):
+                work.wait()
+        except CommError as error:
+            # Whom it has lost itself: a rank that gives up closes its connections, as one that dies does.
+            reason = reason_of(f"{self.lane.key}/{peer}") if self.lane.key else ""
+            raise CommError(f"{error}; it gave up: {reason}" if reason else str(error)) from error
 
 
 def pieces(chunk: Tensor) -> list[slice]:

@@ -189,7 +189,8 @@ class Mail:
             raise ConnectionError(f"rank {peer.rank} {peer.gone}")
         try:
             received = peer.link.receive(max(0.0, seconds))
-        except ConnectionError as error:
+        except OSError as error:
+            self._check_open()  # another thread may have closed it, and knows why
             peer.gone = str(error)
             raise ConnectionError(f"rank {peer.rank} {error}") from error
         if received is None:

@@ -99,7 +99,7 @@ class Processes:
         backend = "gloo" if role.startswith(("control", "checkpoint")) and self.backend != "fake" else self.backend
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
         links, linked = self._meet(parts) if backend == "gloo" and self.shared_memory else (None, set())
-        group = None
+        group: Any = None
         for ranks in parts:
             if ranks not in linked:
                 group = self._group(ranks, backend) or group
@@ -108,7 +108,7 @@ class Processes:
             return HostLane(name, mine.index(self.mesh.rank), links, mine, self.timeout.total_seconds())
         if backend != "gloo":
             return NcclLane(name, size, group, make_clock(self.mesh.device))
-        return GlooLane(name, size, group, mine)
+        return GlooLane(name, size, group, mine, group.group_name)
 
     def _group(self, ranks: Sequence[int], backend: str) -> Any:
         """A process group; None for ranks that are not in it, which must ask for it all the same."""
@@ -142,7 +142,8 @@ class Processes:
         """Over all ranks, by gloo: where they tell each other where they are."""
         if self.base is None:
             size = self.mesh.size
-            self.base = GlooLane("base", size, self._group(range(size), "gloo"), range(size))
+            group = self._group(range(size), "gloo")
+            self.base = GlooLane("base", size, group, range(size), group.group_name)
             self.places = list(exchange_text(self.base, place(), 256))
         return self.base
 
