@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -98,7 +99,8 @@ class Family:
     def _kill(self) -> None:
         for process in self.processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # its group may be gone a moment before it can be waited for
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _close(self) -> None:

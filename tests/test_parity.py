@@ -212,10 +212,17 @@ def test_clipping_bites(name: str) -> None:
     assert max(_expected(name, "sgd", True, SHORT).norms) > example.clip
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
 def test_every_schedule_equals_one_process(pool: Pools, world: int, opt: str) -> None:
-    _check(pool, world, "gpt", [config for config in EVERY if config.opt == opt], steps=STEPS if world < 3 else SHORT)
+    _check(pool, world, "gpt", [config for config in EVERY if config.opt == opt], steps=STEPS if world != 3 else SHORT)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_some_schedules_equal_one_process(pool: Pools, world: int) -> None:
+    _check(pool, world, "gpt", SOME)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -24,6 +24,7 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
         TreeError: the state holds no such average.
         DonatedError: the state was donated to a step.
 
+    >>> import torch
     >>> import fshard as fs
     >>> opt, params = fs.optim.ema(fs.optim.sgd(0.1), 0.9), {"w": torch.ones(2)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
