@@ -158,11 +158,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> tuple[str, A
     return folder, pool(2).run(fsdp_save, folder, 3)[0]
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "rules"),
+    [(world, rules) for world in (1, 2, 3) for rules in RULES if (world, rules) != (3, "rows")],  # 3 divides no rows
+)
 def test_a_folder_of_an_fsdp2_job_is_read(saved: tuple[str, Any], pool: Pools, world: int, rules: str) -> None:
-    if rules == "rows" and world == 3:
-        rules = "flat"
     for found in pool(world).run(read_fsdp, saved[0], ((-1,), ("shard",)), RULES[rules]):
         equal(found, saved[1])
 
