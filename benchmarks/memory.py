@@ -35,7 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MIB = 1 << 20
 PREDICTED = 1.02
 PAIRS = (
-    ("fshard", "fsdp2 prefetch"),
+    ("fshard", "fsdp2 prefetch 2"),
+    ("fshard lean", "fsdp2 prefetch"),
     ("fshard no reshard", "fsdp2 no reshard"),
 )
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))

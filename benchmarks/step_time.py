@@ -27,7 +27,8 @@ ALL = (
     "fshard",
     "fshard clip",
     "fshard no reshard",
-    "fshard prefetch 2",
+    "fshard lean",
+    "fshard prefetch 3",
 )
 QUICK = ("eager", "fsdp2", "fsdp2 no reshard", "ddp", "fshard", "fshard no reshard")
 CLAIMS: tuple[tuple[str, str, dict[str, float]], ...] = (

@@ -25,6 +25,8 @@ PEERS = (
     "fshard",
     "fshard clip",
     "fshard no reshard",
+    "fshard lean",
+    "fshard prefetch 3",
     "fshard bf16",
 )
 QUICK = ("fsdp2", "fsdp2 no reshard", "fshard", "fshard no reshard")

@@ -14,7 +14,7 @@ import fshard as fs
 ROOT = Path(__file__).parents[1]
 PICTURES = {
     "schedule.png": fs.Policy(),
-    "schedule-no-reshard.png": fs.Policy(prefetch=2, reshard=False),
+    "schedule-no-reshard.png": fs.Policy(reshard=False),
 }
 
 
@@ -24,7 +24,7 @@ def trace(policy: fs.Policy) -> fs.Schedule:
     from train_gpt import GPT
 
     with torch.device("meta"):
-        model = fs.split(GPT(depth=4, width=256), units=("blocks.*",))
+        model = fs.split(GPT(depth=6, width=256), units=("blocks.*",))
     mesh = fs.abstract_mesh((4,), ("shard",))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
 

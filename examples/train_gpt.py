@@ -139,7 +139,7 @@ if __name__ == "__main__":
     cli.add_argument("--lr", type=float, default=6e-3, help="peak learning rate")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     cli.add_argument("--accumulate", type=int, default=1, help="microbatches in a step")
-    cli.add_argument("--prefetch", type=int, default=1, help="calls ahead of which weights are gathered")
+    cli.add_argument("--prefetch", type=int, default=2, help="calls ahead of which weights are gathered")
     cli.add_argument("--no-reshard", action="store_true", help="keep gathered weights for the backward")
     cli.add_argument("--print-plan", action="store_true", help="print where every parameter lives")
     cli.add_argument("--print-schedule", action="store_true", help="print what a step does, in order")

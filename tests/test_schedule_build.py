@@ -33,18 +33,18 @@ from tests.schedule_statements import valid
 GOLDENS = Path(__file__).parent / "goldens"
 
 PINNED = {
-    "gpt4_prefetch0": lambda: build(*gpt(), Policy(prefetch=0)),
-    "gpt4_prefetch1": lambda: build(*gpt(), Policy(prefetch=1)),
-    "gpt4_prefetch2": lambda: build(*gpt(), Policy(prefetch=2)),
-    "gpt4_keep": lambda: build(*gpt(), Policy(reshard=False)),
-    "gpt2_accumulate3": lambda: build(*gpt(2), Policy(), accumulate=3),
-    "gpt2_in_backward": lambda: build(*gpt(2), Policy(update="in_backward"), accumulate=2),
-    "gpt4_keep_last": lambda: build(*gpt(), Policy(prefetch=0, reshard=keep(last=2))),
-    "gpt2_accumulate_full": lambda: build(*gpt(2), Policy(accumulation="full"), accumulate=2),
-    "gpt4_eval": lambda: build(*gpt(), Policy(), train=False),
-    "encoder_decoder": lambda: build(*encoder_decoder(), Policy()),
-    "mixed": lambda: build(*mixed(), Policy()),
-    "replicas": lambda: build(*replicas(), Policy(), accumulate=2),
+    "gpt4_prefetch0": lambda: build(*gpt(), Policy(0, 1)),
+    "gpt4_prefetch1": lambda: build(*gpt(), Policy(1, 1)),
+    "gpt4_prefetch2": lambda: build(*gpt(), Policy()),
+    "gpt4_keep": lambda: build(*gpt(), Policy(1, 1, reshard=False)),
+    "gpt2_accumulate3": lambda: build(*gpt(2), Policy(1, 1), accumulate=3),
+    "gpt2_in_backward": lambda: build(*gpt(2), Policy(1, 1, update="in_backward"), accumulate=2),
+    "gpt4_keep_last": lambda: build(*gpt(), Policy(0, 1, reshard=keep(last=2))),
+    "gpt2_accumulate_full": lambda: build(*gpt(2), Policy(1, 1, accumulation="full"), accumulate=2),
+    "gpt4_eval": lambda: build(*gpt(), Policy(1, 1), train=False),
+    "encoder_decoder": lambda: build(*encoder_decoder(), Policy(1, 1)),
+    "mixed": lambda: build(*mixed(), Policy(1, 1)),
+    "replicas": lambda: build(*replicas(), Policy(1, 1), accumulate=2),
 }
 
 
@@ -132,7 +132,7 @@ def test_a_world_of_one_neither_gathers_nor_reduces() -> None:
     schedule = build(made, alone, Policy(), accumulate=2)
     assert {op.kind for op in schedule} == {"agree", "update", "forward", "backward", "commit"}
     assert schedule.memory.arena_bytes == 0
-    late = build(made, alone, Policy(update="in_backward"), accumulate=2)
+    late = build(made, alone, Policy(1, 1, update="in_backward"), accumulate=2)
     assert texts(late, "update", "backward")[-5:] == [
         "backward blocks.1 @1", "update blocks.1", "backward blocks.0 @1", "update blocks.0", "backward root @1",
         "update root",
@@ -180,7 +180,7 @@ def test_full_accumulation_reduces_in_the_last_microbatch_alone() -> None:
     assert spans == (
         (schedule.ops.index(Op("backward", "blocks.1")), schedule.ops.index(Op("collect", "blocks.1", 0, 3))),
     )
-    full, sharded = (build(*gpt(9), Policy(accumulation=a), 4).memory.peak_bytes for a in ("full", "sharded"))
+    full, sharded = (build(*gpt(9), Policy(1, 1, accumulation=a), 4).memory.peak_bytes for a in ("full", "sharded"))
     assert full > 1.3 * sharded
     assert build(*gpt(3), Policy(accumulation="full")).ops == build(*gpt(3), Policy()).ops
 
@@ -202,7 +202,7 @@ def test_reduces_in_flight(reduces: int, most: int) -> None:
 
 
 def test_in_backward_updates_follow_the_last_collect() -> None:
-    schedule = build(*gpt(), Policy(update="in_backward"), accumulate=2)
+    schedule = build(*gpt(), Policy(1, 1, update="in_backward"), accumulate=2)
     for at, op in enumerate(schedule):
         if op.kind == "update":
             assert schedule[at - 1] == Op("collect", op.target, 0, 1)
@@ -214,10 +214,10 @@ def test_a_schedule_is_a_sequence_and_a_value() -> None:
     assert len(schedule) == len(list(schedule)) == len(schedule.ops)
     again = build(*gpt(2), Policy())
     assert schedule == again and hash(schedule) == hash(again) and schedule.hash == again.hash
-    assert schedule.hash != build(*gpt(2), Policy(prefetch=2)).hash
+    assert schedule.hash != build(*gpt(2), Policy(prefetch=1)).hash
     assert repr(schedule) == (
         f"<Schedule train, {len(schedule)} ops, 3 groups, 2 calls, accumulate=1, "
-        "prefetch=1 reduces=1 reshard=true update=deferred>"
+        "prefetch=2 reduces=2 reshard=true update=deferred>"
     )
 
 

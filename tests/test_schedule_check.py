@@ -121,7 +121,7 @@ def test_random_edits_pass_only_if_still_valid(recipe: Any, data: st.DataObject)
     ],
 )
 def test_the_message_says_what_is_wrong_and_where(old: Op, new: Op | None, words: list[str]) -> None:
-    schedule = build(*gpt(), Policy())
+    schedule = build(*gpt(), Policy(1, 1))
     at = schedule.ops.index(old)
     broken = with_ops(schedule, [*schedule.ops[:at], *([new] if new else []), *schedule.ops[at + 1 :]])
     with pytest.raises(ScheduleError) as caught:
@@ -133,7 +133,7 @@ def test_the_message_says_what_is_wrong_and_where(old: Op, new: Op | None, words
 
 
 def test_the_message_shows_the_op_among_its_neighbours() -> None:
-    schedule = build(*gpt(2), Policy())
+    schedule = build(*gpt(2), Policy(1, 1))
     at = schedule.ops.index(Op("wait", "blocks.1"))
     with pytest.raises(ScheduleError) as caught:
         check(with_ops(schedule, [*schedule.ops[:at], *schedule.ops[at + 1 :]]))

@@ -106,11 +106,11 @@ def test_arenas_are_close_to_the_bound(policy: Policy, blocks: int, accumulate: 
         assert memory.arena_bytes <= 1.07 * memory.lower_bound
 
 
-def test_two_slots_carry_a_chain_of_any_length() -> None:
+def test_a_few_slots_carry_a_chain_of_any_length() -> None:
     made, groups = gpt(50, root=0)
     resident = [replace(group, grad_bytes=0, stage_bytes=0) for group in groups]
-    assert build(made, resident, Policy()).memory.arena_bytes == 2 * 2**20
-    assert build(made, resident, Policy(prefetch=0)).memory.arena_bytes == 2**20
+    for prefetch in (0, 1, 2, 3):
+        assert build(made, resident, Policy(prefetch)).memory.arena_bytes == (prefetch + 1) * 2**20
     assert build(made, resident, Policy(reshard=False)).memory.arena_bytes == 50 * 2**20
 
 

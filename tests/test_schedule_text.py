@@ -71,7 +71,7 @@ def test_round_trip_of_any_ops(ops: list[Op]) -> None:
 
 
 def test_ops_read_well() -> None:
-    lines = str(build(*gpt(), Policy())).splitlines()
+    lines = str(build(*gpt(), Policy(1, 1))).splitlines()
     assert "  13 gather   blocks.2" in lines
     assert "  15 forward  blocks.1" in lines
     assert lines[3] == (
@@ -102,9 +102,9 @@ def test_comments_and_blank_lines_are_skipped() -> None:
     ("old", "new", "words"),
     [
         ("fshard schedule 2", "fshard schedule 9", ["line 1 ", "'fshard schedule 9'", "must be 'fshard schedule 2'"]),
-        ("prefetch=1", "prefetch=-1", ["line 2 ", "prefetch=-1 is less than 0"]),
-        ("prefetch=1", "prefetch=x", ["line 2 ", "'x' is not of the form NUMBER"]),
-        ("prefetch=1 ", "", ["line 2 ", "expected prefetch=... reduces=..."]),
+        ("prefetch=2", "prefetch=-1", ["line 2 ", "prefetch=-1 is less than 0"]),
+        ("prefetch=2", "prefetch=x", ["line 2 ", "'x' is not of the form NUMBER"]),
+        ("prefetch=2 ", "", ["line 2 ", "expected prefetch=... reduces=..."]),
         ("reshard=true", "reshard=yes", ["line 2 ", "neither true nor false nor keep(...)"]),
         ("step train", "step test", ["line 3 ", "'train accumulate=1'"]),
         ("step train accumulate=1\n", "", ["the text ends too early", "step: None"]),

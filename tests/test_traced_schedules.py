@@ -14,10 +14,10 @@ from tests import zoo
 
 GOLDENS = Path(__file__).parent / "goldens"
 POLICIES = {
-    "prefetch0": fs.Policy(prefetch=0),
-    "prefetch1": fs.Policy(prefetch=1),
-    "prefetch2": fs.Policy(prefetch=2),
-    "keep": fs.Policy(reshard=False),
+    "prefetch0": fs.Policy(0, 1),
+    "prefetch1": fs.Policy(1, 1),
+    "prefetch2": fs.Policy(),
+    "keep": fs.Policy(1, 1, reshard=False),
 }
 
 

@@ -55,9 +55,11 @@ class Policy:
 
     Args:
         prefetch: compute calls ahead of the running one whose groups may already be gathered. 0 gathers each
-            group just before it is read, with nothing to hide behind.
+            group just before it is read, with nothing to hide behind. Each keeps one more unit's parameters
+            alive. 2 also rides out calls that are shorter than a gather.
         reduces: gradient reductions in flight at most, at least 1. Each keeps a full flat gradient alive. With 1,
-            a unit's reduction hides behind the next unit's backward; more help where that one is much shorter.
+            a unit's reduction hides behind the next unit's backward alone; with 2, the link does not fall idle
+            between the two, and since activations have been freed by then, a step's peak seldom grows.
         reshard: free a group after its forward and gather it again for its backward (ZeRO-3, FSDP's reshard
             after forward). False keeps each group from its first use in the step to its last, and
             ``fs.keep(...)`` does so for what some units read. What the first backward calls read stays after
@@ -73,12 +75,12 @@ class Policy:
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.
 
-    >>> Policy(prefetch=2)
-    Policy(prefetch=2, reduces=1, reshard=True, update='deferred', accumulation='sharded')
+    >>> Policy()
+    Policy(prefetch=2, reduces=2, reshard=True, update='deferred', accumulation='sharded')
     """
 
-    prefetch: int = 1
-    reduces: int = 1
+    prefetch: int = 2
+    reduces: int = 2
     reshard: bool | Keep = True
     update: str = "deferred"
     accumulation: str = "sharded"
