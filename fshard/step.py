@@ -22,7 +22,7 @@ from fshard.runtime.clip import Clip, read_clip
 from fshard.runtime.commit import Verdict
 from fshard.runtime.decide import Decisions
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
-from fshard.runtime.held import holdings
+from fshard.runtime.held import cuts_of, holdings
 from fshard.runtime.interrupts import Shield
 from fshard.runtime.options import late_problems, step_problems
 from fshard.runtime.prepare import Workshop, lanes_of
@@ -31,7 +31,7 @@ from fshard.runtime.rng import seeded
 from fshard.runtime.rounding import Rounding, rounded_groups
 from fshard.runtime.runner import Runner, Work
 from fshard.runtime.trace import idle_leaves, trace
-from fshard.runtime.update import Gradients, Shard, Update, segments_of
+from fshard.runtime.update import Gradients, Shard, Update
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.measured import measured
@@ -40,7 +40,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.sharding.plan import Plan
-from fshard.state.fit import check_optimizer
+from fshard.state.fit import check_late, check_optimizer
 from fshard.state.train_state import TrainState
 
 
@@ -73,11 +73,11 @@ class TrainStep:
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
-        trained = [g for g in plan.groups if g.trainable]
-        self._cuts = {g.id: segments_of(g.owned, plan.mesh, opt, options.clip.number) for g in trained}
-        self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in trained}
+        self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
         senders = workshop.lanes.senders(plan) if workshop.lanes is not None else {}
-        self._grads = Gradients(workshop.grads, self._cuts, workshop.reduced, senders)
+        cuts = cuts_of(plan, opt, options.clip.number)
+        self._grads = Gradients(workshop.grads, cuts, workshop.reduced, senders)
+        self._since: dict[str, int] = {}
         self._rounded = rounded_groups(plan)
         self._decide = Decisions(opt, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
         self._last: weakref.ref[Update] | None = None
@@ -160,7 +160,8 @@ class TrainStep:
         if scale is not None and self.options.loss_scale is not None:
             scale = self.options.loss_scale.after(scale, finite=not overflow)
         count = self._decide.count(state.step, state.count, verdict, overflow)
-        following = TrainState(self.plan, state.step + (not overflow), state.seed, shards, own, scale, count)
+        number = state.step + (not overflow)
+        following = TrainState(self.plan, number, state.seed, shards, own, scale, count, state.late)
         if self.options.donate:
             state.donate()
         return following, metrics
@@ -274,6 +275,11 @@ class TrainStep:
                     f"same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
                 )
             shards[group].held = kept  # the same object, so that the next comparison is over at once
+        if state.late != self._since:
+            check_late(self.opt, state.late)
+            self._since, cuts = state.late, cuts_of(self.plan, self.opt, self.options.clip.number, state.late)
+            self._grads = replace(self._grads, cuts=cuts, views={})
+            self._decide = replace(self._decide, grads=self._grads)
 
     def _finish_other(self, waiting: Update | None) -> None:
         # This step's gradient shards may still be read by the update of a state that is kept, not donated.
@@ -296,8 +302,7 @@ class TrainStep:
 
     def _scale_of(self, state: TrainState) -> Scale | None:
         """Where loss scaling stands; None for a step without it."""
-        rule = self.options.loss_scale
-        return None if rule is None else state.scale or rule.start()
+        return None if (rule := self.options.loss_scale) is None else state.scale or rule.start()
 
     def _check(self, outcome: Outcome, scale: Scale | None) -> Verdict:
         lanes = self._runner.workshop.lanes

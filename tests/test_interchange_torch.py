@@ -143,7 +143,6 @@ BAD_OPTIM: dict[str, tuple[Any, str]] = {
     ),
     "shape": (lambda o: o["state"]["c"].update(exp_avg=torch.ones(7)), r"mismatched  state.c.exp_avg: \[7\], .*\[8\]"),
     "dtype": (lambda o: o["state"]["c"].update(exp_avg=torch.ones(8).double()), "would be rounded"),
-    "steps": (lambda o: o["state"]["c"].update(step=torch.tensor(3.0)), "different numbers of updates"),
     "value": (lambda o: o["state"]["c"].update(exp_avg="x"), "state.c.exp_avg: str"),
 }
 

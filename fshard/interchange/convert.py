@@ -28,6 +28,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P
+from fshard.state.entries import LATE
 from fshard.state.train_state import TrainState
 
 Kind = Literal["hf", "dcp"]
@@ -114,10 +115,9 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
                 where = put(handle, file, load_tensor(folder, manifest, name))
                 note(_keys(name, paths), info.shape, info.dtype, where)
             trained = sorted({k[2] for k in keys.values() if k[0] == "optim"})
-            step = torch.tensor(float(manifest.step))
-            where = put(handle, file, step)
             for path in trained:
-                note(("optim", "state", path, STEP), (), step.dtype, where)
+                step = torch.tensor(float(manifest.step - (manifest.scalars.get(LATE + path) or 0)))
+                note(("optim", "state", path, STEP), (), step.dtype, put(handle, file, step))
             os.fsync(handle.fileno())
         (target / f"{file}.partial").replace(target / file)
         (target / f"{FILE}.partial").write_bytes(dump_metadata(Contents(tensors, chunks, {}), keys))

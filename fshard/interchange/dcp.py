@@ -55,7 +55,7 @@ def load_dcp(
         rename: rules from the job's names to paths; ``(pattern, None)`` leaves a tensor, such as a buffer, out.
         init: ``(pattern, initializer)`` rules for leaves that the folder does not have.
         seed: of those values, and of random numbers inside of steps.
-        step: the number of updates that were made; by default what the optimizer's state says, or 0.
+        step: the number of updates that were made, by all leaves; by default what the optimizer's state says, or 0.
         cast: whether floating-point tensors may be rounded to the leaf's dtype.
 
     Raises:
@@ -69,9 +69,10 @@ def load_dcp(
         return load(plan, opt, params, rename=rename, init=init, seed=seed, cast=cast, step=step or 0)
     moments = Moments(plan, _under(source, optimizer, None), "state.", cast)
     if step is None:
-        step = moments.step(list(params.tensors)) or 0
+        step = moments.step(list(params.tensors))
     state = load(plan, opt, params, rename=rename, init=init, seed=seed, cast=cast, step=step, moments=moments.fill)
     moments.check()
+    state.late = moments.late(state)
     return state
 
 

@@ -138,7 +138,8 @@ def _beside(
     groups = param_groups(state.plan, opt, state.step)
     for number, group in enumerate(groups):
         if counts(opt):
-            out |= {(optimizer, "state", path, STEP): torch.tensor(float(state.step)) for path in group["params"]}
+            for path in group["params"]:
+                out[optimizer, "state", path, STEP] = torch.tensor(float(state.step - state.late.get(path, 0)))
         out |= {(optimizer, "param_groups", number, key): value for key, value in group.items()}
     return out
 

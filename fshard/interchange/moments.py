@@ -13,6 +13,7 @@ from fshard.errors import TreeError, lines
 from fshard.interchange.source import Origin, Source, fits, read_piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry
+from fshard.state.train_state import TrainState
 
 STEP = "step"
 """What torch calls the number of updates that a parameter had; it keeps one for each."""
@@ -32,10 +33,13 @@ class Moments:
         self.plan, self.source, self.prefix, self.cast = plan, source, prefix, cast
         self.used: set[str] = set()
         self.problems: list[str] = []
+        self.counts: dict[str, int] = {}  # of updates, by the source's names of parameters
+        self.names: dict[str, str | None] = {}  # of leaves with state; None for a new leaf
 
     def fill(self, entry: Entry, origins: Mapping[str, Origin]) -> None:
         """Fill one entry."""
         buffer, path = split_name(self.plan, entry.name)
+        self.names[path] = origins[path].name if path in origins else None
         if path not in origins:
             return  # a new leaf, which starts with a new state
         origin = origins[path]
@@ -70,27 +74,25 @@ class Moments:
             remedy = "Give the optimizer that it was saved with; read parameters alone to start its state anew."
             raise TreeError(lines(head, self.problems, remedy))
 
-    def step(self, names: Sequence[str]) -> int | None:
-        """The number of updates that were made; None if the source does not say.
+    def step(self, names: Sequence[str]) -> int:
+        """The number of updates that were made: the most that any parameter has had; 0 if the source does not say.
 
         Args:
             names: of the parameters, in the source.
-
-        Raises:
-            TreeError: parameters had different numbers of updates.
         """
-        counts: dict[int, str] = {}
-        for name in (f"{self.prefix}{name}.{STEP}" for name in names):
-            stored = self.source.tensors.get(name)
+        for name in names:
+            stored = self.source.tensors.get(count := f"{self.prefix}{name}.{STEP}")
             if stored is not None and stored.shape in ((), (1,)):
                 value = torch.zeros(stored.shape, dtype=torch.float64)
-                self.source.read(name, [(Block((0,) * len(stored.shape), stored.shape, 0), value)])
-                counts.setdefault(int(value.item()), name)
-        if len(counts) > 1:
-            rows = [f"{name}: {count}" for count, name in counts.items()]
-            remedy = "Pass step= to say which it is; fshard counts once for all leaves."
-            raise TreeError(lines(f"parameters of {self.source.name} had different numbers of updates:", rows, remedy))
-        return next(iter(counts), None)
+                self.source.read(count, [(Block((0,) * len(stored.shape), stored.shape, 0), value)])
+                self.counts[name] = int(value.item())
+        return max(self.counts.values(), default=0)
+
+    def late(self, state: TrainState) -> dict[str, int]:
+        """What ``state.late`` is, once all entries are filled: leaves whose parameter had fewer updates than others."""
+        missed = {path: state.step - self.counts.get(name or "", state.step) for path, name in self.names.items()}
+        missed |= {path: state.step for path, name in self.names.items() if name is None}
+        return {path: late for path, late in missed.items() if late > 0}
 
 
 def split_name(plan: Plan, name: str) -> tuple[str, str]:

@@ -79,7 +79,7 @@ def from_state_dict(
         rename: rules from the names in ``params`` to paths; ``(pattern, None)`` leaves a tensor, such as a buffer, out.
         init: ``(pattern, initializer)`` rules for leaves that are not there.
         seed: of those values, and of random numbers inside of steps.
-        step: the number of updates that were made; by default what ``optim`` says, or 0.
+        step: the number of updates that were made, of all leaves alike; by default what ``optim`` says, or 0.
         cast: whether floating-point tensors may be rounded to the leaf's dtype.
 
     Raises:
@@ -97,9 +97,10 @@ def from_state_dict(
     held = flat_tensors({"state": _by_name(plan, optim)}, "optim")
     moments = Moments(plan, Tensors("the optimizer's state dict", held), "state.", cast)
     if step is None:
-        step = moments.step(list(source.tensors)) or 0
+        step = moments.step(list(source.tensors))
     state = load(plan, opt, source, rename=rename, init=init, seed=seed, cast=cast, step=step, moments=moments.fill)
     moments.check()
+    state.late = moments.late(state)
     return state
 
 
@@ -138,7 +139,7 @@ def to_optim_state_dict(
     rows: dict[str, dict[str, Any]] = {path: {} for group in groups for path in group["params"]}
     for path, row in rows.items():
         if counts(opt):
-            row[STEP] = torch.tensor(float(state.step))
+            row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)))
         row.update({key: found[f"{key}.{path}"] for key in _buffers(plan, found) if f"{key}.{path}" in found})
     if keys == "name":
         return {"state": rows, "param_groups": groups}

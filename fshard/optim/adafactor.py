@@ -96,6 +96,7 @@ class adafactor:  # noqa: N801 - reads as the function it is in a train script
         hyper: Hyper,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One update of whole leaves, in place; see ``Optimizer.update``."""
         lr = rate(self.lr, step)
@@ -105,7 +106,7 @@ class adafactor:  # noqa: N801 - reads as the function it is in a train script
         shape, decay = hyper
         for param, grad, state in zip(params, grads, states, strict=True):
             if param.numel():
-                self._leaf(param.view(shape), grad.view(shape), state, step, lr, decay)
+                self._leaf(param.view(shape), grad.view(shape), state, step - late, lr, decay)
 
     def _leaf(self, param: Tensor, grad: Tensor, state: State, step: int, lr: float, decay: float) -> None:
         new = float(step) ** self.beta2_decay

@@ -68,6 +68,7 @@ class adamw:  # noqa: N801 - reads as the function it is in a train script
         hyper: float,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One fused update in place; see ``Optimizer.update``."""
         lr = rate(self.lr, step)
@@ -75,7 +76,7 @@ class adamw:  # noqa: N801 - reads as the function it is in a train script
             return
         # Kernels read the step from a tensor on their own device, and only read it: one serves every slice. A
         # fill needs no copy from the host, so it never waits for the device.
-        count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+        count = torch.full((), float(step - late), dtype=torch.float32, device=params[0].device)
         torch._fused_adamw_(
             params,
             grads,

@@ -91,6 +91,7 @@ class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
         hyper: float,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One update in place; see ``Optimizer.update``."""
         lr = rate(self.lr, step)
@@ -99,7 +100,7 @@ class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
         unscale(grads, grad_scale)
         tables = _codes(True).to(params[0].device), _codes(False).to(params[0].device)
         for param, grad, state in zip(params, grads, states, strict=True):
-            self._slice(param, grad, state, step, lr, hyper, tables)
+            self._slice(param, grad, state, step - late, lr, hyper, tables)
 
     def _slice(
         self,

@@ -66,9 +66,12 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
         hyper: Any,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """Update, then average; see ``Optimizer.update``."""
-        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=grad_scale, found_inf=found_inf)
+        self.opt.update(
+            params, grads, states, step=step, hyper=hyper, grad_scale=grad_scale, found_inf=found_inf, late=late
+        )
         if params and (found_inf is None or found_inf.item() != 1):
             kept = [state[EMA] for state in states]
             new = [param.to(mean.dtype) for param, mean in zip(params, kept, strict=True)]
@@ -124,6 +127,7 @@ class every(Inner):  # noqa: N801
         hyper: Any,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """Carry the gradients, or update with gradients to which what was carried has been added already.
 
@@ -137,7 +141,7 @@ class every(Inner):  # noqa: N801
             torch._foreach_add_(carried, grads)
             return
         number = self.number(step)
-        self.opt.update(params, grads, states, step=number, hyper=hyper, grad_scale=grad_scale, found_inf=None)
+        self.opt.update(params, grads, states, step=number, hyper=hyper, grad_scale=grad_scale, late=self.number(late))
         torch._foreach_zero_(carried)
 
 

@@ -60,6 +60,7 @@ class Optimizer(Protocol):
         hyper: Any,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One update, in place, of slices that share their hyper-parameters.
 
@@ -77,6 +78,8 @@ class Optimizer(Protocol):
             grad_scale: what gradients are divided by first: one float32 element on the slices' device.
             found_inf: one float32 element on the same device. At exactly 1 nothing changes, at 0 the update
                 happens; no other value means anything, so a sum over ranks has to be clamped.
+            late: how many updates there were before the leaves of these slices began to train. Learning rates go by
+                ``step``; what counts a leaf's own updates, such as the bias correction of Adam, by ``step - late``.
         """
 
 

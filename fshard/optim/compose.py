@@ -109,11 +109,12 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         hyper: Choice,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One update by the leaves' own optimizer; see ``Optimizer.update``."""
         if hyper[0] != REST:
             self.rules[hyper[0]][1].update(
-                params, grads, states, step=step, hyper=hyper[1], grad_scale=grad_scale, found_inf=found_inf
+                params, grads, states, step=step, hyper=hyper[1], grad_scale=grad_scale, found_inf=found_inf, late=late
             )
 
     def _number(self, path: str) -> int:
@@ -266,6 +267,7 @@ class chain(Inner):  # noqa: N801
         hyper: Any,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """Change the gradients, then update; see ``Optimizer.update``."""
         if not params:
@@ -273,7 +275,7 @@ class chain(Inner):  # noqa: N801
         unscale(grads, grad_scale)
         for change in self.changes:
             change.apply(params, grads, step)
-        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=None, found_inf=found_inf)
+        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=None, found_inf=found_inf, late=late)
 
 
 def _every(opt: Any) -> list[str]:

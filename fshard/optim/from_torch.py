@@ -108,13 +108,14 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
         hyper: bool,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One step of the class on these slices; see ``Optimizer.update``."""
         lr = rate(self.lr, step)
         if not params or (found_inf is not None and found_inf.item() == 1):
             return
         unscale(grads, grad_scale)
-        self._step(params, grads, states, step, lr, hyper)
+        self._step(params, grads, states, step - late, lr, hyper)
 
     def _step(
         self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: bool

@@ -68,6 +68,7 @@ class lion:  # noqa: N801 - reads as the function it is in a train script
         hyper: float,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One update in place; see ``Optimizer.update``."""
         lr = rate(self.lr, step)

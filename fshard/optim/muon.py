@@ -110,6 +110,7 @@ class muon:  # noqa: N801 - reads as the function it is in a train script
         hyper: Hyper,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One update of whole matrices, in place; see ``Optimizer.update``."""
         lr = rate(self.lr, step)

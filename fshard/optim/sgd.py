@@ -73,6 +73,7 @@ class sgd:  # noqa: N801 - reads as the function it is in a train script
         hyper: float,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        late: int = 0,
     ) -> None:
         """One fused update in place; see ``Optimizer.update``."""
         lr = rate(self.lr, step)
@@ -80,7 +81,7 @@ class sgd:  # noqa: N801 - reads as the function it is in a train script
             return
         # The first gradient enters the momentum whole, later ones dampened. That it is the first is read off
         # the step number, not off a missing buffer: so the state has one shape for ever, and resumes.
-        first = step == 1
+        first = step - late == 1
         if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
             if found_inf is None or found_inf.item() != 1:
                 for param, grad, state in zip(params, grads, states, strict=True):

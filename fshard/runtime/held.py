@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fshard.optim.form import Form, forms_of, grain_of, start_of
 from fshard.sharding.layout import ALIGN, Group
 from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
 
 
 class Segment(NamedTuple):
@@ -21,6 +23,7 @@ class Segment(NamedTuple):
         hyper: what its leaves have in common, as the optimizer says.
         leaves: the numbers of its first and last leaf that this rank holds some of.
         limit: which rule of clipping its leaves have.
+        late: how many updates there were before its leaves began to train.
     """
 
     begin: int
@@ -28,6 +31,7 @@ class Segment(NamedTuple):
     hyper: Hashable
     leaves: tuple[int, int]
     limit: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def segments(
     hyper: Callable[[str, tuple[int, ...]], Hashable],
     step: Callable[[Any], int | None] = lambda hyper: 1,
     limit: Callable[[str], int] = lambda path: 0,
+    late: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Segment, ...]:
     """The ranges of this rank's shard that one kernel call can update: neighbours with equal hyper-parameters, merged.
 
@@ -107,6 +112,7 @@ def segments(
         hyper: what leaves must have in common, from a leaf's path and shape.
         step: from what ``hyper`` gives, the elements that merged leaves must be apart, or a multiple; None for never.
         limit: the rule of clipping of a leaf, by path; it is the same for merged leaves.
+        late: the updates before a leaf began to train, by path, if there were any; the same for merged leaves.
     """
     part = mesh.index(group.gather_axes)
     out: list[Segment] = []
@@ -115,17 +121,21 @@ def segments(
         value = hyper(leaf.path, leaf.shape)
         if begin == end:
             continue
-        apart, rule = step(value), limit(leaf.path)
-        alike = bool(out) and (out[-1].hyper, out[-1].limit) == (value, rule)
+        apart, rule, missed = step(value), limit(leaf.path), late.get(leaf.path, 0)
+        alike = bool(out) and (out[-1].hyper, out[-1].limit, out[-1].late) == (value, rule, missed)
         if alike and apart is not None and (begin - out[-1].begin) % apart == 0:
             out[-1] = out[-1]._replace(end=end, leaves=(out[-1].leaves[0], number))
         else:
-            out.append(Segment(begin, end, value, (number, number), rule))
+            out.append(Segment(begin, end, value, (number, number), rule, missed))
     return tuple(out)
 
 
 def segments_of(
-    group: Group, mesh: Mesh, opt: Any, limit: Callable[[str], int] = lambda path: 0
+    group: Group,
+    mesh: Mesh,
+    opt: Any,
+    limit: Callable[[str], int] = lambda path: 0,
+    late: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Segment, ...]:
     """The segments that an optimizer updates."""
 
@@ -134,7 +144,18 @@ def segments_of(
         own = any(form.shape is not None for form in forms_of(opt, hyper).values())
         return None if own or not isinstance(grain, int) else grain
 
-    return segments(group, mesh, opt.hyper, step, limit)
+    return segments(group, mesh, opt.hyper, step, limit, late)
+
+
+def cuts_of(
+    plan: Plan,
+    opt: Any,
+    limit: Callable[[str], int] = lambda path: 0,
+    late: Mapping[str, int] = MappingProxyType({}),
+) -> dict[int, tuple[Segment, ...]]:
+    """The segments of each trained group, by its id."""
+    trained = [group for group in plan.groups if group.trainable]
+    return {group.id: segments_of(group.owned, plan.mesh, opt, limit, late) for group in trained}
 
 
 def start_buffers(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> tuple[dict[str, Tensor], dict[str, Held]]:

@@ -8,7 +8,6 @@ from (seed, step, path, global index), so they do not depend on the mesh.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,13 +62,13 @@ class Rounding:
         slices: Sequence[Slice],
         grads: Sequence[Tensor],
         step: int,
-        rule: Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], Any, int], None],
+        rule: Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], Segment], None],
     ) -> None:
         """Update one group: parameters and those buffers that are bfloat16 too are widened, updated and rounded."""
         for (param, state), grad, cut in zip(slices, grads, cuts, strict=True):
             wide = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in state.items()}
             new = param.float()
-            rule([new], [grad.float()], [wide], cut.hyper, cut.limit)
+            rule([new], [grad.float()], [wide], cut)
             param.copy_(round_stochastic(new, self._bits(group, cut, step, "")))
             for name, value in state.items():
                 if wide[name] is value:

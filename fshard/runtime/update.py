@@ -150,15 +150,15 @@ class Update:
         due = [group for group in groups if group in self.waiting and not self.stopped]
         rounded = [group for group in due if self.rounding is not None and group in self.rounding.groups]
         alike = self._alike([group for group in due if group not in rounded])
-        written = [tensor for params, _, states in alike.values() for tensor in (*params, *_values(states))]
+        written = [tensor for _, (params, _, states) in alike.values() for tensor in (*params, *_values(states))]
         written += [
             tensor for group in rounded for tensor in (self.shards[group].param, *self.shards[group].opt.values())
         ]
         versions = [tensor._version for tensor in written]
         try:
             with torch.no_grad():
-                for (hyper, limit, _), slices in alike.items():
-                    self._rule(*slices, hyper, limit)
+                for cut, slices in alike.values():
+                    self._rule(*slices, cut)
                 for group in rounded:
                     self._rounded(group)
         except BaseException as error:
@@ -171,11 +171,10 @@ class Update:
             if group in self.grads.passing:
                 deallocate(self.grads.shards[group])
 
-    def _rule(
-        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], hyper: Any, limit: int
-    ) -> None:
-        scale = self.scale[limit]
-        self.opt.update(params, grads, states, step=self.number + 1, hyper=hyper, grad_scale=scale, found_inf=None)
+    def _rule(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: Segment) -> None:
+        more: dict[str, Any] = {"late": cut.late} if cut.late else {}
+        scale, step = self.scale[cut.limit], self.number + 1
+        self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
 
     def _rounded(self, group: int) -> None:
         assert self.rounding is not None
@@ -183,14 +182,15 @@ class Update:
         slices, grads = self.shards[group].slices(cuts), self.grads.slices(group)
         self.rounding.update(group, cuts, slices, grads, self.number, self._rule)
 
-    def _alike(self, due: Sequence[int]) -> dict[tuple[Hashable, int, torch.dtype], Slices]:
-        alike: dict[tuple[Hashable, int, torch.dtype], Slices] = {}
+    def _alike(self, due: Sequence[int]) -> dict[tuple[Hashable, ...], tuple[Segment, Slices]]:
+        alike: dict[tuple[Hashable, ...], tuple[Segment, Slices]] = {}
         for group in due:
             cuts = self.grads.cuts[group]
             for (param, state), grad, cut in zip(
                 self.shards[group].slices(cuts), self.grads.slices(group), cuts, strict=True
             ):
-                params, grads, states = alike.setdefault((cut.hyper, cut.limit, param.dtype), ([], [], []))
+                key = (cut.hyper, cut.limit, cut.late, param.dtype)
+                _, (params, grads, states) = alike.setdefault(key, (cut, ([], [], [])))
                 params.append(param)
                 grads.append(grad)
                 states.append(state)

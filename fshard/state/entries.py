@@ -21,6 +21,9 @@ from fshard.sharding.spec import P, Shape
 from fshard.state.fit import check_optimizer
 from fshard.state.train_state import TrainState
 
+LATE = "late."
+"""What the names of scalars begin with that tell when a leaf began to train."""
+
 Scalars = dict[str, int | float | bool | str | None]
 """What a state holds beside tensors, equal on all ranks."""
 
@@ -69,10 +72,11 @@ def entries(state: TrainState) -> list[Entry]:
 
 
 def scalars(state: TrainState) -> Scalars:
-    """What a state holds beside tensors: the step, the seed inside steps, the loss scale, and what is carried."""
+    """What a state holds beside tensors: step, seed, loss scale, what is carried, and who began late."""
     out: Scalars = {"step": state.step, "seed": state.seed}
     if state.count:
         out |= {"count": state.count}
+    out |= {LATE + path: late for path, late in state.late.items()}
     return out if state.scale is None else out | {"loss_scale": state.scale.value, "loss_scale_good": state.scale.good}
 
 
@@ -99,7 +103,9 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
     scale, count = None, float(values.get("count", 0.0))
     if values.get("loss_scale") is not None:
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
-    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, scale=scale, count=count)
+    trained = [path for path, leaf in plan.leaves.items() if leaf.trainable and opt is not None]
+    late = {path: int(values[LATE + path]) for path in trained if values.get(LATE + path)}
+    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, scale=scale, count=count, late=late)
     for entry in entries(state)[len(plan.leaves) :]:
         fill(entry)
     return state

@@ -1,5 +1,7 @@
 """Whether an optimizer fits a plan: every problem in one report, before anything is made."""
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,6 +43,24 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
                 problems,
                 "Change the plan's rules or the optimizer.",
             )
+        )
+
+
+def check_late(opt: Any, late: Mapping[str, int]) -> None:
+    """Refuse an optimizer that cannot be told that a leaf has had fewer updates than others.
+
+    Raises:
+        PlanError: its ``update`` has no argument ``late``.
+    """
+    given = inspect.signature(opt.update).parameters
+    if late and "late" not in given and not any(p.kind is p.VAR_KEYWORD for p in given.values()):
+        rows = [f"{path}: since step {step}" for path, step in late.items()]
+        remedy = (
+            "Give its update the argument late: int = 0, the updates there were before a leaf began to train; a rule "
+            "without a bias correction may ignore it."
+        )
+        raise PlanError(
+            lines(f"{type(opt).__name__}.update takes no late=, and leaves began to train late:", rows, remedy)
         )
 
 

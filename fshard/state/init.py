@@ -85,7 +85,7 @@ def start(plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int
         plan: the plan.
         opt: the optimizer.
         value: gives the elements of a piece of the leaf with this path, 1-D.
-        step: the number of updates that were made.
+        step: the number of updates that were made, none of which the optimizer's state has seen.
         seed: of random numbers inside of steps.
 
     Raises:
@@ -96,7 +96,8 @@ def start(plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int
     for group in plan.groups:
         param = _shard_of(plan, group, value)
         shards.append(start_shard(group, plan.mesh, opt, param))
-    return TrainState(plan, step, seed, shards)
+    late = [path for path, leaf in plan.leaves.items() if leaf.trainable and step]
+    return TrainState(plan, step, seed, shards, late=dict.fromkeys(late, step))
 
 
 def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry, assemble, entries, scalars
+from fshard.state.entries import LATE, Entry, Scalars, assemble, entries, scalars
 from fshard.state.init import take
 from fshard.state.train_state import TrainState
 
@@ -25,8 +25,8 @@ def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
 
     Parameters keep their values; so does the optimizer state of leaves that are trained before and after. A leaf that
     was frozen starts with fresh optimizer state, and a leaf that is frozen now loses its own. The number of the step
-    goes on, for all leaves alike: where it matters how many updates a leaf has seen, as in the bias correction of Adam,
-    let the learning rate warm up again.
+    goes on, and learning rates go by it; ``state.late`` knows which leaves began to train when, so that moments are
+    corrected by the updates that each leaf has had, as if it had been added with ``optimizer.add_param_group``.
 
     Args:
         state: the state. It stays as it is; an update that waits is finished first.
@@ -44,7 +44,8 @@ def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
     """
     _check_plans(state.plan, plan)
     old = {entry.name: entry for entry in entries(state)}
-    new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, scalars(state)))}
+    values = _scalars(state, plan)
+    new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, values))}
     _check_names(state.plan, plan, old, new)
     common = [name for name in new if name in old]
     moved = _moved(plan.mesh, [(old[name], new[name]) for name in common])
@@ -57,7 +58,13 @@ def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
             entry.tensor.copy_(old[entry.name].tensor)
 
     with torch.no_grad():
-        return assemble(plan, opt, fill, scalars(state))
+        return assemble(plan, opt, fill, values)
+
+
+def _scalars(state: TrainState, plan: Plan) -> Scalars:
+    """What the new state holds beside tensors: leaves that were frozen begin to train now."""
+    new = [path for path, leaf in plan.leaves.items() if leaf.trainable and not state.plan.leaves[path].trainable]
+    return scalars(state) | {LATE + path: state.step for path in new}
 
 
 def _leave(entry: Entry) -> None:

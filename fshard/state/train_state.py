@@ -1,7 +1,7 @@
 """The train state: a value that a step takes and returns."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class TrainState:
         seed: of the random numbers inside steps.
         scale: where loss scaling stands, ``(value, good)``; None before the first step with ``loss_scale=``.
         count: under ``fs.optim.every``, the elements of ``fs.Mean`` whose gradients are carried; else 0.
+        late: the step at which a leaf began to train, by path; leaves that train from the start are left out. Moments
+            are corrected by the updates that a leaf has had, as in ``torch.optim``, which counts them for each.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class TrainState:
         update: Update | None = None,
         scale: Scale | None = None,
         count: float = 0.0,
+        late: Mapping[str, int] | None = None,
     ) -> None:
         self.count = count
+        self.late = dict(late or {})
         self.plan = plan
         self.scale = scale
         self.step = step
