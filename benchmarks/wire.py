@@ -33,6 +33,7 @@ QUICK = ("fsdp2", "fsdp2 no reshard", "fshard", "fshard no reshard")
 CLAIMS = {
     "1gbit": (
         ("fshard", "fsdp2", 0.55),
+        ("fshard prefetch 3", "fsdp2", 0.55),
         ("fshard clip", "fsdp2 clip", 0.55),
         ("fshard no reshard", "fsdp2 no reshard", None),
         ("fshard", "ddp", None),
@@ -41,6 +42,7 @@ CLAIMS = {
     ),
     "200mbit": (
         ("fshard", "fsdp2", 0.65),
+        ("fshard prefetch 3", "fsdp2", 0.65),
         ("fshard clip", "fsdp2 clip", 0.65),
         ("fshard no reshard", "fsdp2", 0.48),
         ("fshard no reshard", "fsdp2 no reshard", 0.60),
