@@ -34,7 +34,7 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "optree", "pytest"]
 GLOO_TIMEOUT = 30.0
 """Seconds that a rank waits in a collective for its peers."""
 GRACE = 3.0
-"""Seconds that the other ranks get to finish once one has failed."""
+"""Seconds that the other ranks get to finish once one has failed, where nobody asks what they say."""
 
 
 class WorkerError(Exception):
@@ -50,10 +50,15 @@ class _Rank:
 
 
 class Pool:
-    """``world`` gloo processes that run functions together. They start with the first run."""
+    """``world`` gloo processes that run functions together. They start with the first run.
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    Args:
+        world: how many.
+        grace: seconds that the others get to finish once one has failed.
+    """
+
+    def __init__(self, world: int, grace: float = GRACE) -> None:
+        self.world, self.grace = world, grace
         self._folder: Path | None = None
         self._ranks: list[_Rank] = []
 
@@ -144,7 +149,7 @@ class Pool:
                 ok, value = self._receive(number)
                 (results if ok else failed)[number] = value
                 if not ok:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + self.grace)
         if len(results) == self.world:
             return [results[number] for number in range(self.world)]
         raise WorkerError(self._report(name, results, failed, time.monotonic() - began))

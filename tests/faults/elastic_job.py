@@ -16,10 +16,10 @@ from tests.faults.program import Fault, batch, make_loss, start
 if __name__ == "__main__":
     folder, steps, fault = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(60.0, exit=True)  # a job that hangs says where
+    faulthandler.dump_traceback_later(100.0, exit=True)  # a job that hangs says where
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     with (
-        fs.make_mesh((-1,), ("shard",), timeout=20.0) as mesh,
+        fs.make_mesh((-1,), ("shard",), timeout=60.0) as mesh,
         fs.Checkpointer(f"{folder}/run", every=2) as checkpoints,
     ):
         plan, opt, _ = start(mesh)

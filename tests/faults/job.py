@@ -22,7 +22,7 @@ import fshard as fs
 from tests.faults.program import Fault, batch, make_loss, snapshot, start
 from tests.workers import PRELOAD
 
-TIMEOUT = 20.0
+TIMEOUT = 40.0
 """Seconds that ranks wait for each other."""
 
 
@@ -103,7 +103,7 @@ class End:
     error: str = ""
 
 
-def run(job: Run, timeout: float = 60.0) -> list[End]:
+def run(job: Run, timeout: float = 120.0) -> list[End]:
     """Run a job to its end, whatever that is. No process is left.
 
     Raises:

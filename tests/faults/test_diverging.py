@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fshard as fs
 from tests.bad import Raised, attempt, weights
 from tests.faults.program import Fault, batch, make_loss, start
 from tests.workers import Pool, Pools, WorkerError
 
-TIMEOUT = 3.0
-"""Seconds that ranks wait here."""
+TIMEOUT, LONG = 3.0, 25.0
+"""Seconds that ranks wait for one that hangs; and for others, which are found out at once."""
 
 
 def _leaves(how: str) -> None:
@@ -35,7 +36,8 @@ def _leaves(how: str) -> None:
 
 def leaving(kind: str, how: str, where: str, report: str) -> None:
     """On a rank: good steps, then one in which rank 1 leaves; the others write down what they get, and when."""
-    mesh = fs.make_mesh((-1,), ("shard",), timeout=TIMEOUT, shared_memory=kind == "host")
+    dist.barrier()  # ranks begin together, however busy the machine is
+    mesh = fs.make_mesh((-1,), ("shard",), timeout=TIMEOUT if how == "hangs" else LONG, shared_memory=kind == "host")
     plan, opt, state = start(mesh)
     fault = Fault()
     step = fs.make_train_step(make_loss(fault), opt, plan)
@@ -59,7 +61,7 @@ def leaving(kind: str, how: str, where: str, report: str) -> None:
 
 
 def _run(function: Callable[..., None], *args: Any, world: int, folder: Path) -> list[tuple[Raised, float]]:
-    own = Pool(world)  # whose process group is lost
+    own = Pool(world, LONG)  # whose process group is lost
     try:
         with contextlib.suppress(WorkerError):  # rank 1 may die
             own.run(function, *args, f"{folder}/")
@@ -77,7 +79,7 @@ def test_a_rank_that_leaves_is_named(kind: str, how: str, where: str, tmp_path: 
         assert raised is not None and "CommError" in raised.kinds, raised
         for part in ("rank 1", "op ", "unit ", ".w"):
             assert part in raised.text, raised.text
-        assert seconds < (TIMEOUT if how == "killed" else 2 * TIMEOUT)
+        assert seconds < LONG and ("timed out" in raised.text) is (how == "hangs"), raised.text
 
 
 @pytest.mark.slow
@@ -87,12 +89,13 @@ def test_a_rank_that_leaves_is_named(kind: str, how: str, where: str, tmp_path: 
 def test_a_rank_that_leaves_anywhere(kind: str, how: str, where: str, tmp_path: Path) -> None:
     for raised, seconds in _run(leaving, kind, how, where, world=3, folder=tmp_path):
         assert raised is not None and "CommError" in raised.kinds and "rank 1" in raised.text, raised
-        assert "unit " in raised.text and seconds < 2 * TIMEOUT
+        assert "unit " in raised.text and seconds < LONG
 
 
 def other_op(kind: str) -> tuple[Raised | None, float]:
     """On a rank: ranks issue different collectives of one length on one lane."""
-    mesh = fs.make_mesh((-1,), ("shard",), timeout=TIMEOUT, shared_memory=kind == "host")
+    dist.barrier()
+    mesh = fs.make_mesh((-1,), ("shard",), timeout=LONG if kind == "host" else TIMEOUT, shared_memory=kind == "host")
     lane = mesh.transport.lane("collectives", ("shard",))
     lane.all_reduce(torch.ones(4)).wait()
     began = time.monotonic()
@@ -114,7 +117,7 @@ def test_ranks_that_issue_different_collectives(kind: str) -> None:
             if kind == "host" and "gave up" not in raised.text:
                 assert f"rank {1 - rank} has come to another collective: " in raised.text
                 assert "all-gather of 32" in raised.text and "all-reduce of 32" in raised.text
-                assert seconds < TIMEOUT
+                assert seconds < LONG
     finally:
         own.kill()
 
