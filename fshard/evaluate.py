@@ -51,7 +51,7 @@ class EvalStep:
         refuse_transforms("an eval step")
         state.check_plan(self.plan)
         with Shield() as shield:
-            result = self._evaluate(Work(batch, state.finished(), shield=shield))
+            result = self._evaluate(Work(batch, state.finished(), shield))
         if shield.late is not None:
             raise shield.late
         return result

@@ -79,6 +79,7 @@ class TrainStep:
         self._grads = Gradients(workshop.grads, cuts, workshop.reduced, senders)
         self._since: dict[str, int] = {}
         self._rounded = rounded_groups(plan)
+        self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)
         self._decide = Decisions(opt, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
@@ -116,11 +117,11 @@ class TrainStep:
             )
         late, self._late = self._late, None
         with Shield(late) as shield:
-            result = self._make(state, Work(batch, [], shield=shield, stop=stop))
+            result = self._make(state, batch, shield, stop)
         self._late = shield.late
         return result
 
-    def _make(self, state: TrainState, work: Work) -> tuple[TrainState, Metrics]:
+    def _make(self, state: TrainState, batch: Any, shield: Shield, stop: bool) -> tuple[TrainState, Metrics]:
         self._check_state(state)
         self._finish_other(state.waiting)
         shards = state.shards()
@@ -130,14 +131,13 @@ class TrainStep:
             shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
             # Not for a later step to finish: what this one does not update has no gradient.
             own = update = Update(self.opt, state.step, shards, self._grads, rounding=self._rounding(state))
-        part = self.plan.mesh.index(self.plan.data_axes)
-        randomness = functools.partial(seeded, state.seed, state.step, part, self.plan.mesh.device)
+        randomness = functools.partial(seeded, state.seed, state.step, self._part, self.plan.mesh.device)
         scale = self._scale_of(state)
         boost = scale.value if scale else 1.0
         check = functools.partial(self._decide.refuse, state.step)
         self._decide.carry(state.step, shards, boost)
-        work = replace(work, shards=shards, update=update, check=check, randomness=randomness, boost=boost)
-        with bind(self.plan.mesh, self.plan.data_axes):
+        work = Work(batch, shards, shield, update, check, randomness, boost=boost, stop=stop)
+        with bind(self.plan.mesh, self._axes):
             outcome = self._runner.run(work)
         verdict = self._check(outcome, scale)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
@@ -145,7 +145,7 @@ class TrainStep:
             self._check_copies()
         factor = self._decide.mean(state.step, state.count, verdict)
         norm = self._decide.norm(verdict, factor)
-        metrics = self._metrics(outcome, replace(verdict, norm=norm), overflow)
+        metrics = self._metrics(outcome, verdict, norm, overflow)
         if not overflow and self._decide.skips(metrics):
             self._grads.drop()
             state.finished()
@@ -296,7 +296,7 @@ class TrainStep:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
 
     def _update(self, state: TrainState, shards: list[Shard], scale: list[Tensor | None]) -> Update:
-        update = Update(self.opt, state.step, shards, self._grads, scale, self._rounding(state))
+        update = Update(self.opt, state.step, shards, self._grads, scale, self._rounding(state), state.waiting)
         self._last = weakref.ref(update)
         return update
 
@@ -319,11 +319,12 @@ class TrainStep:
             )
         return verdict
 
-    def _metrics(self, outcome: Outcome, verdict: Verdict, skipped: bool) -> Metrics:
+    def _metrics(self, outcome: Outcome, verdict: Verdict, norm: float, skipped: bool) -> Metrics:
         lanes = self._runner.workshop.lanes
         assert lanes is not None
         aux = combine_aux(lanes.control, outcome.aux)
-        return Metrics(torch.tensor(verdict.loss), torch.tensor(verdict.norm), aux, skipped, verdict.stop)
+        loss, size = (torch.scalar_tensor(x, dtype=torch.float32, device="cpu") for x in (verdict.loss, norm))
+        return Metrics(loss, size, aux, skipped, verdict.stop)
 
 
 def make_train_step(

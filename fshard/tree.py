@@ -167,7 +167,7 @@ _PLAIN = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 def _suspect(leaves: Sequence[Any]) -> bool:
     """Whether an object that may hold tensors is among these. On the path of every call: types are few."""
-    return any(kind not in _PLAIN and _holder(kind) for kind in {type(leaf) for leaf in leaves})
+    return any([_holder(kind) for kind in {type(leaf) for leaf in leaves} - _PLAIN])
 
 
 def _holder(kind: type) -> bool:

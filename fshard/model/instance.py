@@ -206,15 +206,31 @@ class Body:
         """Equal for two structures that are the same function: of the same classes, attributes and shape."""
         return self._template.kind(), self.params.paths, self.buffers.paths
 
+    def instance(self, params: Mapping[str, Any]) -> Instance:
+        """The structure with the leaves of a tree: the one that was made of them before, unless a call of it runs.
+
+        Raises:
+            TreeError: leaves are missing, unknown, no tensors or misshapen.
+        """
+        leaves = self.params.read(params)
+        slot = slot_of(leaves[0]) if leaves else None
+        held: Instance | None = None if slot is None else slot.instances.get(self)
+        if leaves and held is not None and not held.busy and all(map(operator.is_, held.leaves, leaves)):
+            return held  # they have been looked at
+        made = self._template.make(self.params.leaves(params))
+        slot = slot_of(made.leaves[0]) if made.leaves else None
+        if slot is not None:
+            slot.instances[self] = made
+        return made
+
     def run(
-        self, leaves: Sequence[Any], given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, instance: Instance, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Call the module with these parameters and buffers.
+        """Call an instance with these buffers.
 
         Returns:
             What the module returns, and the buffers that it changed, by path.
         """
-        instance = self._instance(leaves)
         if not given:
             return instance.root(*args, **kwargs), {}
         instance.busy = True
@@ -222,10 +238,6 @@ class Body:
             return self._run_with_buffers(instance, given, args, kwargs)
         finally:
             instance.busy = False
-
-    def prepare(self, leaves: Sequence[Any]) -> Callable[..., Any]:
-        """The module with these parameters, for many calls. It has no buffers."""
-        return self._instance(leaves).root
 
     def _run_with_buffers(
         self, instance: Instance, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,15 +255,6 @@ class Body:
             # A region that is computed again in the backward must start from the same values, and write elsewhere.
             instance.bind(i, given[i].clone())
         return out, changed
-
-    def _instance(self, leaves: Sequence[Any]) -> Instance:
-        slot = slot_of(leaves[0]) if leaves else None
-        if slot is None:
-            return self._template.make(leaves)
-        held: Instance | None = slot.instances.get(self)
-        if held is None or held.busy or not all(map(operator.is_, held.leaves, leaves)):
-            held = slot.instances[self] = self._template.make(leaves)
-        return held
 
 
 def _fixed(value: Any) -> Hashable:

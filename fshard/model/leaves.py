@@ -1,6 +1,7 @@
 """The order of a tree's leaves, how to read them from a tree quickly, and what to say when they do not fit."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ class LeafOrder:
         self.paths = tuple(path for path, _ in tree.paths(nested))
         self._what = what
         self._shapes = None if shapes is None else [shapes[path] for path in self.paths]
-        # Flattening sorts the keys of dicts; both permutations lead there and back.
+        self._dicts, self._places = _compiled(nested)
+        # Flattening sorts the keys of dicts.
         place = {path: i for i, path in enumerate(self.paths)}
         sorted_paths, self._spec = tree.flatten(nested)
         self._sorted = [place[path] for path in sorted_paths]
-        self._unsorted = sorted(range(len(self._sorted)), key=self._sorted.__getitem__)
 
     def leaves(self, given: Mapping[str, Any]) -> list[Any]:
         """The leaves of a tree in the order of ``paths``.
@@ -41,12 +42,27 @@ class LeafOrder:
             TreeError: leaves are missing, unknown, no tensors or misshapen. A tensor with a slot may hold a part: the
                 shape of the whole leaf counts.
         """
-        flat, spec = tree.flatten(given)
-        if spec == self._spec:
-            found = [flat[i] for i in self._unsorted]
+        found = self.read(given)
+        if found is not None and all([issubclass(kind, Tensor) for kind in set(map(type, found))]):
             if self._shapes is None or _shapes(found) == self._shapes:
                 return found
         return self._explained(given)
+
+    def read(self, given: Any) -> list[Any] | None:
+        """What lies in the places of the leaves, whatever it is; None if the tree consists of other dicts.
+
+        It is on the path of every call: this takes a quarter of the time of flattening.
+        """
+        held = [given]
+        try:
+            for place, count, get in self._dicts:
+                node = held[place]
+                if type(node) is not dict or len(node) != count:
+                    return None
+                held += get(node)
+        except KeyError:
+            return None
+        return [held[place] for place in self._places]
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The nested dict of these leaves: the inverse of ``leaves``."""
@@ -70,6 +86,28 @@ class LeafOrder:
         if problems:
             raise errors.wrong_leaves(self._what, problems)
         return [found[path] for path in self.paths]
+
+
+Level = tuple[int, int, Callable[[Any], Sequence[Any]]]
+"""A dict of a tree: its place among what was read before it, how many keys it has, and what gets all of its values."""
+
+
+def _compiled(nested: dict[str, Any]) -> tuple[list[Level], list[int]]:
+    """How trees of a structure are read, level by level, and the places of the leaves among what is read, in order."""
+    held: list[tuple[tuple[int, ...], Any]] = [((), nested)]
+    dicts: list[Level] = []
+    for place, (numbers, node) in enumerate(held):  # it grows meanwhile
+        if isinstance(node, dict):
+            dicts.append((place, len(node), _getter(list(node))))
+            held += [((*numbers, number), below) for number, below in enumerate(node.values())]
+    leaves = sorted((numbers, place) for place, (numbers, node) in enumerate(held) if not isinstance(node, dict))
+    return dicts, [place for _, place in leaves]
+
+
+def _getter(keys: Sequence[str]) -> Callable[[Any], Sequence[Any]]:
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return lambda node: [node[key] for key in keys]
 
 
 def find_places(module: nn.Module, kind: str, aliases: Mapping[str, str]) -> dict[str, list[Place]]:

@@ -73,11 +73,11 @@ class Model:
         >>> model.apply(model.params, torch.zeros(3, 2)).shape
         torch.Size([3, 2])
         """
-        leaves = self._body.params.leaves(params)
-        if self._unmade and buffers is None and leaves and leaves[0].device.type != "meta":
+        instance = self._body.instance(params)
+        if self._unmade and buffers is None and instance.leaves and instance.leaves[0].device.type != "meta":
             raise errors.unmade_buffers(self._unmade)
         given = self._body.buffers.leaves(self.buffers if buffers is None else buffers)
-        out, changed = self._body.run(leaves, given, args, kwargs)
+        out, changed = self._body.run(instance, given, args, kwargs)
         if buffers is None:
             if changed:
                 raise errors.buffers_changed(changed)
@@ -261,11 +261,11 @@ def _function(body: Body) -> Callable[..., Any]:
     """The pure function of a unit; one with buffers takes them after the parameters and returns those that changed."""
 
     def plain(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        return body.run(body.params.leaves(params), (), args, kwargs)[0]
+        return body.run(body.instance(params), (), args, kwargs)[0]
 
     def stateful(params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         given = [buffers[path] for path in body.buffers.paths]
-        return body.run(body.params.leaves(params), given, args, kwargs)
+        return body.run(body.instance(params), given, args, kwargs)
 
     chosen = stateful if body.buffers.paths else plain
     vars(chosen)["kind"] = body.kind  # by which a compiler sees that two units are the same function
@@ -274,7 +274,7 @@ def _function(body: Body) -> Callable[..., Any]:
 
 def _preparation(body: Body) -> Callable[..., Any] | None:
     """What saves a unit without buffers to look up its leaves and its instance at every call."""
-    return None if body.buffers.paths else lambda params: body.prepare(body.params.leaves(params))
+    return None if body.buffers.paths else lambda params: body.instance(params).root
 
 
 def _detached(buffer: Any) -> Any:

@@ -17,8 +17,8 @@ STEERING = (bool, int, str, bytes, type(None))
 def signature(batch: Any) -> Hashable:
     """What of a batch may decide which units run: its structure and the leaves that are not tensors."""
     leaves, spec = tree.flatten(batch)
-    steering = tuple((type(x).__name__, x) for x in leaves if isinstance(x, STEERING))
-    return str(spec), steering
+    steering = tuple([(type(x).__name__, x) for x in leaves if isinstance(x, STEERING)])
+    return spec, steering
 
 
 def leading_dims(batch: Any) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def check_device(batch: Any, device: torch.device) -> None:
     Raises:
         BatchError: naming the leaf and both devices.
     """
-    if any(isinstance(x, Tensor) and x.device.type != device.type and x.ndim for x in tree.leaves(batch)):
+    if any([isinstance(x, Tensor) and x.device.type != device.type and x.ndim for x in tree.leaves(batch)]):
         wrong = [
             f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and x.device.type != device.type
         ]

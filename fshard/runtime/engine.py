@@ -26,6 +26,7 @@ from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.handles import Handle, Mispredicted, make_handle
+from fshard.runtime.reads import Reads, bare
 from fshard.runtime.remat import Remat, reentrant_refused
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
@@ -51,19 +52,6 @@ class Executor(Protocol):
 
     def outside(self, group: int) -> bool:
         """Whether code outside of units may read this group."""
-
-
-class Reads:
-    """Which leaves a unit reads: their paths in the order of its flat leaves, and by group, for the sink."""
-
-    def __init__(self, paths: Sequence[str], plan: Plan) -> None:
-        places = plan.places()
-        self.paths = tuple(paths)
-        self.groups: dict[int, list[int]] = {}
-        for path in paths:
-            group, number = places[path]
-            self.groups.setdefault(group.id, []).append(number)
-        self.sinks = [(g, numbers) for g, numbers in self.groups.items() if plan.groups[g].trainable]
 
 
 class Engine:
@@ -100,7 +88,7 @@ class Engine:
         self.inner: set[str] = set()
         self.graphs: Compiled | None = None
         self.remat = Remat()
-        self.epoch = 0
+        self.epoch = -1
 
     def start(self, executor: Executor) -> None:
         """Begin a pass of the program: the next calls of units are the first of their name."""
@@ -108,9 +96,10 @@ class Engine:
         self.inside, self.differentiating = "", False
         self.under_way = ""
         self.counts.clear()
-        self.trainable = [leaf for s in self.slots.groups if s.group.trainable for leaf in s.leaves]
-        self.storages = self.slots.storages()
-        self.epoch = sum([slots.binds for slots in self.slots.groups])
+        self.trainable = self.trainable or self.slots.trained()
+        epoch = sum([slots.binds for slots in self.slots.groups])
+        if epoch != self.epoch:
+            self.epoch, self.storages = epoch, self.slots.storages()
 
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
@@ -185,7 +174,7 @@ class Engine:
         """
         executor = self.executor
         assert executor is not None
-        if any([leaf.grad is not None for leaf in self.trainable]):
+        if not bare(self.trainable):
             raise LossError(
                 "the loss function called backward() itself, so gradients would count twice: return the loss, and take "
                 "gradients inside it with torch.autograd.grad"
@@ -196,9 +185,9 @@ class Engine:
             torch.autograd.backward([total], [seed], inputs=self.trainable if self.foreign else None)
         self._leave()
         executor.reach("backward", ROOT, 0)
-        for slots in self.slots.groups:
-            if slots.group.trainable and any(leaf.grad is not None for leaf in slots.leaves):
-                self._collect_outside(slots.group.id, list(range(len(slots.leaves))))
+        for slots in self.slots.groups if not bare(self.trainable) else ():
+            if slots.group.trainable and not bare(slots.leaves):
+                self._collect_outside(slots.group.id, slots.numbers, slots.leaves)
 
     def run(self, fn: Callable[..., Any], batch: Any, train: bool) -> Any:
         """The result of the program, with copies in the place of parameters: their memory goes on to hold others.
@@ -240,10 +229,9 @@ class Engine:
             return False
         self._leave()
         self.executor.reach("backward", name, index)
-        for group, numbers in self.reads[name].sinks:
-            leaves = self.slots.groups[group].leaves
-            if any([leaves[n].grad is not None for n in numbers]):
-                self._collect_outside(group, numbers)
+        for group, numbers, leaves in self.reads[name].sinks:
+            if not bare(leaves):
+                self._collect_outside(group, numbers, leaves)
         self.under_way = name
         return True
 
@@ -260,23 +248,22 @@ class Engine:
 
     def _leave(self) -> None:
         if self.under_way:
-            for group, numbers in self.reads[self.under_way].sinks:
-                self._collect(group, numbers)
+            for sink in self.reads[self.under_way].sinks:
+                self._collect(*sink)
             self.under_way = ""
             assert self.executor is not None
             self.executor.settle()
 
-    def _collect(self, group: int, numbers: list[int]) -> None:
-        leaves = [self.slots.groups[group].leaves[n] for n in numbers]
+    def _collect(self, group: int, numbers: list[int], leaves: list[Tensor]) -> None:
         self.sink(group, numbers, [leaf.grad for leaf in leaves])
         for leaf in leaves:
             leaf.grad = None
 
-    def _collect_outside(self, group: int, numbers: list[int]) -> None:
+    def _collect_outside(self, group: int, numbers: list[int], leaves: list[Tensor]) -> None:
         assert self.executor is not None
         if not self.executor.outside(group):
             raise Mispredicted(f"code outside of units depends on group {self.plan.groups[group].name}")
-        self._collect(group, numbers)
+        self._collect(group, numbers, leaves)
 
     def _again(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Activation checkpointing around units calls them again inside of the backward.
@@ -328,7 +315,7 @@ class Engine:
         name = unit.name or f"{function}({_prefix(paths)})"
         if name in self.reads and self.reads[name].paths != paths:
             name = f"{function}({','.join(paths)})"
-        self.reads.setdefault(name, Reads(paths, self.plan))
+        self.reads.setdefault(name, Reads(paths, self.plan, self.slots))
         return name
 
     def _forbidden(

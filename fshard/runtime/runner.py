@@ -3,8 +3,7 @@
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,30 +41,29 @@ MANY = 32
 """Signatures of batches that may be met before a warning says so."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What one step is given.
 
     Attributes:
         batch: this rank's batch.
         shards: the parameters, by group id.
+        shield: holds signals back while ranks communicate.
         update: the update that still waits for this step.
         check: raises what makes this rank refuse the step before it begins.
         randomness: makes the context in which an attempt draws its random numbers.
         parts: the microbatches.
         boost: what the loss is multiplied by for the backward.
-        shield: holds signals back while ranks communicate.
         stop: whether this rank asks all ranks to stop after this step.
     """
 
     batch: Any
     shards: list[Shard]
+    shield: Shield
     update: Update | None = None
     check: Callable[[], object] = bool
     randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     parts: Sequence[Any] = ()
     boost: float = 1.0
-    shield: Shield = field(default_factory=Shield)
     stop: bool = False
 
 
@@ -86,6 +84,7 @@ class Runner:
         self.latest: Prepared | None = None
         self.retries = 0
         self.parts = self.plan.data_size * workshop.accumulate
+        self.copies = self.plan.mesh.size // self.plan.data_size
         self.in_backward = workshop.train and workshop.policy.update == "in_backward"
         self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
 
@@ -127,7 +126,7 @@ class Runner:
     def _attempts(self, work: Work) -> Outcome:
         assert self.workshop.lanes is not None
         prepared, parts = self._prepare(work)
-        work = replace(work, parts=parts)
+        work = work._replace(parts=parts)
         outcome = self._scheduled(prepared, work) if prepared else self._demanded(work)
         if outcome.verdict is not None and outcome.verdict.worst == RETRY:
             if self.in_backward and OK in outcome.verdict.status:
@@ -290,27 +289,31 @@ class Runner:
                     engine.start(executor)
                     executor.reach("forward", ROOT, 0)
                     executor.settle()
-                    self._pass(prepared, executor, replace(work, parts=[part]), outcome)
+                    self._pass(prepared, executor, work, part, outcome)
                     executor.end_microbatch()
         finally:
             engine.stop()
 
-    def _pass(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
+    def _pass(
+        self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, part: Any, outcome: Outcome
+    ) -> None:
         if self.workshop.train:
-            self._microbatch(prepared, executor, work, outcome)
+            self._microbatch(prepared, executor, work, part, outcome)
         else:
             with torch.no_grad():
-                outcome.aux.append(self._call(prepared, executor, work))
+                outcome.aux.append(self._call(prepared, executor, work, part))
             executor.reach("backward", ROOT, 0)
 
-    def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work) -> Any:
-        engine, (part,) = prepared.engine, work.parts
+    def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, part: Any) -> Any:
+        engine = prepared.engine
         watch = nullcontext() if isinstance(executor, Scheduled) else GlueWatch(engine, executor)
         with watch, work.shield.opened():
             return engine.run(self.fn, part, self.workshop.train)
 
-    def _microbatch(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
-        loss = read_loss(self._call(prepared, executor, work))
+    def _microbatch(
+        self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, part: Any, outcome: Outcome
+    ) -> None:
+        loss = read_loss(self._call(prepared, executor, work, part))
         check_differentiable(loss)
         if loss.count is not None and self.in_backward:
             raise weighted_in_backward()
@@ -332,8 +335,7 @@ class Runner:
                 tally = self._tally(prepared, work, outcome)
             except Exception as error:  # a device reports late what went wrong there
                 outcome.status, outcome.failure, tally = FAILED, error, Tally(FAILED)
-        copies = self.plan.mesh.size // self.plan.data_size
-        outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, copies, outcome.divided)
+        outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, self.copies, outcome.divided)
 
     def _tally(self, prepared: Prepared, work: Work, outcome: Outcome) -> Tally:
         prepared.actions.settle_gradients()

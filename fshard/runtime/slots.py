@@ -143,6 +143,10 @@ class Slots:
             for leaf in slots.leaves:
                 leaf.data = leaf.new_empty(0)
 
+    def trained(self) -> list[Tensor]:
+        """All leaves that may get gradients."""
+        return [leaf for slots in self.groups if slots.group.trainable for leaf in slots.leaves]
+
     def storages(self) -> set[int]:
         """The identities of every storage that a leaf may alias."""
         return set().union(*[slots.storages for slots in self.groups])

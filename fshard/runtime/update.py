@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,8 +96,20 @@ class Gradients:
         return self.views[group]
 
 
-Slices = tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]
-"""What one call updates: parameters, their gradients, and the optimizer's state of each."""
+class Slices(NamedTuple):
+    """What one call updates.
+
+    Attributes:
+        cut: the first of their segments: what it says beside its range holds for all.
+        params: the parameters.
+        grads: their gradients.
+        states: the optimizer's state of each.
+    """
+
+    cut: Segment
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Tensor]]
 
 
 class Update:
@@ -110,6 +122,7 @@ class Update:
         grads: their gradients.
         scale: what gradients are divided by, for each rule of clipping; None for 1.
         rounding: what updates those groups that are rounded stochastically; None if there are none.
+        before: the update of the step before. What it made of the same shards serves again.
 
     Attributes:
         broken: how the update rule failed, if it had written something by then.
@@ -123,10 +136,14 @@ class Update:
         grads: Gradients,
         scale: Sequence[Tensor | None] = (None,),
         rounding: Rounding | None = None,
+        before: "Update | None" = None,
     ) -> None:
         self.broken = ""
         self.rounding = rounding
         self.opt, self.number, self.shards, self.grads, self.scale = opt, number, shards, grads, scale
+        self.calls: dict[tuple[int, ...], tuple[list[Slices], list[Tensor]]] = {}
+        if before is not None and before.shards is shards and before.grads is grads:
+            self.calls = before.calls
         self.waiting = dict.fromkeys(grads.cuts)
         self.unsent = dict.fromkeys(grads.senders)
         self.coming: dict[int, Handle] = {}
@@ -148,17 +165,14 @@ class Update:
         if self.broken:
             raise half_updated(self.broken)
         due = [group for group in groups if group in self.waiting and not self.stopped]
-        rounded = [group for group in due if self.rounding is not None and group in self.rounding.groups]
-        alike = self._alike([group for group in due if group not in rounded])
-        written = [tensor for _, (params, _, states) in alike.values() for tensor in (*params, *_values(states))]
-        written += [
-            tensor for group in rounded for tensor in (self.shards[group].param, *self.shards[group].opt.values())
-        ]
+        rounded = [group for group in due if group in self.rounding.groups] if self.rounding is not None else []
+        calls, written = self._calls(tuple([group for group in due if group not in rounded]))
+        written = written + [x for n in rounded for x in (self.shards[n].param, *self.shards[n].opt.values())]
         versions = [tensor._version for tensor in written]
         try:
             with torch.no_grad():
-                for cut, slices in alike.values():
-                    self._rule(*slices, cut)
+                for cut, params, grads, states in calls:
+                    self._rule([*params], [*grads], [*states], cut)
                 for group in rounded:
                     self._rounded(group)
         except BaseException as error:
@@ -182,19 +196,21 @@ class Update:
         slices, grads = self.shards[group].slices(cuts), self.grads.slices(group)
         self.rounding.update(group, cuts, slices, grads, self.number, self._rule)
 
-    def _alike(self, due: Sequence[int]) -> dict[tuple[Hashable, ...], tuple[Segment, Slices]]:
-        alike: dict[tuple[Hashable, ...], tuple[Segment, Slices]] = {}
-        for group in due:
-            cuts = self.grads.cuts[group]
-            for (param, state), grad, cut in zip(
-                self.shards[group].slices(cuts), self.grads.slices(group), cuts, strict=True
-            ):
-                key = (cut.hyper, cut.limit, cut.late, param.dtype)
-                _, (params, grads, states) = alike.setdefault(key, (cut, ([], [], [])))
-                params.append(param)
-                grads.append(grad)
-                states.append(state)
-        return alike
+    def _calls(self, due: tuple[int, ...]) -> tuple[list[Slices], list[Tensor]]:
+        """The calls that update these groups, one for all slices that agree in what rules ask for; what they write."""
+        if due not in self.calls:
+            alike: dict[tuple[Hashable, ...], Slices] = {}
+            for group in due:
+                cuts, views = self.grads.cuts[group], self.grads.slices(group)
+                for (param, state), grad, cut in zip(self.shards[group].slices(cuts), views, cuts, strict=True):
+                    key = (cut.hyper, cut.limit, cut.late, param.dtype)
+                    call = alike.setdefault(key, Slices(cut, [], [], []))
+                    call.params.append(param)
+                    call.grads.append(grad)
+                    call.states.append(state)
+            written = [x for call in alike.values() for x in (*call.params, *_values(call.states))]
+            self.calls[due] = list(alike.values()), written
+        return self.calls[due]
 
     def stop(self) -> None:
         """Update nothing more. What was updated is still sent: other ranks wait for it."""

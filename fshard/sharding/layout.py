@@ -161,7 +161,7 @@ class Group:
         """The data axes over which what a rank updates is replicated."""
         return tuple(axis for axis in self.sum_axes if axis not in self.opt_axes)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype that all leaves share, in which they are kept."""
         return self.leaves[0].dtype
@@ -181,7 +181,7 @@ class Group:
         """The dtype in which gradient shards travel to be summed over replicas."""
         return self.leaves[0].precision.reduces_in(self.dtype)
 
-    @property
+    @functools.cached_property
     def trainable(self) -> bool:
         """Whether the leaves get gradients."""
         return self.leaves[0].trainable

@@ -101,7 +101,7 @@ class ValueAndGrad:
                 pieces = [flat[leaf.path].detach() for leaf in group.leaves]
                 shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
         with bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(Work(batch, shards, shield=shield))
+            outcome = self._runner.run(Work(batch, shards, shield))
         lanes = self._runner.workshop.lanes
         assert lanes is not None
         verdict = raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
