@@ -168,14 +168,23 @@ def weighed(call: Callable[[], object]) -> float:
 
 
 def stalls(peer: peers.Fshard, batch: torch.Tensor, folder: Path, steps: int) -> dict[str, list[float]]:
-    """The times of steps, of asynchronous saves beside them, and of the steps during which these write."""
+    """The times of steps, of asynchronous saves beside them, and of the steps during which these write.
+
+    The update of a step waits for the next one, or for whoever reads the state before. Here it counts as the step's own:
+    a save would be charged with what the next step is then spared.
+    """
     out: dict[str, list[float]] = {"step": [], "save": [], "beside": []}
+
+    def step() -> None:
+        peer.step(batch)
+        peer.state.finished()
+
     with fs.Checkpointer(folder, keep=1, async_=True) as ckpt:
         for number in range(2 * steps):
-            out["step"].append(clocked(lambda: peer.step(batch)))
+            out["step"].append(clocked(step))
             if number % 2:
                 out["save"].append(clocked(lambda: ckpt.save(peer.state)))
-                out["beside"].append(clocked(lambda: peer.step(batch)))
+                out["beside"].append(clocked(step))
                 ckpt.wait()
     return {name: values[1:] if name != "step" else values[2:] for name, values in out.items()}
 

@@ -67,9 +67,11 @@ def to_file(folder: str, manifest: Manifest, path: str, names: Mapping[str, str]
         with telling("write to", temporary), open(temporary, "xb") as file:
             file.write(header)
             file.flush()
+            at = len(header)
             for name in tensors:
                 tensor = load_tensor(folder, manifest, name).view(-1)
-                write_all(file.fileno(), [raw(tensor)])
+                write_all(file.fileno(), [raw(tensor)], at)
+                at += tensor.nbytes
             os.fsync(file.fileno())
         with telling("write to", path):
             os.link(temporary, path)  # unlike a rename, this replaces nothing
@@ -77,7 +79,7 @@ def to_file(folder: str, manifest: Manifest, path: str, names: Mapping[str, str]
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-    return len(header) + sum(manifest.tensors[name].nbytes for name in tensors)
+    return at
 
 
 def to_folder(folder: str, manifest: Manifest, root: str, ranks: int, limit: int = FILE_BYTES) -> None:
@@ -99,7 +101,7 @@ def to_folder(folder: str, manifest: Manifest, root: str, ranks: int, limit: int
     target = Folder(root)
     path = target.begin(manifest.step, overwrite=False)
     try:
-        with ThreadPoolExecutor(max_workers=hashers()) as pool:
+        with ThreadPoolExecutor(max_workers=hashers() + 1) as pool:
             rows = [as_row(_write_rank(folder, manifest, path, rank, ranks, limit, pool)) for rank in range(ranks)]
         head = replace(
             manifest,

@@ -22,7 +22,7 @@ SPLIT = 1 << 14
 FILE_BYTES = 1 << 29
 """Bytes of data in a file, about: on a device that is not the CPU, they are in host memory while they are written."""
 BATCH = 8
-"""Chunks that one call writes."""
+"""Chunks that a thread hashes and writes in turn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ def write_files(folder: str, rank: int, slices: Sequence[Slice], limit: int = FI
         OSError: the file system's own.
     """
     written = Written({}, {})
-    with ThreadPoolExecutor(max_workers=hashers(), thread_name_prefix="fshard-hash") as pool:
+    with ThreadPoolExecutor(max_workers=hashers() + 1, thread_name_prefix="fshard-write") as pool:
         for number, part in enumerate(packed(slices, limit)):
             name = f"rank-{rank:05d}-{number:03d}.safetensors"
             write_file(folder, name, part, pool, written)
@@ -123,38 +123,59 @@ class Written:
 
 
 def hashers() -> int:
-    """Threads that hash, beside the one that writes or reads."""
+    """Threads that hash, beside one more."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 def write_file(folder: str, name: str, slices: Sequence[Slice], pool: ThreadPoolExecutor, written: Written) -> None:
-    """Write one file, and add what it holds to ``written``. Chunks are hashed while they are written."""
+    """Write one file, and add what it holds to ``written``. Threads hash each chunk and write it, still in the cache."""
     # Larger elements first, so that each begins at a multiple of its size. On the CPU nothing is copied.
     ordered = [replace(s, data=s.data.cpu()) for s in sorted(slices, key=lambda s: -s.data.element_size())]
     shapes: dict[str, tuple[torch.dtype, Shape]] = {s.name: (s.data.dtype, (s.data.numel(),)) for s in ordered}
     header = write_header(shapes, {"format": "pt", "fshard": name})
     parts = [memoryview(header), *(raw(s.data) for s in ordered)]
     chunks = list(chunked(parts, CHUNK))
-    digests: list[Future[str]] = [pool.submit(digest, chunk) for chunk in chunks]
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(os.path.join(folder, name), flags, 0o644)
+    tasks: list[Future[list[str]]] = []
     try:
-        fd = os.open(os.path.join(folder, name), flags, 0o644)
-        try:
-            for at in range(0, len(chunks), BATCH):
-                write_all(fd, [view for chunk in chunks[at : at + BATCH] for view in chunk])
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        written.files[name] = FileInfo(sum(map(len, parts)), tuple(future.result() for future in digests))
+        for at in range(0, len(chunks), BATCH):
+            tasks.append(pool.submit(_place, fd, at * CHUNK, chunks[at : at + BATCH]))
+        digests = [digest for task in tasks for digest in task.result()]
+        os.fsync(fd)
     finally:
-        for future in digests:  # after an error: nothing may read the tensors when this has returned
-            if not future.cancel():
+        for task in tasks:  # after an error: nothing may read the tensors, or use the file, when this has returned
+            if not task.cancel():
                 with suppress(Exception):
-                    future.result()
+                    task.result()
+        os.close(fd)
+    written.files[name] = FileInfo(sum(map(len, parts)), tuple(digests))
     at = len(header)
     for s in ordered:
         written.extents.setdefault(s.name, []).append(Extent(name, at, s.piece))
         at += s.nbytes
+
+
+def _place(fd: int, start: int, chunks: Sequence[Sequence[memoryview]]) -> list[str]:
+    """Hash chunks, and write each to its place in a file; returns the hashes."""
+    digests, at = [], start
+    for chunk in chunks:
+        digests.append(digest(chunk))
+        write_all(fd, list(chunk), at)
+        at += sum(map(len, chunk))
+    begin_sync(fd, start, at - start)
+    return digests
+
+
+def begin_sync(fd: int, start: int, length: int) -> None:
+    """Let the disk begin with a range of a file, without waiting for it: the system would, only when it must.
+
+    Linux' ``sync_file_range``; elsewhere, and where a file system does not know it, all is left to ``fsync``.
+    """
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    write = 2  # SYNC_FILE_RANGE_WRITE
+    if call is not None:
+        call(fd, ctypes.c_int64(start), ctypes.c_int64(length), write)
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -189,10 +210,11 @@ def digest(chunk: Sequence[memoryview]) -> str:
     return found.hexdigest()
 
 
-def write_all(fd: int, views: list[memoryview]) -> None:
-    """Write views one behind the other, in as many calls as it takes."""
+def write_all(fd: int, views: list[memoryview], at: int) -> None:
+    """Write views one behind the other from a byte of a file on, in as many calls as it takes."""
     while views:
-        done = os.writev(fd, views[:1000])
+        done = os.pwritev(fd, views[:1000], at)
+        at += done
         while views and done >= len(views[0]):
             done -= len(views.pop(0))
         if done:
