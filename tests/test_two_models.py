@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import P, tree
+from fshard.errors import PlanError
 from tests import zoo
 from tests.bad import Raised, attempt
 from tests.workers import Pools
@@ -98,8 +99,9 @@ def aliases() -> tuple[bool, list[float], list[float]]:
         first = fs.init_state(plan, opt, params=params)
         second = fs.init_state(plan, opt, params=params)
         third = fs.init_state(plan, opt, params=first.params)
-        held = [_memory(state) for state in (first, second, third)]
-        apart = not (held[0] & held[1] or held[0] & held[2] or held[1] & held[2])
+        fourth = fs.init_state(plan, opt, shards=first.params)
+        held = [_memory(state) for state in (first, second, third, fourth)]
+        apart = len(set.union(*held)) == sum(map(len, held)) > 0
         step, losses = fs.make_train_step(example.loss_fn, opt, plan), []
         for state in (first, third):  # the first one's memory is donated, and updated in place
             losses.append([])
@@ -112,6 +114,58 @@ def aliases() -> tuple[bool, list[float], list[float]]:
 def test_states_made_from_the_same_tensors_share_none(pool: Pools) -> None:
     for apart, first, third in pool(2).run(aliases):
         assert apart and first == third
+
+
+def distilled() -> list[Any]:
+    """On a rank: a student whose loss reads a state of its teacher that went on training; then the state itself."""
+    with fs.make_mesh((2,), ("shard",)) as mesh:
+        whole = {"w": torch.linspace(-1, 1, 12).view(3, 4)}
+        plan, opt = fs.make_plan(whole, mesh, [(r".*", P())]), fs.optim.sgd(0.1)
+        teach = fs.make_train_step(lambda p, x: (x @ p["w"].t()).square().mean(), opt, plan)
+        teacher, pupil = (fs.init_state(plan, opt, params=whole) for _ in range(2))
+        x = torch.ones(2, 4) + mesh.rank
+
+        def follow(seen: dict[str, torch.Tensor]) -> Any:
+            step = fs.make_train_step(lambda p, x: (x @ (p["w"] - seen["w"]).t()).square().mean(), opt, plan)
+            return lambda: float(step(pupil, x)[1].loss)
+
+        stale = follow(teacher.params)
+        teacher, _ = teach(teacher, x)
+        found = [attempt(stale), attempt(lambda: pupil.params["w"].sum().item()), None]
+        found[2] = follow(teacher.params)()
+        return found
+
+
+def test_a_state_that_was_donated_is_not_read_by_another_models_loss(pool: Pools) -> None:
+    for stale, pupil, fresh in pool(2).run(distilled):
+        assert "DonatedError" in stale.kinds and "read it from the state that the step returned" in stale.text
+        assert pupil is None and fresh > 0  # the step that failed has left the student's state as it was
+
+
+def test_a_tensor_has_one_place_in_a_plan() -> None:
+    """The same leaf in two trees of one plan, each of which would have been updated by itself."""
+    policy = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 2))
+    critic = torch.nn.Sequential(policy[0], torch.nn.Linear(4, 1))
+    mesh, rules = fs.abstract_mesh((2,), ("shard",)), [(r".*", fs.fsdp("shard"))]
+    parts = {"policy": fs.split(policy).params, "critic": fs.split(critic).params}
+    told = r"(?s)1 of 6 leaves.*critic\.0\.weight  \[5, 4\] lies where policy\.0\.weight  \[5, 4\].*clone one"
+    with pytest.raises(PlanError, match=told):
+        fs.make_plan(parts, mesh, rules)
+    both = fs.split(torch.nn.ModuleDict({"policy": policy, "critic": critic}))  # what the message advises
+    leaves = fs.make_plan(both, mesh, rules).leaves
+    assert "critic.0.weight" not in leaves and leaves["policy.0.weight"].aliases == ("critic.0.weight",)
+    apart = {"policy": parts["policy"], "critic": tree.map(torch.clone, parts["critic"])}
+    assert len(fs.make_plan(apart, mesh, rules).leaves) == 6
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("other", [lambda w: w, lambda w: w.t(), lambda w: w.detach()[:2], lambda w: w.view(-1)])
+def test_views_of_a_leaf_are_no_leaves(other: Any, device: str) -> None:
+    mesh, w = fs.abstract_mesh((2,), ("shard",)), torch.empty(4, 6, device=device)
+    with pytest.raises(PlanError, match=r"b  \[.*\] lies where a  \[4, 6\]"):
+        fs.make_plan({"a": w, "b": other(w)}, mesh, [(r".*", P())])
+    rest = {"b": w[2:], "c": torch.empty(4, 6, device=device), "d": w[:0], "e": w[:, :0]}
+    fs.make_plan({"a": w[:2], **rest}, mesh, [(r".*", P())])
 
 
 def copies() -> list[Any]:

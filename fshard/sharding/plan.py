@@ -254,7 +254,28 @@ def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if wrong:
         remedy = "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real."
         raise PlanError(lines("parameters are real tensors, these are not:", wrong, remedy))
+    _check_apart(tensors)
     return tensors
+
+
+def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a tree that holds a tensor twice: two leaves would be made of what may be meant to be one."""
+    first: dict[tuple[int, int], str] = {}
+    twice = []
+    for path, leaf in tensors.items():
+        if leaf.numel():
+            plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)  # wrappers have no storage of their own
+            place = (leaf.untyped_storage()._cdata, leaf.storage_offset()) if plain else (id(leaf), 0)
+            other = first.setdefault(place, path)  # equal storage and offset: the first elements are the same
+            if other != path:
+                twice.append(f"{path}  {list(leaf.shape)} lies where {other}  {list(tensors[other].shape)} does")
+    if twice:
+        remedy = (
+            "A plan keeps each path by itself, so these would start alike and train apart. To share a leaf, hold it at "
+            "one path and read it there in both places, or split one module that holds both, which keeps their tie; "
+            "for two leaves, clone one."
+        )
+        raise PlanError(lines(f"{len(twice)} of {len(tensors)} leaves share the memory of others:", twice, remedy))
 
 
 def _leaves(
