@@ -124,7 +124,8 @@ def wrap(
     expect("lora.wrap(model, targets)", [("model", model, Model, "what fs.split(module) returned")])
     flat = dict(tree.paths(model.params))
     chosen = _chosen(flat, targets, rank)
-    twin = copy.deepcopy(model.module, {id(buffer): buffer for buffer in model.module.buffers()})
+    kept = [*model.module.buffers(), *tree.leaves(model.ignored)]
+    twin = copy.deepcopy(model.module, {id(leaf): leaf for leaf in kept})
     named = dict(twin.named_parameters())
     pairs = {id(named[path]): (path, _pair(named[path], rank)) for path in chosen}
     made: dict[Any, Any] = {}
@@ -141,6 +142,7 @@ def wrap(
     return dataclasses.replace(
         new,
         params=tree.nest({path: values[path] for path, _ in tree.paths(new.params)}),
+        ignored=model.ignored,
         inits={**model.inits, **{p: i for path in chosen for p, i in _inits(path, flat[path]).items()}},
     )
 

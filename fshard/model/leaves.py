@@ -1,6 +1,7 @@
 """The order of a tree's leaves, how to read them from a tree quickly, and what to say when they do not fit."""
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,6 +141,35 @@ def tied(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
         else:
             aliases[path] = canonical
     return leaves, aliases
+
+
+def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, Tensor]:
+    """The parameters that some patterns take out of a model's leaves, under all of their paths.
+
+    Raises:
+        PlanError: a pattern that is none, or matches no parameter; a parameter that wants to be trained.
+    """
+    found: set[int] = set()
+    problems = []
+    for pattern in patterns:
+        try:
+            hits = [id(leaf) for path, leaf in named.items() if re.fullmatch(pattern, path)]
+        except (re.error, TypeError) as error:
+            problems.append(f"{pattern!r} is not a regular expression: {error}")
+            continue
+        found.update(hits)
+        problems += [] if hits else [f"{pattern!r} matches no parameter; paths are like {next(iter(named), 'w')!r}"]
+    out = {path: leaf for path, leaf in named.items() if id(leaf) in found}
+    trained = [
+        f"{path}  {list(leaf.shape)}: it has requires_grad=True" for path, leaf in out.items() if leaf.requires_grad
+    ]
+    if problems or trained:
+        remedy = (
+            "What is ignored is no leaf and gets no gradient: call requires_grad_(False), or leave it in the tree. To "
+            "train a tensor on each rank by itself, stack those of all ranks: fs.Rule(path, P(axis), compute=P(axis))."
+        )
+        raise errors.PlanError(errors.lines("ignore= of fs.split:", problems + trained, remedy))
+    return out
 
 
 def _distinct(places: Sequence[Place]) -> list[Place]:

@@ -20,7 +20,7 @@ from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
 from fshard.model.instance import Body, Numbers, Shell, Template
-from fshard.model.leaves import LeafOrder, find_places, tied
+from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.unit import Unit
 
 
@@ -36,6 +36,7 @@ class Model:
         aliases: for every further path of a tied parameter, the path under which ``params`` holds it.
         frozen: the paths of parameters with ``requires_grad=False``.
         inits: by path, torch's own initial values, where the module that owns the parameter is torch's own.
+        ignored: the parameters that ``split(ignore=)`` took out, the module's own: no leaves, but part of its code.
     """
 
     params: dict[str, Any]
@@ -46,6 +47,7 @@ class Model:
     inits: Mapping[str, Initializer]
     _body: Body = field(repr=False)
     _unmade: tuple[str, ...] = ()
+    ignored: dict[str, Any] = field(default_factory=dict)
 
     def apply(
         self, params: Mapping[str, Any], /, *args: Any, buffers: Mapping[str, Any] | None = None, **kwargs: Any
@@ -77,7 +79,10 @@ class Model:
         if self._unmade and buffers is None and instance.leaves and instance.leaves[0].device.type != "meta":
             raise errors.unmade_buffers(self._unmade)
         given = self._body.buffers.leaves(self.buffers if buffers is None else buffers)
+        versions = [leaf._version for leaf in tree.leaves(self.ignored)] if self.ignored else []
         out, changed = self._body.run(instance, given, args, kwargs)
+        if versions and versions != [leaf._version for leaf in tree.leaves(self.ignored)]:
+            raise errors.written_outside([path for path, _ in tree.paths(self.ignored)])
         if buffers is None:
             if changed:
                 raise errors.buffers_changed(changed)
@@ -96,7 +101,7 @@ class Model:
         return f"Model({len(sizes)} leaves, {sum(sizes):,} parameters, units={self.units})"
 
 
-def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
+def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore: str | Iterable[str] = ()) -> Model:
     """Split a module into parameters and a pure function.
 
     Args:
@@ -105,13 +110,17 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
         units: which submodules are units, by path or by class. In a path pattern each part between dots is a glob:
             ``"blocks.*"``, ``"*coder.layers.*"``. ``"auto"`` takes the blocks of the outermost ``nn.ModuleList`` and
             ``nn.Sequential``, which for most models are the right ones; ``Model.units`` says what it found.
+        ignore: regular expressions for whole paths of frozen parameters that are to be no leaves (the
+            ``ignored_params`` of FSDP2's ``fully_shard``): they stay on every rank as they are, tensors of special
+            classes and of other values on each rank among them. ``Model.ignored`` holds them, and no plan,
+            collective, optimizer or checkpoint knows them.
 
     Returns:
         The model.
 
     Raises:
         PlanError: ``module`` is no module, a pattern matches nothing, a unit cannot be called, or lies inside of
-            another one.
+            another one; a parameter that is to be ignored wants to be trained.
         UnitError: the module cannot be copied.
 
     >>> model = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), units=("*",))
@@ -121,9 +130,12 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
     if not isinstance(module, nn.Module):
         raise errors.not_a_module(module)
     names = chosen(module, units)
-    params, aliases = tied(module.named_parameters(remove_duplicate=False))
+    every = dict(module.named_parameters(remove_duplicate=False))
+    out = ignored(every, [ignore] if isinstance(ignore, str) else ignore)
+    params, aliases = tied((path, leaf) for path, leaf in every.items() if path not in out)
     buffers, buffer_aliases = tied(module.named_buffers(remove_duplicate=False))
-    twin = _copied(module, params.values(), buffers.values())
+    twin = _copied(module, params.values(), [*buffers.values(), *out.values()])
+    _put_aside(twin, out)
     body = _body(
         twin,
         LeafOrder("params", params, {path: leaf.shape for path, leaf in params.items()}),
@@ -137,8 +149,9 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = ()) -> Model:
         units=names,
         aliases=aliases,
         frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
-        inits=deduce(module),
+        inits={path: init for path, init in deduce(module).items() if path not in out},
         _body=body,
+        ignored=tree.nest(tied(out.items())[0]),
         _unmade=tuple(path for path, buffer in buffers.items() if buffer.device.type == "meta"),
     )
 
@@ -176,6 +189,15 @@ def _copied(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[Tenso
             # On CUDA it would move the bound tensors into a buffer of its own, away from where their owner has them.
             vars(below)["flatten_parameters"] = _nothing
     return twin
+
+
+def _put_aside(twin: nn.Module, out: Iterable[str]) -> None:
+    """Let some parameters of the copy be plain attributes, which all instances share."""
+    for path in out:
+        owner, _, name = path.rpartition(".")
+        below = twin.get_submodule(owner)
+        if name in below._parameters:  # a module that is reached by two paths is one
+            vars(below)[name] = below._parameters.pop(name)
 
 
 def _meta(leaf: Tensor) -> nn.Parameter:

@@ -260,7 +260,7 @@ def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse a tree that holds a tensor twice: two leaves would be made of what may be meant to be one."""
-    first: dict[tuple[int, int], str] = {}
+    first: dict[tuple[Any, ...], str] = {}
     twice = []
     for path, leaf in tensors.items():
         if leaf.numel():
