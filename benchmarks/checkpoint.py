@@ -170,7 +170,7 @@ def weighed(call: Callable[[], object]) -> float:
 def stalls(peer: peers.Fshard, batch: torch.Tensor, folder: Path, steps: int) -> dict[str, list[float]]:
     """The times of steps, of asynchronous saves beside them, and of the steps during which these write.
 
-    The update of a step waits for the next one, or for whoever reads the state before. Here it counts as the step's own:
+    The update of a step waits for the next one, or for whoever reads the state before. Here it counts for its step:
     a save would be charged with what the next step is then spared.
     """
     out: dict[str, list[float]] = {"step": [], "save": [], "beside": []}

@@ -128,7 +128,7 @@ def hashers() -> int:
 
 
 def write_file(folder: str, name: str, slices: Sequence[Slice], pool: ThreadPoolExecutor, written: Written) -> None:
-    """Write one file, and add what it holds to ``written``. Threads hash each chunk and write it, still in the cache."""
+    """Write one file, and add what it holds to ``written``. Threads hash a chunk and write it, still in the cache."""
     # Larger elements first, so that each begins at a multiple of its size. On the CPU nothing is copied.
     ordered = [replace(s, data=s.data.cpu()) for s in sorted(slices, key=lambda s: -s.data.element_size())]
     shapes: dict[str, tuple[torch.dtype, Shape]] = {s.name: (s.data.dtype, (s.data.numel(),)) for s in ordered}
