@@ -36,8 +36,18 @@ def described(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (bool, int, float, str)):
-        return "None" if value is None else f"{value!r}, a {type(value).__name__}"
-    return f"a {type(value).__name__}"
+        return "None" if value is None else f"{value!r}, {kind(value)}"
+    return kind(value)
+
+
+def kind(value: Any) -> str:
+    """What a value is, in two words.
+
+    >>> kind(3), kind([])
+    ('an int', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
 def _is(value: Any, kinds: Any) -> bool:

@@ -21,6 +21,9 @@ class Whole:
 
     Args:
         value: any pytree, such as ``model.buffers``. The loss function reads it as ``batch["buffers"].value``.
+
+    >>> Whole({"angles": 3})
+    Whole({'angles': 3})
     """
 
     # No dataclass: trees would take it apart.
@@ -28,6 +31,9 @@ class Whole:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    def __repr__(self) -> str:
+        return f"Whole({self.value!r})"
 
 
 def sync_buffers(

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from fshard.arguments import kind
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.meeting import meet
 from fshard.errors import PlanError
@@ -130,8 +131,8 @@ def train_loop(
     ):
         raise PlanError(
             f"train_loop(step, start, batches) takes a train step, a function that makes a state, and batches as a "
-            f"function of the step or an iterable; it was given a {type(step).__name__}, a {type(start).__name__} and "
-            f"a {type(batches).__name__}"
+            f"function of the step or an iterable; it was given {kind(step)}, {kind(start)} and "
+            f"{kind(batches)}"
         )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise PlanError(f"train_loop(steps={steps!r}): give the step at which to end, an int >= 0")

@@ -92,10 +92,15 @@ class KeyReuseError(ShardError, RuntimeError):
     """The same random numbers were drawn twice from one key, inside of ``fs.random.checked()``."""
 
 
+MOST = 100
+"""Problems that one message lists."""
+
+
 def lines(head: str, problems: Iterable[str], remedy: str) -> str:
-    """A message of one head line, one indented line per problem, and the remedy."""
-    body = "".join(f"\n  {problem}" for problem in problems)
-    return f"{head}{body}\n{remedy}"
+    """A message of one head line, one indented line per problem, and the remedy, which must not scroll away."""
+    rows = [f"\n  {problem}" for problem in problems]
+    more = f"\n  ... and {len(rows) - MOST} more" if len(rows) > MOST else ""
+    return f"{head}{''.join(rows[:MOST])}{more}\n{remedy}"
 
 
 def bad_arguments(name: str, problems: Iterable[str]) -> PlanError:
@@ -123,9 +128,8 @@ def not_elementwise(name: str, reason: str) -> PlanError:
 
 def wrong_leaves(what: str, problems: Iterable[str]) -> TreeError:
     """A tree whose leaves are not the model's: each problem is ``path: what is wrong with it``."""
-    return TreeError(
-        lines(f"{what}: the tree does not fit the model:", problems, "Pass a tree with the model's paths and shapes.")
-    )
+    remedy = "Pass a tree with the model's paths and shapes."
+    return TreeError(lines(f"{what}: the tree does not fit the model:", problems, remedy))
 
 
 def buffers_changed(paths: Iterable[str]) -> UnitError:
@@ -143,17 +147,14 @@ def buffers_changed(paths: Iterable[str]) -> UnitError:
 def unmade_buffers(paths: Iterable[str]) -> UnitError:
     """A call that would read buffers without values."""
     head = "the module's buffers are on the meta device, and hold no values:"
-    remedy = (
-        "Make the module under fs.empty_weights(), which gives memory to buffers alone, or call apply(..., buffers=)."
-    )
+    remedy = "Make the module under fs.empty_weights(), which keeps buffers real, or call apply(..., buffers=)."
     return UnitError(lines(head, paths, remedy))
 
 
 def bad_unit_pattern(pattern: object) -> PlanError:
     """Something in ``units=`` that is neither a path pattern nor a module class."""
-    return PlanError(
-        f"units: {pattern!r} is a {type(pattern).__name__}; give path globs ('blocks.*') or subclasses of nn.Module"
-    )
+    kind = type(pattern).__name__
+    return PlanError(f"units: {pattern!r} is of type {kind}; give globs ('blocks.*') or subclasses of nn.Module")
 
 
 def not_a_module(given: object) -> PlanError:
@@ -190,8 +191,8 @@ def _exist(modules: Iterable[tuple[str, str]]) -> list[str]:
 
 def nested_units(pairs: Iterable[tuple[str, str]]) -> PlanError:
     """Units that contain other units: (outer path, inner path) pairs."""
-    problems = (f"{outer} contains {inner}" for outer, inner in pairs)
-    return PlanError(lines("units cannot lie inside of each other:", problems, "Choose the outer or the inner ones."))
+    rows = (f"{outer} contains {inner}" for outer, inner in pairs)
+    return PlanError(lines("units cannot lie inside of each other:", rows, "Choose the outer or the inner ones."))
 
 
 def uncallable_unit(kinds: Mapping[str, str]) -> PlanError:
@@ -213,7 +214,7 @@ def cannot_copy(problems: Iterable[str]) -> UnitError:
 
 def bad_policy(problems: Iterable[str]) -> PlanError:
     """A policy with values of the wrong type or out of range."""
-    remedy = "pass values of the types and ranges that fshard.Policy names"
+    remedy = "pass values of the types and ranges that its docstring names"
     return PlanError(lines("this policy cannot be:", problems, remedy))
 
 
@@ -222,9 +223,10 @@ def bad_costs(problems: Iterable[str]) -> PlanError:
     return PlanError(lines("these costs cannot be:", problems, "give seconds and bytes a second of ops that exist"))
 
 
-def memory_too_small(budget: int, least: str, policy: str, items: Iterable[str]) -> PlanError:
+def memory_too_small(budget: int, least: str, policy: str, items: Sequence[str]) -> PlanError:
     """A limit on memory that no schedule keeps."""
-    head = f"memory={budget} bytes are too few for any schedule: the least is {least}, with {policy}. Most of it is:"
+    most = " Most of it is:" if items else ""
+    head = f"memory={budget} bytes are too few for any schedule: the least is {least}, with {policy}.{most}"
     return PlanError(lines(head, items, "Allow that much, use smaller units, more ranks or a smaller batch."))
 
 
@@ -264,8 +266,8 @@ def broken_schedule(problem: str, excerpt: Iterable[str]) -> ScheduleError:
 
 def unreadable_schedule(number: int, line: str, problem: str) -> ScheduleError:
     """A line that is no part of a schedule's text form."""
-    where = f"line {number} of the schedule's text, {line!r}"
-    return ScheduleError(f"{where}: {problem}; parse takes what str(schedule) gives")
+    head = f"line {number} of the schedule's text, {line!r}: {problem}"
+    return ScheduleError(f"{head}; parse takes what str(schedule) gives")
 
 
 def missing_extra(what: str, library: str, extra: str) -> ImportError:

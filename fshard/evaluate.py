@@ -20,7 +20,7 @@ from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
-from fshard.state.train_state import TrainState
+from fshard.state.train_state import TrainState, expect_state, not_copied
 
 
 class EvalStep:
@@ -32,6 +32,11 @@ class EvalStep:
         self.plan = plan
         read = plan if precision is None else plan.read_in(precision)
         self._runner = Runner(fn, Workshop(read, policy, 1, False, debug, lanes_of(read)))
+
+    def __repr__(self) -> str:
+        return f"<eval step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups>"
+
+    __reduce__ = not_copied
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """Evaluate on a batch. Neither the state nor a train step that uses it changes.
@@ -49,6 +54,7 @@ class EvalStep:
             BatchError: a 0-dim result over batches of different sizes; return ``fs.Mean``.
         """
         refuse_transforms("an eval step")
+        expect_state(state, "evaluate")
         state.check_plan(self.plan)
         with Shield() as shield:
             result = self._evaluate(Work(batch, state.finished(), shield))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import kind
 from fshard.capture import check_captured
 from fshard.collectives.build import untraced
 from fshard.collectives.group import Group
@@ -175,4 +176,4 @@ def _check_leaf(leaf: Any, spec: P, mesh: Mesh, label: str, everywhere: bool) ->
     if isinstance(leaf, Tensor):
         check_spec(leaf, spec, mesh, label, everywhere)
     elif spec.axes:
-        raise CollectiveError(f"{label} is a {type(leaf).__name__}, which {spec} cannot divide: give it P()")
+        raise CollectiveError(f"{label} is {kind(leaf)}, which {spec} cannot divide: give it P()")

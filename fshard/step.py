@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import described
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
@@ -19,6 +20,7 @@ from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
 from fshard.runtime.clip import Clip, read_clip
+from fshard.runtime.comm import Lane
 from fshard.runtime.commit import Verdict
 from fshard.runtime.decide import Decisions
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
@@ -41,7 +43,7 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_late, check_optimizer
-from fshard.state.train_state import TrainState
+from fshard.state.train_state import TrainState, expect_state, not_copied
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class TrainStep:
         self._choice: Choice | None = None
         self._late: BaseException | None = None  # a signal that came when the step before was made
 
+    def __repr__(self) -> str:
+        return f"<train step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups, {self.opt!r}>"
+
+    __reduce__ = not_copied
+
     def __call__(self, state: TrainState, batch: Any, *, stop: bool = False) -> tuple[TrainState, Metrics]:
         """Make one step.
 
@@ -111,10 +118,7 @@ class TrainStep:
             Exception: whatever the loss function raises.
         """
         refuse_transforms("a train step")
-        if not isinstance(state, TrainState):
-            raise TreeError(
-                f"the first argument is a {type(state).__name__}: step(state, batch) takes what init_state returns"
-            )
+        expect_state(state, "step")
         late, self._late = self._late, None
         with Shield(late) as shield:
             result = self._make(state, batch, shield, stop)
@@ -142,7 +146,7 @@ class TrainStep:
         verdict = self._check(outcome, scale)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
         if self.options.debug and own is None and not overflow:
-            self._check_copies()
+            check_copies(self.plan, self._grads.shards, self._control())
         factor = self._decide.mean(state.step, state.count, verdict)
         norm = self._decide.norm(verdict, factor)
         metrics = self._metrics(outcome, verdict, norm, overflow)
@@ -287,10 +291,10 @@ class TrainStep:
         if last is not None and last is not waiting:
             last.finish()
 
-    def _check_copies(self) -> None:
+    def _control(self) -> Lane:
         lanes = self._runner.workshop.lanes
         assert lanes is not None
-        check_copies(self.plan, self._grads.shards, lanes.control)
+        return lanes.control
 
     def _rounding(self, state: TrainState) -> Rounding | None:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
@@ -305,9 +309,7 @@ class TrainStep:
         return None if (rule := self.options.loss_scale) is None else state.scale or rule.start()
 
     def _check(self, outcome: Outcome, scale: Scale | None) -> Verdict:
-        lanes = self._runner.workshop.lanes
-        assert lanes is not None
-        verdict = raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
+        verdict = raise_outcome(self._control(), outcome, self.plan.mesh.rank)
         if overflowed(self.options.loss_scale, scale, verdict):
             return verdict
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
@@ -320,9 +322,7 @@ class TrainStep:
         return verdict
 
     def _metrics(self, outcome: Outcome, verdict: Verdict, norm: float, skipped: bool) -> Metrics:
-        lanes = self._runner.workshop.lanes
-        assert lanes is not None
-        aux = combine_aux(lanes.control, outcome.aux)
+        aux = combine_aux(self._control(), outcome.aux)
         loss, size = (torch.scalar_tensor(x, dtype=torch.float32, device="cpu") for x in (verdict.loss, norm))
         return Metrics(loss, size, aux, skipped, verdict.stop)
 
@@ -382,8 +382,8 @@ def make_train_step(
         raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
     if not isinstance(plan, Plan) or not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
         raise PlanError(
-            f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given a "
-            f"{type(opt).__name__} and a {type(plan).__name__}"
+            f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
+            f"{described(opt)} and {described(plan)}"
         )
     clip = read_clip(clip_norm, plan)
     problems = [

@@ -31,8 +31,9 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     for key, value in tree.items():
         if not isinstance(key, str) or not key or "." in key:
             raise TreeError(
-                f"the key {key!r} under {prefix.rstrip('.') or 'the root'!r} cannot name a leaf: keys are "
-                f"non-empty strings without dots, since a dot separates the levels of a path"
+                f"the key {key!r} {'under ' + repr(prefix[:-1]) if prefix else 'at the root'} cannot name a leaf: keys "
+                f"are non-empty strings without dots, since a dot separates the levels of a path. A flat dict with "
+                f"dotted names, such as a state dict, becomes a tree by fs.tree.nest(flat)"
             )
         if isinstance(value, Mapping):
             yield from paths(value, f"{prefix}{key}.")

@@ -1,5 +1,7 @@
 """Arguments of the wrong type or meaning: an error of this library that says what to give."""
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -50,11 +52,11 @@ def _step(loss: Any = _loss, **options: Any) -> Any:
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: fs.make_mesh(2, ("shard",)), r"sizes is 2, a int: give one size an axis"),
+    (lambda: fs.make_mesh(2, ("shard",)), r"sizes is 2, an int: give one size an axis"),
     (lambda: fs.make_mesh((-1,), "shard"), r"axis_names is 'shard', a str: give one name an axis, such as \("),
     (lambda: fs.make_mesh((-1,), (3,)), "one distinct name an axis"),
-    (lambda: fs.virtual_mesh(2, "shard"), "sizes is 2, a int(?s:.*)axis_names is 'shard'"),
-    (lambda: fs.abstract_mesh(2, ("shard",)), "sizes is 2, a int"),
+    (lambda: fs.virtual_mesh(2, "shard"), "sizes is 2, an int(?s:.*)axis_names is 'shard'"),
+    (lambda: fs.abstract_mesh(2, ("shard",)), "sizes is 2, an int"),
     (lambda: fs.make_plan(MODEL, MESH, ".*"), r"rules is '\.\*', a str: give a list of \(pattern, spec\) pairs"),
     (lambda: fs.make_plan(MODEL, MESH, {".*": fs.fsdp("shard")}), "rules is a dict: give a list"),
     (lambda: fs.make_plan(MODEL, MESH, None), "rules is None: give a list"),
@@ -77,12 +79,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: fs.init_state(PLAN, OPT, init=[(".*", nn.init.normal_)]),
         r"init\[0\] is .*an initializer of fs.init",
     ),
-    (lambda: fs.init_state(PLAN, OPT, init=[(3, fs.init.zeros())]), r"init\[0\] pattern is 3, a int"),
+    (lambda: fs.init_state(PLAN, OPT, init=[(3, fs.init.zeros())]), r"init\[0\] pattern is 3, an int"),
     (lambda: fs.init_state(PLAN, OPT, init=[".*"]), r"init\[0\] is '\.\*', a str: give a list"),
     (lambda: _step(Net()), r"loss_fn is Net, not a function \(params, batch\) that calls model\.apply"),
     (lambda: _step(clip_norm="1"), "clip_norm='1' must be positive"),
     (lambda: fs.make_eval_step(PLAN, _loss), "fn is a Plan: give a function(?s:.*)plan is a function"),
     (lambda: fs.make_eval_step(_loss, PLAN, schedule="auto"), "schedule is 'auto', a str: give fs.Policy"),
+    (lambda: fs.Auto(memory="1GB"), "memory='1GB' is no positive number"),
+    (lambda: fs.optim.from_torch(torch.optim.SGD(Net().parameters())), "cls is a SGD: give a class of torch.optim"),
+    (
+        lambda: _step(schedule=fs.Auto(memory=9, compute=1.0, wire=1.0)).trace(BATCH),
+        r"reshard=true update=deferred\.\n",
+    ),
     (lambda: fs.lora.wrap(Net(), ".*"), r"model is a Net: give what fs\.split\(module\) returned"),
     (
         lambda: _step(remat=[("block", "all")])(_state(), BATCH),
@@ -154,3 +162,42 @@ def test_parameters_of_another_model_are_refused() -> None:
     loss = fs.sharded_loss(lambda params, batch: narrow.apply(params, batch["x"]).mean(), plan)
     with pytest.raises(TreeError, match=r"0\.weight: shape \(6, 4\), expected \(5, 4\)"):
         loss(fs.init_state(plan, OPT).params, BATCH)
+
+
+def test_states_that_are_none() -> None:
+    """Parameters instead of a state, in train and eval steps."""
+    for call in (_step(), fs.make_eval_step(_loss, PLAN)):
+        with pytest.raises(TreeError, match=r"the first argument is a dict: (step|evaluate)\(state, batch\) takes"):
+            call(MODEL.params, BATCH)
+
+
+def test_parameters_without_values_are_named() -> None:
+    """A tree on the meta device holds nothing to start from."""
+    with torch.device("meta"):
+        empty = fs.split(Net(), units="auto")
+    for call in (lambda: fs.init_state(PLAN, OPT, params=empty.params), lambda: fs.shard(empty.params, PLAN)):
+        with pytest.raises(TreeError, match=r"no values  inp\.weight: on the meta device"):
+            call()
+
+
+def test_steps_are_not_copied() -> None:
+    """A copy would share memory with the original; what they are made of can be pickled."""
+    for step in (_step(), fs.make_eval_step(_loss, PLAN)):
+        for again in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="> cannot be copied or pickled: make it again from"):
+                again(step)
+    assert pickle.loads(pickle.dumps(PLAN)) == PLAN
+
+
+def test_what_prints() -> None:
+    """Objects say what they are, in a line."""
+    assert repr(_step()) == f"<train step of 6 leaves in 3 groups, {OPT!r}>"
+    assert repr(fs.make_eval_step(_loss, PLAN)) == "<eval step of 6 leaves in 3 groups>"
+    assert repr(fs.Rule(".*", fs.P())) == "Rule('.*', P())"
+
+
+def test_long_reports_keep_their_ends() -> None:
+    """A hundred problems are listed, and how many more there are; the remedy stands behind them."""
+    whole = {str(i): torch.ones(1) for i in range(120)}
+    with pytest.raises(PlanError, match=r"120 problems(?s:.*)  99  \[1\].*\n  \.\.\. and 20 more\nMend the rules"):
+        fs.make_plan(whole, MESH, [(".*", fs.fsdp("other"))])

@@ -72,10 +72,10 @@ BAD: list[tuple[Any, Any, str]] = [
     (nn.Linear, (), r"takes an nn.Module, and got the class Linear: make one, Linear\(...\)"),
     ({"w": torch.ones(2)}, (), r"got a dict; fs.make_plan takes a tree of tensors as it is"),
     (None, (), "got a NoneType"),
-    (nn.Linear(2, 2), 5, r"5 is a int; give path globs"),
-    (nn.Linear(2, 2), [5], r"5 is a int; give path globs"),
-    (nn.Linear(2, 2), None, r"None is a NoneType; give path globs"),
-    (nn.Linear(2, 2), _mlp(), r"give path globs"),
+    (nn.Linear(2, 2), 5, r"5 is of type int; give globs"),
+    (nn.Linear(2, 2), [5], r"5 is of type int; give globs"),
+    (nn.Linear(2, 2), None, r"None is of type NoneType; give globs"),
+    (nn.Linear(2, 2), _mlp(), r"give globs"),
 ]
 
 

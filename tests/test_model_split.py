@@ -289,7 +289,7 @@ def test_patterns_that_match_nothing() -> None:
         split(Net(), ("layers.*", nn.Conv2d, "blocks.*"))
     with pytest.raises(PlanError, match="no submodules"):
         split(nn.Linear(1, 1), "x")
-    with pytest.raises(PlanError, match="3 is a int"):
+    with pytest.raises(PlanError, match="3 is of type int"):
         split(Net(), (3,))  # type: ignore[arg-type]
 
 

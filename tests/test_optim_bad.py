@@ -45,7 +45,7 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     ),  # type: ignore[list-item]
     (lambda: O.partition([(".*", None)]), "none of them has an optimizer"),
     (lambda: O.masked(O.sgd(0.1), "("), "not a regular expression"),
-    (lambda: O.from_torch(O.sgd, lr=0.1), "cls = .*: must be a class"),  # type: ignore[arg-type]
+    (lambda: O.from_torch(O.sgd, lr=0.1), "cls is the class sgd: give a class"),  # type: ignore[arg-type]
     (lambda: O.from_torch(torch.optim.Adam, lr=0.1, momentum=0.9), "unexpected keyword argument 'momentum'"),
     (lambda: O.from_torch(torch.optim.Adam, lr=0.1, betas=(0.9, 2.0)), "Invalid beta"),
 ]

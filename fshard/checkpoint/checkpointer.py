@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from fshard.arguments import kind
 from fshard.checkpoint.folder import Folder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.match import Request, TakeRules
 from fshard.checkpoint.meeting import Meeting, meet, only_first, same
@@ -118,7 +119,7 @@ class Checkpointer:
         """
         self.wait()
         if not isinstance(state, TrainState):
-            raise TreeError(f"save(state) takes a train state, and was given a {type(state).__name__}")
+            raise TreeError(f"save(state) takes a train state, and was given {kind(state)}")
         mesh = state.plan.mesh
         meeting = meet(mesh, "control")
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
@@ -180,7 +181,7 @@ class Checkpointer:
         """
         self.wait()
         if not isinstance(plan, Plan):
-            raise PlanError(f"restore(plan, opt) takes a plan, and was given a {type(plan).__name__}")
+            raise PlanError(f"restore(plan, opt) takes a plan, and was given {kind(plan)}")
         if into is not None:
             into.check_plan(plan)
         meeting = meet(plan.mesh, "control")

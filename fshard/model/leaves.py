@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard import errors, tree
+from fshard.arguments import kind
 from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
 
@@ -72,7 +73,7 @@ class LeafOrder:
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:
         if not isinstance(given, Mapping):
-            raise errors.wrong_leaves(self._what, [f"a {type(given).__name__} was given, not a nested dict"])
+            raise errors.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"])
         found = dict(tree.paths(given))
         known = set(self.paths)
         problems = [f"{path}: missing" for path in self.paths if path not in found]
@@ -81,7 +82,7 @@ class LeafOrder:
             leaf = found.get(path)
             if not isinstance(leaf, Tensor):
                 if path in found:
-                    problems.append(f"{path}: a {type(leaf).__name__}, not a tensor")
+                    problems.append(f"{path}: {kind(leaf)}, not a tensor")
             elif self._shapes is not None and (shape := _whole(leaf)) not in (None, tuple(self._shapes[i])):
                 problems.append(f"{path}: shape {shape}, expected {tuple(self._shapes[i])}")
         if problems:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import errors
+from fshard.arguments import described
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, rate, unscale
 from fshard.optim.decay import Decay, decays, idle
@@ -40,8 +41,8 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
         PlanError: a class that is not elementwise, or arguments that it does not take.
 
     >>> opt = from_torch(torch.optim.Adagrad, lr=0.1)
-    >>> sorted(opt.init(torch.zeros(3), opt.hyper("w", (3,))))
-    ['sum']
+    >>> opt, sorted(opt.init(torch.zeros(3), opt.hyper("w", (3,))))
+    (from_torch(Adagrad, lr=0.1), ['sum'])
     """
 
     cls: type[torch.optim.Optimizer]
@@ -54,7 +55,7 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
         self, cls: type[torch.optim.Optimizer], *, lr: Rate | None = None, decay: Decay = None, **kwargs: Any
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise errors.bad_arguments("from_torch", [f"cls = {cls!r}: must be a class of torch.optim"])
+            raise errors.bad_arguments("from_torch", [f"cls is {described(cls)}: give a class of torch.optim"])
         problems = checks.decay(decay) + ([] if lr is None else checks.rate("lr", lr))
         if problems:
             raise errors.bad_arguments(f"from_torch({cls.__name__})", problems)
@@ -74,6 +75,10 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
             raise errors.bad_arguments(f"from_torch({cls.__name__})", [str(error)]) from error
         except Exception as error:
             raise errors.not_elementwise(cls.__name__, f"it failed on a vector: {error}") from error
+
+    def __repr__(self) -> str:
+        given = {"lr": self.lr, **({} if self.decay is None else {"decay": self.decay}), **self.kwargs}
+        return f"from_torch({self.cls.__name__}, {', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def __hash__(self) -> int:
         return hash((self.cls, self.decay, tuple(self.kwargs)))

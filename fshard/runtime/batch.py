@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import kind
 from fshard.errors import BatchError, lines
 
 STEERING = (bool, int, str, bytes, type(None))
@@ -61,7 +62,7 @@ def microbatches(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     leaves, spec = tree.flatten(batch)
-    arrays = [f"{name} is a {type(x).__name__}" for name, x in _named(batch) if _is_array(x)]
+    arrays = [f"{name} is {kind(x)}" for name, x in _named(batch) if _is_array(x)]
     if arrays:
         raise BatchError(lines("the batch holds arrays that are no tensors:", arrays, "Make tensors of them first."))
     dims = set(leading_dims(batch))

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
+from fshard.arguments import kind
 from fshard.errors import ShardError
 
 VALUES_NEEDED = (
@@ -101,7 +102,7 @@ def explaining(batch: Any) -> Iterator[None]:
 def _described(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-    return f"a {type(leaf).__name__}, which is no tensor"
+    return f"{kind(leaf)}, which is no tensor"
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class Auto:
         for name in ("memory", "compute", "wire"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool | str) or not value > 0):
-                problems.append(f"{name}={value!r} is not positive")
+                problems.append(f"{name}={value!r} is no positive number")
         if not 0 <= self.latency < math.inf:
             problems.append(f"latency={self.latency!r} is no number of seconds")
         if self.update not in UPDATES:

@@ -157,6 +157,8 @@ class Plan:
                 shape = leaf.shape if whole else group.local_shape(number, self.mesh)
                 if tuple(value.shape) != shape:
                     wrong.append(f"misshapen  {path}: {list(value.shape)}, the plan has {list(shape)}")
+                elif value.device.type == "meta":
+                    wrong.append(f"no values  {path}: on the meta device; init_state without params= makes values")
         if wrong:
             kind = "whole" if whole else "this rank's"
             head = f"{what} has {len(given)} leaves and is not the plan's parameter tree of {len(self.leaves)}:"

@@ -34,8 +34,8 @@ class Rule:
             parameters send each other what they updated, behind the next forward. HSDP with the optimizer over all
             ranks is ``Rule(".*", fs.fsdp("shard"), opt=fs.fsdp(("shard", "replica")))``.
 
-    >>> Rule(r".*norm.*", P(), precision=Precision()).trainable is None
-    True
+    >>> Rule("embed.*", P("shard"), trainable=False)
+    Rule('embed.*', P('shard'), trainable=False)
     """
 
     pattern: str
@@ -46,6 +46,11 @@ class Rule:
     precision: Precision | None = None
     align: Align = None
     opt: P | Tactic | None = None
+
+    def __repr__(self) -> str:
+        said = ((name, getattr(self, name)) for name in ("compute", "trainable", "precision", "align", "opt"))
+        rest = [f"{name}={value!r}" for name, value in said if value is not None]
+        return f"Rule({', '.join([repr(self.pattern), repr(self.at_rest), *rest])})"
 
 
 RuleLike = Rule | tuple[str, P | Tactic]

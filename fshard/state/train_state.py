@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import described
 from fshard.errors import DonatedError, TreeError
 from fshard.optim.scaling import Scale
 from fshard.runtime.update import Shard, Update
@@ -163,6 +164,25 @@ class TrainState:
         if form.shape is None:
             return view.view(local) if form.block == 1 else view
         return view.view(form.shape) if end > begin else view
+
+
+def expect_state(state: Any, call: str) -> None:
+    """Refuse what is no state where one belongs.
+
+    Raises:
+        TreeError: naming what it is.
+    """
+    if not isinstance(state, TrainState):
+        raise TreeError(f"the first argument is {described(state)}: {call}(state, batch) takes what init_state returns")
+
+
+def not_copied(step: Any) -> NoReturn:
+    """The ``__reduce__`` of steps: their units read memory at fixed places, and communicators belong to a process.
+
+    Raises:
+        TypeError: always, as for other objects that cannot be pickled.
+    """
+    raise TypeError(f"{step!r} cannot be copied or pickled: make it again from its function and its plan, which can be")
 
 
 def local_view(plan: Plan, group: Group, number: int, shard: Tensor) -> Tensor:
