@@ -97,6 +97,8 @@ Spec = optree.PyTreeSpec | Nested
 
 def flatten(tree: Tree) -> tuple[list[Any], Spec]:
     """The leaves of any pytree, ``None`` among them, and what ``unflatten`` needs to put them back."""
+    if type(tree) is Tensor:
+        return [tree], _LEAF
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     if not _suspect(leaves):
         return leaves, spec
@@ -120,6 +122,8 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of any pytree, ``None`` among them."""
+    if type(tree) is Tensor:
+        return [tree]
     found = optree.tree_leaves(tree, none_is_leaf=True)
     return flatten(tree)[0] if _suspect(found) else found
 
@@ -163,6 +167,7 @@ def names(tree: Tree, root: str) -> list[str]:
     return _repeated(found, flatten(tree)[1], lambda one, path: one + path)
 
 
+_LEAF = optree.treespec_leaf(none_is_leaf=True)
 _PLAIN = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 

@@ -66,7 +66,8 @@ def read_loss(result: Any) -> Loss:
             f"the loss has shape {list(total.shape)} and dtype {name}: reduce it to one floating-point number, "
             f"with .mean(), or fs.Mean(losses.sum(), losses.numel()) where counts differ between ranks"
         )
-    bad = [mean for mean in (*means_of(head), *means_of(aux)) if not _scalar_parts(mean)]
+    means = [*means_of(head), *means_of(aux)] if aux or isinstance(head, Mean) else []
+    bad = [mean for mean in means if not _scalar_parts(mean)]
     if bad:
         raise LossError(
             f"fs.Mean takes a 0-dim floating tensor and a 0-dim count: got {type(bad[0].total).__name__} of shape "
@@ -112,7 +113,7 @@ def is_scalar(value: Any) -> bool:
 
 def number(value: Tensor | float | None) -> float:
     """A number as a Python float; None counts as zero. Reads the device."""
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value or 0.0)
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value or 0.0)
 
 
 def foreign_loss() -> LossError:

@@ -317,12 +317,12 @@ class Runner:
         check_differentiable(loss)
         if loss.count is not None and self.in_backward:
             raise weighted_in_backward()
-        same = outcome.weighted is (loss.count is not None) and _spec(outcome.aux[:1]) == _spec([loss.aux])
-        if outcome.aux and not same:
+        weighted = loss.count is not None
+        if outcome.aux and (outcome.weighted is not weighted or _spec(outcome.aux[:1]) != _spec([loss.aux])):
             raise different_microbatches()
         outcome.losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
-        outcome.weighted = loss.count is not None
-        outcome.aux.append(tree.map(detached, loss.aux))
+        outcome.weighted = weighted
+        outcome.aux.append(tree.map(detached, loss.aux) if loss.aux else loss.aux)
         seed = torch.full_like(loss.total, 1.0 / outcome.divided)
         with work.shield.opened():
             prepared.engine.differentiate(loss.total, seed)

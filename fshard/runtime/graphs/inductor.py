@@ -5,7 +5,7 @@ cheap pointwise ops are computed again in the backward rather than saved. Both h
 numbers are drawn by the ops that eager PyTorch uses, so that they are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class _Compiled:
         place = {node.name: number for number, node in enumerate(made)}
         place |= {f"primals_{n + 1}": len(made) + i for i, n in enumerate(self.inputs)}
         self.first = _compile(first, backward=False)
-        self.second: Any = None
+        self.second: _Half | None = None
         self.order: list[int] = []
         if second is not None:
             self.order = [_origin(node, place, holders) for node in second.graph.find_nodes(op="placeholder")]
@@ -92,7 +92,7 @@ class _Compiled:
     # The functions of a ``Code``.
 
     def forward(self, params: Sequence[Tensor], *inputs: Tensor) -> tuple[Sequence[Tensor], list[Any]]:
-        out = self.first([*params, *inputs])
+        out = self.first.run([*params, *inputs])
         saved = [*out[self.count :], *[inputs[i - self.leaves] for i in self.inputs]]
         return out[: self.count], saved
 
@@ -113,7 +113,8 @@ class _Compiled:
         # Numbers below zero count leaves, those from 0 what was saved, and tangents come last, in their order.
         arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order if n < _TANGENT]
         saved.clear()
-        return self.second([*arguments, *tangents])
+        assert self.second is not None
+        return self.second.run([*arguments, *tangents])
 
     def code(self) -> Code:
         """These as the functions of a graph."""
@@ -132,9 +133,23 @@ def _origin(node: fx.Node, place: dict[str, int], holders: dict[str, int]) -> in
     return place[name] if name in place else -1 - holders[name]
 
 
-def _compile(module: fx.GraphModule, backward: bool) -> Any:
+class _Half:
+    """One compiled half. Its first call ends the compiler's accounts; the next go straight to the code."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self.run: Callable[[list[Any]], Any] = self._first
+
+    def _first(self, arguments: list[Any]) -> Any:
+        out = self.compiled(arguments)
+        self.run = getattr(self.compiled, "current_callable", None) or self.compiled
+        return out
+
+
+def _compile(module: fx.GraphModule, backward: bool) -> _Half:
     output = module.graph.output_node()
     # Inductor may choose other strides for results that nobody is said to see; the backward was traced with these.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    return compile_fx_inner(module, fakes, is_backward=backward, cpp_wrapper=bool(SETTINGS.get("cpp_wrapper")))
+    wrapper = bool(SETTINGS.get("cpp_wrapper"))
+    return _Half(compile_fx_inner(module, fakes, is_backward=backward, cpp_wrapper=wrapper))
