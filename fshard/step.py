@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard.arguments import described
 from fshard.collectives.copies import check_copies
@@ -33,7 +32,7 @@ from fshard.runtime.rng import seeded
 from fshard.runtime.rounding import Rounding, rounded_groups
 from fshard.runtime.runner import Runner, Work
 from fshard.runtime.trace import idle_leaves, trace
-from fshard.runtime.update import Gradients, Shard, Update
+from fshard.runtime.update import Shard, Update
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.measured import measured
@@ -76,9 +75,7 @@ class TrainStep:
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
         self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
-        senders = workshop.lanes.senders(plan) if workshop.lanes is not None else {}
-        cuts = cuts_of(plan, opt, options.clip.number)
-        self._grads = Gradients(workshop.grads, cuts, workshop.reduced, senders)
+        self._grads = workshop.gradients(cuts_of(plan, opt, options.clip.number), self._kept)
         self._since: dict[str, int] = {}
         self._rounded = rounded_groups(plan)
         self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)
@@ -299,7 +296,7 @@ class TrainStep:
     def _rounding(self, state: TrainState) -> Rounding | None:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
 
-    def _update(self, state: TrainState, shards: list[Shard], scale: list[Tensor | None]) -> Update:
+    def _update(self, state: TrainState, shards: list[Shard], scale: list[float | None]) -> Update:
         update = Update(self.opt, state.step, shards, self._grads, scale, self._rounding(state), state.waiting)
         self._last = weakref.ref(update)
         return update

@@ -57,7 +57,7 @@ def copied(group: Group, plan: Plan) -> Axes:
 
 
 def _problems(group: Group, axes: Axes, mesh: Mesh, grad: Tensor) -> list[str]:
-    rows = raw.gather(Ranks(mesh, axes), grad)()
+    rows = raw.gather(Ranks(mesh, axes), grad.to(mesh.device))()
     largest, part = float(rows.abs().max()) if rows.numel() else 0.0, mesh.index(group.gather_axes)
     out = []
     for number, leaf in enumerate(group.leaves):

@@ -124,7 +124,7 @@ def fetch(mesh: Mesh, parcel: Parcel) -> Tensor | None:
     lane = ranks.lane  # made by all ranks at the first call, also by those that do not take part
     if not parcel.takes_part:
         return None
-    mine = parcel.entry.tensor.to(parcel.dtype)
+    mine = parcel.entry.tensor.to(mesh.device, parcel.dtype)
     low, shape = parcel.block
     receives = parcel.root is None or positions(ranks)[parcel.root] == mesh.rank
     out = torch.empty(math.prod(shape) if receives else 0, dtype=parcel.dtype, device=mine.device)

@@ -9,7 +9,8 @@ from torch import Tensor
 from fshard.errors import CommError
 from fshard.runtime.clock import Mark, make_clock
 from fshard.runtime.comm import Done, Handle, Lane, Transport
-from fshard.runtime.memory import allocate
+from fshard.runtime.memory import allocate, deallocate
+from fshard.runtime.offload import Offload
 from fshard.runtime.replicas import Replicas
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
@@ -50,7 +51,9 @@ class Actions:
         parted: the gradient shard of each group of which it updates but a part.
         carried: what is added to gradients before their norms are taken, and times what, by group id; it changes from
             step to step.
+        landed: the gradients of groups that are updated on the host, while they are on the device.
         casts: room for the shard of each group that units read in another dtype, by group id.
+        offload: copies to and from host memory.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
     """
 
@@ -61,12 +64,15 @@ class Actions:
         lanes: Lanes,
         grads: Mapping[int, Tensor],
         parted: Mapping[int, Tensor],
+        landed: Mapping[int, Tensor],
         casts: Mapping[int, Tensor],
         carried: Mapping[int, tuple[Tensor, float]],
+        offload: Offload,
         poison: bool,
     ) -> None:
         self.plan, self.slots, self.lanes, self.grads, self.poison = plan, slots, lanes, grads, poison
-        self.parted, self.casts, self.carried = parted, casts, carried
+        self.parted, self.landed, self.casts, self.carried, self.offload = parted, landed, casts, carried, offload
+        self.summands = {**grads, **landed}  # what is summed over ranks, on the device
         self.cast: set[int] = set()
         self.by_name = {slots.group.name: slots for slots in slots.groups}
         self.clock = make_clock(plan.mesh.device)
@@ -81,6 +87,8 @@ class Actions:
             "total": self._total,
             "spread": self._spread,
             "join": self._join,
+            "offload": self._offload,
+            "stored": self._stored,
         }
         self.on_agree: Callable[[], None] = _nothing
         self.on_commit: Callable[[], None] = _nothing
@@ -106,7 +114,7 @@ class Actions:
         self.norms.clear()
         self.waiting.clear()
         for slots in self.slots.groups:
-            if slots.group.parts == 1:
+            if not slots.group.gathered:
                 waits = update is not None and not own and slots.group.trainable
                 cast = self.casts.get(slots.group.id)
                 slots.bind_resident(cast if waits and cast is not None else self._readable(slots.group.id))
@@ -133,7 +141,7 @@ class Actions:
 
     def live(self, group: str) -> bool:
         """Whether units can read this group now."""
-        return group in self.readable or self.by_name[group].group.parts == 1
+        return group in self.readable or not self.by_name[group].group.gathered
 
     def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
         """Put gradients of some leaves of a group into its flat gradient; what is missing is zero.
@@ -188,7 +196,10 @@ class Actions:
             if slots.group.trainable and slots.group.id not in self.touched and slots.group.id not in self.summed:
                 self.grads[slots.group.id].zero_()
         for group, (carried, factor) in self.carried.items():
-            self.grads[group].add_(carried, alpha=factor)
+            if group in self.landed:
+                self.offload.settle(self.plan.groups[group])
+                self.norms.pop(group, None)
+            self.grads[group].add_(carried.to(self.grads[group].device), alpha=factor)
 
     def sumsq(self) -> float:
         """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
@@ -197,7 +208,10 @@ class Actions:
             self.norms.update(zip(held, torch._foreach_norm([self.grads[g] for g in held]), strict=True))
         if not self.norms:
             return 0.0
-        norms = torch.stack(list(self.norms.values())).tolist()
+        found = list(self.norms.values())
+        if self.landed:  # what was carried in host memory has its norm there
+            found = [norm.to(self.plan.mesh.device) for norm in found]
+        norms = torch.stack(found).tolist()
         return math.fsum([self.shares[g] * norm * norm for g, norm in zip(self.norms, norms, strict=True)])
 
     def apply(self, groups: Sequence[str]) -> None:
@@ -208,20 +222,27 @@ class Actions:
         for group in ids if self.own else ():
             if group not in self.touched and group not in self.summed:
                 self.grads[group].zero_()  # no unit of this step touched it
-            self.norms[group] = torch.linalg.vector_norm(self.grads[group])
+            if group in self.landed:
+                self.offload.settle(self.plan.groups[group])  # its norm was taken before it left the device
+            else:
+                self.norms[group] = torch.linalg.vector_norm(self.grads[group])
         self.update.apply(ids)
         self.cast.difference_update(ids)
         for group in ids:
-            if self.plan.groups[group].parts == self.plan.groups[group].opt_parts == 1:
+            if not self.plan.groups[group].gathered and self.plan.groups[group].opt_parts == 1:
                 self._readable(group)
 
     def _gather(self, slots: GroupSlots, microbatch: int) -> None:
         group = slots.group
         target = slots.stage if slots.stage is not None else slots.full
         assert target is not None
-        self.handles[f"gather {group.name}"] = self.lanes.gather[group.gather_axes].all_gather(
-            target, self._readable(group.id), self._now()
-        )
+        shard, after = self._readable(group.id), self._now()
+        if group.kinds.hosted:
+            shard, after = self.offload.fetch(group, target, shard, after)
+            if group.parts == 1:
+                self.handles[f"gather {group.name}"] = self.offload.passing(after)
+                return
+        self.handles[f"gather {group.name}"] = self.lanes.gather[group.gather_axes].all_gather(target, shard, after)
 
     def _readable(self, group: int) -> Tensor:
         """This rank's shard in the dtype that units read, cast at most once an update."""
@@ -229,6 +250,9 @@ class Actions:
         if cast is None:
             return param
         if group not in self.cast:
+            if self.plan.groups[group].kinds.hosted:  # the cast of the step before, or the shard, may be on its way
+                late = self.plan.groups[group].kinds.update == "device"
+                self.offload.settle(self.plan.groups[group], self.clock if late else None)
             cast.copy_(param)
             self.cast.add(group)
         return cast
@@ -251,7 +275,7 @@ class Actions:
             grad.zero_()
         self._settle(slots)
         self.touched.discard(group.id)
-        add, shard = group.id in self.summed, self.parted.get(group.id, self.grads[group.id])
+        add, shard = group.id in self.summed, self.parted.get(group.id, self.summands[group.id])
         allocate(shard)
         finish: Handle = Done()
         if group.scatter_parts == 1:
@@ -275,7 +299,7 @@ class Actions:
             slots.drop_grad()
 
     def _sum(self, slots: GroupSlots, microbatch: int) -> None:
-        group, own = slots.group, self.grads[slots.group.id]
+        group, own = slots.group, self.summands[slots.group.id]
         self.handles[f"sum {group.name}"] = self.replicas.sum(group, self.parted.get(group.id, own), own)
 
     def _total(self, slots: GroupSlots, microbatch: int) -> None:
@@ -289,10 +313,19 @@ class Actions:
         if self.update is not None:
             self.update.join(slots.group.id)
             self.cast.discard(slots.group.id)
-            if slots.group.parts == 1:
+            if not slots.group.gathered:
                 self._readable(slots.group.id)
 
-    def _now(self) -> tuple[Mark | None, ...]:
+    def _offload(self, slots: GroupSlots, microbatch: int) -> None:
+        group, grad = slots.group, self.landed[slots.group.id]
+        self.norms[group.id] = torch.linalg.vector_norm(grad)
+        self.handles[f"offload {group.name}"] = self.offload.store(group, self.grads[group.id], grad, self._now())
+
+    def _stored(self, slots: GroupSlots, microbatch: int) -> None:
+        self.handles.pop(f"offload {slots.group.name}").wait()
+        deallocate(self.landed[slots.group.id])
+
+    def _now(self) -> Sequence[Mark | None]:
         # Everything issued so far: later than the exact free of the range, never too early.
         return (self.clock.mark(),)
 

@@ -27,6 +27,9 @@ class Clock:
         """Inside, work is issued beside the compute stream, once the marks are passed."""
         return nullcontext()
 
+    def hold(self, after: Iterable[Mark | None]) -> None:
+        """What is issued on the compute stream from here on waits for these marks."""
+
 
 class CudaClock(Clock):
     """One side stream a communicator, ordered against the compute stream by events. Not yet measured on hardware."""
@@ -47,6 +50,12 @@ class CudaClock(Clock):
             if isinstance(mark, torch.cuda.Event):
                 self.stream.wait_event(mark)
         return torch.cuda.stream(self.stream)
+
+    def hold(self, after: Iterable[Mark | None]) -> None:
+        """The current stream waits for the events."""
+        for mark in after:
+            if isinstance(mark, torch.cuda.Event):
+                torch.cuda.current_stream(self.stream.device).wait_event(mark)
 
 
 def make_clock(device: torch.device) -> Clock:

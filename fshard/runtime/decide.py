@@ -4,9 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fshard.errors import unlike_skips
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
@@ -15,7 +12,6 @@ from fshard.runtime.clip import Clip, norms_by_rule, skipped
 from fshard.runtime.commit import FAILED, OK, Verdict
 from fshard.runtime.runner import Runner
 from fshard.runtime.update import Gradients, Shard
-from fshard.sharding.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class Decisions:
             raise unlike_skips(said)
         return bool(said[0])
 
-    def scales(self, step: int, norm: float, scale: float, unit: float = 1.0) -> list[Tensor | None]:
+    def scales(self, step: int, norm: float, scale: float, unit: float = 1.0) -> list[float | None]:
         """What gradients are divided by, for each rule of clipping, in this step's update. Collective with rules.
 
         Args:
@@ -125,13 +121,13 @@ class Decisions:
         lanes, plan = self.runner.workshop.lanes, self.runner.plan
         norms = [norm]
         if not self.updates(step):
-            return [_divisor(unit, plan.mesh)] * len(self.clip.rules)
+            return [_divisor(unit)] * len(self.clip.rules)
         if self.clip.apart:
             assert lanes is not None
             norms = [scale * total for total in norms_by_rule(self.clip, plan, lanes.control, self.grads)]
-        return [_divisor(scale * factor, plan.mesh) for factor in self.clip.factors(norms)]
+        return [_divisor(scale * factor) for factor in self.clip.factors(norms)]
 
 
-def _divisor(factor: float, mesh: Mesh) -> Tensor | None:
+def _divisor(factor: float) -> float | None:
     """A factor as what gradients are divided by; None for 1."""
-    return None if factor == 1.0 else torch.tensor(1.0 / factor, device=mesh.device)
+    return None if factor == 1.0 else 1.0 / factor

@@ -15,16 +15,20 @@ from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
+from fshard.runtime.held import Held, Segment
 from fshard.runtime.measure import common, measured
 from fshard.runtime.memory import deallocate
+from fshard.runtime.offload import Offload
+from fshard.runtime.places import place_of, visits_of
 from fshard.runtime.remat import Remat
 from fshard.runtime.trace import Found
+from fshard.runtime.update import Gradients
 from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.footprint import Need
 from fshard.schedule.infos import group_infos, stage_numel
-from fshard.schedule.ops import ROOT, Op, Program
+from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.mesh import Axes
@@ -68,25 +72,54 @@ class Workshop:
     choices: dict[str, Choice] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
     parted: dict[int, Tensor] = field(default_factory=dict)
+    landed: dict[int, Tensor] = field(default_factory=dict)
     casts: dict[int, Tensor] = field(default_factory=dict)
     carried: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
     programs: dict[Hashable, Prepared] = field(default_factory=dict)
     arena: Tensor | None = None
     cache: "Cache | None" = None
     remat: Remat = field(default_factory=Remat)
+    kept: dict[int, dict[str, Held]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def infos(self) -> tuple[GroupInfo, ...]:
+        """What schedules know of the groups."""
+        sizes = {g: sum(h.length * h.dtype.itemsize for h in held.values()) for g, held in self.kept.items()}
+        return group_infos(self.plan, sizes)
+
+    @functools.cached_property
+    def offload(self) -> Offload:
+        """What copies to and from host memory."""
+        return Offload(self.plan.mesh)
 
     @functools.cached_property
     def reduced(self) -> frozenset[int]:
         """The groups whose gradients are reduced: their memory comes and goes."""
-        infos = enumerate(group_infos(self.plan))
-        return frozenset(number for number, info in infos if self.train and info.reduced)
+        return frozenset(number for number, info in enumerate(self.infos) if self.train and info.reduced)
+
+    @functools.cached_property
+    def host(self) -> frozenset[int]:
+        """The groups that are updated on the host, where their gradients stay in memory."""
+        return frozenset(group.id for group in self.plan.groups if group.offloaded)
+
+    def gradients(self, cuts: Mapping[int, tuple[Segment, ...]], kept: dict[int, dict[str, Held]]) -> Gradients:
+        """What becomes of gradients after a step.
+
+        Args:
+            cuts: the segments of each trainable group.
+            kept: the optimizer's buffers beside it.
+        """
+        self.kept = kept
+        senders = self.lanes.senders(self.plan) if self.lanes is not None else {}
+        passing = self.reduced - self.host
+        return Gradients(self.grads, cuts, passing, senders, visits_of(self.plan), self.host)
 
     def schedule(self, found: Found) -> Schedule:
         """The checked schedule of a program."""
         if isinstance(self.policy, Auto):
             schedule = self.choice(found).schedule
         else:
-            schedule = build(found.program, group_infos(self.plan), self.policy, self.accumulate, self.train)
+            schedule = build(found.program, self.infos, self.policy, self.accumulate, self.train)
         check(schedule)
         return schedule
 
@@ -118,7 +151,7 @@ class Workshop:
 
     def _task(self, program: Program, needs: tuple[Need, ...]) -> Task:
         full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
-        return Task(program, group_infos(self.plan), needs, self.accumulate, full)
+        return Task(program, self.infos, needs, self.accumulate, full)
 
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
@@ -156,17 +189,19 @@ class Workshop:
     def on_demand(self) -> Prepared:
         """What runs a program that is not known yet: every group has a place of its own."""
         offsets, end = {}, 0
-        for info in group_infos(self.plan):
+        for info in self.infos:
             if info.gathered and info.full_bytes:
                 offsets[f"param:{info.name}"], end = end, -(-(end + info.full_bytes) // ALIGN) * ALIGN
         return self._prepare(None, None, self._new_arena(end), offsets)
 
     def closing(self, microbatch: int) -> list[Op]:
         """The reductions after a backward that ran on demand."""
-        infos = [info for info in group_infos(self.plan) if self.train and info.reduced]
+        infos = [info for info in self.infos if self.train and info.reduced]
         ops = [Op(kind, info.name, 0, microbatch) for kind in ("reduce", "collect") for info in infos]
-        summed = [info.name for info in infos if info.summed and microbatch == self.accumulate - 1]
-        return ops + [Op(kind, name) for kind in ("sum", "total") for name in summed]
+        if microbatch < self.accumulate - 1:
+            return ops
+        ops += [Op(kind, info.name) for kind in ("sum", "total") for info in infos if info.summed]
+        return ops + [Op(kind, info.name) for kind in ("offload", "stored") for info in infos if info.offloaded]
 
     def _prepare(
         self, schedule: Schedule | None, weighted: bool | None, arena: Tensor, offsets: Mapping[str, int]
@@ -183,7 +218,7 @@ class Workshop:
                 elif slots.group.trainable:
                     self._grad(slots.group.id)
         self._make_casts()
-        lent = self.grads, self.parted, self.casts, self.carried
+        lent = self.grads, self.parted, self.landed, self.casts, self.carried, self.offload
         actions = Actions(self.plan, engine.slots, self.lanes, *lent, self.poison)
         sinks.append(actions)
         ops = schedule.ops if schedule else ()
@@ -194,14 +229,20 @@ class Workshop:
     def _make_casts(self) -> None:
         for group in self.plan.groups:
             if group.compute_dtype != group.dtype and group.id not in self.casts:
-                self.casts[group.id] = torch.empty(group.chunk, dtype=group.compute_dtype, device=self.plan.mesh.device)
+                place = place_of(group.kinds.param, self.plan.mesh)
+                self.casts[group.id] = place.empty(group.chunk, group.compute_dtype)
 
     def _grad(self, number: int) -> Tensor:
         group = self.plan.groups[number]
         if number not in self.grads:
-            self.grads[number] = torch.zeros(group.owned.chunk, dtype=group.dtype, device=self.plan.mesh.device)
+            own = torch.zeros(group.owned.chunk, dtype=group.dtype, device=self.plan.mesh.device)
+            self.grads[number] = own
             if number in self.reduced:
-                deallocate(self.grads[number])
+                deallocate(own)
+            if number in self.host:
+                pinned = "pinned_host" in (group.kinds.param, group.kinds.opt)
+                place = place_of("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
+                self.landed[number], self.grads[number] = own, place.zeros(group.owned.chunk, group.dtype)
             if group.twice:
                 self.parted[number] = torch.zeros(group.chunk, dtype=group.dtype, device=self.plan.mesh.device)
                 deallocate(self.parted[number])

@@ -69,23 +69,24 @@ class Rounding:
             wide = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in state.items()}
             new = param.float()
             rule([new], [grad.float()], [wide], cut)
-            param.copy_(round_stochastic(new, self._bits(group, cut, step, "")))
+            param.copy_(round_stochastic(new, self._bits(group, cut, step, "", param.device)))
             for name, value in state.items():
                 if wide[name] is value:
                     continue
                 alike = value.shape == param.shape
-                value.copy_(round_stochastic(wide[name], self._bits(group, cut, step, name)) if alike else wide[name])
+                bits = self._bits(group, cut, step, name, param.device) if alike else None
+                value.copy_(wide[name] if bits is None else round_stochastic(wide[name], bits))
 
-    def _bits(self, group: int, cut: Segment, step: int, what: str) -> Tensor:
+    def _bits(self, group: int, cut: Segment, step: int, what: str, device: torch.device) -> Tensor:
         """Random bits for a segment."""
         held, mesh = self.plan.groups[group].owned, self.plan.mesh
         part = mesh.index(held.gather_axes)
-        bits = torch.zeros(cut.end - cut.begin, dtype=torch.int32, device=mesh.device)
+        bits = torch.zeros(cut.end - cut.begin, dtype=torch.int32, device=device)
         for number in range(cut.leaves[0], cut.leaves[1] + 1):
             begin, end = held.shard_range(number, part)
             leaf = held.leaves[number]
             if end > begin:
-                index = global_index(leaf.shape, held.piece(number, mesh), mesh.device)
+                index = global_index(leaf.shape, held.piece(number, mesh), device)
                 drawn = uniform(fold(self.seed, f"round:{what}:{step}:{leaf.path}"), index)
                 bits[begin - cut.begin : end - cut.begin] = drawn.mul_(65536.0).to(torch.int32)
         return bits

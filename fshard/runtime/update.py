@@ -12,6 +12,7 @@ from fshard.runtime.clock import marks
 from fshard.runtime.comm import Handle, Lane
 from fshard.runtime.held import Held, Segment, segments, segments_of, start_buffers
 from fshard.runtime.memory import deallocate
+from fshard.runtime.places import Visit, place_of, same_memory
 from fshard.runtime.rounding import Rounding
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
@@ -53,8 +54,8 @@ class Shard:
 
     def clone(self) -> "Shard":
         """A shard of its own memory with the same values."""
-        opt = {name: value.clone() for name, value in self.opt.items()}
-        return Shard(self.param.clone(), opt, self.held, self.part)
+        opt = {name: same_memory(value) for name, value in self.opt.items()}
+        return Shard(same_memory(self.param), opt, self.held, self.part)
 
 
 def start_shard(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> Shard:
@@ -63,7 +64,11 @@ def start_shard(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> Shard:
         return Shard(param, {})
     part = group.own_range(mesh) if group.opt_parts > 1 else None
     own = param if part is None else param[part[0] : part[1]]
-    return Shard(param, *start_buffers(group.owned, mesh, opt, own), part)
+    buffers, held = start_buffers(group.owned, mesh, opt, own)
+    if group.kinds.hosted or group.kinds.opt != "device":
+        place = place_of(group.kinds.opt, mesh)
+        buffers = {name: place.keep(value) for name, value in buffers.items()}
+    return Shard(param, buffers, held, part)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class Gradients:
         cuts: the segments of each trainable group.
         passing: the groups whose chunks have memory from their reduction to their update alone.
         senders: the communicators over which groups are made whole of which each rank updates a part, by group id.
+        visits: how groups that are not kept where they are updated come there, by group id.
+        host: the groups that are updated on the host.
         views: those asked for so far.
     """
 
@@ -82,6 +89,8 @@ class Gradients:
     cuts: Mapping[int, tuple[Segment, ...]]
     passing: frozenset[int]
     senders: Mapping[int, Lane] = field(default_factory=dict)
+    visits: Mapping[int, Visit] = field(default_factory=dict)
+    host: frozenset[int] = frozenset()
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def drop(self) -> None:
@@ -134,7 +143,7 @@ class Update:
         number: int,
         shards: list[Shard],
         grads: Gradients,
-        scale: Sequence[Tensor | None] = (None,),
+        scale: Sequence[float | None] = (None,),
         rounding: Rounding | None = None,
         before: "Update | None" = None,
     ) -> None:
@@ -144,6 +153,7 @@ class Update:
         self.calls: dict[tuple[int, ...], tuple[list[Slices], list[Tensor]]] = {}
         if before is not None and before.shards is shards and before.grads is grads:
             self.calls = before.calls
+        self.divisors: dict[tuple[int, torch.device], Tensor] = {}
         self.waiting = dict.fromkeys(grads.cuts)
         self.unsent = dict.fromkeys(grads.senders)
         self.coming: dict[int, Handle] = {}
@@ -165,16 +175,17 @@ class Update:
         if self.broken:
             raise half_updated(self.broken)
         due = [group for group in groups if group in self.waiting and not self.stopped]
-        rounded = [group for group in due if group in self.rounding.groups] if self.rounding is not None else []
-        calls, written = self._calls(tuple([group for group in due if group not in rounded]))
-        written = written + [x for n in rounded for x in (self.shards[n].param, *self.shards[n].opt.values())]
+        rounded = self.rounding.groups if self.rounding is not None else frozenset()
+        apart = [group for group in due if group in rounded or group in self.grads.visits]
+        calls, written = self._calls(tuple([group for group in due if group not in apart]))
+        written = written + [x for n in apart for x in (self.shards[n].param, *self.shards[n].opt.values())]
         versions = [tensor._version for tensor in written]
         try:
             with torch.no_grad():
                 for cut, params, grads, states in calls:
                     self._rule([*params], [*grads], [*states], cut)
-                for group in rounded:
-                    self._rounded(group)
+                for group in apart:
+                    self._apart(group, self.shards[group], group in rounded)
         except BaseException as error:
             if versions != [tensor._version for tensor in written]:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -187,30 +198,55 @@ class Update:
 
     def _rule(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: Segment) -> None:
         more: dict[str, Any] = {"late": cut.late} if cut.late else {}
-        scale, step = self.scale[cut.limit], self.number + 1
+        scale, step = self._divisor(cut.limit, params[0].device), self.number + 1
         self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
 
-    def _rounded(self, group: int) -> None:
+    def _divisor(self, limit: int, device: torch.device) -> Tensor | None:
+        factor = self.scale[limit]
+        if factor is None:
+            return None
+        if (limit, device) not in self.divisors:
+            self.divisors[limit, device] = torch.full((), factor, device=device)
+        return self.divisors[limit, device]
+
+    def _apart(self, group: int, home: Shard, rounded: bool) -> None:
+        """Update a group that is rounded, or of which something is kept on the other side."""
+        visit = self.grads.visits.get(group)
+        guests = visit.bring(home.own, home.opt) if visit is not None else (home.own, home.opt)
+        shard = Shard(*guests, home.held) if visit is not None else home
+        if rounded:
+            self._rounded(group, shard)
+        else:
+            for cut, params, grads, states in self._alike({group: shard}):
+                self._rule(params, grads, states, cut)
+        if visit is not None:
+            visit.leave(guests, home.own, home.opt)
+
+    def _rounded(self, group: int, shard: Shard) -> None:
         assert self.rounding is not None
         cuts = self.grads.cuts[group]
-        slices, grads = self.shards[group].slices(cuts), self.grads.slices(group)
+        slices, grads = shard.slices(cuts), self.grads.slices(group)
         self.rounding.update(group, cuts, slices, grads, self.number, self._rule)
 
     def _calls(self, due: tuple[int, ...]) -> tuple[list[Slices], list[Tensor]]:
-        """The calls that update these groups, one for all slices that agree in what rules ask for; what they write."""
+        """The calls that update these groups, and what they write."""
         if due not in self.calls:
-            alike: dict[tuple[Hashable, ...], Slices] = {}
-            for group in due:
-                cuts, views = self.grads.cuts[group], self.grads.slices(group)
-                for (param, state), grad, cut in zip(self.shards[group].slices(cuts), views, cuts, strict=True):
-                    key = (cut.hyper, cut.limit, cut.late, param.dtype)
-                    call = alike.setdefault(key, Slices(cut, [], [], []))
-                    call.params.append(param)
-                    call.grads.append(grad)
-                    call.states.append(state)
-            written = [x for call in alike.values() for x in (*call.params, *_values(call.states))]
-            self.calls[due] = list(alike.values()), written
+            calls = self._alike({group: self.shards[group] for group in due})
+            self.calls[due] = calls, [x for call in calls for x in (*call.params, *_values(call.states))]
         return self.calls[due]
+
+    def _alike(self, shards: Mapping[int, Shard]) -> list[Slices]:
+        """The slices of some groups, those together that agree in what rules ask for, and lie on one side."""
+        alike: dict[tuple[Hashable, ...], Slices] = {}
+        for group, shard in shards.items():
+            cuts, views, host = self.grads.cuts[group], self.grads.slices(group), group in self.grads.host
+            for (param, state), grad, cut in zip(shard.slices(cuts), views, cuts, strict=True):
+                key = (cut.hyper, cut.limit, cut.late, param.dtype, host)
+                call = alike.setdefault(key, Slices(cut, [], [], []))
+                call.params.append(param)
+                call.grads.append(grad)
+                call.states.append(state)
+        return list(alike.values())
 
     def stop(self) -> None:
         """Update nothing more. What was updated is still sent: other ranks wait for it."""
@@ -242,6 +278,8 @@ class Update:
             self.spread(group)
         for group in list(self.coming):
             self.join(group)
+        for mark in marks(self.shards[0].param.device) if self.grads.visits else ():
+            mark.synchronize()  # whoever reads host memory next is not ordered behind the device
 
 
 def _values(states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

@@ -9,7 +9,8 @@ what it read, unless the next window reads it again; reduce the gradients that i
 A gradient shard that has replicas is summed over them as soon as it has collected its last microbatch, and waited
 for as late as can be: before the commit, or where more than ``reduces`` other sums would be in flight. Groups of
 which each rank updates but a part come first of all: their updates, and the sending of what they changed, stand at the
-begin of the step in the order of use, and are waited for where the group is first gathered or read.
+begin of the step in the order of use, and are waited for where the group is first gathered or read. Complete gradients
+that are updated with in host memory go there like sums over replicas: at once, and waited for as late.
 
 Around a turn (from the last forward call to the first backward call, and from a microbatch to the next) the
 window for keeping is that of the first call after it. What it holds is there at that call anyway, and so is
@@ -79,6 +80,7 @@ class _Builder:
         self.flying: deque[tuple[int, int]] = deque()  # reduces in flight, oldest first: (group, microbatch)
         self.aloft: set[int] = set()  # their groups
         self.summing: deque[int] = deque()  # sums over replicas in flight, oldest first
+        self.leaving: deque[int] = deque()  # gradients on their way to host memory, oldest first
         self.spreading: dict[int, None] = {}  # groups whose ranges are under way
         self.begins, self.completes = _gradients(bare.program, self.groups)
         self.ops: list[Op] = []
@@ -101,6 +103,8 @@ class _Builder:
             self._collect()
         while self.summing:
             self._total()
+        while self.leaving:
+            self._stored()
         for g in list(self.spreading):
             self._join(g)
         if self.train:
@@ -198,7 +202,7 @@ class _Builder:
     def _landed(self, group: int, microbatch: int) -> None:
         self._emit("collect", group, microbatch)
         if not self.groups[group].summed or microbatch < self.accumulate - 1:
-            self._update_last(group, microbatch)
+            self._complete_on_device(group, microbatch)
             return
         while len(self.summing) > self.policy.reduces:
             self._total()
@@ -208,6 +212,20 @@ class _Builder:
     def _total(self) -> None:
         group = self.summing.popleft()
         self._emit("total", group)
+        self._complete_on_device(group, self.accumulate - 1)
+
+    def _complete_on_device(self, group: int, microbatch: int) -> None:
+        if not self.groups[group].offloaded or microbatch < self.accumulate - 1:
+            self._update_last(group, microbatch)
+            return
+        while len(self.leaving) > self.policy.reduces:
+            self._stored()
+        self._emit("offload", group)
+        self.leaving.append(group)
+
+    def _stored(self) -> None:
+        group = self.leaving.popleft()
+        self._emit("stored", group)
         self._update_last(group, self.accumulate - 1)
 
     def _update_last(self, group: int, microbatch: int) -> None:

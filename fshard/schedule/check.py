@@ -20,7 +20,8 @@ def check(schedule: Schedule) -> None:
     computes ahead, and held no longer than the policy says; that each gradient is reduced once a microbatch,
     after its last reader, with at most ``reduces`` in flight, and collected once before its range is filled
     again; that shards are summed over replicas once, when they hold all microbatches, with at most
-    ``reduces`` more sums in flight, and waited for; that each update happens once and where the policy says, and
+    ``reduces`` more sums in flight, and waited for; that gradients which are updated with in host memory go there once,
+    when they are complete, and as many at a time; that each update happens once and where the policy says, and
     what it changed of a shard that others hold too reaches them before anybody reads it; that ranges of the
     arena which are alive together are disjoint; and that nothing is left at the end.
 
@@ -54,6 +55,8 @@ class _Group:
     reduced_at: int = -1
     summed_at: int = -1
     totalled: bool = False
+    offloaded_at: int = -1
+    stored: bool = False
     spread_at: int = -1
     joined: bool = False
 
@@ -88,8 +91,10 @@ class _Run:
             "total": self._total,
             "spread": self._spread,
             "join": self._join,
+            "offload": self._offload,
+            "stored": self._stored,
         }
-        self.summing = 0
+        self.summing = self.leaving = 0
         self.in_flight = 0
         self.reductions = 0  # of the microbatch that runs
         self.reduced_groups = sum(g.trainable and g.reduced for g in schedule.groups) if schedule.train else 0
@@ -288,6 +293,25 @@ class _Run:
         group.totalled = True
         self.summing -= 1
 
+    def _offload(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+        info, last = self.infos[op.target], self.schedule.accumulate - 1
+        if not (self.schedule.train and info.offloaded):
+            yield f"{op.target} is updated on the device"
+        if group.collected <= last or info.summed and not group.totalled:
+            yield f"the gradient of {op.target} is not complete"
+        if group.offloaded_at >= 0:
+            yield f"{op.target} was sent to the host at op {group.offloaded_at}"
+        if self.leaving > self.policy.reduces:
+            yield f"{self.leaving} gradients are on their way; reduces={self.policy.reduces} allows one more than that"
+        group.offloaded_at = at
+        self.leaving += 1
+
+    def _stored(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+        if group.offloaded_at < 0 or group.stored:
+            yield f"no gradient of {op.target} is on its way to the host"
+        group.stored = True
+        self.leaving -= 1
+
     def _spread(self, at: int, op: Op, group: _Group) -> Iterator[str]:
         if not (self.schedule.train and self.infos[op.target].spread):
             yield f"{op.target} is updated by every rank that holds it"
@@ -320,6 +344,8 @@ class _Run:
             yield f"{op.target} has not collected its gradient of microbatch {last}"
         elif info.summed and not group.totalled:
             yield f"{op.target} has no total over its replicas yet"
+        elif info.offloaded and not group.stored:
+            yield f"{op.target} has no gradient in host memory yet"
         elif self.done <= last * len(self.expected) + group.filled[1]:
             yield f"{op.target} has no gradient of microbatch {last} yet"
         group.updated_at = at
@@ -337,6 +363,8 @@ class _Run:
                 yield f"{name}'s reduction since op {group.reduced_at} was not collected"
             if self.infos[name].summed and not group.totalled:
                 yield f"{name} has no total over its replicas"
+            if self.infos[name].offloaded and not group.stored:
+                yield f"{name} has no gradient in host memory"
             if self.infos[name].trainable and group.updated_at < 0:
                 yield f"{name} was not updated"
             if self.infos[name].spread and not group.joined:

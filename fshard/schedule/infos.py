@@ -1,13 +1,20 @@
 """From a plan to what a schedule must know of its groups."""
 
+from collections.abc import Mapping
+
 from fshard.schedule.ops import GroupInfo
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 
 
-def group_infos(plan: Plan) -> tuple[GroupInfo, ...]:
-    """The sizes and needs of a plan's groups, by group id."""
-    return tuple(_info(plan, group) for group in plan.groups)
+def group_infos(plan: Plan, state: Mapping[int, int] | None = None) -> tuple[GroupInfo, ...]:
+    """The sizes and needs of a plan's groups, by group id.
+
+    Args:
+        plan: the plan.
+        state: bytes of optimizer state, by group id, for those that keep it on the other side than they update it.
+    """
+    return tuple(_info(plan, group, (state or {}).get(group.id, 0)) for group in plan.groups)
 
 
 def stage_numel(plan: Plan, group: Group) -> int:
@@ -55,9 +62,17 @@ def _over(group: Group) -> tuple[str, str, str, str]:
     return gather, scatter, total, spread
 
 
-def _info(plan: Plan, group: Group) -> GroupInfo:
+def _visiting(group: Group, state: int) -> int:
+    """Bytes of device memory that an update needs for what is kept in host memory."""
+    if not group.trainable or group.offloaded:
+        return 0
+    param, opt = group.kinds.moved
+    return param * group.owned.chunk * group.dtype.itemsize + opt * state
+
+
+def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
     item, read, sent = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
-    cast = read if group.compute_dtype != group.dtype else 0
+    cast = read if group.compute_dtype != group.dtype and not group.kinds.hosted else 0
     replicas = plan.mesh.axis_size(group.rest_axes)
     sum_sent, sum_bytes = _summed(group, replicas) if group.trainable else (0, 0)
     scattered = group.scatter_chunk if group.trainable else group.chunk
@@ -67,8 +82,8 @@ def _info(plan: Plan, group: Group) -> GroupInfo:
         shard_bytes=scattered * item + group.chunk * cast,
         grad_bytes=group.numel * sent if group.trainable else 0,
         stage_bytes=stage_numel(plan, group) * sent if group.trainable else 0,
-        gathered=group.parts > 1,
-        reduced=group.trainable and (group.scatter_parts > 1 or replicas > 1),
+        gathered=group.gathered,
+        reduced=group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded),
         trainable=group.trainable,
         gather_sent=(group.parts - 1) * group.chunk * read,
         reduce_sent=(group.scatter_parts - 1) * group.scatter_chunk * sent if group.trainable else 0,
@@ -76,5 +91,7 @@ def _info(plan: Plan, group: Group) -> GroupInfo:
         spread_sent=(group.opt_parts - 1) * group.owned.chunk * item if group.trainable else 0,
         sum_bytes=sum_bytes,
         own_bytes=group.owned.chunk * item if group.trainable and group.twice else 0,
+        offload_sent=group.owned.chunk * item if group.offloaded else 0,
+        visit_bytes=_visiting(group, state),
         over=_over(group),
     )

@@ -10,7 +10,8 @@ updates but a part of its shard, that part of the summed gradient is ``own:g``: 
 place of ``shard:g``, which ends with the total. Until its reduce a gradient is what autograd made, a tensor a leaf;
 the flat one is filled then, so that for a moment there are two. That is ``leaf:g``, less stage and shard, which come
 after it. A gradient that no backward op fills lives from reduce to collect, and one that is not reduced at all is no
-item: it is kept between steps.
+item: it is kept between steps. The gradient of a group that is updated in host memory has its ``shard:g``, or
+``own:g``, until it is stored there. What comes from there for an update on the device is ``visit:g``, for that op.
 """
 
 import math
@@ -183,7 +184,7 @@ class _Lives:
             yield self.end(f"grad:{name}", group.grad_bytes, at)
             if group.stage_bytes:
                 yield self.end(f"stage:{name}", group.stage_bytes, at)
-        elif op.kind in ("sum", "total", "update"):
+        elif op.kind in ("sum", "total", "update", "stored"):
             yield from self._complete(at, op, group)
 
     def _complete(self, at: int, op: Op, group: GroupInfo) -> Iterator[tuple[str, int, Span]]:
@@ -199,10 +200,12 @@ class _Lives:
                 yield self.end(f"sum:{name}", group.sum_bytes, at)
             if parted:
                 yield self.end(f"shard:{name}", group.shard_bytes, at)
-        elif name in self.kept:
+        elif name in self.kept and (op.kind == "stored" or not group.offloaded):
             # Deferred: the gradient is that of the step before.
             item, size = (f"own:{name}", group.own_bytes) if parted else (f"shard:{name}", group.shard_bytes)
             yield item, size, (self.born.pop(item, 0), at)
+        if op.kind == "update" and group.visit_bytes:
+            yield f"visit:{name}", group.visit_bytes, (at, at)
 
     def rest(self) -> Iterator[tuple[str, int, Span]]:
         """What waits for the next step's updates. Nothing else may be left."""

@@ -18,6 +18,8 @@ sum        group    issue the sum of the gradient shard over replicas, once a st
 total      group    the sum over replicas is over
 spread     group    send the range that this rank has updated to the ranks that hold the same shard
 join       group    the ranges of all of them are there: the shard is up to date
+offload   group    send the complete gradient shard to host memory, where the update runs
+stored    group    it is there: the memory that it had on the device is free
 commit              the norm, and the vote of all ranks; the last op of a train step
 =========  =======  =====================================================================================
 """
@@ -35,7 +37,9 @@ ROOT = "root"
 """The unit that stands for the code outside of units."""
 
 UNIT_KINDS = frozenset(("forward", "backward"))
-GROUP_KINDS = frozenset(("update", "gather", "wait", "free", "reduce", "collect", "sum", "total", "spread", "join"))
+GROUP_KINDS = frozenset(
+    ("update", "gather", "wait", "free", "reduce", "collect", "sum", "total", "spread", "join", "offload", "stored")
+)
 STEP_KINDS = frozenset(("agree", "commit"))
 KINDS = UNIT_KINDS | GROUP_KINDS | STEP_KINDS
 
@@ -138,6 +142,8 @@ class GroupInfo:
         own_bytes: this rank's part of the summed gradient, where that is less than its shard of the gradient; else 0.
         over: the mesh axes, joined by ``+``, of gather, reduce, sum and spread. Transfers over the same axes
             share a link.
+        offload_sent: what it sends to host memory once a step, for an update there. 0 where updates run on the device.
+        visit_bytes: further device memory that its update needs, for what comes out of host memory.
 
     Raises:
         PlanError: a size is negative, or the name is empty.
@@ -158,10 +164,20 @@ class GroupInfo:
     sum_bytes: int = 0
     own_bytes: int = 0
     over: tuple[str, str, str, str] = ("", "", "", "")
+    offload_sent: int = 0
+    visit_bytes: int = 0
 
     def __post_init__(self) -> None:
         held = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes, self.sum_bytes, self.own_bytes)
-        sizes = (*held, self.gather_sent, self.reduce_sent, self.sum_sent, self.spread_sent)
+        sizes = (
+            *held,
+            self.offload_sent,
+            self.visit_bytes,
+            self.gather_sent,
+            self.reduce_sent,
+            self.sum_sent,
+            self.spread_sent,
+        )
         if not self.name or min(sizes) < 0:
             raise errors.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
 
@@ -173,7 +189,12 @@ class GroupInfo:
     @property
     def local(self) -> bool:
         """Whether its reductions send nothing, so that each is over at once."""
-        return self.summed and not self.reduce_sent
+        return self.reduced and not self.reduce_sent and (self.summed or self.offloaded)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether its gradient goes to host memory when it is complete."""
+        return self.trainable and self.offload_sent > 0
 
     @property
     def spread(self) -> bool:

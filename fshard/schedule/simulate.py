@@ -6,7 +6,8 @@ in the order of issue. Lanes over one link share it the same way: who asked firs
 ``collect``, ``total`` and ``join`` hold the device until their transfer has arrived; that time is *exposed*. Times
 are sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller.
 
-What it leaves out: transfers take nothing from compute (on gloo they take processor time), and ranks are alike.
+What it leaves out: transfers take nothing from compute (on gloo they take processor time), copies to and from host
+memory take no time, and ranks are alike.
 """
 
 import math

@@ -26,8 +26,8 @@ AXES = re.compile(r"[\w+.-]*")
 PLAIN = re.compile(r'[^\s"#@][^\s"]*')
 SIZES = ("full", "shard", "grad", "stage", "sends")
 UNSPACED = r"\u0020"
-EXTRA = ("sum", "own", "over")
-"""Values that only groups with replicas, or with axes that are named, have."""
+EXTRA = ("sum", "own", "offload", "visit", "over")
+"""Values that only groups with replicas, with something in host memory, or with axes that are named, have."""
 FLAGS = (("resident", "gathered"), ("unreduced", "reduced"), ("frozen", "trainable"))
 """The words for False and True of each flag of a group."""
 
@@ -100,6 +100,10 @@ def _extra(group: GroupInfo) -> Iterator[str]:
         yield f"sum={group.sum_bytes}"
     if group.own_bytes:
         yield f"own={group.own_bytes}"
+    if group.offload_sent:
+        yield f"offload={group.offload_sent}"
+    if group.visit_bytes:
+        yield f"visit={group.visit_bytes}"
     if any(group.over):
         plain = all(map(AXES.fullmatch, group.over))
         text = ",".join(group.over) if plain else json.dumps(group.over, separators=(",", ":"))
@@ -216,11 +220,12 @@ class _Reader:
             if word not in pair:
                 raise ValueError(f"{word!r} is neither {pair[0]} nor {pair[1]}")
         gathered, reduced, trainable = (word == pair[1] for word, pair in zip(tokens[6:fixed], FLAGS, strict=True))
-        stage_of_sum, own = (_number(extra.get(key, "0"), "") for key in ("sum", "own"))
+        staged, own, offload, visit = (_number(extra.get(key, "0"), "") for key in EXTRA[:4])
         over = _read_over(extra["over"]) if "over" in extra else ("", "", "", "")
         self.ids[name] = len(self.groups)
         bare = GroupInfo(name, full, shard, grad, stage, gathered, reduced, trainable, gather, reduce, total, spread)
-        self.groups[name] = replace(bare, sum_bytes=stage_of_sum, own_bytes=own, over=over)
+        held = replace(bare, sum_bytes=staged, own_bytes=own, over=over)
+        self.groups[name] = replace(held, offload_sent=offload, visit_bytes=visit)
 
     def _unit(self, tokens: list[str]) -> None:
         if len(tokens) < 2 or tokens[1] != "reads":

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fshard.model.precision import Precision
+from fshard.sharding.kinds import Kinds
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Align
 from fshard.sharding.spec import P, Shape, axes_of
@@ -28,7 +29,7 @@ class Leaf:
     """One tensor of the parameter tree, and where it lives.
 
     ``shape`` is the whole leaf's, ``compute_shape`` what a unit reads on one rank, after the gather. ``opt`` is where
-    the optimizer's state and update live; None: where the leaf itself does.
+    the optimizer's state and update live; None: where the leaf itself does. ``kinds`` is the memory they are kept in.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Leaf:
     precision: Precision = Precision()
     align: Align = None
     opt: P | None = None
+    kinds: Kinds = Kinds()
 
     @property
     def opt_axes(self) -> Axes:
@@ -135,6 +137,26 @@ class Group:
         """Which elements of its shard a rank updates."""
         width, at = self.chunk // self.opt_parts, mesh.index(self.opt_axes, rank)
         return at * width, (at + 1) * width
+
+    @functools.cached_property
+    def kinds(self) -> Kinds:
+        """In which memory the leaves are kept, and on which side they are updated."""
+        return self.leaves[0].kinds
+
+    @functools.cached_property
+    def gathered(self) -> bool:
+        """Whether units read a copy that is made when they need it, and not the shard itself."""
+        return self.parts > 1 or self.kinds.hosted
+
+    @functools.cached_property
+    def offloaded(self) -> bool:
+        """Whether gradients go to the host, since the update runs there."""
+        return self.trainable and self.kinds.update == "host"
+
+    @functools.cached_property
+    def visits(self) -> bool:
+        """Whether something comes to the side of the update for it, and goes back after it."""
+        return self.trainable and any(self.kinds.moved)
 
     @property
     def scatter_axes(self) -> Axes:
@@ -252,7 +274,7 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
         kind = "flat" if leaf.gather_dim is None else "dim"
         key = (
             *(leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable),
-            *(leaf.precision, leaf.align, leaf.opt_axes),
+            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds),
         )
         by_key.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []

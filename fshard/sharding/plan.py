@@ -12,12 +12,13 @@ from fshard import tree
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
+from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
-from fshard.sharding.validate import check_opt, check_specs
+from fshard.sharding.validate import check_kinds, check_opt, check_specs
 
 ROOT = "root"
 """The name of the unit that owns the leaves of no unit: the code between units."""
@@ -291,11 +292,12 @@ def _leaves(
         at_rest, compute, rule, opt = decided[path]
         compute = at_rest.without(batch.axes) if compute is None else compute
         train = path not in source.frozen if rule.trainable is None else rule.trainable
+        train = source.dtypes[path].is_floating_point and train
         leaves[path] = Leaf(
             path=path,
             shape=shape,
             dtype=source.dtypes[path],
-            trainable=source.dtypes[path].is_floating_point and train,
+            trainable=train,
             at_rest=at_rest,
             compute=compute,
             compute_shape=box(shape, compute, mesh)[1],
@@ -303,8 +305,10 @@ def _leaves(
             precision=precision if rule.precision is None else rule.precision,
             align=None if at_rest.flat is None and opt is None else rule.align,
             opt=opt,
+            kinds=kinds_of(rule.memory_kind, rule.opt_memory_kind, rule.update_on, train),
         )
     check_opt(leaves.values(), mesh, batch.axes)
+    check_kinds(leaves.values(), {path: d.rule for path, d in decided.items()}, mesh)
     return leaves
 
 

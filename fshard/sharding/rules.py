@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from fshard.errors import PlanError, lines
 from fshard.model.precision import Precision
+from fshard.sharding.kinds import KINDS, SIDES, MemoryKind, Side
 from fshard.sharding.spec import P, Shape, Tactic
 
 Align = int | Literal["leaf"] | None
@@ -33,6 +34,13 @@ class Rule:
             al., 2020): gradients are reduce-scattered, each rank updates its part, and the ranks that hold the same
             parameters send each other what they updated, behind the next forward. HSDP with the optimizer over all
             ranks is ``Rule(".*", fs.fsdp("shard"), opt=fs.fsdp(("shard", "replica")))``.
+        memory_kind: where parameters are kept, and with them their optimizer state: in the memory of the ``"device"``,
+            as by default, or in that of its host: ``"pinned_host"`` (page-locked, which copies beside compute need) or
+            ``"unpinned_host"``. What lies there is copied to the device just before it is gathered, also where it is
+            not sharded; its gradients go to the host, and its update runs there (FSDP2's ``CPUOffloadPolicy``).
+        opt_memory_kind: where optimizer state is kept, if elsewhere than ``memory_kind`` says.
+        update_on: the side on which the update runs, ``"device"`` or ``"host"``; what lies on the other one is copied
+            there and back. By default the host where parameters and state are kept there, else the device.
 
     >>> Rule("embed.*", P("shard"), trainable=False)
     Rule('embed.*', P('shard'), trainable=False)
@@ -46,6 +54,9 @@ class Rule:
     precision: Precision | None = None
     align: Align = None
     opt: P | Tactic | None = None
+    memory_kind: MemoryKind | None = None
+    opt_memory_kind: MemoryKind | None = None
+    update_on: Side | None = None
 
     def __repr__(self) -> str:
         said = ((name, getattr(self, name)) for name in ("compute", "trainable", "precision", "align", "opt"))
@@ -127,6 +138,10 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
         )
     if rule.align not in (None, "leaf") and not (type(rule.align) is int and rule.align > 0):
         raise PlanError(f"rules[{number}] {rule.pattern!r}: align={rule.align!r} must be 'leaf', an int > 0 or None")
+    for name, words in (("memory_kind", KINDS), ("opt_memory_kind", KINDS), ("update_on", SIDES)):
+        if getattr(rule, name) not in (None, *words):
+            known = ", ".join(map(repr, words))
+            raise PlanError(f"rules[{number}] {rule.pattern!r}: {name}={getattr(rule, name)!r} must be one of {known}")
     try:
         re.compile(rule.pattern)
     except (re.error, TypeError) as error:

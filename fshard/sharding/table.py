@@ -53,13 +53,15 @@ def render(
 ) -> str:
     """The table of a plan: path, typed shape, group, bytes on this rank; then the totals."""
     rows = [("path", "leaf", "group", "bytes a rank")]
-    total = 0
+    total = hosted = 0
     for path, leaf in leaves.items():
         group, number = places[path]
         held = group.piece(number, mesh).numel * leaf.dtype.itemsize
         total += held
+        hosted += held if leaf.kinds.hosted else 0
         tied = "".join(f" (= {alias})" for alias in leaf.aliases)
         kind = ("" if leaf.trainable else " frozen") + (f" align={leaf.align}" if leaf.align else "")
+        kind += f" {leaf.kinds}".rstrip()
         rows.append((path + tied, typed_shape(leaf) + kind, group.name, f"{held:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     text = [_row(row, widths) for row in rows]
@@ -74,7 +76,7 @@ def render(
         head += "".join(f", {what} in {SHORT[dtype]}" for what, dtype in chosen.items() if dtype is not None)
     foot = (
         f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {human(whole)} whole, "
-        f"{human(total)} on rank {mesh.rank}"
+        f"{human(total)} on rank {mesh.rank}" + (f", of which {human(hosted)} in host memory" if hosted else "")
     )
     return "\n".join([head, *text, foot, *_paddings(places)])
 

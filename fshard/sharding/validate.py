@@ -1,10 +1,12 @@
 """What a spec must satisfy before anything is laid out. Every problem of every leaf, in one report."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 from fshard.errors import PlanError, lines
 from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, Shape, axes_of
 
 
@@ -69,6 +71,44 @@ def _opt_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> list[str]:
         return [f"the further axes {extra} stand in another order in the mesh: name them as {ordered}"]
     if extra and leaf.gather_dim is not None:
         return [f"dim {leaf.gather_dim} is gathered for compute, and such a leaf cannot be cut further; use flat="]
+    return []
+
+
+def check_kinds(leaves: Iterable[Leaf], rules: Mapping[str, Rule], mesh: Mesh) -> None:
+    """Check in which memory leaves want to be kept, their specs being right.
+
+    Raises:
+        PlanError: page-locked memory where no device copies from it, optimizer state of what a rule freezes, an update
+            on the host of what is all on the device, or ranks that would have to exchange updated parts of host memory.
+    """
+    problems = []
+    for leaf in leaves:
+        rule = rules[leaf.path]
+        if rule.memory_kind or rule.opt_memory_kind or rule.update_on:
+            problems += [f"{leaf.path}  {list(leaf.shape)}: {text}" for text in _kind_problems(leaf, rule, mesh)]
+    if problems:
+        head = f"{len(problems)} problems with memory kinds on the mesh {dict(mesh.shape)} of device {mesh.device}:"
+        raise PlanError(lines(head, problems, "Mend the rules that say memory_kind=, opt_memory_kind= or update_on=."))
+
+
+def _kind_problems(leaf: Leaf, rule: Rule, mesh: Mesh) -> list[str]:
+    kinds = leaf.kinds
+    asked = [f"{n}={getattr(rule, n)!r}" for n in ("opt_memory_kind", "update_on") if getattr(rule, n) is not None]
+    if rule.trainable is False and asked:
+        return [f"{asked[0]}, but trainable=False: it has no optimizer state and no update; use memory_kind= alone"]
+    if mesh.device.type == "cpu" and "pinned_host" in (kinds.param, kinds.opt):
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        return [
+            f"{size:,} bytes in pinned_host, but no memory is pinned where the device is the cpu; use 'unpinned_host' "
+            f"here, a mesh of GPUs, or fs.abstract_mesh(..., device='cuda') to plan for one"
+        ]
+    if leaf.trainable and kinds.update == "host" and kinds.param == kinds.opt == "device":
+        return ["update_on='host', but parameter and state are both on the device; say opt_memory_kind='pinned_host'"]
+    if kinds.hosted and leaf.opt_axes:
+        return [
+            f"memory_kind={kinds.param!r} with opt= over {leaf.opt_axes}: ranks would send each other updated parts of "
+            f"host memory; shard the leaf itself over these axes, or keep only its state there by opt_memory_kind="
+        ]
     return []
 
 

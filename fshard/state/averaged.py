@@ -3,6 +3,7 @@
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
 from fshard.errors import TreeError
+from fshard.runtime.places import same_memory
 from fshard.runtime.update import Shard
 from fshard.state.train_state import TrainState
 
@@ -38,7 +39,7 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
             f"the state holds {kept} of the optimizer and no {name!r}: train with fs.optim.ema(opt, decay) around opt"
         )
     for group, shard in zip(plan.groups, state.finished(), strict=True):
-        own, held = shard.own.detach().clone(), shard.held.get(name)
+        own, held = same_memory(shard.own.detach()), shard.held.get(name)
         part = plan.mesh.index(group.owned.gather_axes)
         for number, (begin, end) in held.ranges.items() if held is not None else ():
             first, last = group.owned.shard_range(number, part)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fshard.errors import TreeError
 from fshard.optim.form import Form
 from fshard.optim.scaling import Scale
+from fshard.runtime.places import place_of
 from fshard.runtime.update import Shard, start_shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
@@ -94,7 +95,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
         check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
-        shards.append(Shard(torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device), {}))
+        shards.append(Shard(place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype), {}))
     for entry in entries(TrainState(plan, 0, 0, shards)):
         fill(entry)
     if opt is not None:

@@ -14,6 +14,7 @@ from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, fill
 from fshard.model.philox import fold
+from fshard.runtime.places import place_of
 from fshard.runtime.update import start_shard
 from fshard.sharding.index import global_index
 from fshard.sharding.layout import Group, Piece
@@ -148,7 +149,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     out: dict[str, Tensor] = {}
     for group in plan.groups:
         chunk = join_pieces(group, plan.mesh, [flat[leaf.path] for leaf in group.leaves])
-        full = apply(chunk, Collect(_ranks(plan, group), -1))
+        full = apply(chunk.to(plan.mesh.device), Collect(_ranks(plan, group), -1))
         for leaf, tensor in zip(group.leaves, cut_leaves(group, full), strict=True):
             # Its own memory: the buffer of the group would live as long as any view of it.
             out[leaf.path] = widen(leaf, plan.mesh, tensor).clone(memory_format=torch.contiguous_format)
@@ -166,7 +167,7 @@ def take(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def _shard_of(plan: Plan, group: Group, value: Callable[[str, Piece], Tensor]) -> Tensor:
-    buffer = torch.zeros(group.chunk, dtype=group.dtype, device=plan.mesh.device)
+    buffer = place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype)
     part = plan.mesh.index(group.gather_axes)
     for number, leaf in enumerate(group.leaves):
         begin, end = group.shard_range(number, part)

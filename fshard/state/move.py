@@ -93,14 +93,14 @@ def _moved(mesh: Mesh, pairs: list[tuple[Entry, Entry]]) -> Pieces:
 def _whole(mesh: Mesh, entry: Entry, pieces: list[Piece]) -> Tensor:
     """The whole tensor of an entry, on every rank."""
     longest = max(piece.numel for piece in pieces)
-    mine = entry.tensor.new_zeros(longest)
+    mine = torch.zeros(longest, dtype=entry.dtype, device=mesh.device)
     mine[: entry.tensor.numel()] = entry.tensor
     boxes: dict[tuple[Any, Any], Tensor] = {}
     for piece, row in zip(pieces, _all(mesh, mine).view(mesh.size, longest), strict=True):
         key = piece.offset, piece.shape
-        box = boxes.setdefault(key, entry.tensor.new_empty(math.prod(piece.shape)))
+        box = boxes.setdefault(key, mine.new_empty(math.prod(piece.shape)))
         box[piece.start : piece.stop] = row[: piece.numel]
-    whole = entry.tensor.new_empty(entry.shape)
+    whole = mine.new_empty(entry.shape)
     for (offset, shape), box in boxes.items():
         whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = box.view(shape)
     return whole

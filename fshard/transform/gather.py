@@ -30,6 +30,8 @@ def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
     """The compute leaves of a group. Varying over every data axis on which they are not cut."""
     if not group.trainable:
         pieces = [piece.detach() for piece in pieces]
+    if group.kinds.hosted:
+        pieces = [piece.to(plan.mesh.device) for piece in pieces]
     sums = Ranks(plan.mesh, group.sum_axes)
     if group.parts == 1 and sums.size == 1:
         # No data moves, but views of its own: a loss that writes to its parameters shows in their versions.

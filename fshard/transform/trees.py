@@ -35,7 +35,8 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
         axes = _held(plan, group)
         for leaf in group.leaves:
             if leaf.dtype.is_floating_point:
-                dot = (left[leaf.path] * right[leaf.path]).sum()
+                pair = (left[leaf.path].to(plan.mesh.device), right[leaf.path].to(plan.mesh.device))
+                dot = (pair[0] * pair[1]).sum()
                 sums[axes] = sums[axes] + dot if axes in sums else dot
     if not sums:
         raise TreeError("no leaf of the plan is floating-point, so there is nothing to multiply")

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LANES = ("spread", "gather", "compute", "reduce", "sum", "update")
-ENDS = {"gather": "wait", "reduce": "collect", "sum": "total", "spread": "join"}
+LANES = ("spread", "gather", "compute", "reduce", "sum", "offload", "update")
+ENDS = {"gather": "wait", "reduce": "collect", "sum": "total", "spread": "join", "offload": "stored"}
 """The op that ends what the other one began."""
 
 ALWAYS = ("gather", "compute", "reduce", "update")
-"""Lanes that are there even if nothing is in them; the others are for replicas."""
+"""Lanes that are there even if nothing is in them; the others are for replicas and host memory."""
 
 MEMORY = (
     ("param", "gathered parameters", "#7d8fb3"),
@@ -35,6 +35,7 @@ MEMORY = (
     ("shard", "gradient shards", "#8fa98f"),
     ("sum", "staging of sums", "#c9ccd2"),
     ("own", "summed gradients", "#6f8f6f"),
+    ("visit", "state from host memory", "#a58fb0"),
 )
 """The kinds of items in memory: prefix, words for the legend, color."""
 

@@ -1,0 +1,91 @@
+"""Memory on the device and on its host, and what goes from one to the other around an update."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.sharding.kinds import MemoryKind
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Place:
+    """Some memory: a device's, or that of its host, page-locked or not."""
+
+    device: torch.device
+    pinned: bool = False
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of undefined values."""
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of zeros."""
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The 1-D tensor itself if it lies here, else a copy that does."""
+        if tensor.device == self.device and (not self.pinned or tensor.is_pinned()):
+            return tensor
+        return self.empty(tensor.numel(), tensor.dtype).copy_(tensor)
+
+
+def place_of(kind: MemoryKind, mesh: Mesh) -> Place:
+    """The memory of this kind, as a rank sees it."""
+    return Place(mesh.device) if kind == "device" else Place(torch.device("cpu"), kind == "pinned_host")
+
+
+def same_memory(tensor: Tensor) -> Tensor:
+    """A copy in memory of the same kind: ``clone`` forgets that memory was page-locked."""
+    pinned = tensor.device.type == "cpu" and tensor.is_pinned()
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor) if pinned else tensor.clone()
+
+
+@dataclass(frozen=True)
+class Visit:
+    """How what one update writes comes to the side where it runs, and goes back.
+
+    Everything happens on the compute stream, so what it needs on the device is free again for whatever is issued next.
+
+    Attributes:
+        place: memory of that side.
+        param: whether parameters come.
+        opt: whether optimizer state comes.
+    """
+
+    place: Place
+    param: bool
+    opt: bool
+
+    def bring(self, param: Tensor, opt: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Copies of what lies on the other side, and the rest as it is."""
+        states = {name: self._copy(value) if self.opt else value for name, value in opt.items()}
+        return self._copy(param) if self.param else param, states
+
+    def leave(self, guests: tuple[Tensor, Mapping[str, Tensor]], param: Tensor, opt: Mapping[str, Tensor]) -> None:
+        """Write the copies back."""
+        with torch.no_grad():
+            if self.param:
+                param.copy_(guests[0], non_blocking=True)
+            for name in opt if self.opt else ():
+                opt[name].copy_(guests[1][name], non_blocking=True)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # The processor reads what comes to the host at once, so it waits for that; a device has its stream.
+        out = self.place.empty(tensor.numel(), tensor.dtype)
+        return out.copy_(tensor.detach(), non_blocking=self.place.device.type != "cpu")
+
+
+def visits_of(plan: Plan) -> dict[int, Visit]:
+    """The visits that updates of a plan's groups need, by group id."""
+    return {group.id: _visit(group, plan.mesh) for group in plan.groups if group.visits}
+
+
+def _visit(group: Group, mesh: Mesh) -> Visit:
+    kinds = group.kinds
+    pinned: MemoryKind = "pinned_host" if "pinned_host" in (kinds.param, kinds.opt) else "unpinned_host"
+    return Visit(place_of("device" if kinds.update == "device" else pinned, mesh), *kinds.moved)
