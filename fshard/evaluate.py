@@ -104,6 +104,14 @@ def make_eval_step(
         debug: fill every freed range with nan.
         precision: in which dtypes to evaluate, instead of those of the plan and its rules: with ``fs.Precision()``
             units read all parameters as they are kept.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": w})
+    >>> evaluate = make_eval_step(lambda params, batch: {"mean": (batch @ params["w"]).mean()}, plan)
+    >>> evaluate(state, torch.ones(1, 2))
+    {'mean': tensor(5.)}
     """
     wants: list[Want] = [
         ("fn", fn, Callable, "a function of (params, batch)"),

@@ -4,7 +4,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +18,16 @@ from fshard.optim.scaling import LossScale, Scale
 from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
-from fshard.runtime.clip import Clip, read_clip
+from fshard.runtime.clip import read_clip
 from fshard.runtime.comm import Lane
 from fshard.runtime.commit import Verdict
 from fshard.runtime.decide import Decisions
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.held import cuts_of, holdings
 from fshard.runtime.interrupts import Shield
-from fshard.runtime.options import late_problems, step_problems
+from fshard.runtime.options import Options, late_problems, step_problems
 from fshard.runtime.prepare import Workshop, lanes_of
-from fshard.runtime.remat import Remat, read_remat
+from fshard.runtime.remat import read_remat
 from fshard.runtime.rng import seeded
 from fshard.runtime.rounding import Rounding, rounded_groups
 from fshard.runtime.runner import Runner, Work
@@ -43,22 +43,6 @@ from fshard.schedule.simulate import Simulation
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_late, check_optimizer
 from fshard.state.train_state import TrainState, expect_state, not_copied
-
-
-@dataclass(frozen=True)
-class Options:
-    """What ``make_train_step`` was asked for."""
-
-    clip: Clip
-    skip_norm: float | None
-    skip: Callable[[Metrics], bool] | None
-    accumulate: int
-    policy: Policy | Auto
-    donate: bool
-    debug: bool
-    compile: str | None
-    remat: Remat
-    loss_scale: LossScale | None
 
 
 class TrainStep:
@@ -373,6 +357,15 @@ def make_train_step(
 
     Raises:
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> opt = fs.optim.sgd(0.1)
+    >>> step = make_train_step(lambda params, batch: (batch @ params["w"]).sum(), opt, plan)
+    >>> state, metrics = step(fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))
+    >>> metrics.loss, state.step, state.params["w"]
+    (tensor(10.), 1, tensor([0.9000, 1.9000, 2.9000, 3.9000]))
     """
     policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
     if not isinstance(policy, Policy | Auto):

@@ -62,6 +62,16 @@ def load_dcp(
         CheckpointError: no such folder, or one whose metadata names what it should not; ``DamagedError`` if it is not
             whole.
         PlanError, TreeError: as ``load_hf``, and for the optimizer's state likewise.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> import tempfile
+    >>> opt = fs.optim.adamw(1e-3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fs.save_dcp(fs.init_state(plan, opt, params={"w": w}), opt, folder)
+    ...     load_dcp(plan, opt, folder).params["w"]
+    tensor([1., 2., 3., 4.])
     """
     source = Chunks(Path(path))
     params = _under(source, model, optimizer)

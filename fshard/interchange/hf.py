@@ -102,6 +102,15 @@ def save_hf(
         CheckpointError: the folder holds weights already, or cannot be written to; on all ranks alike. What was there
             is as it was.
         PlanError, TreeError: as ``export``.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_hf({"w": w.flatten()}, folder, plan, config={"model_type": "mine"})
+    ...     sorted(path.name for path in pathlib.Path(folder).iterdir())
+    ['config.json', 'model.safetensors']
     """
     limit = size_in_bytes(max_shard_size)
     settings = _settings(config)

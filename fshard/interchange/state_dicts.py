@@ -44,6 +44,13 @@ def to_state_dict(
 
     Raises:
         PlanError, TreeError, CheckpointError: as ``export``.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> to_state_dict({"w": w.flatten()}, plan)
+    {'w': tensor([[1., 2.],
+            [3., 4.]])}
     """
     out = dict(export(state, plan, to=to, axes=axes, rename=rename))
     if out:
@@ -128,6 +135,13 @@ def to_optim_state_dict(
 
     Raises:
         PlanError, CheckpointError: as ``export``.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> opt = fs.optim.sgd(0.1, momentum=0.9)
+    >>> to_optim_state_dict(fs.init_state(plan, opt, params={"w": w}), opt)["param_groups"][0]["params"]
+    ['w']
     """
     if keys not in ("name", "index"):
         raise PlanError(f"keys={keys!r} must be 'name' or 'index'")

@@ -1,15 +1,34 @@
-"""Which options of a train step cannot be, or cannot be together."""
+"""The options of a train step: which of them cannot be, or cannot be together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fshard.optim import checks
+from fshard.optim.scaling import LossScale
 from fshard.runtime.clip import Clip
+from fshard.runtime.remat import Remat
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``make_train_step`` was asked for."""
+
+    clip: Clip
+    skip_norm: float | None
+    skip: Callable[[Any], bool] | None
+    accumulate: int
+    policy: Policy | Auto
+    donate: bool
+    debug: bool
+    compile: str | None
+    remat: Remat
+    loss_scale: LossScale | None
 
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:

@@ -112,6 +112,10 @@ def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int 
 
     Raises:
         PlanError: names and sizes do not match, a name occurs twice, or the rank is outside of the mesh.
+
+    >>> mesh = abstract_mesh((2, 4), ("replica", "shard"), rank=5)
+    >>> mesh.size, mesh.coords()
+    (8, (1, 1))
     """
     resolved = resolve_sizes(sizes, axis_names, None)
     world = math.prod(resolved)

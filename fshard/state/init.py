@@ -49,6 +49,15 @@ def init_state(
     Raises:
         PlanError: a leaf without an initializer, a rule that matches nothing, or an optimizer that does not fit.
         TreeError: ``params`` or ``shards`` is not the plan's tree.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> state = init_state(plan, fs.optim.sgd(0.1, momentum=0.9), params={"w": w})
+    >>> state.step, state.params["w"], list(state.opt_state)
+    (0, tensor([1., 2., 3., 4.]), ['momentum_buffer'])
+    >>> init_state(plan, fs.optim.sgd(0.1), seed=1, init=[("w", fs.init.ones())]).params["w"]
+    tensor([1., 1., 1., 1.])
     """
     expect(
         "init_state(plan, opt, seed)",
@@ -113,6 +122,12 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
     Raises:
         TreeError: leaves are missing, unknown or of another shape.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> shard({"w": w}, plan)  # all of it, on a mesh of one
+    {'w': tensor([1., 2., 3., 4.])}
     """
     flat = plan.check_tree(full, whole=True, what="full")
     out: dict[str, Tensor] = {}
@@ -142,6 +157,13 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     Raises:
         TreeError: ``params`` is not this rank's part of the plan's tree.
         PlanError: the plan's mesh is abstract.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> unshard({"w": torch.arange(4.0)}, plan)["w"]
+    tensor([[0., 1.],
+            [2., 3.]])
     """
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()

@@ -34,6 +34,13 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
 
     Returns:
         The function. ``v`` is a tree of shards like ``params``; what it holds for frozen leaves does not count.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> along = jvp(lambda params, batch: (batch @ params["w"]).sum(), plan)
+    >>> along({"w": w.flatten()}, {"w": torch.ones(4)}, torch.ones(1, 2))
+    (tensor(10.), tensor(4.))
     """
     f = sharded_loss(loss_fn, plan)
 
@@ -58,6 +65,13 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> product = hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
+    >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
+    {'w': tensor([1., 4., 1., 4.])}
     """
     f = sharded_loss(loss_fn, plan)
 
@@ -84,6 +98,13 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> product = gnvp(lambda params, batch: batch @ params["w"], lambda out, batch: out.square().sum() / 2, plan)
+    >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
+    {'w': tensor([3., 3., 6., 6.])}
     """
 
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
@@ -121,6 +142,13 @@ def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[A
     Returns:
         The function; ``key`` is one of ``fs.random``, the same on every rank. It returns a tensor ``(samples,)``, equal
         on all ranks: its mean is the estimate, and ``std() / samples ** 0.5`` its error.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> trace = hessian_trace(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan, samples=2)
+    >>> trace({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]), fs.random.key(0))
+    tensor([10., 10.])
     """
     if not isinstance(samples, int) or samples < 1:
         raise PlanError(f"hessian_trace(samples={samples!r}): an int >= 1")

@@ -37,6 +37,13 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
 
     Raises:
         BatchError: tensors of the batch have different numbers of rows, or none.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> grads = per_sample_grad(lambda params, batch: (batch @ params["w"]).sum(), plan)
+    >>> grads({"w": w.flatten()}, torch.ones(3, 2))["w"].shape
+    torch.Size([3, 2, 2])
     """
 
     def each(params: Any, batch: Any) -> dict[str, Any]:
@@ -69,6 +76,13 @@ def clipped_grad(
     Raises:
         PlanError: ``clip_norm`` or ``microbatch`` is not positive.
         BatchError: tensors of the batch have different numbers of rows, or none.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> clipped = clipped_grad(lambda params, batch: (batch @ params["w"]).sum(), plan, clip_norm=1.0)
+    >>> clipped({"w": w.flatten()}, torch.tensor([[1.0, 1.0], [0.1, 0.1]]))
+    ({'w': tensor([0.6000, 0.6000, 0.6000, 0.6000])}, tensor([2.0000, 0.2000]))
     """
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")

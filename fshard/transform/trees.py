@@ -28,6 +28,12 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
 
     Raises:
         TreeError: a tree is not this rank's part of the plan's.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> tree_vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
+    tensor(10.)
     """
     left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")
     sums: dict[Axes, Tensor] = {}
@@ -45,7 +51,14 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
 
 
 def tree_norm(a: Any, plan: Plan) -> Tensor:
-    """The Euclidean norm of a tree of shards: that of all whole tensors together, equal on all ranks."""
+    """The Euclidean norm of a tree of shards: that of all whole tensors together, equal on all ranks.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> tree_norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
+    tensor(5.)
+    """
     return tree_vdot(a, a, plan).sqrt()
 
 
@@ -55,12 +68,25 @@ def tree_normal(key: Tensor, plan: Plan) -> dict[str, Any]:
     Args:
         key: of ``fs.random``, the same on every rank.
         plan: the plan. Frozen leaves get zeros.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> tree_normal(fs.random.key(0), plan)["w"].shape
+    torch.Size([4])
     """
     return _random(key, plan, random.normal)
 
 
 def tree_rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
-    """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``tree_normal``."""
+    """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``tree_normal``.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> tree_rademacher(fs.random.key(0), plan)["w"].abs()
+    tensor([1., 1., 1., 1.])
+    """
 
     def signs(key: Tensor, shape: Sequence[int], dtype: torch.dtype, **where: Any) -> Tensor:
         return random.bernoulli(key, 0.5, shape, **where).to(dtype) * 2 - 1
