@@ -50,6 +50,15 @@ def kind(value: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
+def raised(error: BaseException) -> str:
+    """An exception in a line or more, for those who did not raise it.
+
+    >>> raised(ValueError("no")), raised(KeyboardInterrupt())
+    ('ValueError: no', 'KeyboardInterrupt')
+    """
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def _is(value: Any, kinds: Any) -> bool:
     # True is an int to Python, and never what is meant where a number is.
     return isinstance(value, kinds) and not (isinstance(value, bool) and kinds in (int, float, (int, float)))

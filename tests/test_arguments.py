@@ -85,6 +85,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: _step(clip_norm="1"), "clip_norm='1' must be positive"),
     (lambda: fs.make_eval_step(PLAN, _loss), "fn is a Plan: give a function(?s:.*)plan is a function"),
     (lambda: fs.make_eval_step(_loss, PLAN, schedule="auto"), "schedule is 'auto', a str: give fs.Policy"),
+    (lambda: fs.Costs(link=5), "link=5 is no fs.Link"),  # type: ignore[arg-type]
+    (lambda: fs.optim.adamw(torch.optim.lr_scheduler.LinearLR), "or a function of the step"),  # type: ignore[arg-type]
+    (lambda: fs.from_state_dict(Net().state_dict(), PLAN, OPT), "plan is an OrderedDict(?s:.*)params is a sgd"),
+    (lambda: fs.view.timeline(_step()), "schedule is a TrainStep: give step.schedule"),
+    (lambda: fs.make_plan({"a": torch.ones(3).to_sparse()}, MESH, RULES), r"a: torch\.float32, torch\.sparse_coo"),
     (lambda: fs.Auto(memory="1GB"), "memory='1GB' is no positive number"),
     (lambda: fs.optim.from_torch(torch.optim.SGD(Net().parameters())), "cls is a SGD: give a class of torch.optim"),
     (
@@ -194,6 +199,8 @@ def test_what_prints() -> None:
     assert repr(_step()) == f"<train step of 6 leaves in 3 groups, {OPT!r}>"
     assert repr(fs.make_eval_step(_loss, PLAN)) == "<eval step of 6 leaves in 3 groups>"
     assert repr(fs.Rule(".*", fs.P())) == "Rule('.*', P())"
+    assert repr(PLAN) == "<Plan: 6 leaves in 3 groups on {'shard': 1}>"
+    assert repr(fs.value_and_grad(_loss, PLAN)).startswith("<value and grad of ShardedLoss(")
 
 
 def test_long_reports_keep_their_ends() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fshard.arguments import raised
 from fshard.checkpoint.meeting import meet, same
 from fshard.collectives.group import Group as Ranks
 from fshard.errors import PeerError, PlanError, TreeError, lines, no_processes, unknown_axis
@@ -155,7 +156,7 @@ def settle(mesh: Mesh, failure: BaseException | None, what: str) -> None:
         BaseException: the failure of this rank.
         PeerError: another rank failed.
     """
-    told = meet(mesh, ROLE).together(lambda: None if failure is None else f"{type(failure).__name__}: {failure}")
+    told = meet(mesh, ROLE).together(lambda: None if failure is None else raised(failure))
     if failure is not None:
         raise failure
     failed = [f"rank {rank}: {words}" for rank, words in enumerate(told) if words is not None]

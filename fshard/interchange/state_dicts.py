@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.moments import STEP, Moments, split_name
 from fshard.interchange.rename import RenameLike
@@ -98,6 +99,8 @@ def from_state_dict(
     >>> fs.from_state_dict(plan, fs.optim.sgd(0.1), module.state_dict())
     <TrainState of step 0: 2 leaves on rank 0>
     """
+    wants = [("plan", plan, Plan, "what fs.make_plan returned"), ("params", params, Mapping, "a state dict")]
+    expect("from_state_dict(plan, opt, params)", wants)
     source = Tensors("the state dict", flat_tensors(params, "params"))
     if optim is None:
         return load(plan, opt, source, rename=rename, init=init, seed=seed, cast=cast, step=step or 0)

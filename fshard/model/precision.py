@@ -1,6 +1,6 @@
 """Precision: in which dtypes a step computes and communicates. What is kept is never rounded."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal
 
 import torch
@@ -37,8 +37,8 @@ class Precision:
     Raises:
         PlanError: not a floating-point dtype that is supported here.
 
-    >>> Precision(torch.bfloat16, torch.bfloat16) == Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-    True
+    >>> Precision(torch.bfloat16, torch.bfloat16)
+    Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
     """
 
     compute: torch.dtype | None = None
@@ -62,6 +62,10 @@ class Precision:
             raise PlanError(f"fs.Precision(rounding={self.rounding!r}): give 'nearest' or 'stochastic'")
         if not isinstance(self.inputs, bool):
             raise PlanError(f"fs.Precision(inputs={self.inputs!r}): give True, to cast them to compute, or False")
+
+    def __repr__(self) -> str:
+        said = [f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
+        return f"Precision({', '.join(said)})"
 
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which units read a leaf of this dtype."""

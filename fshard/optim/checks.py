@@ -29,7 +29,7 @@ def count(name: str, value: Any, least: int) -> list[str]:
 
 def rate(name: str, value: Any) -> list[str]:
     """No problem when the value can be a learning rate: a finite number >= 0, or a function."""
-    if callable(value):
+    if callable(value) and not isinstance(value, type):
         return []
     return [f"{problem}, or a function of the step" for problem in number(name, value)]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import raised
 from fshard.errors import BatchError, CommError, LossError, PeerError, ScheduleError, lines, step_transformed
 from fshard.runtime.actions import Lanes
 from fshard.runtime.batch import digest, leading_dims
@@ -112,7 +113,7 @@ def raise_failure(lane: Lane, failure: BaseException | None, status: Sequence[in
 
     A rank that was cut off raises its own failure only if no other rank's is behind it.
     """
-    texts = exchange_text(lane, f"{type(failure).__name__}: {failure}" if failure else "")
+    texts = exchange_text(lane, raised(failure) if failure else "")
     failed = [rank for rank, code in enumerate(status) if code == FAILED]
     if failure is not None and not (failed and own == CUT):
         raise failure
@@ -210,7 +211,7 @@ def together(lanes: Lanes) -> Iterator[None]:
     except (PeerError, ScheduleError, BatchError, LossError):
         raise
     except BaseException as error:
-        lanes.transport.abandon(f"{type(error).__name__}: {error}")
+        lanes.transport.abandon(raised(error))
         raise
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import tree
+from fshard.arguments import raised
 from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
 from fshard.runtime.attempt import (
     BEHIND,
@@ -267,7 +268,7 @@ class Runner:
             outcome.status, outcome.failure = FAILED, foreign_params()
         if outcome.failure is not None:
             mark = BEHIND if outcome.status == CUT else FAILURE
-            request(lane, f"{mark}{type(outcome.failure).__name__}: {outcome.failure}")
+            request(lane, mark + raised(outcome.failure))
 
     def _begin(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         if isinstance(executor, OnDemand):

@@ -70,7 +70,10 @@ class Costs:
             over no others, takes that link.
 
     Raises:
-        PlanError: a negative time, or one of an op that takes none.
+        PlanError: a negative time, one of an op that takes none, or something else than a link.
+
+    >>> Costs({("forward", "blocks.0"): 2e-3}, Link(125e6)).link
+    Link(bytes_per_s=125000000.0, latency=0.0)
     """
 
     seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -79,7 +82,8 @@ class Costs:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems = []
+        links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
+        problems = [f"{name}={link!r} is no fs.Link" for name, link in links.items() if not isinstance(link, Link)]
         for (kind, target), value in self.seconds.items():
             if kind not in TIMED:
                 problems.append(f"{kind} {target}: ops of this kind take no time on the device")

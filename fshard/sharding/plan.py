@@ -18,7 +18,7 @@ from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
-from fshard.sharding.validate import check_kinds, check_opt, check_specs
+from fshard.sharding.validate import check_kinds, check_opt, check_specs, tensors_of
 
 ROOT = "root"
 """The name of the unit that owns the leaves of no unit: the code between units."""
@@ -166,6 +166,9 @@ class Plan:
             raise TreeError(lines(head, wrong, f"Give a nested dict of {kind} tensors with just the plan's paths."))
         return {path: given[path] for path in self.leaves}
 
+    def __repr__(self) -> str:
+        return f"<Plan: {len(self.leaves)} leaves in {len(self.groups)} groups on {dict(self.mesh.shape)}>"
+
     def __str__(self) -> str:
         return render(self.mesh, self.batch, self.leaves, self.places(), self.precision)
 
@@ -217,7 +220,7 @@ def make_plan(
     if not isinstance(precision, Precision):
         raise PlanError(f"precision={precision!r} must be fs.Precision(...)")
     units = (units,) if isinstance(units, str) else tuple(units)
-    tensors = _tensors(model if isinstance(model, Mapping) else model.params)
+    tensors = tensors_of(model if isinstance(model, Mapping) else model.params)
     batch = _batch_spec(batch, mesh)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
     source = Source(
@@ -245,40 +248,6 @@ def _instead(given: Any) -> str:
     if isinstance(given, torch.nn.Module):
         return "give the params of fs.split(module)"
     return "give state.params" if hasattr(given, "params") else "state.params and model.params are such"
-
-
-def _tensors(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The leaves of a parameter tree by path."""
-    tensors = dict(tree.paths(params))
-    if not tensors:
-        raise PlanError("the model has no parameters, so there is nothing to place")
-    wrong = [f"{path}: {type(t).__name__}" for path, t in tensors.items() if not isinstance(t, torch.Tensor)]
-    wrong += [f"{path}: {t.dtype}" for path, t in tensors.items() if isinstance(t, torch.Tensor) and t.is_complex()]
-    if wrong:
-        remedy = "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real."
-        raise PlanError(lines("parameters are real tensors, these are not:", wrong, remedy))
-    _check_apart(tensors)
-    return tensors
-
-
-def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a tree that holds a tensor twice: two leaves would be made of what may be meant to be one."""
-    first: dict[tuple[Any, ...], str] = {}
-    twice = []
-    for path, leaf in tensors.items():
-        if leaf.numel():
-            plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)  # wrappers have no storage of their own
-            place = (leaf.untyped_storage()._cdata, leaf.storage_offset()) if plain else (id(leaf), 0)
-            other = first.setdefault(place, path)  # equal storage and offset: the first elements are the same
-            if other != path:
-                twice.append(f"{path}  {list(leaf.shape)} lies where {other}  {list(tensors[other].shape)} does")
-    if twice:
-        remedy = (
-            "A plan keeps each path by itself, so these would start alike and train apart. To share a leaf, hold it at "
-            "one path and read it there in both places, or split one module that holds both, which keeps their tie; "
-            "for two leaves, clone one."
-        )
-        raise PlanError(lines(f"{len(twice)} of {len(tensors)} leaves share the memory of others:", twice, remedy))
 
 
 def _leaves(

@@ -1,13 +1,59 @@
-"""What a spec must satisfy before anything is laid out. Every problem of every leaf, in one report."""
+"""What leaves and specs must satisfy before anything is laid out. Every problem of every leaf, in one report."""
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
+
+from fshard import tree
 from fshard.errors import PlanError, lines
 from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, Shape, axes_of
+
+
+def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The leaves of a parameter tree by path.
+
+    Raises:
+        PlanError: there are none; some are no dense real tensors; or one lies where another does.
+    """
+    tensors = dict(tree.paths(params))
+    if not tensors:
+        raise PlanError("the model has no parameters, so there is nothing to place")
+    dense = {p for p, t in tensors.items() if isinstance(t, torch.Tensor) and t.layout == torch.strided}
+    wrong = [
+        f"{path}: {f'{t.dtype}, {t.layout}' if isinstance(t, torch.Tensor) else type(t).__name__}"
+        for path, t in tensors.items()
+        if path not in dense or t.is_complex()
+    ]
+    if wrong:
+        remedy = "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real."
+        raise PlanError(lines("parameters are dense real tensors, these are not:", wrong, remedy))
+    _check_apart(tensors)
+    return tensors
+
+
+def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a tree that holds a tensor twice: two leaves would be made of what may be meant to be one."""
+    first: dict[tuple[Any, ...], str] = {}
+    twice = []
+    for path, leaf in tensors.items():
+        if leaf.numel():
+            plain = type(leaf) in (torch.Tensor, torch.nn.Parameter)  # wrappers have no storage of their own
+            place = (leaf.untyped_storage()._cdata, leaf.storage_offset()) if plain else (id(leaf), 0)
+            other = first.setdefault(place, path)  # equal storage and offset: the first elements are the same
+            if other != path:
+                twice.append(f"{path}  {list(leaf.shape)} lies where {other}  {list(tensors[other].shape)} does")
+    if twice:
+        remedy = (
+            "A plan keeps each path by itself, so these would start alike and train apart. To share a leaf, hold it at "
+            "one path and read it there in both places, or split one module that holds both, which keeps their tie; "
+            "for two leaves, clone one."
+        )
+        raise PlanError(lines(f"{len(twice)} of {len(tensors)} leaves share the memory of others:", twice, remedy))
 
 
 def check_specs(

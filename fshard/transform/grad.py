@@ -37,6 +37,9 @@ class ValueAndGrad:
         workshop = Workshop(self.plan, policy, 1, True, loss.debug, lanes_of(self.plan))
         self._runner = Runner(loss.loss_fn, workshop)
 
+    def __repr__(self) -> str:
+        return f"<value and grad of {self.loss!r}>"
+
     def __call__(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """The global mean loss and its gradient.
 

@@ -11,6 +11,7 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from fshard import errors
+from fshard.arguments import expect
 from fshard.schedule.memory import size_text
 from fshard.schedule.ops import ROOT, UNIT_KINDS, Op
 from fshard.schedule.schedule import Schedule
@@ -83,9 +84,13 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         A figure of its own, which pyplot does not know: ``figure.savefig("step.png")``.
 
     Raises:
+        PlanError: no schedule, such as a step, which has one: ``step.schedule``.
         ImportError: matplotlib is not installed.
         ScheduleError: the ops open or close a lifetime twice.
     """
+    expect(
+        "timeline(schedule)", [("schedule", schedule, Schedule, "step.schedule, or what step.trace(batch) returned")]
+    )
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
