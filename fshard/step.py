@@ -59,7 +59,7 @@ class TrainStep:
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
         self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
-        self._grads = workshop.gradients(cuts_of(plan, opt, options.clip.number), self._kept)
+        self._grads = workshop.gradients(cuts_of(plan, opt, options.clip.number), opt)
         self._since: dict[str, int] = {}
         self._rounded = rounded_groups(plan)
         self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)

@@ -58,15 +58,30 @@ class Held:
         return (self.ranges[first][0], self.ranges[last][1]) if first in self.ranges else None
 
 
-def holdings(group: Group, mesh: Mesh, opt: Any) -> dict[str, Held]:
-    """The buffers of an optimizer beside one group's shard. Equal leaves that lie together stay together."""
-    part = mesh.index(group.gather_axes)
+def holdings(group: Group, mesh: Mesh, opt: Any, part: int | None = None) -> dict[str, Held]:
+    """The buffers of an optimizer beside one group's shard. Equal leaves that lie together stay together.
+
+    Args:
+        group: the group.
+        mesh: the mesh.
+        opt: the optimizer.
+        part: whose shard it is; None for this rank's.
+    """
+    part = mesh.index(group.gather_axes) if part is None else part
     spans = [group.shard_range(number, part) for number in range(len(group.leaves))]
     found: dict[str, dict[int, Form]] = {}
     for number, leaf in enumerate(group.leaves):
         for name, form in forms_of(opt, opt.hyper(leaf.path, leaf.shape)).items():
             found.setdefault(name, {})[number] = form
     return {name: _hold(group, spans, forms) for name, forms in found.items()}
+
+
+def most_bytes(group: Group, mesh: Mesh, opt: Any) -> int:
+    """Of all buffers beside one group's shard, on the rank that has most: the same on every rank."""
+    own = holdings(group, mesh, opt)
+    every = [own] if all(held.plain for held in own.values()) else []
+    every = every or [holdings(group, mesh, opt, part) for part in range(group.parts)]
+    return max(sum(held.length * held.dtype.itemsize for held in one.values()) for one in every)
 
 
 def _hold(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) -> Held:

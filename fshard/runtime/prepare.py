@@ -15,7 +15,7 @@ from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
-from fshard.runtime.held import Held, Segment
+from fshard.runtime.held import Segment, most_bytes
 from fshard.runtime.measure import common, measured
 from fshard.runtime.memory import deallocate
 from fshard.runtime.offload import Offload
@@ -79,13 +79,12 @@ class Workshop:
     arena: Tensor | None = None
     cache: "Cache | None" = None
     remat: Remat = field(default_factory=Remat)
-    kept: dict[int, dict[str, Held]] = field(default_factory=dict)
+    visiting: dict[int, int] = field(default_factory=dict)
 
     @functools.cached_property
     def infos(self) -> tuple[GroupInfo, ...]:
         """What schedules know of the groups."""
-        sizes = {g: sum(h.length * h.dtype.itemsize for h in held.values()) for g, held in self.kept.items()}
-        return group_infos(self.plan, sizes)
+        return group_infos(self.plan, self.visiting)
 
     @functools.cached_property
     def offload(self) -> Offload:
@@ -102,14 +101,15 @@ class Workshop:
         """The groups that are updated on the host, where their gradients stay in memory."""
         return frozenset(group.id for group in self.plan.groups if group.offloaded)
 
-    def gradients(self, cuts: Mapping[int, tuple[Segment, ...]], kept: dict[int, dict[str, Held]]) -> Gradients:
+    def gradients(self, cuts: Mapping[int, tuple[Segment, ...]], opt: Any) -> Gradients:
         """What becomes of gradients after a step.
 
         Args:
             cuts: the segments of each trainable group.
-            kept: the optimizer's buffers beside it.
+            opt: the optimizer.
         """
-        self.kept = kept
+        moved = [group for group in self.plan.groups if group.visits and group.kinds.moved[1]]
+        self.visiting = {group.id: most_bytes(group.owned, self.plan.mesh, opt) for group in moved}
         senders = self.lanes.senders(self.plan) if self.lanes is not None else {}
         passing = self.reduced - self.host
         return Gradients(self.grads, cuts, passing, senders, visits_of(self.plan), self.host)
