@@ -198,7 +198,8 @@ def test_what_prints() -> None:
     """Objects say what they are, in a line."""
     assert repr(_step()) == f"<train step of 6 leaves in 3 groups, {OPT!r}>"
     assert repr(fs.make_eval_step(_loss, PLAN)) == "<eval step of 6 leaves in 3 groups>"
-    assert repr(fs.Rule(".*", fs.P())) == "Rule('.*', P())"
+    rule = fs.Rule(".*", fs.P(), trainable=False, memory_kind="pinned_host")
+    assert repr(rule) == "Rule('.*', P(), trainable=False, memory_kind='pinned_host')"
     assert repr(PLAN) == "<Plan: 6 leaves in 3 groups on {'shard': 1}>"
     assert repr(fs.value_and_grad(_loss, PLAN)).startswith("<value and grad of ShardedLoss(")
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal, NamedTuple
 
 from fshard.errors import PlanError, lines
@@ -59,9 +59,8 @@ class Rule:
     update_on: Side | None = None
 
     def __repr__(self) -> str:
-        said = ((name, getattr(self, name)) for name in ("compute", "trainable", "precision", "align", "opt"))
-        rest = [f"{name}={value!r}" for name, value in said if value is not None]
-        return f"Rule({', '.join([repr(self.pattern), repr(self.at_rest), *rest])})"
+        said = [f"{f.name}={value!r}" for f in fields(self)[2:] if (value := getattr(self, f.name)) is not None]
+        return f"Rule({', '.join([repr(self.pattern), repr(self.at_rest), *said])})"
 
 
 RuleLike = Rule | tuple[str, P | Tactic]
