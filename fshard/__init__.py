@@ -2,7 +2,7 @@
 
 The spec says where, the schedule says when, the runtime does it::
 
-    errors, tree    what every room needs
+    errors, tree, arguments  what every room needs
     model/          modules as parameter trees and pure functions, units, initial values
     optim/          update rules, fused on flat buffers
     sharding/       WHERE: mesh, spec, rules, layout, plan
@@ -12,13 +12,15 @@ The spec says where, the schedule says when, the runtime does it::
     parallel/       tensor, sequence, expert and context parallelism, for the code of units
     state/          the train state, and its ways in and out of whole tensors
     checkpoint/     train states on disk: saved whole or not at all, restored on any mesh
+    cli/            the command ``fshard ckpt``, which looks at them
     interchange/    states from and to the formats of others, leaf by leaf
     transform/      losses of shards for torch.func, and tools on them
-    step, evaluate  a function, an optimizer and a plan become a step
+    step, evaluate, metrics  a function, an optimizer and a plan become a step, and what it tells
     elastic         the train loop that resumes, and saves before it is ended
     buffers         buffers that change, through steps and over ranks
     lora            low-rank adapters beside frozen weights
-    mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks
+    mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks, capture
+                    finds what a function closes over
     launch, virtual meshes of real processes, and of ranks that are played in one
     view/           pictures of schedules
 """

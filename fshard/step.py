@@ -14,6 +14,7 @@ from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
+from fshard.optim.checks import is_rule
 from fshard.optim.scaling import LossScale, Scale
 from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.backends import make_cache
@@ -370,7 +371,7 @@ def make_train_step(
     policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
     if not isinstance(policy, Policy | Auto):
         raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
-    if not isinstance(plan, Plan) or not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
+    if not isinstance(plan, Plan) or not is_rule(opt):
         raise PlanError(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
             f"{described(opt)} and {described(plan)}"

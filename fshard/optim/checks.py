@@ -50,9 +50,14 @@ def pattern(name: str, value: Any) -> list[str]:
     return []
 
 
+def is_rule(value: Any) -> bool:
+    """Whether a value has what an optimizer has, and is not its class."""
+    return all(hasattr(value, part) for part in ("init", "update", "hyper", "lr")) and not isinstance(value, type)
+
+
 def rule(name: str, value: Any) -> list[str]:
     """No problem when the value is an optimizer."""
-    if all(hasattr(value, part) for part in ("init", "update", "hyper", "lr")) and not isinstance(value, type):
+    if is_rule(value):
         return []
     return [f"{name} = {value!r}: must be an optimizer, such as fs.optim.adamw(3e-4)"]
 

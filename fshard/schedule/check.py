@@ -30,7 +30,7 @@ def check(schedule: Schedule) -> None:
     """
     run = _Run(schedule)
     for at, op in enumerate(schedule.ops):
-        problem = _shape(op, at, schedule, run) or next(run.take(at, op), None)
+        problem = _shape(op, at, run) or next(run.take(at, op), None)
         if problem:
             raise broken(schedule, at, problem)
     at, problem = run.leftover()
@@ -378,7 +378,7 @@ def _expected(program: Program) -> Iterator[tuple[str, str, int]]:
     yield "backward", ROOT, 0
 
 
-def _shape(op: Op, at: int, schedule: Schedule, run: _Run) -> str:
+def _shape(op: Op, at: int, run: _Run) -> str:
     """What is wrong with an op by itself."""
     if op.kind not in KINDS:
         return f"{op.kind!r} is none of {', '.join(sorted(KINDS))}"

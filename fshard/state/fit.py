@@ -8,8 +8,9 @@ import torch
 
 from fshard.arguments import described
 from fshard.errors import PlanError, lines
+from fshard.optim.checks import is_rule
 from fshard.optim.form import Grain, LeafInfo, grain_of, problems_of
-from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.layout import Leaf
 from fshard.sharding.plan import Plan
 
 
@@ -22,7 +23,7 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
         PlanError: patterns that match nothing, frozen leaves that are to be trained, and rules that are not elementwise
             on leaves that are cut.
     """
-    if not all(hasattr(opt, name) for name in ("init", "update", "hyper", "lr")):
+    if not is_rule(opt):
         named = f"fs.optim.from_torch(torch.optim.{type(opt).__name__}, ...)"
         remedy = named if isinstance(opt, torch.optim.Optimizer) else "such as fs.optim.adamw(1e-3)"
         raise PlanError(f"opt is {described(opt)}, not an optimizer of fs.optim: give one, {remedy}")
@@ -34,7 +35,7 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
             for group in plan.groups
             for leaf in group.owned.leaves
             if leaf.trainable
-            for problem in _cut(group, leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
+            for problem in _cut(leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
         ]
     if problems:
         raise PlanError(
@@ -64,7 +65,7 @@ def check_late(opt: Any, late: Mapping[str, int]) -> None:
         )
 
 
-def _cut(group: Group, leaf: Leaf, grain: Grain) -> list[str]:
+def _cut(leaf: Leaf, grain: Grain) -> list[str]:
     """What keeps an optimizer from seeing enough of a leaf in one piece."""
     if grain == 1:
         return []

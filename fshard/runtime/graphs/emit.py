@@ -136,7 +136,7 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
             views.append((name, at))
             copies.append((name, grad.name))
     _function(writer, "targets", ["gs"], [f"{n} = {v}" for n, v in views], _join([n for n, _ in views]))
-    dropped = {n for root in places for n in _chain(halves, root)}
+    dropped = {n for root in places for n in _chain(root)}
     nodes = [node for node in halves.backward if node not in dropped]
     kept = [*joint.parts, *(g for n, g in enumerate(joint.grads) if g is not None and f"G{n}" not in places.values())]
     lines = [f"{_join([n for n, _ in views])} = G"] if views else []
@@ -160,7 +160,7 @@ def _root(grad: fx.Node, joint: Any) -> fx.Node | None:
     return node if alike else None
 
 
-def _chain(halves: Halves, root: fx.Node) -> Iterable[fx.Node]:
+def _chain(root: fx.Node) -> Iterable[fx.Node]:
     """The views of a node, up to the end of the graph."""
     node = root
     while True:

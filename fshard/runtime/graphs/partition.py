@@ -174,7 +174,7 @@ def _tidy(graph: fx.Graph) -> None:
             if same is not None:
                 node.replace_all_uses_with(same)
             elif node.target in RESHAPES:
-                _shorten(graph, node)
+                _shorten(node)
 
 
 def _bases(node: fx.Node) -> Iterable[fx.Node]:
@@ -193,7 +193,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _shorten(graph: fx.Graph, node: fx.Node) -> None:
+def _shorten(node: fx.Node) -> None:
     """Reshape what a chain of reshapes starts with, if that is the same."""
     base: Any = node.args[0]
     while base.op == "call_function" and base.target in RESHAPES:
