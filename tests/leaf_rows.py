@@ -152,6 +152,17 @@ BF16 = fs.Precision(torch.bfloat16)
 
 ROWS_OF_LEAVES: dict[str, Row] = {
     "a block": Row([FROZEN_BLOCK, SHARDED], r"blocks\.0\..*"),
+    "a block, kept with the last": Row(
+        [FROZEN_BLOCK, SHARDED],
+        r"blocks\.0\..*",
+        step={"schedule": fs.Policy(reshard=fs.keep("blocks.0", last=1)), "accumulate": 2},
+    ),
+    "small and some large persist, in bfloat16": Row(
+        [fs.Rule(r"blocks\.2\..*", fs.fsdp("shard", min_size=200), trainable=False), (r".*", fs.fsdp("shard", 200))],
+        r"blocks\.2\..*",
+        BF16,
+        step={"schedule": fs.Policy(prefetch=0, reshard=fs.keep("blocks.[12]"))},
+    ),
     "the first units": Row(
         [fs.Rule(r"(blocks\.[01]|tok|pos)\..*", fs.fsdp("shard"), trainable=False), SHARDED],
         r"(blocks\.[01]|tok|pos)\..*",

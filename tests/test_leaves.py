@@ -1,5 +1,7 @@
 """Leaves that are frozen, cast and carried over: training equals one plain process, and holds no more than it says."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -65,13 +67,12 @@ def _matches(pattern: str, path: str) -> bool:
     return leaf_rows.re.fullmatch(pattern, path) is not None
 
 
-def test_frozen_groups_take_nothing() -> None:
-    """No op but gather, wait and free; no gradient; free right behind the unit's backward."""
-    mesh = fs.abstract_mesh((4,), ("shard",))
-    model = fs.split(leaf_rows.module(), units=("blocks.*",))
-    rules = [fs.Rule(r"blocks\.1\..*", fs.fsdp("shard"), trainable=False), leaf_rows.SHARDED]
-    plan = fs.make_plan(model, mesh, rules, precision=leaf_rows.BF16)
-    step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.adamw(0.1), plan)
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_frozen_groups_take_nothing(prefetch: int) -> None:
+    """No op but gather, wait and free; no gradient; free right behind the unit's backward; half the bytes."""
+    model, plan = _frozen_block()
+    policy = fs.Policy(prefetch=prefetch)
+    step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.adamw(0.1), plan, schedule=policy)
     schedule = step.trace(leaf_rows.part(0, 0, 4))
     ops = [(op.kind, op.target) for op in schedule.ops]
     assert {kind for kind, target in ops if target == "blocks.1"} == {"gather", "wait", "free", "forward", "backward"}
@@ -81,6 +82,28 @@ def test_frozen_groups_take_nothing() -> None:
     assert schedule.memory.sizes["param:blocks.1"] == pytest.approx(group.numel * 2, abs=256)
     state = fs.init_state(plan, fs.optim.adamw(0.1), params=model.params)
     assert not [path for path, _ in tree.paths(state.opt_state["exp_avg"]) if path.startswith("blocks.1.")]
+
+
+def _frozen_block() -> tuple[fs.Model, fs.Plan]:
+    """The middle one of three blocks is frozen."""
+    model = fs.split(leaf_rows.module(), units=("blocks.*",))
+    rules = [fs.Rule(r"blocks\.1\..*", fs.fsdp("shard"), trainable=False), leaf_rows.SHARDED]
+    return model, fs.make_plan(model, fs.abstract_mesh((4,), ("shard",)), rules, precision=leaf_rows.BF16)
+
+
+@pytest.mark.parametrize("kept", [fs.keep("blocks.1"), fs.keep("blocks.0", last=2), True, False])
+def test_what_is_kept_is_gathered_once(kept: Any) -> None:
+    """Frozen or not, with several microbatches, in each step anew; and what is not kept twice a microbatch."""
+    model, plan = _frozen_block()
+    policy = fs.Policy(prefetch=0, reshard=kept)
+    step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.sgd(0.1), plan, schedule=policy, accumulate=3)
+    ops = [(op.kind, op.target) for op in step.trace(leaf_rows.part(0, 0, 2)).ops]
+    once = {"blocks.1"} if kept == fs.keep("blocks.1") else {f"blocks.{n}" for n in range(3) if kept is not True}
+    for name in ("blocks.0", "blocks.1", "blocks.2"):
+        often = 1 if name in once else {"blocks.0": 4, "blocks.1": 6, "blocks.2": 3}[name]  # neighbours across turns
+        assert ops.count(("gather", name)) == ops.count(("free", name)) == often, name
+        if name in once:
+            assert ops.index(("free", name)) > max(at for at, op in enumerate(ops) if op == ("backward", name))
 
 
 def test_units_below_which_nothing_trains_have_no_backward() -> None:

@@ -112,6 +112,20 @@ def skipped_in_backward(p: Any, b: Any, now: Now) -> Tensor:
     return F.mse_loss(layer(p["three"], y), b["y"])
 
 
+@fs.unit
+def partly(p: Any, x: Tensor, biased: bool) -> Tensor:
+    """A unit one of whose leaves is not always read."""
+    return torch.tanh(F.linear(x, p["w"], p["b"] if biased else None))
+
+
+def leaves_unused_on_ranks(p: Any, b: Any, now: Now) -> Tensor:
+    """Some leaves of a unit, and one between units, have no gradient on some ranks in some steps, or on all in one."""
+    x = layer(p["one"], b["x"])
+    x = partly(p["two"], x, now.step != 3 and (now.rank + now.step) % 2 == 0)
+    bias = p["spare"]["b"]
+    return F.mse_loss(x + (bias.detach() if now.rank == 0 and now.step in (1, 2) else bias), b["y"])
+
+
 def checkpointed(p: Any, b: Any, now: Now) -> Tensor:
     """Units under activation checkpointing, one of them with code around it."""
     x = layer(p["one"], b["x"])
@@ -170,6 +184,7 @@ CASES: dict[str, Callable[[Any, Any, Now], Any]] = {
         new_glue,
         skipped_on_one_later,
         skipped_in_backward,
+        leaves_unused_on_ranks,
         checkpointed,
         checkpointed_on_demand,
         checkpointed_later,
@@ -184,6 +199,7 @@ SCHEDULED: dict[str, tuple[bool, ...]] = {
     "flag_in_batch": (False, False, True, False, True),
     "flag_on_ranks": (False, True, True, True, True),
     "other_order": (True, True, False, True, True),
+    "leaves_unused_on_ranks": (True,) * 5,
     "every_other": (True, False, False, False, False),
     "new_unit": (True, True, False, False, False),
     "checkpointed": (True,) * 5,
