@@ -1,7 +1,8 @@
 """Sequences cut over ranks so that causal attention is the same work for each (context parallelism).
 
 Of a sequence in ``2 * ranks`` chunks, rank ``i`` has chunk ``i`` and chunk ``2 * ranks - 1 - i``: an early and a late
-one. Later tokens attend to more, and so every rank has as much to do (Llama 3: Dubey et al. 2024; Brandon et al. 2023).
+one. Later tokens attend to more, and so every rank has as much to do ("The Llama 3 Herd of Models", Dubey et al. 2024;
+Striped Attention, Brandon et al. 2023, deals single tokens out instead).
 """
 
 import torch
