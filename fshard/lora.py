@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,13 @@ from fshard.model import adapters as adapted
 from fshard.model import init as inits
 from fshard.model.philox import fold
 from fshard.model.split import Model, split
+from fshard.sharding.layout import Piece
+from fshard.sharding.plan import Plan
+from fshard.state.entries import Entry, entries
+from fshard.state.move import whole_entry
+from fshard.state.train_state import TrainState
 
-__all__ = ["PATHS", "adapters", "init", "linear", "merge", "wrap"]
+__all__ = ["PATHS", "absorb", "adapters", "init", "linear", "merge", "wrap"]
 
 PATHS = r".*_lora_[ab]"
 """The paths of all adapters, for rules: a hand-written function's tree is frozen and trained by them."""
@@ -151,7 +156,7 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
     """The tree without adapters: each adapted weight becomes ``weight + alpha / rank * b @ a``.
 
     Args:
-        params: a nested dict of whole tensors, of ``wrap`` or ``init``; for shards, ``fs.unshard`` them first.
+        params: a nested dict of whole tensors, of ``wrap`` or ``init``. ``absorb`` does it to shards.
         alpha: as given to ``wrap`` or ``linear``. The rank is that of the adapters.
 
     Returns:
@@ -175,6 +180,65 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
         elif not re.fullmatch(PATHS, path):
             out[path] = leaf
     return tree.nest(out)
+
+
+def absorb(state: TrainState, *, alpha: float) -> TrainState:
+    """A state whose weights have taken in what their adapters learned, ``b`` being zero again. Collective.
+
+    No rank makes a whole weight: each adds to what it holds, and gathers two adapters at a time. The function that the
+    state stands for stays the same, so ``fs.save_hf(absorb(state, alpha=16), folder, rename=[(PATHS, None)])`` writes
+    the model without adapters, and training may go on from it with a higher rank in sum (ReLoRA, Lialin et al., 2023).
+
+    Args:
+        state: a state of a plan with adapters. It stays as it is; an update that waits is finished first.
+        alpha: as given to ``wrap`` or ``linear``.
+
+    Returns:
+        A state of its own memory, of the same plan. The optimizer's state is as it was. Sums are in float32, and
+        rounded once.
+
+    Raises:
+        DonatedError: the state was donated to a step.
+        TreeError: it has no adapters, or one is alone, or misshapen.
+    """
+    plan = state.plan
+    _check_pairs(plan.leaves)
+    held = [shard.clone() for shard in state.finished()]
+    new = TrainState(plan, state.step, state.seed, held, None, state.scale, state.count, state.late)
+    by_path = {entry.name.removeprefix("params."): entry for entry in entries(new)[: len(plan.leaves)]}
+    chosen = [path for path in by_path if path + adapted.A in by_path]
+    if not chosen:
+        raise TreeError(f"the state's {len(by_path)} leaves have no adapters, such as {next(iter(by_path))}{adapted.A}")
+    for path in chosen:
+        a, b = (_gathered(plan, path + suffix, by_path[path + suffix]) for suffix in (adapted.A, adapted.B))
+        entry = by_path[path]
+        wide = torch.promote_types(entry.dtype, torch.float32)
+        for begin, end, part in _deltas(entry.piece, a.to(wide), b.to(wide), alpha / a.shape[-2]):
+            own = entry.tensor[begin:end]
+            own.copy_(own.to(wide) + part)
+        by_path[path + adapted.B].tensor.zero_()
+    return new
+
+
+def _gathered(plan: Plan, path: str, entry: Entry) -> Tensor:
+    """The whole of a leaf, on every rank."""
+    group, number = plan.places()[path]
+    pieces = [group.piece(number, plan.mesh, rank) for rank in range(plan.mesh.size)]
+    return whole_entry(plan.mesh, entry, pieces)
+
+
+def _deltas(piece: Piece, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
+    """What adapters add to a piece of their weight: ranges of it, one a matrix, with what is added to each."""
+    *batch, n, m = piece.shape
+    *lead, top, left = piece.offset
+    for number in range(piece.start // max(n * m, 1), -(-piece.stop // max(n * m, 1))):
+        low, high = max(piece.start - number * n * m, 0), min(piece.stop - number * n * m, n * m)
+        first, last = low // m, -(-high // m)
+        spot: Any = [o + int(i) for o, i in zip(lead, torch.unravel_index(torch.tensor(number), batch), strict=True)]
+        rows, columns = b[(*spot, slice(top + first, top + last))], a[(*spot, slice(None), slice(left, left + m))]
+        begin = number * n * m + low - piece.start
+        part = adapted.delta(columns, rows, scale).reshape(-1)[low - first * m : high - first * m]
+        yield begin, begin + high - low, part
 
 
 def adapters(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +296,7 @@ def _pair(leaf: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
     return a, b
 
 
-def _check_pairs(flat: Mapping[str, Any]) -> None:
+def _check_pairs(flat: Mapping[str, Any]) -> None:  # tensors, or leaves of a plan
     wrong = []
     for base in dict.fromkeys(path[: -len(adapted.A)] for path in flat if re.fullmatch(PATHS, path)):
         names = (base, base + adapted.A, base + adapted.B)

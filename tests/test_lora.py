@@ -281,3 +281,61 @@ def test_adapters_that_do_not_fit(change: dict[str, Any], error: str) -> None:
     params = {**fs.lora.wrap(fs.split(nn.Linear(2, 3)), "weight").params, **change}
     with pytest.raises(TreeError, match=error):
         fs.lora.merge({path: leaf for path, leaf in params.items() if leaf is not None}, alpha=1)
+
+
+ABSORBED: dict[str, tuple[tuple[str, ...], tuple[int, ...], list[Any]]] = {
+    "flat": (("shard",), (2,), [(".*", fs.fsdp("shard"))]),
+    "rows, and whole matrices": (
+        ("shard",),
+        (2,),
+        [("w", fs.P("shard")), fs.Rule("(e|v)", fs.fsdp("shard"), align="leaf"), (".*", fs.P())],
+    ),
+    "a local axis": (
+        ("shard", "tp"),
+        (2, 2),
+        [
+            ("w", fs.P("tp", None, flat="shard")),
+            ("e", fs.P(None, None, "tp")),
+            ("v.*", fs.fsdp("shard")),
+            (".*", fs.P()),
+        ],
+    ),
+    "one rank": (("shard",), (1,), [(".*", fs.fsdp("shard"))]),
+}
+
+
+def absorbed(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """On a rank: what a state has absorbed, what its whole tree merges to, and whether the state was left alone."""
+    names, sizes, rules = ABSORBED[name]
+    with fs.make_mesh(sizes, names) as mesh:
+        draw = torch.Generator().manual_seed(2)
+        bare = {
+            "w": torch.randn(6, 5, generator=draw),
+            "e": torch.randn(3, 4, 4, generator=draw),
+            "v": torch.randn(7, 3, generator=draw),
+        }
+        bare["v"] = bare["v"].bfloat16()
+        whole = disturbed(fs.lora.init(bare, [".*"], rank=2))
+        plan = fs.make_plan(whole, mesh, rules, batch=fs.P("shard"))
+        state = fs.init_state(plan, fs.optim.sgd(0.1), params=whole)
+        new = fs.lora.absorb(state, alpha=ALPHA)
+        again = fs.unshard(state.params, plan)
+        same = all(torch.equal(leaf, whole[path]) for path, leaf in again.items())
+        return fs.unshard(new.params, plan), fs.lora.merge(whole, alpha=ALPHA), same
+
+
+@pytest.mark.parametrize("name", ABSORBED)
+def test_shards_absorb_their_adapters(pool: Pools, name: str) -> None:
+    for whole, merged, same in pool(torch.Size(ABSORBED[name][1]).numel()).run(absorbed, name):
+        assert same and len(whole) == 3 * len(merged) == 9
+        for path, leaf in merged.items():
+            torch.testing.assert_close(whole[path], leaf, rtol=1e-6 if leaf.dtype == torch.float32 else 8e-3, atol=1e-6)
+            assert not whole[path + "_lora_b"].any() and whole[path + "_lora_a"].any()
+            assert leaf.dtype == whole[path].dtype
+
+
+def test_a_state_without_adapters_has_nothing_to_absorb() -> None:
+    mesh, params = fs.make_mesh((1,), ("shard",)), {"w": torch.ones(2, 2)}
+    state = fs.init_state(fs.make_plan(params, mesh, [(".*", fs.P())]), fs.optim.sgd(0.1), params=params)
+    with pytest.raises(TreeError, match="1 leaves have no adapters, such as w_lora_a"):
+        fs.lora.absorb(state, alpha=1.0)

@@ -61,7 +61,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
 
     def fill(entry: Entry) -> None:
         if entry.name in moved:
-            whole = _whole(plan.mesh, old[entry.name], moved[entry.name])
+            whole = whole_entry(plan.mesh, old[entry.name], moved[entry.name])
             entry.tensor.copy_(take(whole, entry.piece))
         elif entry.name in old:
             entry.tensor.copy_(old[entry.name].tensor)
@@ -99,7 +99,7 @@ def _moved(mesh: Mesh, pairs: list[tuple[Entry, Entry]]) -> Pieces:
     return out
 
 
-def _whole(mesh: Mesh, entry: Entry, pieces: list[Piece]) -> Tensor:
+def whole_entry(mesh: Mesh, entry: Entry, pieces: list[Piece]) -> Tensor:
     """The whole tensor of an entry, on every rank."""
     longest = max(piece.numel for piece in pieces)
     mine = torch.zeros(longest, dtype=entry.dtype, device=mesh.device)
