@@ -32,6 +32,9 @@ def layer(p: Any, x: Tensor) -> Tensor:
     return x + torch.tanh(F.linear(x, p["w"], p["b"]))
 
 
+partly = fs.unit(lambda p, x, biased: torch.tanh(F.linear(x, p["w"], p["b"] if biased else None)))
+
+
 def start() -> dict[str, Any]:
     """The start values."""
     draw = torch.Generator().manual_seed(11)
@@ -112,16 +115,10 @@ def skipped_in_backward(p: Any, b: Any, now: Now) -> Tensor:
     return F.mse_loss(layer(p["three"], y), b["y"])
 
 
-@fs.unit
-def partly(p: Any, x: Tensor, biased: bool) -> Tensor:
-    """A unit one of whose leaves is not always read."""
-    return torch.tanh(F.linear(x, p["w"], p["b"] if biased else None))
-
-
 def leaves_unused_on_ranks(p: Any, b: Any, now: Now) -> Tensor:
     """Some leaves of a unit, and one between units, have no gradient on some ranks in some steps, or on all in one."""
     x = layer(p["one"], b["x"])
-    x = partly(p["two"], x, now.step != 3 and (now.rank + now.step) % 2 == 0)
+    x = partly(p["two"], x, now.step != 3 and (now.rank + now.step) % 2 == 0)  # whether it reads its bias
     bias = p["spare"]["b"]
     return F.mse_loss(x + (bias.detach() if now.rank == 0 and now.step in (1, 2) else bias), b["y"])
 
