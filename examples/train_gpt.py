@@ -84,7 +84,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     windows = seen.unfold(0, args.context + 1, 1)  # a view: every window, with the byte after it
     tests = [part.unfold(0, args.context + 1, args.context) for part in unseen.unfold(0, size + 1, size)]
 
-    with torch.device("meta"):  # takes no memory: init_state makes each rank's shards, and nothing is ever whole
+    with fs.empty_weights():  # takes no memory: init_state makes each rank's shards, and nothing is ever whole
         model = fs.split(GPT(args.depth, args.width), units=("blocks.*",))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
     rate = fs.optim.warmup_cosine(args.lr, warmup=min(100, args.steps // 8), total=args.steps)

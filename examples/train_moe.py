@@ -97,7 +97,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     windows = seen.unfold(0, args.context + 1, 1)  # a view: every window, with the byte after it
     tests = unseen[: 48 * (args.context + 1)].view(48, -1)[: 48 // mesh.size * mesh.size]
 
-    with torch.device("meta"):
+    with fs.empty_weights():
         model = fs.split(GPT(args), units=("blocks.*",))
     rules = [
         parallel.expert_rule(r".*\.experts\.(up|down)", "expert", flat=("data", "shard")),

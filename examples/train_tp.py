@@ -94,7 +94,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     windows = seen.unfold(0, args.context + 1, 1)  # a view: every window, with the byte after it
     tests = unseen[: 48 * (args.context + 1)].view(48, -1)[: 48 // parts * parts]
 
-    with torch.device("meta"):
+    with fs.empty_weights():
         model = fs.split(GPT(args.depth, args.width, args.sequence), units=("blocks.*",))
     rules = parallel.megatron_rules(
         column=[r".*\.(qkv|up)\.weight", r"embed\.weight"], row=r".*\.(out|down)\.weight", flat="shard"

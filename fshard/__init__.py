@@ -28,7 +28,7 @@ The spec says where, the schedule says when, the runtime does it::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fshard import collectives, errors, optim
+from fshard import collectives, errors, optim, tree
 from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.metrics import Metrics
@@ -187,6 +187,7 @@ __all__ = [
     "to_optim_state_dict",
     "to_state_dict",
     "train_loop",
+    "tree",
     "tree_norm",
     "tree_normal",
     "tree_rademacher",

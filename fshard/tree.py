@@ -18,6 +18,8 @@ from torch import Tensor
 
 from fshard.errors import TreeError
 
+__all__ = ["flatten", "leaves", "map", "names", "nest", "paths", "spread", "unflatten"]
+
 Tree = Any
 """A pytree. ``Tree`` says that a value may be nested; Python has no better name for it."""
 
@@ -27,6 +29,9 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
     Raises:
         TreeError: a key is not a string, is empty, or holds a dot.
+
+    >>> dict(paths({"a": {"w": 1, "b": 2}, "c": 3}))
+    {'a.w': 1, 'a.b': 2, 'c': 3}
     """
     for key, value in tree.items():
         if not isinstance(key, str) or not key or "." in key:
@@ -96,7 +101,12 @@ Spec = optree.PyTreeSpec | Nested
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Spec]:
-    """The leaves of any pytree, ``None`` among them, and what ``unflatten`` needs to put them back."""
+    """The leaves of any pytree, ``None`` among them, and what ``unflatten`` needs to put them back.
+
+    >>> leaves, structure = flatten({"x": [1, 2], "y": None})
+    >>> leaves, unflatten(structure, [3, 4, 5])
+    ([1, 2, None], {'x': [3, 4], 'y': 5})
+    """
     if type(tree) is Tensor:
         return [tree], _LEAF
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
@@ -121,7 +131,11 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves of any pytree, ``None`` among them."""
+    """The leaves of any pytree, ``None`` among them.
+
+    >>> leaves({"x": [1, 2], "y": None})
+    [1, 2, None]
+    """
     if type(tree) is Tensor:
         return [tree]
     found = optree.tree_leaves(tree, none_is_leaf=True)
