@@ -55,10 +55,15 @@ def case(report: Report, rate: str, found: dict[str, Any]) -> None:
     }
     for name in samples:
         if name != "fsdp2 hsdp" and "fsdp2 hsdp" in samples:
-            target = TARGET if name == "fshard hsdp" else None
             pair = samples[name]["wall"], samples["fsdp2 hsdp"]["wall"]
-            report.rows.append(ratio(f"{title}: {name} / fsdp2 hsdp", "wall", *pair, target))
-    for name, share in overlap(run_of(found["watched"][0])).items():
+            report.rows.append(ratio(f"{title}: {name} / fsdp2 hsdp", "wall", *pair, TARGET))
+    run = run_of(found["watched"][0])
+    if "fsdp2 hsdp" in samples:
+        alone = [link_seconds(run, rate)] * len(samples["fsdp2 hsdp"]["wall"])
+        report.rows.append(
+            ratio(f"{title}: the bytes alone / fsdp2 hsdp", "wall", alone, samples["fsdp2 hsdp"]["wall"])
+        )
+    for name, share in overlap(run).items():
         report.rows.append(Row(f"{title}: sums over replicas, {name}", "share", share))
 
 
@@ -66,6 +71,15 @@ def run_of(watched: dict[str, Any]) -> Simulation:
     """What a rank did in its watched step."""
     arrivals = {int(at): (begin, end) for at, (begin, end) in watched["arrivals"].items()}
     return measured(parse(watched["schedule"]), watched["times"], arrivals)
+
+
+def link_seconds(run: Simulation, rate: str) -> float:
+    """How long the sums over replicas take the link of a host, whatever the order: each rank sends its shards once."""
+    sent = {op.target for op in run.schedule if op.kind == "sum"}
+    shards = sum(group.shard_bytes for group in run.schedule.groups if group.name in sent)
+    unit = next(unit for unit in ("gbit", "mbit") if rate.endswith(unit))
+    bits = float(rate.removesuffix(unit)) * {"gbit": 1e9, "mbit": 1e6}[unit]
+    return 8 * TOGETHER * shards / bits
 
 
 def overlap(run: Simulation) -> dict[str, float]:

@@ -207,4 +207,7 @@ def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
         "beside compute": 0.75,
         "waited for, of the step": 0.1,
     }
+    groups = (SimpleNamespace(name="a", shard_bytes=10_000_000), SimpleNamespace(name="alone", shard_bytes=7))
+    summed = type("Ops", (tuple,), {"groups": groups})([SimpleNamespace(kind="sum", target="a")])
+    assert bench.hsdp.link_seconds(SimpleNamespace(schedule=summed), "200mbit") == pytest.approx(0.8)
     assert bench.hsdp.overlap(SimpleNamespace(schedule=(), issued=(), starts=(), ends=(), seconds=1)) == {}
