@@ -10,6 +10,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
+from fshard.optim.form import start_of
 from tests import leaf_rows
 from tests.leaf_rows import SHARDED
 from tests.workers import Pools
@@ -212,3 +213,32 @@ def test_an_optimizer_that_cannot_be_told() -> None:
     with pytest.raises(PlanError, match=r"(?s)Old.update takes no late=.*b: since step 1.*argument late: int = 0"):
         fs.make_train_step(loss, opt, state.plan)(state, torch.ones(()))
     assert state.params["a"].shape == (40,)
+
+
+ALL: list[Any] = [
+    fs.optim.adamw(0.1),
+    fs.optim.sgd(0.1, momentum=0.9, dampening=0.5),
+    fs.optim.lion(0.1),
+    fs.optim.adamw8bit(0.1, block=64),
+    fs.optim.adafactor(0.1),
+    fs.optim.muon(0.1),
+    fs.optim.from_torch(torch.optim.RAdam, lr=0.1),
+    fs.optim.every(2, fs.optim.adamw(0.1)),
+    fs.optim.ema(fs.optim.chain(fs.optim.scale(0.5), fs.optim.masked(fs.optim.adamw(0.1), ".*")), 0.5),
+]
+
+
+@pytest.mark.parametrize("opt", ALL, ids=repr)
+def test_what_is_late_is_as_old_as_its_updates(opt: Any) -> None:
+    """Steps 5 to 8 of a leaf that came after the fourth are its first four, at the same learning rate."""
+    hyper = opt.hyper("w", (16, 8))
+    found = []
+    for late in (0, 4):
+        w = torch.linspace(-1, 1, 128)
+        state = start_of(opt, w, hyper)
+        for number in range(1, 5):
+            more = {"late": late} if late else {}
+            opt.update([w], [torch.sin(w * number)], [state], step=number + late, hyper=hyper, **more)
+        found.append([w, *state.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], torch.linspace(-1, 1, 128))
