@@ -51,6 +51,11 @@ def pmean(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
 
     Raises:
         AxisError, CollectiveError: as for ``psum``; integers have no mean of their own dtype.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: pmean(torch.tensor(float(mesh.rank)), "shard", mesh=mesh))
+    [tensor(0.5000), tensor(0.5000)]
     """
     group = resolve(axis, mesh)
 
@@ -76,6 +81,11 @@ def pmax(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
     Raises:
         AxisError, CollectiveError: as for ``psum``; complex numbers are not ordered.
         TransformError: on differentiation.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: pmax(torch.tensor(mesh.rank), "shard", mesh=mesh))
+    [tensor(1), tensor(1)]
     """
     group = resolve(axis, mesh)
 
@@ -132,6 +142,11 @@ def all_gather(
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: ``x`` has no such dim.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: all_gather(torch.tensor([mesh.rank]), "shard", tiled=True, mesh=mesh))
+    [tensor([0, 1]), tensor([0, 1])]
     """
     group = resolve(axis, mesh)
     if to not in ("varying", "invariant"):
@@ -155,6 +170,11 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False, 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: the axis does not divide the dim.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: psum_scatter(torch.tensor([1, 10]), "shard", mesh=mesh))
+    [tensor(2), tensor(20)]
     """
     group = resolve(axis, mesh)
     return _map("psum_scatter", x, lambda leaf: build.scatter(leaf, group, dim, tiled))
@@ -180,6 +200,11 @@ def all_to_all(
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: the axis does not divide the dim.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: all_to_all(torch.tensor([0, 1]) + 10 * mesh.rank, "shard", 0, 0, tiled=True, mesh=mesh))
+    [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     group = resolve(axis, mesh)
     return _map("all_to_all", x, lambda leaf: build.exchange(leaf, group, split_dim, concat_dim, tiled))
@@ -225,6 +250,11 @@ def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: ``perm`` names a position twice, or one that is not there.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: ppermute(torch.tensor(mesh.rank + 1), "shard", [(0, 1)], mesh=mesh))  # rank 0 sends to rank 1
+    [tensor(0), tensor(1)]
     """
     group = resolve(axis, mesh)
     op = build.permute(group, perm)
@@ -236,6 +266,11 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: (axis_index("shard", mesh=mesh), axis_size("shard", mesh=mesh)))
+    [(0, 2), (1, 2)]
     """
     return _index(axis, mesh)
 

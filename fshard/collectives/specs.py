@@ -25,6 +25,11 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
     Raises:
         AxisError: the mesh has no such axis, or none is in scope.
         CollectiveError: the axes do not divide the shape.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: cut(torch.arange(4), fs.P("shard"), mesh=mesh))
+    [tensor([0, 1]), tensor([2, 3])]
     """
     mesh, implicit = in_scope(spec, mesh)
     check_spec(x, spec, mesh, "cut", True)
@@ -50,6 +55,11 @@ def assemble(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
     Raises:
         AxisError: the mesh has no such axis, or none is in scope.
         CollectiveError: the spec names more dims than there are.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: assemble(torch.tensor([mesh.rank]), fs.P("shard"), mesh=mesh))
+    [tensor([0, 1]), tensor([0, 1])]
     """
     mesh, implicit = in_scope(spec, mesh)
     check_spec(x, spec, mesh, "assemble", False)

@@ -64,6 +64,11 @@ def done(flying: InFlight) -> Tensor:
 
     Raises:
         CollectiveError: it was taken before, or what it was started with has been written to since.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: done(psum_start(torch.tensor(mesh.rank + 1), "shard", mesh=mesh)))
+    [tensor(3), tensor(3)]
     """
     if flying.finish is None:
         raise CollectiveError("done: the result of this collective was taken before; keep the tensor")

@@ -81,6 +81,11 @@ def row_linear(
         PlanError: inside of a step, the plan does not cut them that way, or the axis is a data axis.
         CollectiveError: the axis does not divide ``sequence_dim``.
         AxisError: no mesh is in scope, or it has no such axis.
+
+    >>> import torch, fshard as fs
+    >>> one = fs.make_mesh((1,), ("tp",))
+    >>> row_linear(torch.ones(2, 3), torch.ones(4, 3), mesh=one)[0]
+    tensor([3., 3., 3., 3.])
     """
     check_cut(weight, axis, 1, "row_linear", "fs.parallel.row_rule")
     check_whole(bias, axis, "row_linear")

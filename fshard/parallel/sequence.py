@@ -70,11 +70,22 @@ def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | No
 
     Raises:
         CollectiveError: the axis does not divide the dim.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("tp",))
+    >>> mesh.run(lambda: split_sequence(torch.arange(4), 0, mesh=mesh))
+    [tensor([0, 1]), tensor([2, 3])]
     """
     return collectives.cut(x, P(*[None] * (dim % x.dim()), axis), mesh=mesh)
 
 
 def join_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
-    """The whole sequence of these slices, one value on all ranks. Its adjoint takes this rank's slice."""
+    """The whole sequence of these slices, one value on all ranks. Its adjoint takes this rank's slice.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("tp",))
+    >>> mesh.run(lambda: join_sequence(torch.tensor([mesh.rank]), 0, mesh=mesh))
+    [tensor([0, 1]), tensor([0, 1])]
+    """
     whole: Tensor = collectives.all_gather(x, axis, dim=dim, tiled=True, to="invariant", mesh=mesh)
     return whole

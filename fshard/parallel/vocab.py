@@ -33,6 +33,12 @@ def vocab_embedding(
     Raises:
         PlanError: inside of a step, the plan does not cut the weight that way; or a token is not in the vocabulary.
         CollectiveError: the axis does not divide ``sequence_dim``.
+
+    >>> import torch, fshard as fs
+    >>> one = fs.make_mesh((1,), ("tp",))
+    >>> vocab_embedding(torch.tensor([2, 0]), torch.eye(3), mesh=one)
+    tensor([[0., 0., 1.],
+            [1., 0., 0.]])
     """
     check_cut(weight, axis, 0, "vocab_embedding", "fs.parallel.column_rule")
     rows, parts = weight.shape[0], collectives.axis_size(axis, mesh=mesh)
@@ -74,6 +80,11 @@ def vocab_cross_entropy(
 
     Raises:
         PlanError: shapes that do not fit, a target outside of the vocabulary, an unknown reduction.
+
+    >>> import torch, fshard as fs
+    >>> one = fs.make_mesh((1,), ("tp",))
+    >>> vocab_cross_entropy(torch.zeros(5, 4), torch.tensor([0, 1, 2, 3, 0]), mesh=one)  # log(4)
+    tensor(1.3863)
     """
     if reduction not in ("mean", "sum", "none"):
         raise PlanError(f"vocab_cross_entropy: reduction={reduction!r} is none of 'mean', 'sum' and 'none'")
