@@ -88,6 +88,8 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     """Adapters learn, all else is frozen. Then they are merged."""
     base = make(config)
     model = fs.lora.wrap(base, r".*_proj\.weight", rank=args.rank, alpha=2.0 * args.rank, seed=args.seed)
+    # On GPUs the frozen base can be kept in host memory: put fs.Rule(r"(?!.*_lora_).*", fs.fsdp("shard"),
+    # memory_kind="pinned_host") before the other rule. See docs/memory-kinds.md.
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
     opt = fs.optim.adamw(args.lr)
     adapters = [(r".*_lora_a", fs.init.kaiming_uniform(a=5**0.5)), (r".*_lora_b", fs.init.zeros())]

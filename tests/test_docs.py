@@ -77,6 +77,11 @@ def test_parallel() -> None:
     assert run(ROOT / "docs" / "parallel.md") > 6
 
 
+def test_memory_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ROOT / "docs" / "memory-kinds.md") == 1
+    assert "in host memory" in capsys.readouterr().out
+
+
 def test_checkpoints() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "checkpoints.md") > 3

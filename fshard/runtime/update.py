@@ -176,7 +176,8 @@ class Update:
             raise half_updated(self.broken)
         due = [group for group in groups if group in self.waiting and not self.stopped]
         rounded = self.rounding.groups if self.rounding is not None else frozenset()
-        apart = [group for group in due if group in rounded or group in self.grads.visits]
+        some = bool(rounded or self.grads.visits)
+        apart = [group for group in due if group in rounded or group in self.grads.visits] if some else []
         calls, written = self._calls(tuple([group for group in due if group not in apart]))
         written = written + [x for n in apart for x in (self.shards[n].param, *self.shards[n].opt.values())]
         versions = [tensor._version for tensor in written]
@@ -278,8 +279,9 @@ class Update:
             self.spread(group)
         for group in list(self.coming):
             self.join(group)
-        for mark in marks(self.shards[0].param.device) if self.grads.visits else ():
-            mark.synchronize()  # whoever reads host memory next is not ordered behind the device
+        for device in {visit.place.device for visit in self.grads.visits.values()}:
+            for mark in marks(device):
+                mark.synchronize()  # whoever reads host memory next is not ordered behind the device
 
 
 def _values(states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
