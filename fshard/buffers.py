@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
 from fshard.errors import PlanError, TreeError, lines, no_processes
@@ -67,6 +68,7 @@ def sync_buffers(
     >>> sync_buffers({"norm": {"mean": torch.tensor([[1.0], [3.0]])}}, plan, microbatches=2)
     {'norm': {'mean': tensor([2.])}}
     """
+    expect("sync_buffers(buffers, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
     flat = {path: _joined(path, leaf, microbatches) for path, leaf in tree.paths(buffers)}

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from fshard.arguments import expect
 from fshard.checkpoint.ranges import Block, overlap
 from fshard.errors import DamagedError, TreeError
 from fshard.interchange.metadata import Chunk, Extent, read_metadata
@@ -73,6 +74,10 @@ def load_dcp(
     ...     load_dcp(plan, opt, folder).params["w"]
     tensor([1., 2., 3., 4.])
     """
+    expect(
+        "load_dcp(plan, opt, path)",
+        [("plan", plan, Plan, "what fs.make_plan returned"), ("path", path, (str, os.PathLike), "a folder")],
+    )
     source = Chunks(Path(path))
     params = _under(source, model, optimizer)
     if optimizer is None:

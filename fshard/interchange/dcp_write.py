@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.checkpoint.meeting import meet, only_first
 from fshard.checkpoint.problems import unreachable
 from fshard.checkpoint.ranges import Block, blocks
@@ -74,6 +75,7 @@ def save_dcp(
         CheckpointError: the folder holds a checkpoint already, or a rank cannot write to it; on all ranks alike.
         PlanError, TreeError: as ``export``.
     """
+    expect("save_dcp(state, opt, path)", [("state", state, TrainState, "what a step returned")])
     mesh, folder = state.plan.mesh, Path(path)
     items = _items(state, opt, model, optimizer, rename)
     beside = _beside(state, opt, model, optimizer, buffers or {})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import Want, expect
 from fshard.checkpoint.meeting import meet, only_first
 from fshard.checkpoint.problems import unreachable
 from fshard.errors import CheckpointError, PlanError, lines
@@ -69,6 +70,11 @@ def load_hf(
     >>> fs.load_hf(plan, fs.optim.sgd(0.1), folder, rename=[(r"net\\.(.*)", r"\\1")]).params["w"].sum()
     tensor(6.)
     """
+    wants: list[Want] = [
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+        ("path", path, (str, os.PathLike), "a folder or a file"),
+    ]
+    expect("load_hf(plan, opt, path)", wants)
     return load(plan, opt, Folder(path), rename=rename, init=init, seed=seed, cast=cast)
 
 

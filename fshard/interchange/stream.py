@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from fshard.arguments import described
 from fshard.errors import PlanError
 from fshard.interchange.parcels import Parcel, fetch, pack, settle
 from fshard.interchange.rename import RenameLike
@@ -147,7 +148,9 @@ def listing(
         listed = [dataclasses.replace(e, name=e.name.removeprefix(kind)) for e in found if e.name.startswith(kind)]
         return state.plan, listed, state.shards
     if plan is None or what != "params":
-        raise PlanError(f"what={what!r} of a tree of parameters: give plan= with a tree, and a state for all else")
+        raise PlanError(
+            f"{described(state)} is no state: give plan= with a tree of parameters, and a state for all else"
+        )
     flat = plan.check_tree(state, whole=False)
     return plan, [param_entry(plan, path, tensor) for path, tensor in flat.items()], lambda: None
 

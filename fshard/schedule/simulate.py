@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from fshard import errors
+from fshard.arguments import expect
 from fshard.schedule.memory import size_text
 from fshard.schedule.ops import GroupInfo, Op
 from fshard.schedule.schedule import Schedule
@@ -162,6 +163,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     step 3.500 s: compute 2.000 s, wire 1.000 s for 100 B sent, exposed 1.500 s
        1.500 s  wait layer
     """
+    wants = [("schedule", schedule, Schedule, "step.schedule"), ("costs", costs, Costs, "fs.Costs(...)")]
+    expect("simulate(schedule, costs)", wants)
     known = {(op.kind, op.target) for op in schedule}
     strange = [f"{kind} {target}: no such op" for kind, target in costs.seconds if (kind, target) not in known]
     if strange:

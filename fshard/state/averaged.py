@@ -1,5 +1,6 @@
 """A state for evaluation whose parameters are the average that the optimizer keeps of them."""
 
+from fshard.arguments import expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
 from fshard.errors import TreeError
@@ -32,6 +33,7 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     >>> averaged(fs.init_state(plan, opt, params=params)).params
     {'w': tensor([1., 1.])}
     """
+    expect("averaged(state)", [("state", state, TrainState, "what a step returned")])
     plan, shards = state.plan, []
     if not any(name in shard.held for shard in state.finished()):
         kept = list(dict.fromkeys(kept for shard in state.finished() for kept in shard.held))

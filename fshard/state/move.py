@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
 from fshard.errors import PlanError, TreeError, lines
@@ -51,6 +52,11 @@ def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
     >>> reshard_state(state, whole, opt).params["w"].shape
     torch.Size([2, 2])
     """
+    wants: list[Want] = [
+        ("state", state, TrainState, "what a step returned"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+    ]
+    expect("reshard_state(state, plan, opt)", wants)
     _check_plans(state.plan, plan)
     old = {entry.name: entry for entry in entries(state)}
     values = _scalars(state, plan)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Settle, Spread, Sum, apply
 from fshard.collectives.scope import bind
@@ -42,6 +43,9 @@ class ShardedLoss:
     has_aux: bool
     reshard: bool
     debug: bool
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss_fn, self.plan)
 
     def __call__(self, params: Any, batch: Any) -> Any:
         """The global mean loss.
@@ -156,6 +160,19 @@ class ShardedLoss:
                 again = read_loss(self.loss_fn(gather_all(self.plan, detached), same))
             label = "the loss of one batch (what depends on the rank must be part of the batch, or come from it)"
             apply(again.total, Settle(data, label, True))
+
+
+def check_loss(loss_fn: Any, plan: Any) -> None:
+    """Refuse what is no loss function, or no plan.
+
+    Raises:
+        PlanError: naming what it is.
+    """
+    wants: list[Want] = [
+        ("loss_fn", loss_fn, Callable, "a function of (params, batch)"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+    ]
+    expect("(loss_fn, plan)", wants)
 
 
 def sharded_loss(

@@ -17,7 +17,7 @@ from fshard.runtime.batch import leading_dims
 from fshard.runtime.loss import read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import gather_all
-from fshard.transform.loss import LossFn
+from fshard.transform.loss import LossFn, check_loss
 from fshard.transform.trees import split_trainable
 
 Flat = dict[str, Tensor]
@@ -45,6 +45,7 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
     >>> grads({"w": w.flatten()}, torch.ones(3, 2))["w"].shape
     torch.Size([3, 2, 2])
     """
+    check_loss(loss_fn, plan)
 
     def each(params: Any, batch: Any) -> dict[str, Any]:
         _rows(batch)
@@ -84,6 +85,7 @@ def clipped_grad(
     >>> clipped({"w": w.flatten()}, torch.tensor([[1.0, 1.0], [0.1, 0.1]]))
     ({'w': tensor([0.6000, 0.6000, 0.6000, 0.6000])}, tensor([2.0000, 0.2000]))
     """
+    check_loss(loss_fn, plan)
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
 
