@@ -41,11 +41,12 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
         elif op.kind == "reduce" and group:
             if f"grad:{op.target}" in now:
                 once = schedule.accumulate == 1 or schedule.policy.accumulation == "full"
-                new = group.stage_bytes + group.shard_bytes * once
+                new = group.stage_bytes + group.shard_bytes * (once and not group.lands)
                 now[f"leaf:{op.target}"] = max(group.grad_bytes - new, 0)
                 done = [f"leaf:{op.target}"]
             now[f"grad:{op.target}"] = group.grad_bytes
-            now[f"shard:{op.target}"] = group.shard_bytes
+            if not group.lands:
+                now[f"shard:{op.target}"] = group.shard_bytes
             if group.stage_bytes:
                 now[f"stage:{op.target}"] = group.stage_bytes
         elif op.kind == "sum" and group:
@@ -59,6 +60,8 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
         rows.append({item: -(-size // 256) * 256 for item, size in now.items()})
         for item in done:
             now.pop(item, None)
+        if op.kind == "collect" and group:
+            now[f"shard:{op.target}"] = group.shard_bytes
     return rows
 
 

@@ -14,6 +14,7 @@ from fshard.runtime.offload import Offload
 from fshard.runtime.replicas import Replicas
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
 from fshard.runtime.update import Shard, Update
+from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import Op
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes, Mesh
@@ -100,6 +101,8 @@ class Actions:
         self.readable: set[str] = set()
         self.touched: set[int] = set()
         self.summed: set[int] = set()
+        self.landing = {number for number, info in enumerate(group_infos(plan)) if info.lands}
+        self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
         self.waiting: dict[int, tuple[Sequence[int], Sequence[Tensor | None]]] = {}  # gradients of leaves, by group
         self.norms: dict[int, Tensor] = {}  # of gradients, by group; those that an update uses up are taken before it
 
@@ -110,6 +113,7 @@ class Actions:
         self.readable.clear()
         self.touched.clear()
         self.summed.clear()
+        self.sums.clear()
         self.cast.clear()
         self.norms.clear()
         self.waiting.clear()
@@ -123,6 +127,7 @@ class Actions:
         """The step is over: let go of what it was given."""
         self.shards, self.update = [], None
         self.handles.clear()  # something is left in it only if a collective has failed
+        self.sums.clear()
         self.waiting.clear()
         self.on_agree = self.on_commit = _nothing
 
@@ -196,7 +201,7 @@ class Actions:
             if slots.group.trainable and slots.group.id not in self.touched and slots.group.id not in self.summed:
                 self.grads[slots.group.id].zero_()
         for group, (carried, factor) in self.carried.items():
-            if group in self.landed:
+            if group in self.sums:
                 self.offload.settle(self.plan.groups[group])
                 self.norms.pop(group, None)
             self.grads[group].add_(carried.to(self.grads[group].device), alpha=factor)
@@ -222,7 +227,7 @@ class Actions:
         for group in ids if self.own else ():
             if group not in self.touched and group not in self.summed:
                 self.grads[group].zero_()  # no unit of this step touched it
-            if group in self.landed:
+            if group in self.sums:
                 self.offload.settle(self.plan.groups[group])  # its norm was taken before it left the device
             else:
                 self.norms[group] = torch.linalg.vector_norm(self.grads[group])
@@ -276,7 +281,9 @@ class Actions:
         self._settle(slots)
         self.touched.discard(group.id)
         add, shard = group.id in self.summed, self.parted.get(group.id, self.summands[group.id])
-        allocate(shard)
+        lands = group.id in self.landing and not add
+        if not lands:
+            allocate(shard)
         finish: Handle = Done()
         if group.scatter_parts == 1:
             shard.add_(grad) if add else shard.copy_(grad)
@@ -287,16 +294,27 @@ class Actions:
             if group.staged:
                 sent, spare = spare[: group.numel], spare[group.numel :]
                 pack(group, slots.grads, sent)
+            if lands:
+                shard = self.sums[group.id] = spare[: group.scatter_chunk]
             finish = self.lanes.scatter[group.scatter_axes].reduce_scatter(shard, sent, spare, add, self._now())
         self.summed.add(group.id)
         self.handles[f"reduce {group.name}"] = finish
 
     def _collect(self, slots: GroupSlots, microbatch: int) -> None:
-        self.handles.pop(f"reduce {slots.group.name}").wait()
+        group, key = slots.group.id, f"reduce {slots.group.name}"
+        self.handles[key].wait()
+        self.handles[key] = Done()  # where memory runs out below, that is done again, and this is not
         if self.poison:
             poison(slots.claim_grad())
         else:
             slots.drop_grad()
+        if group in self.sums:
+            shard = self.parted.get(group, self.summands[group])
+            allocate(shard)
+            shard.copy_(self.sums.pop(group))
+        if not self.poison:
+            slots.drop_stage()
+        del self.handles[key]
 
     def _sum(self, slots: GroupSlots, microbatch: int) -> None:
         group, own = slots.group, self.summands[slots.group.id]

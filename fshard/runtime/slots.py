@@ -84,8 +84,12 @@ class GroupSlots:
 
     def drop_grad(self) -> None:
         """The reduction is over: its memory can go."""
-        assert self.grad is not None and self.reduce_stage is not None, self.group.name
+        assert self.grad is not None, self.group.name
         deallocate(self.grad)
+
+    def drop_stage(self) -> None:
+        """Its staging can go, too."""
+        assert self.reduce_stage is not None, self.group.name
         deallocate(self.reduce_stage)
 
 
@@ -125,6 +129,7 @@ class Slots:
                 slots.reduce_stage = torch.empty(stage_numel[group.id], dtype=group.reduce_dtype, device=arena.device)
                 slots.reduced = True
                 slots.drop_grad()
+                slots.drop_stage()
 
     def replace(self, slots: GroupSlots, number: int, leaf: Tensor) -> None:
         """Put another tensor, such as a fake one, in the place of a leaf."""

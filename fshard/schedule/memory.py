@@ -4,12 +4,13 @@ The arena holds one kind of item: ``param:g``, the gathered buffer of group g, f
 one offset for all its lifetimes, so views of it can be made once (static slots). The other kinds come and go beside
 it, so that they take memory in the backward, when activations no longer do: ``grad:g``, the full flat gradient,
 from the first backward op of a reader to the collect; ``stage:g``, what its reduction needs besides, from reduce to
-collect; and ``shard:g``, this rank's part of the reduced gradient, from the first reduce to the update, which with
-deferred updates is in the next step. A sum over replicas needs ``sum:g`` from its issue to its total. Where a rank
-updates but a part of its shard, that part of the summed gradient is ``own:g``: there from the sum to the update, in the
-place of ``shard:g``, which ends with the total. Until its reduce a gradient is what autograd made, a tensor a leaf;
-the flat one is filled then, so that for a moment there are two. That is ``leaf:g``, less stage and shard, which come
-after it. A gradient that no backward op fills lives from reduce to collect, and one that is not reduced at all is no
+collect; and ``shard:g``, this rank's part of the reduced gradient, to the update, which with deferred updates is in the
+next step: from the first reduce, or, where that is summed up in its staging (``GroupInfo.lands``), from after its
+collect. A sum over replicas needs ``sum:g`` from its issue to its total. Where a rank updates but a part of its shard,
+that part of the summed gradient is ``own:g``: there from the sum to the update, in the place of ``shard:g``, which
+ends with the total. Until its reduce a gradient is what autograd made, a tensor a leaf; the flat one is filled then,
+so that for a moment there are two. That is ``leaf:g``, less stage and shard where these come after it. A gradient that
+no backward op fills lives from reduce to collect, and one that is not reduced at all is no
 item: it is kept between steps. The gradient of a group that is updated in host memory has its ``shard:g``, or
 ``own:g``, until it is stored there. What comes from there for an update on the device is ``visit:g``, for that op.
 """
@@ -177,10 +178,12 @@ class _Lives:
             if f"grad:{name}" in self.born:
                 yield f"leaf:{name}", _leaf_bytes(group, self.rounds[name]), (at, at)
             self.born.setdefault(f"grad:{name}", at)
-            self.born.setdefault(f"shard:{name}", at)
+            if not group.lands:
+                self.born.setdefault(f"shard:{name}", at)
             if group.stage_bytes:
                 self.begin(f"stage:{name}", at)
         elif op.kind == "collect":
+            self.born.setdefault(f"shard:{name}", at + 1)  # if not before: then the flat gradient goes first
             yield self.end(f"grad:{name}", group.grad_bytes, at)
             if group.stage_bytes:
                 yield self.end(f"stage:{name}", group.stage_bytes, at)
@@ -219,7 +222,8 @@ class _Lives:
 
 def _leaf_bytes(group: GroupInfo, rounds: int) -> int:
     """What a gradient's being there twice adds to the peak of its reduce. A shard is new in the first round alone."""
-    return max(group.grad_bytes - group.stage_bytes - (group.shard_bytes if rounds == 1 else 0), 0)
+    new = group.shard_bytes if rounds == 1 and not group.lands else 0
+    return max(group.grad_bytes - group.stage_bytes - new, 0)
 
 
 def _profile(count: int, sizes: Mapping[str, int], spans: Mapping[str, Sequence[Span]]) -> tuple[int, ...]:

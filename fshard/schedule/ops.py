@@ -167,6 +167,14 @@ class GroupInfo:
     offload_sent: int = 0
     visit_bytes: int = 0
 
+    @property
+    def lands(self) -> bool:
+        """Whether the first sum of its gradient is made in the staging, so that the shard need not be there yet.
+
+        It is where what travels is in the dtype of the shard: staging then has room for a chunk.
+        """
+        return self.stage_bytes > 0 and self.shard_bytes == self.grad_bytes - self.reduce_sent
+
     def __post_init__(self) -> None:
         held = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes, self.sum_bytes, self.own_bytes)
         sizes = (
