@@ -122,6 +122,8 @@ def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, .
         full, grad, stage = draw(sizes), draw(sizes) * trainable, draw(sizes) * trainable
         gathered, reduced = draw(st.booleans()), draw(st.booleans()) and trainable
         sent = [draw(sizes) * does * draw(st.booleans()) for does in (gathered, reduced, reduced, trainable)]
+        if reduced and grad >= full // 2 and draw(st.booleans()):
+            sent[1] = grad - full // 2  # what travels has the dtype of the shard
         held = [draw(sizes) * draw(st.booleans()) for _ in range(2)]
         over = draw(st.sampled_from([("", "", "", ""), ("s", "s", "r", "r"), ("a b", "c", "", '"d"')]))
         groups.append(

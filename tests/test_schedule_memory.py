@@ -142,6 +142,16 @@ def test_shards_wait_for_the_update_of_the_next_step() -> None:
     assert schedule.memory.lifetimes["shard:blocks.1"] == ((at["reduce blocks.1"], at["update blocks.1"]),)
 
 
+@pytest.mark.parametrize("sent", [2 * 2**20 - 2**18, 0])
+def test_a_shard_takes_memory_when_its_flat_gradient_has_gone(sent: int) -> None:
+    made = program(("a",), {"a": (0,)})
+    schedule = build(made, [replace(info("a"), reduce_sent=sent)], Policy(accumulation="sharded"), accumulate=2)
+    at, last = {str(op): i for i, op in enumerate(schedule)}, len(schedule) - 1
+    # Where something else than the shard's dtype travels, the sum cannot be made where it is received.
+    born = at["collect a"] + 1 if sent else at["reduce a"]
+    assert schedule.memory.lifetimes["shard:a"] == ((0, at["update a"]), (born, last))
+
+
 def test_resident_and_unreduced_groups_have_no_items() -> None:
     groups = [info("a", gathered=False, reduced=False), info("b", gathered=False)]
     schedule = build(program(("a", "b"), {"a": (0,), "b": (1,)}), groups, Policy())
