@@ -148,7 +148,7 @@ def _expected(name: str, opt: str) -> reference.Result:
 def check(pool: Pools, world: int, name: str) -> None:
     """Train under every combination and compare with one plain process."""
     cases = [(opt, kinds) for opt in ("sgd", "adamw") for kinds in KINDS]
-    runs = pool(world).run(train, [(Config(opt, name), KINDS[kinds]) for opt, kinds in cases], timeout=110.0)
+    runs = pool(world).run(train, [(Config(opt, name), KINDS[kinds]) for opt, kinds in cases], timeout=280.0)
     problems = []
     for number, (opt, kinds) in enumerate(cases):
         want, mine = _expected(name, opt), [rank[number] for rank in runs]
