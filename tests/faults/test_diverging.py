@@ -89,7 +89,7 @@ def test_a_rank_that_leaves_is_named(kind: str, how: str, where: str, tmp_path: 
 def test_a_rank_that_leaves_anywhere(kind: str, how: str, where: str, tmp_path: Path) -> None:
     for raised, seconds in _run(leaving, kind, how, where, world=3, folder=tmp_path):
         assert raised is not None and "CommError" in raised.kinds and "rank 1" in raised.text, raised
-        assert "unit " in raised.text and seconds < LONG
+        assert ("unit " in raised.text or "'commit'" in raised.text) and seconds < LONG  # which is of no unit
 
 
 def other_op(kind: str) -> tuple[Raised | None, float]:

@@ -16,10 +16,8 @@ from fshard.runtime.comm.host import HostLane
 from fshard.runtime.comm.lanes import Alone, Lane
 from fshard.runtime.comm.links import Door, Link, place
 from fshard.runtime.comm.nccl import NcclLane
+from fshard.runtime.comm.start import start_name
 from fshard.sharding.mesh import Axes, Mesh
-
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""How torchrun says how often it has started the ranks again."""
 
 
 class Processes:
@@ -177,17 +175,14 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
 def _init(backend: str, timeout: datetime.timedelta) -> None:
     """Join the process group that the environment names.
 
-    The store of torchrun's agent outlives the ranks that it starts again, and what dead ranks wrote there leads
-    nowhere: every start has keys of its own.
+    The store of torchrun's agent outlives the ranks that it starts again: every start has keys of its own.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
         return
-    rank, world, restart = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", RESTARTS))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     c10d: Any = dist  # whose stores are not among the names that it exports
     store = c10d.TCPStore(address, port, is_master=False, timeout=timeout)
-    # Ranks that start again because others came or went do not count as a restart; each start is of all ranks.
-    start = (store.add(f"fshard/{restart}/{world}", 1) - 1) // world
-    prefix = c10d.PrefixStore(f"fshard/{restart}/{world}/{start}", store)
+    prefix = c10d.PrefixStore(f"fshard/{start_name(store, rank, world, timeout.total_seconds())}", store)
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=world, timeout=timeout)
