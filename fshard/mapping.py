@@ -13,7 +13,7 @@ from fshard.capture import check_captured
 from fshard.collectives.build import untraced
 from fshard.collectives.group import Group
 from fshard.collectives.linear import Settle, Vary, apply
-from fshard.collectives.scope import SCOPE, bind
+from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import check_spec, other_axes
 from fshard.controller import whole
 from fshard.errors import AxisError, CollectiveError
@@ -62,6 +62,7 @@ def shard_map(
         CollectiveError: a spec does not fit its tensor, or ``f`` closes over a tensor that needs a gradient.
         ReplicationError: a result differs between ranks where its spec says that it does not.
         TreeError: specs are no prefix of what they are for.
+        CommError: ``f`` raised on another rank, while this one waited for it.
 
     >>> import torch
     >>> from fshard.collectives import psum
@@ -131,7 +132,7 @@ class Mapped:
             The result's tensors, their specs, and what puts them back into the result.
         """
         args = [self._enter(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        with bind(self.mesh, self.mesh.axis_names):
+        with cutting(self.mesh), bind(self.mesh, self.mesh.axis_names):
             result = self.f(*tree.unflatten(structure, args))
         out, form = tree.flatten(result)
         out_specs, names = tree.spread(self.out_specs, result), tree.names(result, "result")

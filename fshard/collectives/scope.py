@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fshard.collectives.group import Group
 from fshard.errors import AxisError, unbound_axis, unknown_axis
+from fshard.runtime.comm import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 
 AxisName = str | tuple[str, ...]
@@ -49,15 +50,29 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
     Here types are yours to keep, as the table of ``fshard.collectives`` has them: a ``psum`` is invariant, and needs
     ``pvary`` before it is combined with varying values if gradients are to be right. Inside of ``fs.shard_map`` that
-    is done for you.
+    is done for you. An exception that leaves it on one rank ends the waits of the others (``CommError``, at once).
 
     >>> from fshard.launch import make_mesh
     >>> with use_mesh(make_mesh((1,), ("shard",))):
     ...     resolve("shard").size
     1
     """
-    with bind(mesh, ()):
+    with cutting(mesh), bind(mesh, ()):
         yield mesh
+
+
+@contextmanager
+def cutting(mesh: Mesh) -> Iterator[None]:
+    """Let ranks that wait for this one in a collective know at once, if an exception leaves this, and what it was.
+
+    All ranks then make new communicators for their next collective, so it can be used again if it left on all of them.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if mesh.transport is not None:
+            mesh.transport.cut(COLLECTIVES, f"{type(error).__name__}: {error}")
+        raise
 
 
 def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, Axes]:

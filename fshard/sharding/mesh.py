@@ -97,7 +97,9 @@ class Mesh:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.transport is not None:
+            self.transport.abandon(f"{type(error).__name__}: {error}")  # for ranks that wait for this one
         self.close()
 
 

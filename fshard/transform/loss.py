@@ -1,7 +1,7 @@
 """``fs.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Settle, Spread, Sum, apply
-from fshard.collectives.scope import bind
+from fshard.collectives.scope import bind, cutting
 from fshard.errors import (
     CommError,
     LossError,
@@ -26,6 +26,7 @@ from fshard.errors import (
 from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.batch import check_device, digest, leading_dims
 from fshard.runtime.comm import Lane, LocalTransport, exchange, exchange_text
+from fshard.runtime.commit import CUT, FAILED, OK
 from fshard.runtime.executor import diverged
 from fshard.runtime.loss import Loss, Mean, means_of, read_loss
 from fshard.sharding.plan import Plan
@@ -63,6 +64,10 @@ class ShardedLoss:
             PeerError: the loss function raised on another rank.
             ReplicationError: in debug mode, what must be equal on all ranks is not.
         """
+        with cutting(self.plan.mesh):
+            return self._called(params, batch)
+
+    def _called(self, params: Any, batch: Any) -> Any:
         lane = control(self.plan)
         failure, loss = None, None
         try:
@@ -75,9 +80,15 @@ class ShardedLoss:
         if self.debug:
             self._check_replicas(flat)
         try:
-            loss = self._run(flat, batch, lambda unit: _agree(lane, unit, None, batch, None))
-        except (PeerError, ScheduleError, CommError):
+            with cutting(self.plan.mesh):  # others may wait in a collective, where nobody else tells them
+                loss = self._run(flat, batch, lambda unit: _agree(lane, unit, None, batch, None))
+        except (PeerError, ScheduleError):
             raise  # the other ranks know
+        except CommError as error:
+            # It was cut off by a rank that has failed, and says why; or it has lost that rank.
+            with suppress(CommError):
+                _agree(lane, "the loss", None, batch, error)
+            raise
         except Exception as error:
             failure = error
         _agree(lane, "the loss", loss, batch, failure)
@@ -218,7 +229,8 @@ def control(plan: Plan) -> Lane:
 def _agree(lane: Lane, place: str, loss: Loss | None, batch: Any, failure: Exception | None) -> None:
     """Raise on all ranks what went wrong on any of them, and refuse losses that have no common mean.
 
-    A rank that fails takes part in one more exchange, wherever the others are; it fits, since all are alike.
+    A rank that fails takes part in one more exchange, wherever the others are; it fits, since all are alike. One that
+    fails only because it was cut off from a collective raises what the others say.
     """
     if lane.size == 1:
         if failure is not None:
@@ -227,11 +239,12 @@ def _agree(lane: Lane, place: str, loss: Loss | None, batch: Any, failure: Excep
     dims = leading_dims(batch)
     weighted, means = loss is not None and loss.count is not None, len(means_of(loss.aux)) if loss else 0
     plain = loss is not None and not weighted
-    mine = [failure is not None, digest(place), weighted, means, digest(dims) if plain else 0, dims[0] if dims else -1]
+    status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
+    mine = [status, digest(place), weighted, means, digest(dims) if plain else 0, dims[0] if dims else -1]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = exchange(lane, torch.tensor([int(x) for x in mine])).tolist()
         if any(row[0] for row in rows):
-            raise_failure(lane, failure, [row[0] for row in rows])
+            raise_failure(lane, failure, [row[0] for row in rows], status)
         if any(row[1] != rows[0][1] for row in rows):
             raise diverged(exchange_text(lane, place))
     if any(row[2:4] != rows[0][2:4] for row in rows):

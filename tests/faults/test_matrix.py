@@ -1,9 +1,12 @@
 """The fault matrix in its quick form; ``make faults`` runs all of it."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
+import fshard as fs
 from tests.faults.job import Kill
 from tests.faults.matrix import FIRST_RANK, PHASES, Bench, killed
 from tests.faults.spoil import Row, files
@@ -32,6 +35,15 @@ def test_files_and_folders() -> None:
     for row in rows:
         assert row.torn == 0 and row.restored == row.exact == row.cases
         assert row.cases or (os.getuid() and "skipped" in row.name)
+
+
+def test_no_clock_that_can_step_back_is_read() -> None:
+    """Order is by step, waits are by the monotonic clock: setting the wall's clock back can change nothing."""
+    dates = r"\b(utc)?now\(|\btoday\(|localtime|st_[acm]time|get[acm]time"
+    reads = re.compile(rf"\btime\.time(_ns)?\b|time import .*\btime\b|{dates}")
+    for file in Path(fs.__file__).parent.rglob("*.py"):
+        found = reads.search(file.read_text())
+        assert found is None, f"{file} reads {found}"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ fewest bytes there can be, no copies, and the same sum on every run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -104,11 +104,22 @@ class GlooLane:
                 out.append(self.ranks[peer] if self.ranks else peer)
         return out
 
-    def _naming(self, call: str) -> AbstractContextManager[str]:
+    @contextmanager
+    def _naming(self, call: str) -> Iterator[str]:
         describe = f"{call} on {self.name}"
         if self.closed:
             raise CommError(f"{describe} failed: it is closed: {self.closed}")
-        return naming(describe)
+        try:
+            with naming(describe):
+                yield describe
+        except CommError as error:  # a peer has closed its connections before this rank came
+            left = {peer: reason for peer in self._peers() if (reason := self.reason(peer))}
+            told = "; ".join(f"rank {self.ranks[peer]} gave up: {reason}" for peer, reason in left.items())
+            raise CommError(f"{error}; {told}" if told else str(error)) from error
+
+    def reason(self, peer: int) -> str:
+        """Why a peer has given up this lane; empty if it has not, or did not say."""
+        return reason_of(f"{self.key}/{peer}") if self.key else ""
 
     def _tag(self, call: str, part: Tensor) -> int:
         return next(self.numbers) % TURNS * KINDS + crc32(f"{call}{part.nbytes}".encode()) % KINDS
@@ -188,7 +199,7 @@ class Messages:
                 work.wait()
         except CommError as error:
             # Whom it has lost itself: a rank that gives up closes its connections, as one that dies does.
-            reason = reason_of(f"{self.lane.key}/{peer}") if self.lane.key else ""
+            reason = self.lane.reason(peer)
             raise CommError(f"{error}; it gave up: {reason}" if reason else str(error)) from error
 
 
