@@ -225,18 +225,23 @@ def test_control_messages(pool: Pools, kind: str) -> None:
         assert len(texts[1].encode()) <= 66  # the last character may be cut
 
 
+def shared_files() -> int:
+    """How many files of shared memory this process has open."""
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum("memfd" in os.readlink(path) for path in paths if os.path.lexists(path))
+
+
 def closed(kind: str) -> bool:
     """On a rank: a mesh that is closed leaves the process group that it found, and no file open."""
+    before = shared_files()  # of meshes that other tests have left open
     mesh = _mesh(kind)
-    mesh.transport.lane("gather", ("shard",)).all_reduce(torch.ones(1)).wait()  # all have met before one leaves
+    mesh.transport.lane("gather", ("shard",)).all_reduce(torch.ones(2000)).wait()  # all have met before one leaves
     mesh.close()
     mesh.close()
     with _mesh(kind) as again:
-        buffer = torch.ones(1)
+        buffer = torch.ones(2000)
         again.transport.lane("gather", ("shard",)).all_reduce(buffer).wait()
-    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    links = [os.readlink(path) for path in paths if os.path.lexists(path)]
-    return dist.is_initialized() and buffer.item() == dist.get_world_size() and not any("memfd" in x for x in links)
+    return dist.is_initialized() and buffer[0].item() == dist.get_world_size() and shared_files() <= before
 
 
 def test_closing_a_mesh(pool: Pools, kind: str) -> None:

@@ -98,9 +98,8 @@ class Mesh:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.transport is not None:
-            self.transport.abandon(f"{type(error).__name__}: {error}")  # for ranks that wait for this one
-        self.close()
+        if self.transport is not None:  # ranks that wait for this one learn why it leaves
+            self.transport.close("" if error is None else f"{type(error).__name__}: {error}")
 
 
 def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int = 0, device: str = "cpu") -> Mesh:

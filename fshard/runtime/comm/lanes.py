@@ -64,8 +64,8 @@ class Transport(Protocol):
     def abandon(self, reason: str) -> None:
         """Let all peers know that this rank is out of step for good."""
 
-    def close(self) -> None:
-        """Leave. Collective."""
+    def close(self, reason: str = "") -> None:
+        """Leave. Collective, unless there is a reason, which peers that wait for this rank are told."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class LocalTransport:
     def abandon(self, reason: str) -> None:
         """Nobody waits."""
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """Nothing was joined."""
 
 

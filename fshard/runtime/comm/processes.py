@@ -79,11 +79,11 @@ class Processes:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """Close all lanes and destroy their groups, and the default group if ``make_mesh`` made it."""
         for lane in self.lanes.values():
             if isinstance(lane, HostLane | GlooLane):
-                lane.close()
+                lane.close(reason)
         self.lanes.clear()
         self.base = None
         while self.groups:

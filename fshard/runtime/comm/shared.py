@@ -60,8 +60,8 @@ class SharedTransport:
         if self.baton.failure is None:
             self.baton.fail(f"rank {self.mesh.rank} gave up: {reason}")
 
-    def close(self) -> None:
-        """Nothing was joined."""
+    def close(self, reason: str = "") -> None:
+        """Nothing was joined; the run sees what a rank raises."""
 
 
 @dataclass(frozen=True)
