@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 RANKS  ?= 2
 ARGS   ?=
-BENCH  ?= host_overhead step_time jax_fsdp wire hsdp balance optimizer memory functional checkpoint plan_time gpu
+BENCH  ?= host_overhead step_time jax_fsdp wire hsdp balance optimizer muon memory functional checkpoint plan_time gpu
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
