@@ -201,7 +201,7 @@ class Actions:
             if slots.group.trainable and slots.group.id not in self.touched and slots.group.id not in self.summed:
                 self.grads[slots.group.id].zero_()
         for group, (carried, factor) in self.carried.items():
-            if group in self.sums:
+            if group in self.landed:
                 self.offload.settle(self.plan.groups[group])
                 self.norms.pop(group, None)
             self.grads[group].add_(carried.to(self.grads[group].device), alpha=factor)
@@ -227,7 +227,7 @@ class Actions:
         for group in ids if self.own else ():
             if group not in self.touched and group not in self.summed:
                 self.grads[group].zero_()  # no unit of this step touched it
-            if group in self.sums:
+            if group in self.landed:
                 self.offload.settle(self.plan.groups[group])  # its norm was taken before it left the device
             else:
                 self.norms[group] = torch.linalg.vector_norm(self.grads[group])
