@@ -68,10 +68,16 @@ def measure(args: argparse.Namespace) -> int:
     rounds = args.rounds or (3 if args.quick else 8)
     configuration = {"model": asdict(SMALL), "ranks": args.ranks, "rates": args.rates, "threads": 1, "rounds": rounds}
     report = Report("wire", __doc__.splitlines()[0], {**configuration, "peers": names}, notes=notes)
+    lost = 0
     for rate in args.rates:
         for ranks in args.ranks:
-            case(report, rate, ranks, {"peers": names, "rounds": rounds})
-    return report.finish(args)
+            try:
+                case(report, rate, ranks, {"peers": names, "rounds": rounds})
+            except SystemExit as error:  # what the other cases take is not lost with it
+                lost = 1
+                notes.append(f"{rate}, {ranks} ranks: not measured: {error}")
+                print(notes[-1], file=sys.stderr)
+    return report.finish(args) or lost
 
 
 def case(report: Report, rate: str, ranks: int, chosen: dict[str, Any]) -> None:
