@@ -194,7 +194,7 @@ def run_workers(
         options: its command line, ``{"rounds": 5}`` for ``--rounds 5``; lists become several words.
         script: in this folder; it gets ``--out FILE``, too.
         timeout: seconds until the workers are given up.
-        together: ranks on one host of the lab; links inside of a host are fast.
+        together: ranks on one host of the lab.
     """
     lab.unwind_on_signals()
     with tempfile.TemporaryDirectory() as folder:

@@ -2,13 +2,13 @@
 
 One veth pair a rank leads to a bridge, which has a namespace of its own too, so the machine's own network is not
 touched. A token bucket on both ends of each pair is the link: what a rank sends and what it receives are shaped, each
-to the full rate. With ``--together 2`` every two ranks share a host: fast links lead to the host's bridge, and one slow
-link from there to the others. Needs Linux, root and iproute2.
+to the full rate. With ``--together 2`` every two ranks share a host, that is a namespace and its link: among themselves
+they talk over loopback, or by shared memory. Needs Linux, root and iproute2.
 
 A lab that was killed leaves namespaces behind; the next one removes them. Its ranks die with it.
 
     python benchmarks/lab.py --ranks 2 --rate 1gbit -- python benchmarks/worker.py --peers fsdp2 fshard
-    python benchmarks/lab.py --ranks 4 --together 2 --inside 10gbit --rate 200mbit -- ...
+    python benchmarks/lab.py --ranks 4 --together 2 --rate 200mbit -- ...
     python benchmarks/lab.py --clean     # remove what a killed lab left behind
 """
 
@@ -37,19 +37,18 @@ class Lab:
     """Namespaces and links, there between ``__enter__`` and ``__exit__``.
 
     Args:
-        ranks: how many namespaces.
+        ranks: how many there will be.
         rate: of each link, as ``tc`` reads it: ``1gbit``, ``200mbit``.
-        together: ranks on one host. The link of ``rate`` is then the host's.
-        inside: the rate of the links between ranks of one host; only with ``together``.
+        together: ranks on one host, which is one namespace with one link.
     """
 
-    def __init__(self, ranks: int, rate: str, together: int = 1, inside: str = "10gbit") -> None:
+    def __init__(self, ranks: int, rate: str, together: int = 1) -> None:
         if together < 1 or ranks % together:
             raise LabError(f"{ranks} ranks cannot be put on hosts of {together}")
-        self.ranks, self.rate, self.together, self.inside = ranks, rate, together, inside
+        self.rate, self.together = rate, together
         owner = f"{PREFIX}-{os.getpid()}-{started(os.getpid())}"
         self.switch = f"{owner}-switch"
-        self.names = [f"{owner}-{rank}" for rank in range(ranks)]
+        self.names = [f"{owner}-{host}" for host in range(ranks // together)]
 
     def __enter__(self) -> "Lab":
         why = obstacle()
@@ -68,43 +67,31 @@ class Lab:
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """The command that runs ``command`` as this rank."""
-        return ["ip", "netns", "exec", self.names[rank], *command]
+        return ["ip", "netns", "exec", self.names[rank // self.together], *command]
 
     def environment(self) -> dict[str, str]:
         """What every rank needs to know to join the others."""
         return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": DEVICE}
 
     def sent(self) -> list[int]:
-        """Bytes that each rank has put on its link."""
+        """Bytes that have gone on each link, one a host."""
         texts = [_ip("netns", "exec", name, "cat", "/proc/net/dev") for name in self.names]
         return [sent_bytes(text, DEVICE) for text in texts]
 
     def _build(self) -> None:
         for name in (self.switch, *self.names):
             _ip("netns", "add", name)
-        self._bridge("bridge")
-        for host in range(self.ranks // self.together if self.together > 1 else 0):
-            up, down = f"up{host}", f"down{host}"
-            self._bridge(f"host{host}")
-            _ip("-n", self.switch, "link", "add", up, "type", "veth", "peer", "name", down)
-            _ip("-n", self.switch, "link", "set", up, "master", f"host{host}", "up")
-            _ip("-n", self.switch, "link", "set", down, "master", "bridge", "up")
-            for device in (up, down):
-                _shape(self.switch, device, self.rate)
-        for rank, name in enumerate(self.names):
-            port, alone = f"port{rank}", self.together == 1
-            bridge = "bridge" if alone else f"host{rank // self.together}"
+        _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self.switch, "link", "set", "bridge", "up")
+        for host, name in enumerate(self.names):
+            port = f"port{host}"
             _ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
-            _ip("-n", self.switch, "link", "set", port, "master", bridge, "up")
-            _ip("-n", name, "address", "add", f"{_address(rank)}/24", "dev", DEVICE)
+            _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", name, "address", "add", f"{_address(host)}/24", "dev", DEVICE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", DEVICE, "up")
             for where, device in ((self.switch, port), (name, DEVICE)):
-                _shape(where, device, self.rate if alone else self.inside)
-
-    def _bridge(self, name: str) -> None:
-        _ip("-n", self.switch, "link", "add", name, "type", "bridge")
-        _ip("-n", self.switch, "link", "set", name, "up")
+                _shape(where, device, self.rate)
 
     def _remove(self) -> None:
         for name in (*self.names, self.switch):
@@ -228,7 +215,6 @@ def main() -> int:
     cli.add_argument("--ranks", type=int, default=2, help="how many (default: 2)")
     cli.add_argument("--rate", default="1gbit", help="of each rank's link, as tc reads it (default: 1gbit)")
     cli.add_argument("--together", type=int, default=1, help="ranks on one host, which share a link (default: 1)")
-    cli.add_argument("--inside", default="10gbit", help="rate of links inside of a host (default: 10gbit)")
     cli.add_argument("--timeout", type=float, default=600, help="seconds (default: 600)")
     cli.add_argument("--clean", action="store_true", help="remove what killed labs left behind, and stop")
     cli.add_argument("command", nargs=argparse.REMAINDER, help="-- and what each rank runs")
@@ -244,11 +230,11 @@ def main() -> int:
     if not command:
         cli.error("no command: give it after --")
     unwind_on_signals()
-    with Lab(args.ranks, args.rate, args.together, args.inside) as lab:
+    with Lab(args.ranks, args.rate, args.together) as lab:
         commands = [lab.command(rank, command) for rank in range(args.ranks)]
         status = run_ranks(commands, lab.environment(), args.timeout)
-        for rank, sent in enumerate(lab.sent()):
-            print(f"rank {rank} sent {sent:,} bytes")
+        for host, sent in enumerate(lab.sent()):
+            print(f"{'rank' if args.together == 1 else 'host'} {host} sent {sent:,} bytes")
     return status
 
 

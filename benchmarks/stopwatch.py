@@ -1,12 +1,15 @@
 """When transfers are really over: lanes that have a thread wait for each collective, and note the time.
 
 gloo tells nobody that a message has arrived until somebody waits for it. Threads cost time, so this is for pictures,
-and for measures of overlap, not for step times.
+and for measures of overlap, not for step times. What goes through shared memory is moved by whoever waits for it, and
+one thread alone reads its messages: such a collective counts as over when the step has waited for it.
 """
 
 import threading
 import time
 from typing import Any
+
+from fshard.runtime.comm.host import HostLane
 
 Spans = list[list[float]]
 
@@ -45,12 +48,24 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.lane, name)
 
-        def watched(*args: Any) -> Watch:
+        def watched(*args: Any) -> Watch | Noted:
             span = [time.perf_counter(), 0.0]
             self.spans.append(span)
-            return Watch(call(*args), span)
+            return (Noted if isinstance(self.lane, HostLane) else Watch)(call(*args), span)
 
         return watched
+
+
+class Noted:
+    """A collective under way, over when it has been waited for."""
+
+    def __init__(self, handle: Any, span: list[float]) -> None:
+        self.handle, self.span = handle, span
+
+    def wait(self) -> None:
+        """Wait, and note the time."""
+        self.handle.wait()
+        self.span[1] = time.perf_counter()
 
 
 class Watch:
