@@ -209,10 +209,13 @@ def naive(
             spreading.remove(g)
             ops.append(Op("join", groups[g].name))
 
+    def sums(reductions: list[tuple[int, int]]) -> bool:
+        return any(groups[g].sum_sent and microbatch == accumulate - 1 for g, microbatch in reductions)
+
     def collect() -> None:
         g, microbatch = flying.pop(0)
         ops.append(Op("collect", groups[g].name, 0, microbatch))
-        if microbatch == accumulate - 1 and groups[g].sum_sent:
+        if sums([(g, microbatch)]):
             while len(summing) > policy.reduces:
                 total()
             summing.append(g)
@@ -233,7 +236,9 @@ def naive(
         if groups[g].gathered and not any(g in need for need in needs):
             update(g, "deferred")
     for k, op in enumerate(computes):
-        for need in needs[k : k + policy.prefetch + 1]:
+        for ahead, need in enumerate(needs[k : k + policy.prefetch + 1]):
+            if ahead > 1 and any(groups[g].gathered and g in spreading for g in need):
+                break
             for g in need:
                 if groups[g].gathered and g not in slots:
                     update(g, "deferred")
@@ -265,7 +270,7 @@ def naive(
             if groups[g].trainable and groups[g].reduced and due:
                 here = groups[g].sum_sent and not groups[g].reduce_sent  # nothing is sent: it is over at once
                 aloft = [flying_group for flying_group, _ in flying]
-                while not here and (g in aloft or len(flying) == policy.reduces):
+                while not here and (g in aloft or len(flying) == policy.reduces or sums(flying[:1])):
                     collect()
                     aloft = [flying_group for flying_group, _ in flying]
                 ops.append(Op("reduce", groups[g].name, 0, op.microbatch))

@@ -7,10 +7,13 @@ k reads. Groups that are not gathered are updated together, before the first com
 what it read, unless the next window reads it again; reduce the gradients that it completed.
 
 A gradient shard that has replicas is summed over them as soon as it has collected its last microbatch, and waited
-for as late as can be: before the commit, or where more than ``reduces`` other sums would be in flight. Groups of
+for as late as can be: before the commit, or where more than ``reduces`` other sums would be in flight. Its reduction
+is collected when the next one begins, however many may be in flight: the sum takes the slower link, and every
+compute that it begins later by is one more in which that link is idle. Groups of
 which each rank updates but a part come first of all: their updates, and the sending of what they changed, stand at the
-begin of the step in the order of use, and are waited for where the group is first gathered or read. Complete gradients
-that are updated with in host memory go there like sums over replicas: at once, and waited for as late.
+begin of the step in the order of use, and are waited for where the group is first gathered or read. That is at most
+one compute ahead: a gather that runs further ahead would keep compute waiting for what a later unit reads. Complete
+gradients that are updated with in host memory go there like sums over replicas: at once, and waited for as late.
 
 Around a turn (from the last forward call to the first backward call, and from a microbatch to the next) the
 window for keeping is that of the first call after it. What it holds is there at that call anyway, and so is
@@ -118,7 +121,10 @@ class _Builder:
         # What the window held one compute ago is still there, since nothing was freed that it reads: only its
         # new end has to be asked for.
         while self.edge <= min(k + self.policy.prefetch, len(self.computes) - 1):
-            for g in self.reads[self.computes[self.edge].target]:
+            reads = self.reads[self.computes[self.edge].target]
+            if self.edge > k + 1 and any(self.groups[g].gathered and g in self.spreading for g in reads):
+                break
+            for g in reads:
                 self._request(g)
             self.edge += 1
         if k == 0:
@@ -183,7 +189,7 @@ class _Builder:
             self._emit("reduce", group, microbatch)
             self._landed(group, microbatch)
             return
-        if len(self.flying) == self.policy.reduces:
+        while self.flying and (len(self.flying) == self.policy.reduces or self._sums(*self.flying[0])):
             self._collect()
         self._emit("reduce", group, microbatch)
         self.flying.append((group, microbatch))
@@ -201,13 +207,17 @@ class _Builder:
 
     def _landed(self, group: int, microbatch: int) -> None:
         self._emit("collect", group, microbatch)
-        if not self.groups[group].summed or microbatch < self.accumulate - 1:
+        if not self._sums(group, microbatch):
             self._complete_on_device(group, microbatch)
             return
         while len(self.summing) > self.policy.reduces:
             self._total()
         self._emit("sum", group)
         self.summing.append(group)
+
+    def _sums(self, group: int, microbatch: int) -> bool:
+        """Whether a sum over replicas follows the reduction."""
+        return self.groups[group].summed and microbatch == self.accumulate - 1
 
     def _total(self) -> None:
         group = self.summing.popleft()

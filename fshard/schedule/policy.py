@@ -56,10 +56,12 @@ class Policy:
     Args:
         prefetch: compute calls ahead of the running one whose groups may already be gathered. 0 gathers each
             group just before it is read, with nothing to hide behind. Each keeps one more unit's parameters
-            alive. 2 also rides out calls that are shorter than a gather.
+            alive. 2 also rides out calls that are shorter than a gather. (Of groups whose optimizer state is
+            sharded further, the first gather of a step is one call ahead at most: it waits for other ranks' parts.)
         reduces: gradient reductions in flight at most, at least 1. Each keeps a full flat gradient alive. With 1,
             a unit's reduction hides behind the next unit's backward alone; with 2, the link does not fall idle
-            between the two, and since activations have been freed by then, a step's peak seldom grows.
+            between the two, and since activations have been freed by then, a step's peak seldom grows. (One that a
+            sum over replicas follows is over when the next begins: that sum takes the slower link.)
         reshard: free a group after its forward and gather it again for its backward (ZeRO-3, FSDP's reshard
             after forward). False keeps each group from its first use in the step to its last, and
             ``fs.keep(...)`` does so for what some units read. What the first backward calls read stays after
