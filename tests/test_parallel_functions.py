@@ -207,6 +207,18 @@ def test_ring_attention(ranks: int, heads: int, kv: int, causal: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_ring_attention_of_tensors_that_lie_otherwise(causal: bool) -> None:
+    """The fused kernels read rows, and take the layout of the last dim for granted."""
+    ring = lambda *a: parallel.ring_attention(*a, causal=causal, mesh=fs.make_mesh((1,), ("cp",)))  # noqa: E731
+    given = [x.mT.contiguous().mT.requires_grad_() for x in draw(*[(2, 2, 8, 16)] * 3)]
+    weights = torch.randn(2, 2, 16, 8, dtype=DOUBLE).mT
+    want = F.scaled_dot_product_attention(*given, is_causal=causal)
+    torch.testing.assert_close(got := ring(*given), want)
+    grads = [torch.autograd.grad(y, given, weights) for y in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
 def ring_on_a_rank(dtype: torch.dtype) -> list[float]:
     """On a rank: how far its part of ring attention is from PyTorch's attention."""
     q, k, v, weights = (x.to(dtype) for x in draw((2, 2, 16, 8), (2, 1, 16, 8), (2, 1, 16, 8), (2, 2, 16, 8)))

@@ -26,7 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
     if q.device.type != "cpu":
         return by_scores(q, k, v, causal, scale)
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = fused(q, k, v, 0.0, causal, scale=scale)
+    out, lse = fused(*map(_in_rows, (q, k, v)), 0.0, causal, scale=scale)
     return out, lse
 
 
@@ -57,7 +57,7 @@ def attend_backward(
     k, v = _for_heads(q, k), _for_heads(q, v)
     if q.device.type == "cpu":
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = fused(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        dq, dk, dv = fused(*map(_in_rows, (grad, q, k, v, out)), lse, 0.0, causal, scale=scale)
     else:
         dq, dk, dv = backward_by_scores(queries, k, v, causal, scale)
     return dq, dk.unflatten(1, shared).sum(2), dv.unflatten(1, shared).sum(2)
@@ -77,6 +77,11 @@ def backward_by_scores(
 
 def _for_heads(q: Tensor, x: Tensor) -> Tensor:
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """With the elements of the last dim side by side, as the fused kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
