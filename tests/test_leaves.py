@@ -165,3 +165,29 @@ def test_states_that_cannot_be_carried_over() -> None:
         TreeError, match=r"(?s)opt.momentum_buffer.b: only the state has it.*opt.exp_avg.b: only the opt"
     ):
         fs.reshard_state(state, _small(), fs.optim.adamw(0.1))
+
+
+@pytest.mark.parametrize("compile", [None, "fx"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_unit_that_is_given_a_leaf_twice(times: int, compile: str | None) -> None:
+    """Its gradient counts once, and the other leaf of the group, of which there are as many then, has none."""
+
+    @fs.unit
+    def body(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ params["up"]) @ params["down"].mT
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(times):
+            x = body({"up": params["w"], "down": params["w"]}, x)
+        return x.square().mean()
+
+    torch.manual_seed(0)
+    params, x = {"w": torch.randn(4, 4), "idle": torch.randn(4, 4)}, torch.randn(3, 4)
+    plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    opt = fs.optim.sgd(1.0)
+    step = fs.make_train_step(loss_fn, opt, plan, compile=compile, debug=True)
+    state, _ = step(fs.init_state(plan, opt, params=params), x)
+    found = fs.unshard(state.params, plan)
+    w = params["w"].requires_grad_()
+    (grad,) = torch.autograd.grad(loss_fn({"w": w}, x), w)
+    torch.testing.assert_close(found, {"w": w.detach() - grad, "idle": params["idle"]})

@@ -20,7 +20,7 @@ class Reads:
         places = plan.places()
         self.paths = tuple(paths)
         self.groups: dict[int, list[int]] = {}
-        for path in paths:
+        for path in dict.fromkeys(paths):  # a leaf that is given twice has one gradient
             group, number = places[path]
             self.groups.setdefault(group.id, []).append(number)
         trained = [(g, numbers) for g, numbers in self.groups.items() if plan.groups[g].trainable]

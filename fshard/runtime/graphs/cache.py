@@ -176,6 +176,8 @@ class Graphs:
     ) -> Graph | str:
         if name in self.inner:
             return "the program differentiates it itself, inside of the loss"
+        if len(set(paths)) < len(paths):
+            return "it is given a leaf twice, so that gradients would have to be added"
         values, spec = tree.flatten(args)
         odd = [x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)]
         if odd:
