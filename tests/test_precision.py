@@ -194,3 +194,41 @@ def test_whole_gradients_are_not_added_up_rounded() -> None:
     with pytest.raises(fs.errors.PlanError, match="accumulation"):
         fs.make_train_step(loss_fn, fs.optim.sgd(LR), plan, accumulate=2, schedule=policy)
     fs.make_train_step(loss_fn, fs.optim.sgd(LR), plan, schedule=policy)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("clip", [1.0, [("w", 1.0), ("b", None)]])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.filterwarnings("ignore:gradients of:UserWarning")
+def test_norms_of_short_dtypes(dtype: torch.dtype, clip: Any, update: str) -> None:
+    """A norm has more digits than its elements, and may be larger than any of their dtype."""
+    if update == "in_backward" and clip != 1.0:
+        pytest.skip("a norm that is found in the backward clips nothing")
+    params = {"w": torch.zeros(4, 4, dtype=dtype), "b": torch.zeros(3, dtype=dtype)}
+    plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [("b", P()), ("w", fs.fsdp("shard"))])
+    opt, x = fs.optim.sgd(1.0), torch.full((4, 4), 3.0e4).to(dtype) / torch.tensor([1.0, 3, 7, 9]).to(dtype)
+    options: Any = {"schedule": fs.Policy(update="in_backward")} if update == "in_backward" else {"clip_norm": clip}
+    step = fs.make_train_step(lambda p, x: (p["w"] * x).sum(dtype=F32) + p["b"].sum(dtype=F32), opt, plan, **options)
+    state, metrics = step(fs.init_state(plan, opt, params=params), x)
+    want = (x.double().square().sum() + 3).sqrt()
+    torch.testing.assert_close(metrics.grad_norm.double(), want, rtol=1e-6, atol=0)
+    if update == "deferred":
+        want = x.double().norm() if clip != 1.0 else want
+        torch.testing.assert_close(state.params["w"].view(4, 4), (-x.double() / want).to(dtype), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [fs.optim.sgd(0.1, momentum=0.5), fs.optim.adamw(0.1)])
+def test_clipping_where_plain_tensors_are_float64(rule: Any) -> None:
+    """Kernels take the factor as one float32 number, whatever the default dtype is."""
+    found = []
+    for default in (F32, torch.float64):
+        params = {"w": torch.arange(4.0, dtype=torch.float64)}
+        plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+        step = fs.make_train_step(lambda p, x: (p["w"] * x).square().sum(), rule, plan, clip_norm=0.1)
+        torch.set_default_dtype(default)
+        try:
+            state, _ = step(fs.init_state(plan, rule, params=params), torch.ones(4, dtype=torch.float64))
+            found.append(state.params["w"].clone())
+        finally:
+            torch.set_default_dtype(F32)
+    assert torch.equal(*found)

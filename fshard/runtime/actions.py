@@ -10,6 +10,7 @@ from fshard.errors import CommError
 from fshard.runtime.clock import Mark, make_clock
 from fshard.runtime.comm import Done, Handle, Lane, Transport
 from fshard.runtime.memory import allocate, deallocate
+from fshard.runtime.norms import norms_of, share_of
 from fshard.runtime.offload import Offload
 from fshard.runtime.replicas import Replicas
 from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
@@ -17,7 +18,7 @@ from fshard.runtime.update import Shard, Update
 from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import Op
 from fshard.sharding.layout import Group
-from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
 
@@ -210,7 +211,7 @@ class Actions:
         """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
         held = [g for g in self.shares if g not in self.norms and self.grads[g].numel()]
         if held:
-            self.norms.update(zip(held, torch._foreach_norm([self.grads[g] for g in held]), strict=True))
+            self.norms.update(zip(held, norms_of([self.grads[g] for g in held]), strict=True))
         if not self.norms:
             return 0.0
         found = list(self.norms.values())
@@ -230,7 +231,7 @@ class Actions:
             if group in self.landed:
                 self.offload.settle(self.plan.groups[group])  # its norm was taken before it left the device
             else:
-                self.norms[group] = torch.linalg.vector_norm(self.grads[group])
+                (self.norms[group],) = norms_of([self.grads[group]])
         self.update.apply(ids)
         self.cast.difference_update(ids)
         for group in ids:
@@ -336,7 +337,7 @@ class Actions:
 
     def _offload(self, slots: GroupSlots, microbatch: int) -> None:
         group, grad = slots.group, self.landed[slots.group.id]
-        self.norms[group.id] = torch.linalg.vector_norm(grad)
+        (self.norms[group.id],) = norms_of([grad])
         self.handles[f"offload {group.name}"] = self.offload.store(group, self.grads[group.id], grad, self._now())
 
     def _stored(self, slots: GroupSlots, microbatch: int) -> None:
@@ -369,11 +370,6 @@ def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | No
     pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-
-
-def share_of(group: Group, mesh: Mesh) -> float:
-    """What part of a group's elements this rank counts, so that all ranks together count each once."""
-    return mesh.axis_size(group.owned.gather_axes + group.leaves[0].compute.axes) / mesh.size
 
 
 def _leaves(group: Group) -> str:

@@ -10,8 +10,8 @@ import torch
 
 from fshard.errors import PlanError, lines
 from fshard.optim import checks
-from fshard.runtime.actions import share_of
 from fshard.runtime.comm import Lane, exchange
+from fshard.runtime.norms import norms_of, share_of
 from fshard.runtime.update import Gradients
 from fshard.sharding.plan import Plan
 
@@ -95,7 +95,7 @@ def norms_by_rule(clip: Clip, plan: Plan, lane: Lane, grads: Gradients) -> list[
     for group, cuts in grads.cuts.items():
         if cuts:
             share = share_of(plan.groups[group], plan.mesh)
-            found = torch.stack(torch._foreach_norm(grads.slices(group))).tolist()
+            found = torch.stack([*norms_of(grads.slices(group))]).tolist()
             for cut, norm in zip(cuts, found, strict=True):
                 sums[cut.limit] += share * norm * norm
     rows = [sums]

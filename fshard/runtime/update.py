@@ -207,7 +207,7 @@ class Update:
         if factor is None:
             return None
         if (limit, device) not in self.divisors:
-            self.divisors[limit, device] = torch.full((), factor, device=device)
+            self.divisors[limit, device] = torch.full((), factor, dtype=torch.float32, device=device)
         return self.divisors[limit, device]
 
     def _apart(self, group: int, home: Shard, rounded: bool) -> None:

@@ -1,0 +1,27 @@
+"""Norms of gradient shards."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Mesh
+
+SHORT = frozenset((torch.float16, torch.bfloat16))
+
+
+def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
+    """The norm of each tensor, in float32 at least.
+
+    In the dtype of short ones a norm would lose its digits, or overflow although no element does.
+    """
+    if SHORT.isdisjoint([shard.dtype for shard in shards]):
+        return torch._foreach_norm(shards)
+    wide = [torch.float32 if shard.dtype in SHORT else None for shard in shards]
+    return [torch.linalg.vector_norm(shard, dtype=dtype) for shard, dtype in zip(shards, wide, strict=True)]
+
+
+def share_of(group: Group, mesh: Mesh) -> float:
+    """What part of a group's elements this rank counts, so that all ranks together count each once."""
+    return mesh.axis_size(group.owned.gather_axes + group.leaves[0].compute.axes) / mesh.size
