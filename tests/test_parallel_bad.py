@@ -159,6 +159,32 @@ def test_a_program_that_does_not_fit_its_plan(name: str) -> None:
     alike(raised, "CollectiveError" if "psum_scatter" in says[0] else "PlanError", says)
 
 
+TORCH: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "heads of the whole model on a rank's part": (
+        lambda p, x: F.linear(x, p["up"]).unflatten(-1, (3, -1)).mean(1),
+        ("u.up  [8, 6]: [4, 6], by P('tp', None)", "fs.parallel.local_heads"),
+    ),
+    "a layer that needs all of a leaf that is cut": (
+        lambda p, x: F.linear(F.linear(x, p["up"]), p["down"].mT),
+        ("u.down  [6, 8]: [6, 4], by P(None, 'tp')", "needs a rule without that axis"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_errors_of_torch_inside_of_a_unit_tell_which_leaves_are_parts(name: str) -> None:
+    body, says = TORCH[name]
+    told = set()
+    for rank in range(4):
+        step, _ = trace(fs.abstract_mesh((2, 2), ("tp", "shard"), rank=rank), body, [COLUMN, ROW, REST])
+        with pytest.raises(RuntimeError) as caught:
+            step.trace(torch.ones(3, 6))
+        told.add("\n".join(caught.value.__notes__))
+    text = told.pop()
+    assert not told and "in unit <lambda>(u)" in text and "batch: float32 [3, 6]" in text
+    assert not [part for part in says if part not in text], text
+
+
 def test_a_program_that_fits(pool: Pools) -> None:
     body = lambda p, x: parallel.row_linear(parallel.column_linear(x, p["up"]), p["down"])  # noqa: E731
     step, _ = trace(fs.abstract_mesh((2, 2), ("tp", "shard")), body, [COLUMN, ROW, REST])
@@ -185,9 +211,13 @@ def test_all_ranks_raise_alike(pool: Pools) -> None:
 PLANS = {
     "vocabulary that the axis does not divide": (
         [parallel.column_rule("embed", flat="shard"), REST],
-        ("u.embed  [10, 6]", "dim 0 has 10 elements, which 4 ranks of 'tp'", "pad the leaf"),
+        ("u.embed  [10, 6]", "dim 0 has 10 elements, which 4 ranks of 'tp'", "pad the leaf to 12"),
     ),
     "experts that the axis does not divide": (
+        [parallel.expert_rule("embed", "tp", flat="shard"), REST],
+        ("u.embed  [10, 6]", "10 elements, which 4 ranks", "to 12, or choose a size of 'tp' that divides 10"),
+    ),
+    "experts on an axis that is not there": (
         [parallel.expert_rule("experts", flat="tp"), REST],
         ("u.experts  [4, 6, 6]", "no axis 'ep'"),
     ),

@@ -147,9 +147,10 @@ class Engine:
         self.inside = name
         try:
             result = function(*args, **kwargs)
-        except RuntimeError as error:
-            if "in-place operation" in str(error):
+        except Exception as error:
+            if isinstance(error, RuntimeError) and "in-place operation" in str(error):
                 raise self._forbidden(unit, name, params, args, kwargs) from error
+            error.add_note(self.reads[name].told(name, self.plan))
             raise
         finally:
             self.inside = ""

@@ -8,6 +8,9 @@ from torch import Tensor
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import Plan
 
+MOST = 12
+"""Leaves that an error lists."""
+
 
 class Reads:
     """Which leaves a unit reads: their paths in the order of its flat leaves, and by group.
@@ -25,6 +28,24 @@ class Reads:
             self.groups.setdefault(group.id, []).append(number)
         trained = [(g, numbers) for g, numbers in self.groups.items() if plan.groups[g].trainable]
         self.sinks = [(g, numbers, [slots.groups[g].leaves[n] for n in numbers]) for g, numbers in trained]
+
+    def told(self, unit: str, plan: Plan) -> str:
+        """What to say of an error inside of the unit: its author sees sizes of parts there, and specs elsewhere."""
+        leaves = [plan.leaves[path] for path in self.paths]
+        rows = [
+            f"  {leaf.path}  {list(leaf.shape)}: {list(leaf.compute_shape)}, by {leaf.compute}"
+            for leaf in leaves
+            if leaf.compute_shape != leaf.shape
+        ]
+        if not rows:
+            return f"This was in unit {unit}."
+        more = [f"  ... and {len(rows) - MOST} more"] if len(rows) > MOST else []
+        head = f"This was in unit {unit}. Of these leaves each rank has a part there:"
+        remedy = (
+            "Code that needs all of a leaf needs a rule without that axis; other code needs the sizes of parts, "
+            "such as fs.parallel.local_heads(heads)."
+        )
+        return "\n".join([head, *rows[:MOST], *more, remedy])
 
 
 _GRAD = operator.attrgetter("grad")

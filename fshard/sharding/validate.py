@@ -68,11 +68,11 @@ def check_specs(
     problems = []
     for path, (at_rest, compute) in specs.items():
         shape = shapes[path]
-        found = _problems(at_rest, shape, mesh)
+        read = at_rest.without(data_axes) if compute is None else compute
+        found = _problems(at_rest, shape, mesh, read.axes)
         if not found and compute is not None:
-            found = _problems(compute, shape, mesh) or _compute_problems(at_rest, compute)
+            found = _problems(compute, shape, mesh, read.axes) or _compute_problems(at_rest, compute)
         if not found:
-            read = at_rest.without(data_axes) if compute is None else compute
             found = _layout_problems(at_rest, read, data_axes) or _gather_problems(at_rest, read, data_axes, mesh)
         problems += [f"{path}  {list(shape)}  {at_rest}: {problem}" for problem in found]
     if problems:
@@ -97,7 +97,7 @@ def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
 
 def _opt_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> list[str]:
     assert leaf.opt is not None
-    found = _problems(leaf.opt, leaf.shape, mesh)
+    found = _problems(leaf.opt, leaf.shape, mesh, leaf.compute.axes)
     if found:
         return found
     if not leaf.trainable:
@@ -158,7 +158,8 @@ def _kind_problems(leaf: Leaf, rule: Rule, mesh: Mesh) -> list[str]:
     return []
 
 
-def _problems(spec: P, shape: Shape, mesh: Mesh) -> list[str]:
+def _problems(spec: P, shape: Shape, mesh: Mesh, local: Axes) -> list[str]:
+    """What is wrong with one spec of a leaf that compute leaves cut over its local axes."""
     unknown = [axis for axis in spec.axes if axis not in mesh.axis_names]
     if unknown:
         return [f"no axis {', '.join(map(repr, unknown))} in the mesh, which has {', '.join(mesh.axis_names)}"]
@@ -171,9 +172,12 @@ def _problems(spec: P, shape: Shape, mesh: Mesh) -> list[str]:
     for dim, entry in enumerate(spec.dims):
         parts = mesh.axis_size(axes_of(entry))
         if shape[dim] % parts:
+            kept = any(axis in local for axis in axes_of(entry))  # so that it cannot be flat, which is gathered
+            fewer = f"choose a size of {entry!r} that divides {shape[dim]}"
+            other = fewer if kept else f"use flat={entry!r}, which cuts any size"
             out.append(
                 f"dim {dim} has {shape[dim]} elements, which {parts} ranks of {entry!r} do not divide; "
-                f"pad the leaf, or use flat={entry!r}, which cuts any size"
+                f"pad the leaf to {-(-shape[dim] // parts) * parts}, or {other}"
             )
     return out
 

@@ -29,14 +29,18 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
         raise PlanError(f"opt is {described(opt)}, not an optimizer of fs.optim: give one, {remedy}")
     infos = [LeafInfo(leaf.path, leaf.shape, leaf.trainable) for leaf in plan.leaves.values()]
     problems = problems_of(opt, infos)
-    if not problems:
-        problems = [
-            f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}: {problem}"
-            for group in plan.groups
-            for leaf in group.owned.leaves
-            if leaf.trainable
-            for problem in _cut(leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
-        ]
+    grains = [
+        (leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
+        for group in plan.groups
+        for leaf in group.owned.leaves
+        if leaf.trainable
+    ]
+    problems += [
+        f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}: {problem}"
+        for leaf, grain in grains
+        if not problems or len(leaf.shape) > 1 or grain != "matrix"  # else it is named for being no matrix
+        for problem in _cut(leaf, grain)
+    ]
     if problems:
         raise PlanError(
             lines(
