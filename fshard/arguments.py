@@ -3,28 +3,29 @@
 from collections.abc import Iterable
 from typing import Any
 
-from fshard.errors import PlanError, lines
+from fshard.errors import PlanError, ShardError, lines
 
 Want = tuple[str, Any, Any, str]
 """A name, the value that was given, the class or classes that it should be of, and what to give instead."""
 
 
-def expect(call: str, wants: Iterable[Want]) -> None:
+def expect(call: str, wants: Iterable[Want], error: type[ShardError] = PlanError) -> None:
     """Refuse arguments of other types than these, all in one report.
 
     Args:
         call: how the function is called.
         wants: its arguments.
+        error: what to raise.
 
     Raises:
-        PlanError: naming each argument, what it is, and what to give.
+        PlanError: or ``error``, naming each argument, what it is, and what to give.
 
     >>> expect("f(x)", [("x", 3, int, "an int")])
     """
     wrong = [(name, given, remedy) for name, given, kinds, remedy in wants if not _is(given, kinds)]
     if wrong:
         problems = [f"{name} is {described(given)}: give {remedy}" for name, given, remedy in wrong]
-        raise PlanError(lines(f"{call} takes other arguments:", problems, "The docstring tells more."))
+        raise error(lines(f"{call} takes other arguments:", problems, "The docstring tells more."))
 
 
 def described(value: Any) -> str:

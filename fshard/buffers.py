@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.arguments import expect
+from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
 from fshard.errors import PlanError, TreeError, lines, no_processes
@@ -68,7 +68,11 @@ def sync_buffers(
     >>> sync_buffers({"norm": {"mean": torch.tensor([[1.0], [3.0]])}}, plan, microbatches=2)
     {'norm': {'mean': tensor([2.])}}
     """
-    expect("sync_buffers(buffers, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
+    wants: list[Want] = [
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+        ("rules", rules, (list, tuple), "a list of (pattern, 'mean' or 'local')"),
+    ]
+    expect("sync_buffers(buffers, plan)", wants)
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
     flat = {path: _joined(path, leaf, microbatches) for path, leaf in tree.paths(buffers)}
@@ -100,7 +104,8 @@ def _joined(path: str, leaf: Any, count: int) -> Any:
 
 def _chosen(flat: Mapping[str, Any], rules: Sequence[tuple[str, str]]) -> list[str]:
     """The paths of the buffers to average."""
-    wrong = [f"{pattern!r}: {how!r}" for pattern, how in rules if how not in HOW]
+    pairs = [rule if isinstance(rule, tuple) and len(rule) == 2 else (rule, None) for rule in rules]
+    wrong = [f"{pattern!r}: {how!r}" for pattern, how in pairs if how not in HOW]
     if wrong:
         raise PlanError(lines("sync_buffers: rules say what cannot be done:", wrong, "Say 'mean' or 'local'."))
     found = {path: next((how for pattern, how in rules if re.fullmatch(pattern, path)), None) for path in flat}

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from fshard.arguments import kind
+from fshard.arguments import expect, kind
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.meeting import meet
 from fshard.errors import PlanError
@@ -136,6 +136,7 @@ def train_loop(
         )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise PlanError(f"train_loop(steps={steps!r}): give the step at which to end, an int >= 0")
+    expect("train_loop", [("checkpoints", checkpoints, (Checkpointer, type(None)), "an fs.Checkpointer, or None")])
     return _loop(step, start, Source(batches, step), steps, checkpoints, Preemption(signals), fallback)
 
 
@@ -154,6 +155,7 @@ def _loop(
             state = checkpoints.restore(step.plan, step.opt, fallback=fallback)
             source.restore(checkpoints.restored.data if checkpoints.restored else None)
         state = start() if state is None else state
+        expect("train_loop", [("what start() returned", state, TrainState, "a state, of fs.init_state(plan, opt)")])
         while state.step < steps:
             batch = source.take(state.step)
             if batch is source:

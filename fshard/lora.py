@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +91,9 @@ def linear(params: Mapping[str, Any], x: Tensor, *, alpha: float, name: str = "w
     >>> linear(p, torch.ones(1, 3), alpha=1)
     tensor([[3., 3.]])
     """
+    missing = [key for key in (name, name + adapted.A, name + adapted.B) if key not in params]
+    if missing:
+        raise TreeError(f"lora.linear: the subtree has {list(params)} and no {missing}: see name=, and fs.lora.init")
     a, b = params[name + adapted.A], params[name + adapted.B]
     return adapted.linear(params[name], a, b, params.get(bias), x, alpha / a.shape[-2])
 
@@ -126,7 +129,8 @@ def wrap(
     >>> [path for path, _ in tree.paths(model.params)], sorted(model.frozen)
     (['weight', 'bias', 'weight_lora_a', 'weight_lora_b'], ['bias', 'weight'])
     """
-    expect("lora.wrap(model, targets)", [("model", model, Model, "what fs.split(module) returned")])
+    wants = [("model", model, Model, "what fs.split(module) returned"), ("alpha", alpha, (int, float), "a number")]
+    expect("lora.wrap(model, targets)", wants)
     flat = dict(tree.paths(model.params))
     chosen = _chosen(flat, targets, rank)
     kept = [*model.module.buffers(), *tree.leaves(model.ignored)]
@@ -169,6 +173,7 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
     >>> merge(p, alpha=1.0)["w"]
     tensor([[11., 21.]])
     """
+    expect("lora.merge(params)", [("alpha", alpha, (int, float), "a number")])
     flat = dict(tree.paths(params))
     _check_pairs(flat)
     out = {}
@@ -201,6 +206,8 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
         DonatedError: the state was donated to a step.
         TreeError: it has no adapters, or one is alone, or misshapen.
     """
+    wants = [("state", state, TrainState, "what a step returned"), ("alpha", alpha, (int, float), "a number")]
+    expect("lora.absorb(state)", wants)
     plan = state.plan
     _check_pairs(plan.leaves)
     held = [shard.clone() for shard in state.finished()]
@@ -252,7 +259,9 @@ def adapters(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chosen(flat: Mapping[str, Any], targets: str | Iterable[str], rank: int) -> list[str]:
     """The paths that get adapters."""
-    patterns = [targets] if isinstance(targets, str) else list(targets)
+    patterns = [targets] if isinstance(targets, str) else targets
+    if not isinstance(patterns, Collection) or any(not isinstance(pattern, str) for pattern in patterns):
+        raise PlanError(f"lora: targets={targets!r}: give a regular expression, or a list of them")
     if not isinstance(rank, int) or rank < 1:
         raise PlanError(f"lora: rank={rank!r} must be an int >= 1")
     hits = {pattern: [path for path in flat if re.fullmatch(pattern, path)] for pattern in patterns}

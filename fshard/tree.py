@@ -16,6 +16,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from fshard.arguments import kind
 from fshard.errors import TreeError
 
 __all__ = ["flatten", "leaves", "map", "names", "nest", "paths", "spread", "unflatten"]
@@ -28,11 +29,12 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     """The ``(path, leaf)`` pairs of a parameter tree, in insertion order.
 
     Raises:
-        TreeError: a key is not a string, is empty, or holds a dot.
+        TreeError: no nested dict; or a key is not a string, is empty, or holds a dot.
 
     >>> dict(paths({"a": {"w": 1, "b": 2}, "c": 3}))
     {'a.w': 1, 'a.b': 2, 'c': 3}
     """
+    _expect_dict(tree, "a parameter tree")
     for key, value in tree.items():
         if not isinstance(key, str) or not key or "." in key:
             raise TreeError(
@@ -49,17 +51,35 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The parameter tree whose leaves have these paths: the inverse of ``dict(paths(tree))``.
 
+    Raises:
+        TreeError: no dict, a path that is no string, or one that goes on below a leaf.
+
     >>> nest({"a.w": 1, "a.b": 2, "c": 3})
     {'a': {'w': 1, 'b': 2}, 'c': 3}
     """
+    _expect_dict(flat, "fs.tree.nest(flat)")
     root: dict[str, Any] = {}
     for path, leaf in flat.items():
+        if not isinstance(path, str):
+            raise TreeError(f"fs.tree.nest(flat): the path {path!r} is {kind(path)}: paths are strings, such as 'a.w'")
         *parents, last = path.split(".")
         node = root
         for parent in parents:
             node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise TreeError(f"fs.tree.nest(flat): {path!r} lies below a leaf: {parent!r} is a name of its own")
+        if last in node:
+            raise TreeError(f"fs.tree.nest(flat): {path!r} is a leaf, and others lie below it: rename one of them")
         node[last] = leaf
     return root
+
+
+def _expect_dict(given: Any, what: str) -> None:
+    if not isinstance(given, Mapping):
+        raise TreeError(
+            f"{what} is a dict of names, and this is {kind(given)}: give such as the params of fs.split(module), or "
+            f"state.params"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

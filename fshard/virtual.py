@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import expect
 from fshard.errors import TransformError
 from fshard.runtime.baton import Baton, Randomness, inherited, playing
 from fshard.runtime.comm import SharedTransport
@@ -64,6 +65,7 @@ class VirtualMesh(Mesh):
                 "mesh.run under a transform of torch.func, which ends at the threads of the ranks: make the transform "
                 "inside of the function that runs, or use fs.shard_map, which can be transformed"
             )
+        expect("mesh.run(fn)", [("fn", fn, Callable, "a function; its arguments come after it")])
         return play(self, functools.partial(fn, *args, **kwargs))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard.errors import BatchError, LossError, PlanError, TreeError
+from fshard.errors import AxisError, BatchError, CollectiveError, LossError, PlanError, ShardError, TreeError
 from fshard.runtime.attempt import uneven_rows
 
 RULES = [(r".*", fs.fsdp("shard"))]
@@ -114,6 +114,58 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
+X, KEY, COSTS = torch.ones(4, 4), fs.random.key(0), {("forward", "root"): 1.0}
+WRONG += [
+    (lambda: fs.unit(3), "fn is 3, an int: give a function"),
+    (lambda: fs.remat(3), "fn is 3, an int: give a function"),
+    (lambda: fs.Checkpointer(3), "directory is 3, an int: give the path of a folder"),
+    (lambda: fs.Checkpointer("a").save(_state(), schedule="a"), "schedule is 'a', a str: give step.schedule"),
+    (lambda: fs.Checkpointer("a").restore(PLAN, OPT, into=MODEL), "into is a Model: give a train state"),
+    (lambda: fs.Checkpointer("a").restore(PLAN, OPT, rules=3), "rules is 3, an int: give a list of"),
+    (lambda: list(fs.train_loop(_step(), _state, [], steps=1, checkpoints="a")), "checkpoints is 'a'"),
+    (lambda: list(fs.train_loop(_step(), dict, [], steps=1)), "what start.. returned is a dict: give a state"),
+    (lambda: fs.random.key("a"), "seed='a'.: a seed is an int"),
+    (lambda: fs.random.key(torch.ones(2)), "a seed is an int"),
+    (lambda: fs.random.split(3), r"a key is an int64 tensor of shape \[2\], this is int"),
+    (lambda: fs.random.split(KEY, "a"), "num='a'.: give the number of keys"),
+    (lambda: fs.random.fold_in(KEY, "a"), "data='a'.: give an int"),
+    (lambda: fs.random.normal(KEY, 3), r"shape=3: give a tuple of ints"),
+    (lambda: fs.random.bernoulli(KEY, (3,)), r"p=\(3,\).: give a probability, a number or a tensor"),
+    (lambda: fs.random.dropout(X, KEY), "a key is an int64 tensor"),
+    (lambda: fs.tree_normal(0, PLAN), "a key is an int64 tensor of shape .2., this is int"),
+    (lambda: fs.tree_normal(PLAN, KEY), "this is Plan"),
+    (lambda: fs.tree_vdot(MODEL.params, MODEL.params, MESH), "plan is a Mesh: give what fs.make_plan"),
+    (lambda: fs.shard(PLAN, MODEL.params), "plan is a dict: give what fs.make_plan"),
+    (lambda: fs.unshard(_state().params, MODEL), "plan is a Model: give what fs.make_plan"),
+    (lambda: fs.clipped_grad(_loss, PLAN, None), "clip_norm is None: give a positive number"),
+    (lambda: fs.abstract_mesh((2,), ("shard",), rank="0"), "rank is '0', a str"),
+    (lambda: fs.virtual_mesh((2,), ("shard",)).run(3), "fn is 3, an int: give a function"),
+    (lambda: fs.make_plan(MODEL, MESH, RULES, units=None), "units is None: give a list of patterns"),
+    (lambda: fs.make_plan(MODEL, MESH, [(".*", lambda shape: 3)]), r"inp\.weight .*returned 3, an int"),
+    (lambda: PLAN.replace(rules=3), "rules is 3, an int: give a list"),
+    (lambda: fs.split(Net(), ignore=3), "ignore is 3, an int"),
+    (lambda: fs.optim.partition(3), "rules is 3, an int: give a list"),
+    (lambda: fs.Auto(memory=[1]), r"memory=\[1\] is no positive number"),
+    (lambda: fs.Link("1 Gbit/s"), "bytes_per_s is '1 Gbit/s', a str: give a number"),
+    (lambda: fs.Costs(1.0), "seconds is 1.0, a float: give a dict"),
+    (lambda: fs.export(_state(), rename=3), "rules is 3, an int: give a list of"),
+    (lambda: fs.export(_state(), callback=3), "callback is 3, an int"),
+    (lambda: fs.to_optim_state_dict(OPT, _state()), "state is a sgd"),
+    (lambda: fs.to_optim_state_dict(_state(), torch.optim.SGD(Net().parameters())), "not an optimizer of fs.optim"),
+    (lambda: fs.from_state_dict(PLAN, OPT, Net().state_dict(), OPT), "optim is a sgd"),
+    (lambda: fs.save_dcp(_state(), "folder", OPT), "path is a sgd: give a folder"),
+    (lambda: fs.save_hf(_state(), PLAN), "path is a Plan: give a folder"),
+    (lambda: fs.sync_buffers({}, PLAN, "mean"), "rules is 'mean', a str"),
+    (lambda: fs.lora.absorb(MODEL.params, alpha=1.0), "state is a dict"),
+    (lambda: fs.lora.wrap(MODEL, None), "targets=None: give a regular expression"),
+    (lambda: fs.lora.wrap(MODEL, ".*weight", alpha="1"), "alpha is '1', a str"),
+    (lambda: fs.parallel.dispatch(X, X, axis=None), "routing is a Tensor: give what fs.parallel.route"),
+    (lambda: fs.parallel.moe(X, fs.parallel.route(X), X, axis=None), "experts is a Tensor: give a function"),
+    (lambda: fs.parallel.zigzag(X, 0), "parts=0"),
+    (lambda: fs.view.timeline(_step().trace(BATCH), COSTS), "simulation is a dict"),
+]
+
+
 @pytest.mark.parametrize(("call", "says"), WRONG)
 def test_wrong_arguments(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
@@ -132,6 +184,44 @@ TREES: list[tuple[Callable[[], Any], str]] = [
 def test_what_is_no_tree(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(TreeError, match=says):
         call()
+
+
+OTHERS: list[tuple[Callable[[], Any], type[ShardError], str]] = [
+    (lambda: MESH.axis_size("x"), AxisError, "axis 'x' is not in the mesh, whose axes are 'shard'"),
+    (lambda: MESH.ranks(("x",)), AxisError, "axis 'x' is not in the mesh"),
+    (lambda: MESH.index(3), AxisError, "axis=3 is no name"),
+    (lambda: fs.collectives.psum(X, "shard", mesh=PLAN), AxisError, "a Plan, not a mesh: give what fs.make_mesh"),
+    (lambda: fs.collectives.psum_start([X], "shard", mesh=MESH), CollectiveError, "takes tensors, not list"),
+    (lambda: fs.collectives.all_gather(X, "shard", dim="x", mesh=MESH), CollectiveError, "dim='x' is a str"),
+    (lambda: fs.collectives.ppermute(X, "shard", [0], mesh=MESH), CollectiveError, r"perm=\[0\] must be a list of"),
+    (lambda: fs.collectives.ragged_all_to_all(X, "shard", 4, 4, mesh=MESH), CollectiveError, "send=4 must be one int"),
+    (lambda: fs.collectives.cut(X, "shard", mesh=MESH), CollectiveError, r"is 'shard', a str: give one, .*fs\.P\("),
+    (lambda: fs.collectives.done(X), CollectiveError, "not a Tensor"),
+    (lambda: fs.tree_stack([]), TreeError, "of no trees"),
+    (lambda: fs.tree.nest({"a": 1, "a.b": 2}), TreeError, r"'a\.b' lies below a leaf"),
+    (lambda: fs.tree.nest({"a.b": 2, "a": 1}), TreeError, r"'a' is a leaf, and others lie below it"),
+    (lambda: fs.tree.nest({3: 1}), TreeError, "the path 3 is an int"),
+    (lambda: fs.lora.merge(MODEL, alpha=1.0), TreeError, "this is a Model: give such as the params"),
+    (lambda: fs.lora.linear({"w": X}, X, alpha=1.0), TreeError, r"has \['w'\] and no \['weight'"),
+    (
+        lambda: _step(accumulate=2)(_state(), fs.Microbatches(BATCH)),
+        BatchError,
+        "takes a list of batches, and was given a dict",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "says"), OTHERS)
+def test_other_kinds_of_errors(call: Callable[[], Any], error: type[ShardError], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_an_axis_needs_no_tuple() -> None:
+    mesh = fs.abstract_mesh((2, 4), ("replica", "shard"), rank=6)
+    for axis in mesh.axis_names:
+        assert mesh.axis_size(axis) == mesh.axis_size((axis,)) and mesh.index(axis) == mesh.index((axis,))
+        assert mesh.ranks(axis) == mesh.ranks((axis,)) and mesh.partition(axis) == mesh.partition((axis,))
 
 
 def test_a_loss_of_the_module_itself_is_refused() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from fshard.arguments import kind
+from fshard.arguments import expect, kind
 from fshard.checkpoint.folder import Folder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.match import Request, TakeRules
 from fshard.checkpoint.meeting import Meeting, meet, only_first, same
@@ -59,7 +59,7 @@ class Checkpointer:
             of what this rank writes. (On a virtual mesh, whose ranks are threads that take turns, ``save`` writes.)
 
     Raises:
-        PlanError: arguments out of range.
+        PlanError: arguments of the wrong type, or out of range.
 
     >>> import fshard as fs, tempfile, torch
     >>> plan = fs.make_plan({"w": torch.ones(3, 2)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
@@ -74,6 +74,7 @@ class Checkpointer:
     def __init__(
         self, directory: str | os.PathLike[str], keep: int | None = 3, every: int | None = None, async_: bool = False
     ) -> None:
+        expect("Checkpointer(directory)", [("directory", directory, (str, os.PathLike), "the path of a folder")])
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise PlanError(f"Checkpointer({name}={value!r}): give an int >= 1, or None")
@@ -120,6 +121,7 @@ class Checkpointer:
         self.wait()
         if not isinstance(state, TrainState):
             raise TreeError(f"save(state) takes a train state, and was given {kind(state)}")
+        expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
         mesh = state.plan.mesh
         meeting = meet(mesh, "control")
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
@@ -182,6 +184,9 @@ class Checkpointer:
         self.wait()
         if not isinstance(plan, Plan):
             raise PlanError(f"restore(plan, opt) takes a plan, and was given {kind(plan)}")
+        pairs = "a list of (pattern, name in the checkpoint or None)"
+        known = ("into", into, (TrainState, type(None)), "a train state")
+        expect("restore(plan, opt)", [("rules", rules, (list, tuple, type(None)), pairs), known])
         if into is not None:
             into.check_plan(plan)
         meeting = meet(plan.mesh, "control")

@@ -233,7 +233,7 @@ def ragged_all_to_all(
         CollectiveError: there are not as many numbers as ranks, or not as many rows as they say.
     """
     group = resolve(axis, mesh)
-    return _map("ragged_all_to_all", x, lambda leaf: build.ragged(leaf, group, tuple(send), tuple(receive)))
+    return _map("ragged_all_to_all", x, lambda leaf: build.ragged(leaf, group, send, receive))
 
 
 @untraced
@@ -303,9 +303,4 @@ def _sum(leaf: Any, group: Group, what: str) -> Any:
 
 
 def _map(what: str, x: Tree, fn: Callable[[Tensor], Tensor]) -> Tree:
-    def one(leaf: Any) -> Tensor:
-        if not isinstance(leaf, Tensor):
-            raise CollectiveError(f"{what} takes tensors, not {type(leaf).__name__}: wrap numbers by torch.tensor")
-        return fn(leaf)
-
-    return tree.map(one, x)
+    return tree.map(lambda leaf: fn(build.tensor(leaf, what)), x)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from fshard.arguments import kind
 from fshard.collectives.group import Group
 from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Ragged, Scatter, apply
 from fshard.errors import CollectiveError, lines
@@ -55,12 +56,13 @@ def exchange(x: Tensor, group: Group, split: int, concat: int, tiled: bool) -> T
     return apply(front, Exchange(group, -front.dim(), to)).squeeze(0)
 
 
-def ragged(x: Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
+def ragged(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Rows to ranks in unequal numbers."""
     for what, numbers in (("send", send), ("receive", receive)):
-        if len(numbers) != group.size or any(not isinstance(n, int) or n < 0 for n in numbers):
+        listed = list(numbers) if isinstance(numbers, Sequence) else []
+        if len(listed) != group.size or any(not isinstance(n, int) or n < 0 for n in listed):
             raise CollectiveError(
-                f"ragged_all_to_all: {what}={list(numbers)} must be one int >= 0 for each of the {group.size} ranks of "
+                f"ragged_all_to_all: {what}={numbers!r} must be one int >= 0 for each of the {group.size} ranks of "
                 f"axis {str(group)!r}"
             )
     if x.dim() < 2 or x.shape[-2] != sum(send):
@@ -68,12 +70,15 @@ def ragged(x: Tensor, group: Group, send: tuple[int, ...], receive: tuple[int, .
             f"ragged_all_to_all: send={list(send)} are {sum(send)} rows, and a tensor of shape {list(x.shape)} must "
             f"have as many in the dim before its last one"
         )
-    return apply(x, Ragged(group, send, receive))
+    return apply(x, Ragged(group, tuple(send), tuple(receive)))
 
 
 def permute(group: Group, perm: Sequence[tuple[int, int]]) -> Permute:
     """Send from sources to targets."""
-    pairs = tuple((int(source), int(target)) for source, target in perm)
+    try:
+        pairs = tuple((int(source), int(target)) for source, target in perm)
+    except (TypeError, ValueError):
+        raise CollectiveError(f"ppermute: perm={perm!r} must be a list of (source, target) pairs of ints") from None
     problems = []
     for what, ends in (("source", [s for s, _ in pairs]), ("target", [t for _, t in pairs])):
         problems += [f"{what} {end} occurs {ends.count(end)} times" for end in sorted(set(ends)) if ends.count(end) > 1]
@@ -86,6 +91,9 @@ def permute(group: Group, perm: Sequence[tuple[int, int]]) -> Permute:
 
 def dim_of(x: Tensor, dim: int, what: str, more: int = 0) -> int:
     """A dim, counted from the end, of a tensor with ``more`` dims than this one."""
+    tensor(x, what)
+    if not isinstance(dim, int):
+        raise CollectiveError(f"{what}: dim={dim!r} is {kind(dim)}: give the number of a dim")
     count = x.dim() + more
     if not -count <= dim < count:
         raise CollectiveError(f"{what}: dim={dim} of a tensor of shape {list(x.shape)}, which has {count - more} dims")
@@ -109,8 +117,16 @@ def check_divides(x: Tensor, dim: int, group: Group, tiled: bool, what: str) -> 
 
 def check_addable(x: Tensor, what: str) -> None:
     """Refuse bools."""
+    tensor(x, what)
     if x.dtype == torch.bool:
         raise CollectiveError(f"{what} of bools: cast them, x.int() to count, x.any() or pmax for a logical or")
+
+
+def tensor(x: Any, what: str) -> Tensor:
+    """A tensor, and nothing else."""
+    if not isinstance(x, Tensor):
+        raise CollectiveError(f"{what} takes tensors, not {type(x).__name__}: wrap numbers by torch.tensor")
+    return x
 
 
 def number(leaf: Any, what: str) -> Any:

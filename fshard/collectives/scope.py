@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from fshard.arguments import expect, kind
 from fshard.collectives.group import Group
 from fshard.errors import AxisError, unbound_axis, unknown_axis
 from fshard.runtime.comm import COLLECTIVES
@@ -57,6 +58,7 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     ...     resolve("shard").size
     1
     """
+    expect("use_mesh(mesh)", [("mesh", mesh, Mesh, "what fs.make_mesh returned")])
     with cutting(mesh), bind(mesh, ()):
         yield mesh
 
@@ -79,8 +81,10 @@ def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, Axes]:
     """A mesh, or else the one in scope; and the axes over which all values are varying there.
 
     Raises:
-        AxisError: no mesh is in scope, or another one than that of the enclosing function was given.
+        AxisError: no mesh is in scope, or another one than that of the enclosing function was given, or none at all.
     """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise AxisError(f"mesh={mesh!r} is {kind(mesh)}, not a mesh: give what fs.make_mesh returned")
     scope = SCOPE.get()
     if scope is None:
         if mesh is None:

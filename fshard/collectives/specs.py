@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fshard.collectives.build import untraced
+from fshard.arguments import described
+from fshard.collectives.build import tensor, untraced
 from fshard.collectives.linear import Collect, Cut, Gather, apply
 from fshard.collectives.scope import group_of, in_scope
 from fshard.errors import CollectiveError, unknown_axis
@@ -32,7 +33,7 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
     [tensor([0, 1]), tensor([2, 3])]
     """
     mesh, implicit = in_scope(spec, mesh)
-    check_spec(x, spec, mesh, "cut", True)
+    check_spec(tensor(x, "cut"), spec, mesh, "cut", True)
     for dim, axes in _divided(spec):
         group = group_of(axes, mesh, implicit)
         if group.implicit:
@@ -62,7 +63,7 @@ def assemble(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
     [tensor([0, 1]), tensor([0, 1])]
     """
     mesh, implicit = in_scope(spec, mesh)
-    check_spec(x, spec, mesh, "assemble", False)
+    check_spec(tensor(x, "assemble"), spec, mesh, "assemble", False)
     for dim, axes in _divided(spec):
         group = group_of(axes, mesh, implicit)
         kind = Gather if group.implicit else Collect
@@ -85,6 +86,8 @@ def check_spec(x: Tensor, spec: P, mesh: Mesh, label: str, whole: bool) -> None:
         label: what the tensor is called.
         whole: check that the axes divide the dims.
     """
+    if not isinstance(spec, P):
+        raise CollectiveError(f"{label}: the spec is {described(spec)}: give one, such as fs.P({mesh.axis_names[0]!r})")
     for axis in spec.axes:
         if axis not in mesh.axis_names:
             raise unknown_axis(axis, mesh.axis_names)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import kind
 from fshard.collectives import build
 from fshard.collectives.build import untraced
 from fshard.collectives.linear import Collective, Exchange, Linear, Scatter, Sum, Vary, apply, check_plain
@@ -70,6 +71,8 @@ def done(flying: InFlight) -> Tensor:
     >>> mesh.run(lambda: done(psum_start(torch.tensor(mesh.rank + 1), "shard", mesh=mesh)))
     [tensor(3), tensor(3)]
     """
+    if not isinstance(flying, InFlight):
+        raise CollectiveError(f"done takes what one of the _start functions returned, not {kind(flying)}")
     if flying.finish is None:
         raise CollectiveError("done: the result of this collective was taken before; keep the tensor")
     if flying.x._version != flying.version:
@@ -118,6 +121,7 @@ def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *
 
 
 def _start(x: Tensor, op: Collective) -> InFlight:
-    check_plain(x, f"{type(op).__name__.lower()}_start")
+    what = f"{type(op).__name__.lower()}_start"
+    check_plain(build.tensor(x, what), what)
     with torch.no_grad():
         return InFlight(op, x, x._version, op.begin(x.detach()))

@@ -32,6 +32,7 @@ from fshard.optim.base import Optimizer
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
+from fshard.state.fit import check_optimizer
 from fshard.state.train_state import TrainState
 
 Keys = tuple[Any, ...]
@@ -75,7 +76,14 @@ def save_dcp(
         CheckpointError: the folder holds a checkpoint already, or a rank cannot write to it; on all ranks alike.
         PlanError, TreeError: as ``export``.
     """
-    expect("save_dcp(state, opt, path)", [("state", state, TrainState, "what a step returned")])
+    wants = [
+        ("state", state, TrainState, "what a step returned"),
+        ("path", path, (str, os.PathLike), "a folder"),
+        ("buffers", buffers, (Mapping, type(None)), "a tree of tensors, such as model.buffers"),
+    ]
+    expect("save_dcp(state, opt, path)", wants)
+    if opt is not None:
+        check_optimizer(state.plan, opt)
     mesh, folder = state.plan.mesh, Path(path)
     items = _items(state, opt, model, optimizer, rename)
     beside = _beside(state, opt, model, optimizer, buffers or {})

@@ -118,6 +118,7 @@ def save_hf(
     ...     sorted(path.name for path in pathlib.Path(folder).iterdir())
     ['config.json', 'model.safetensors']
     """
+    expect("save_hf(state, path)", [("path", path, (str, os.PathLike), "a folder")])
     limit = size_in_bytes(max_shard_size)
     settings = _settings(config)
     plan, listed, alive = listing(state, plan, "params")

@@ -168,7 +168,7 @@ def _check(mesh: Mesh, to: int | None, axes: Axes | Literal["all"], dtype: torch
     """The axes over which leaves are gathered although compute leaves them local."""
     if mesh.transport is None and mesh.size > 1:
         raise no_processes()
-    wanted = mesh.axis_names if axes == "all" else (axes,) if isinstance(axes, str) else tuple(axes)
+    wanted = mesh.axis_names if axes == "all" else axes if isinstance(axes, tuple | list) else (axes,)
     for axis in wanted:
         if axis not in mesh.axis_names:
             raise unknown_axis(axis, mesh.axis_names)
@@ -176,7 +176,7 @@ def _check(mesh: Mesh, to: int | None, axes: Axes | Literal["all"], dtype: torch
         raise PlanError(f"to={to!r} must be a rank of the mesh, 0 to {mesh.size - 1}, or None for all ranks")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise PlanError(f"dtype={dtype!r} must be a floating-point dtype, or None to keep each leaf's own")
-    return wanted
+    return tuple(wanted)
 
 
 def _check_turns(names: Mapping[str, tuple[str, bool]], entries: Mapping[str, Entry]) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
 
 
@@ -61,6 +62,7 @@ def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) ->
         PlanError: a rule that cannot be, or that decides no name.
         TreeError: two names become one.
     """
+    expect("rename=", [("rules", rules, (list, tuple), "a list of (pattern, new name) or fs.Rename(...)")])
     full = [_as_rule(rule, number) for number, rule in enumerate(rules)]
     names = list(names)
     used: set[int] = set()

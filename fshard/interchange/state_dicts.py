@@ -17,6 +17,7 @@ from fshard.optim import adamw, ema, every, from_torch, rate, sgd
 from fshard.optim.base import Optimizer
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
+from fshard.state.fit import check_optimizer
 from fshard.state.init import Inits
 from fshard.state.train_state import TrainState
 
@@ -99,7 +100,11 @@ def from_state_dict(
     >>> fs.from_state_dict(plan, fs.optim.sgd(0.1), module.state_dict())
     <TrainState of step 0: 2 leaves on rank 0>
     """
-    wants = [("plan", plan, Plan, "what fs.make_plan returned"), ("params", params, Mapping, "a state dict")]
+    wants = [
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+        ("params", params, Mapping, "a state dict"),
+        ("optim", optim, (Mapping, type(None)), "what optimizer.state_dict() returned, or None"),
+    ]
     expect("from_state_dict(plan, opt, params)", wants)
     source = Tensors("the state dict", flat_tensors(params, "params"))
     if optim is None:
@@ -148,6 +153,8 @@ def to_optim_state_dict(
     """
     if keys not in ("name", "index"):
         raise PlanError(f"keys={keys!r} must be 'name' or 'index'")
+    expect("to_optim_state_dict(state, opt)", [("state", state, TrainState, "what a step returned")])
+    check_optimizer(state.plan, opt)
     plan = state.plan
     groups = param_groups(plan, opt, state.step)
     found = dict(export(state, what="opt_state", to=to, axes=axes))

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fshard.arguments import described
+from fshard.arguments import described, expect
 from fshard.errors import PlanError
 from fshard.interchange.parcels import Parcel, fetch, pack, settle
 from fshard.interchange.rename import RenameLike
@@ -97,6 +97,7 @@ def export(
     >>> [(name, tuple(leaf.shape)) for name, leaf in fs.export(fs.shard(params, plan), plan)]
     [('w', (2, 3)), ('b', (3,))]
     """
+    expect("export(state)", [("callback", callback, (Callable, type(None)), "a function (name, tensor), or None")])
     plan, listed, alive = listing(state, plan, what)
     parcels = pack(plan, listed, to=to, axes=axes, dtype=dtype, rename=rename)
     if callback is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard import errors, tree
-from fshard.arguments import kind
+from fshard.arguments import expect, kind
 from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
 
@@ -150,6 +150,7 @@ def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, T
     Raises:
         PlanError: a pattern that is none, or matches no parameter; a parameter that wants to be trained.
     """
+    expect("fs.split(module)", [("ignore", patterns, Iterable, "a regular expression, or a list of them")])
     found: set[int] = set()
     problems = []
     for pattern in patterns:

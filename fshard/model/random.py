@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from fshard.arguments import kind
 from fshard.errors import PlanError
 from fshard.model.philox import Words, blocks, philox, to_normal
 from fshard.model.reuse import Reuse
@@ -45,9 +46,14 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
     Returns:
         int64, shape ``(2,)``: two 32-bit words.
 
+    Raises:
+        PlanError: ``seed`` is no integer.
+
     >>> key(7)
     tensor([7, 0])
     """
+    if not hasattr(seed, "__index__") or isinstance(seed, Tensor) and (seed.ndim or seed.is_floating_point()):
+        raise PlanError(f"fs.random.key(seed={seed!r}): a seed is an int, or a 0-dim tensor of an integer dtype")
     if isinstance(seed, Tensor):
         low = seed.to(device=device, dtype=torch.int64)
         return torch.stack((low & _MASK, (low >> 32) & _MASK), -1)
@@ -62,8 +68,18 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         num: how many.
 
     Returns:
-        int64, ``(num, 2)``: a key in each row. ``first, second = split(key)``.
+        int64, ``(num, 2)``: a key in each row.
+
+    Raises:
+        PlanError: no key, or no number of keys.
+
+    >>> first, second = split(key(0))
+    >>> bool((first == second).all()), split(key(0), 3).shape
+    (False, torch.Size([3, 2]))
     """
+    check_key(key)
+    if not isinstance(num, int) or num < 0:
+        raise PlanError(f"fs.random.split(num={num!r}): give the number of keys, an int")
     low, high, *_ = philox(_pair(key), torch.arange(num, device=key.device), _SPLIT)
     return torch.stack((low, high), -1)
 
@@ -76,8 +92,18 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         data: an int or a 0-dim integer tensor, 64 bits.
 
     Returns:
-        A key. ``torch.vmap(fold_in, (None, 0))(key, sample_numbers)`` gives one a sample.
+        A key.
+
+    Raises:
+        PlanError: no key, or no integer.
+
+    >>> of_step = fold_in(key(0), 12)
+    >>> torch.vmap(fold_in, (None, 0))(of_step, torch.arange(3)).shape  # one a sample
+    torch.Size([3, 2])
     """
+    check_key(key)
+    if not isinstance(data, int | Tensor):
+        raise PlanError(f"fs.random.fold_in(data={data!r}): give an int, or a 0-dim tensor of an integer dtype")
     if not isinstance(data, Tensor):
         data = torch.tensor((data + (1 << 63)) % (1 << 64) - (1 << 63), device=key.device)
     low, high, *_ = philox(_pair(key), data.to(torch.int64), _FOLD)
@@ -125,7 +151,12 @@ def normal(
     start: Start = 0,
     of: Sequence[int] | None = None,
 ) -> Tensor:
-    """Standard normal numbers, by the Box-Muller transform in float64. Arguments are those of ``uniform``."""
+    """Standard normal numbers, by the Box-Muller transform in float64. Arguments are those of ``uniform``.
+
+    >>> rows = normal(key(0), (6, 4))
+    >>> bool((normal(key(0), (2, 4), start=3) == rows[3:5]).all())
+    True
+    """
     dtype = _floating(dtype)
     return _draw(key, Part.of(shape, start, of), to_normal).to(dtype)
 
@@ -148,7 +179,18 @@ def bernoulli(
 
     Returns:
         bool.
+
+    Raises:
+        PlanError: as for ``uniform``; or ``p`` is no number.
+
+    >>> heads = bernoulli(key(0), 0.5, (1000,))
+    >>> heads.dtype, 450 < int(heads.sum()) < 550
+    (torch.bool, True)
     """
+    if not isinstance(p, int | float | Tensor):
+        raise PlanError(
+            f"fs.random.bernoulli(p={p!r}): give a probability, a number or a tensor; the shape comes after it"
+        )
     if shape is None:
         shape = p.shape if isinstance(p, Tensor) else ()
     words = _draw(key, Part.of(shape, start, of), _integers)
@@ -169,8 +211,11 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5, *, start: Start = 0, of: Seq
     >>> bool((dropout(key(1), x)[2:] == dropout(key(1), x[2:], start=2)).all())
     True
     """
-    if not 0 <= p <= 1:
-        raise PlanError(f"dropout(p={p}): a probability lies between 0 and 1")
+    if not isinstance(p, int | float) or not 0 <= p <= 1:
+        raise PlanError(f"dropout(p={p!r}): a probability lies between 0 and 1")
+    check_key(key)
+    if not isinstance(x, Tensor):
+        raise PlanError(f"fs.random.dropout(key, x): x is {kind(x)}, not a tensor")
     keep = bernoulli(key.to(x.device), 1 - p, x.shape, start=start, of=of)
     return torch.where(keep, x / (1 - p) if p < 1 else x, 0)
 
@@ -203,6 +248,9 @@ class Part:
     @staticmethod
     def of(shape: Sequence[int], start: Start, whole: Sequence[int] | None) -> "Part":
         """The box that a caller named, checked."""
+        for name, sizes in (("shape", shape), ("of", () if whole is None else whole)):
+            if not isinstance(sizes, Sequence) or any(not isinstance(n, int | torch.SymInt) for n in sizes):
+                raise PlanError(f"{name}={sizes!r}: give a tuple of ints, such as (2, 3)")
         shape = tuple(shape)
         given = tuple(start) if isinstance(start, Sequence) else (start,)
         if isinstance(start, Sequence) and len(given) != len(shape) or not shape and isinstance(start, Tensor):
@@ -264,13 +312,18 @@ def _integers(words: Words) -> Tensor:
     return torch.stack(words, -1)
 
 
-def _pair(key: Tensor) -> tuple[Tensor, Tensor]:
+def check_key(key: Any) -> None:
+    """Refuse what is no key."""
     if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype != torch.int64:
         what = f"{key.dtype} of shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
         raise PlanError(
             f"a key is an int64 tensor of shape [2], this is {what}: make one with fs.random.key(seed), and map over "
             f"several keys with torch.vmap"
         )
+
+
+def _pair(key: Tensor) -> tuple[Tensor, Tensor]:
+    check_key(key)
     return key[0], key[1]
 
 

@@ -18,6 +18,7 @@ from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.errors import PlanError, RematError
 from fshard.model.policies import SavePolicy, nothing
 
@@ -41,7 +42,7 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
     Raises:
         RematError: when it is called: ``fn`` reads a tensor of the surrounding graph through a closure, draws from
             torch's global generator, or a transform cannot honour the policy.
-        PlanError: ``policy`` is no policy.
+        PlanError: ``fn`` is no function, or ``policy`` no policy.
 
     >>> import fshard as fs
     >>> f = fs.remat(lambda w, x: torch.tanh(x @ w).sum())
@@ -49,6 +50,7 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
     tensor([[3.],
             [3.]])
     """
+    expect("fs.remat(fn)", [("fn", fn, Callable, "a function; units of a step are named by make_train_step(remat=)")])
     policy = nothing if policy is None else policy
     if not isinstance(policy, SavePolicy):
         raise PlanError(f"remat(policy={policy!r}): give fs.policies.nothing, dots, everything or saving(ops)")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.model.casting import Casting
 from fshard.tree import Tree
 
@@ -98,6 +99,9 @@ def unit(fn: Callable[..., Any]) -> Unit:
     Returns:
         A ``Unit`` with the function's name and docstring.
 
+    Raises:
+        PlanError: ``fn`` is no function.
+
     >>> @unit
     ... def scale(params, x):
     ...     return params["w"] * x
@@ -106,6 +110,7 @@ def unit(fn: Callable[..., Any]) -> Unit:
     """
     if isinstance(fn, Unit):
         return fn
+    expect("fs.unit(fn)", [("fn", fn, Callable, "a function (params, *args)")])
     made = Unit("", fn)
     names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(fn, name)]
     # The class is frozen, so functools.update_wrapper cannot write to it.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import errors
+from fshard.arguments import expect
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, rate, unscale
 from fshard.optim.form import Form, Grain, LeafInfo, forms_of, grain_of, problems_of, start_of
@@ -46,6 +47,7 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
     rules: tuple[tuple[str, Any], ...]
 
     def __init__(self, rules: Sequence[tuple[str, Any]]) -> None:
+        expect("fs.optim.partition(rules)", [("rules", rules, (list, tuple), "a list of (pattern, optimizer) pairs")])
         problems = [] if rules else ["rules = []: give at least one (pattern, optimizer)"]
         for i, entry in enumerate(rules):
             if not isinstance(entry, tuple) or len(entry) != 2:

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.parallel.checks import EXPERTS, check_cut, check_data_axis, divided, path_of
 from fshard.parallel.ragged import Ragged, dispatch_ragged
 from fshard.parallel.routing import Routing
 from fshard.parallel.slots import Slotted, dispatch_slots
 from fshard.sharding.mesh import Mesh
+
+_ROUTING = "what fs.parallel.route(logits) returned"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ def dispatch(
     Raises:
         PlanError: the axis does not divide the experts, or is no data axis; or the routing is of other tokens.
     """
+    expect("dispatch(x, routing)", [("x", x, Tensor, "a tensor"), ("routing", routing, Routing, _ROUTING)])
     if x.dim() not in (2, 3) or routing.chosen.shape[:-1] != x.shape[:-1]:
         raise PlanError(
             f"dispatch: x {list(x.shape)} must be (groups, tokens, width) or (tokens, width), and the routing of as "
@@ -87,6 +91,7 @@ def combine(rows: Tensor, dispatched: Dispatched) -> Tensor:
     Returns:
         (groups, tokens, width), or (tokens, width), as the tokens were.
     """
+    expect("combine(rows, dispatched)", [("dispatched", dispatched, Dispatched, "what dispatch returned")])
     return dispatched.way.back(rows)
 
 
@@ -119,6 +124,7 @@ def moe(
     >>> y.shape
     torch.Size([5, 4])
     """
+    expect("moe(x, routing, experts)", [("experts", experts, Callable, "a function (rows, counts)")])
     sent = dispatch(x, routing, axis=axis, capacity=capacity, mesh=mesh)
     return combine(experts(sent.rows, sent.counts), sent)
 

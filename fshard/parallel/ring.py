@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import expect
 from fshard.collectives import raw
 from fshard.collectives.build import untraced
 from fshard.collectives.group import Group
@@ -168,6 +169,7 @@ class Gradients(torch.autograd.Function):
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, group: Group, causal: bool) -> None:
+    expect("ring_attention(q, k, v)", [(n, x, Tensor, "a tensor") for n, x in (("q", q), ("k", k), ("v", v))])
     fits = q.dim() == 4 and k.shape == v.shape and k.dim() == 4 and q.shape[1] % k.shape[1] == 0
     if not fits or (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
         raise PlanError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fshard import collectives
+from fshard.arguments import expect
 from fshard.collectives.scope import AxisName
 from fshard.errors import PlanError
 from fshard.sharding.mesh import Mesh
@@ -47,6 +48,7 @@ def route(logits: Tensor, k: int = 2, *, normalize: bool = True) -> Routing:
     >>> routing.chosen, routing.weights
     (tensor([[1, 2]]), tensor([[0.7311, 0.2689]]))
     """
+    expect("route(logits, k)", [("logits", logits, Tensor, "a tensor"), ("k", k, int, "experts a token")])
     if not 1 <= k <= logits.shape[-1]:
         raise PlanError(f"route: k={k} of {logits.shape[-1]} experts: choose from 1 to {logits.shape[-1]}")
     probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
@@ -69,6 +71,7 @@ def load_balance_loss(routing: Routing, *, axis: AxisName | None = None, mesh: M
             Then the loss, and its gradient, are those of one process on the global batch. None takes each rank's own.
         mesh: where to look the axes up, if not on the mesh in scope.
     """
+    expect("load_balance_loss(routing)", [("routing", routing, Routing, "what fs.parallel.route(logits) returned")])
     probs = routing.probs.reshape(-1, routing.experts)
     chosen = routing.chosen.reshape(-1)
     got = probs.new_zeros(routing.experts).scatter_add(0, chosen, probs.new_ones(chosen.shape)) / chosen.numel()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import collectives
+from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.sharding.mesh import Mesh
 
@@ -80,6 +81,9 @@ def check_length(length: int, parts: int) -> None:
     Raises:
         PlanError: its length is no multiple of ``2 * parts``.
     """
+    expect("a zigzag", [("parts", parts, int, "the number of ranks"), ("length", length, int, "how many tokens")])
+    if parts < 1:
+        raise PlanError(f"parts={parts}: a sequence is shared out over one rank or more")
     if length % (2 * parts):
         raise PlanError(
             f"a sequence of {length} tokens over {parts} ranks: each has two chunks of equal length, so it must be a "

@@ -82,6 +82,10 @@ def microbatches(batch: Any, count: int) -> list[Any]:
 
 def _given(parts: Sequence[Any], count: int) -> list[Any]:
     """Microbatches as they were given."""
+    if not isinstance(parts, (list, tuple)):
+        raise BatchError(
+            f"fs.Microbatches(parts) takes a list of batches, and was given {kind(parts)}: put them into one"
+        )
     kinds = [signature(part) for part in parts]
     if len(kinds) != count:
         raise BatchError(f"fs.Microbatches holds {len(kinds)} batches, and the step makes accumulate={count} of them")

@@ -67,9 +67,9 @@ class Auto:
         problems = []
         for name in ("memory", "compute", "wire"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool | str) or not value > 0):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 problems.append(f"{name}={value!r} is no positive number")
-        if not 0 <= self.latency < math.inf:
+        if not isinstance(self.latency, int | float) or not 0 <= self.latency < math.inf:
             problems.append(f"latency={self.latency!r} is no number of seconds")
         if self.update not in UPDATES:
             problems.append(f"update={self.update!r} is none of {', '.join(map(repr, UPDATES))}")

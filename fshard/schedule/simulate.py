@@ -49,6 +49,7 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
+        expect("fs.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
         problems = []
         if not self.bytes_per_s > 0:
             problems.append(f"bytes_per_s={self.bytes_per_s!r} is not positive")
@@ -83,6 +84,12 @@ class Costs:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        seconds = "a dict of seconds by op, such as {('forward', 'blocks.0'): 2e-3}"
+        wants = [
+            ("seconds", self.seconds, Mapping, seconds),
+            ("links", self.links, Mapping, "a dict of fs.Link by axes"),
+        ]
+        expect("fs.Costs", wants)
         links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
         problems = [f"{name}={link!r} is no fs.Link" for name, link in links.items() if not isinstance(link, Link)]
         for (kind, target), value in self.seconds.items():

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from fshard.arguments import expect
-from fshard.errors import PlanError
+from fshard.errors import PlanError, unknown_axis
 
 Axes = tuple[str, ...]
 
@@ -42,10 +42,14 @@ class Mesh:
         """The size of each axis by its name."""
         return dict(zip(self.axis_names, self.sizes, strict=True))
 
-    def axis_size(self, axes: Axes) -> int:
-        """The number of ranks along these axes together."""
+    def axis_size(self, axes: str | Axes) -> int:
+        """The number of ranks along an axis, or along several together.
+
+        Raises:
+            AxisError: the mesh has no such axis; so for all that is asked by axes.
+        """
         shape = self.shape
-        return math.prod(shape[axis] for axis in axes)
+        return math.prod(shape[axis] for axis in self._named(axes))
 
     def coords(self, rank: int | None = None) -> tuple[int, ...]:
         """Where a rank (this one by default) lies on each axis."""
@@ -56,16 +60,18 @@ class Mesh:
             out.append(here)
         return tuple(reversed(out))
 
-    def index(self, axes: Axes, rank: int | None = None) -> int:
+    def index(self, axes: str | Axes, rank: int | None = None) -> int:
         """A rank's position along these axes, the last axis running fastest."""
+        axes = self._named(axes)
         at = dict(zip(self.axis_names, self.coords(rank), strict=True))
         shape, index = self.shape, 0
         for axis in axes:
             index = index * shape[axis] + at[axis]
         return index
 
-    def ranks(self, axes: Axes, rank: int | None = None) -> tuple[int, ...]:
+    def ranks(self, axes: str | Axes, rank: int | None = None) -> tuple[int, ...]:
         """The ranks that differ from a rank only along these axes, ordered by their position along them."""
+        axes = self._named(axes)
         base = self.rank if rank is None else rank
         strides = {name: math.prod(self.sizes[i + 1 :]) for i, name in enumerate(self.axis_names)}
         at = dict(zip(self.axis_names, self.coords(base), strict=True))
@@ -73,9 +79,17 @@ class Mesh:
         steps = itertools.product(*([i * strides[axis] for i in range(self.shape[axis])] for axis in axes))
         return tuple(corner + sum(step) for step in steps)
 
-    def partition(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
+    def partition(self, axes: str | Axes) -> tuple[tuple[int, ...], ...]:
         """Every set of ranks that communicates over these axes. Each rank is in just one."""
         return tuple(dict.fromkeys(self.ranks(axes, r) for r in range(self.size)))
+
+    def _named(self, axes: str | Axes) -> Axes:
+        """Axes of this mesh, of which one may come without its tuple."""
+        named = axes if isinstance(axes, tuple) else (axes,)
+        for axis in named:
+            if axis not in self.axis_names:
+                raise unknown_axis(axis, self.axis_names)
+        return named
 
     def __copy__(self) -> Self:
         """The mesh itself: it is a value."""
@@ -119,6 +133,8 @@ def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int 
     (8, (1, 1))
     """
     resolved = resolve_sizes(sizes, axis_names, None)
+    where = ("device", device, (str, torch.device), 'a device, such as "cuda"')
+    expect("abstract_mesh(sizes, axis_names)", [("rank", rank, int, "the number of a rank"), where])
     world = math.prod(resolved)
     if not 0 <= rank < world:
         raise PlanError(f"rank={rank} is outside of a mesh of {world} ranks: give a rank from 0 to {world - 1}")

@@ -120,6 +120,7 @@ class Plan:
                 f"plan.replace: {what} cannot be replaced, only rules= and precision=: another model, mesh or batch "
                 f"spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
             )
+        expect("plan.replace(rules=)", [("rules", rules, (list, tuple, type(None)), _RULES)])
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
         return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
 
@@ -208,12 +209,12 @@ def make_plan(
         raise PlanError(
             f"make_plan was given the module {type(model).__name__} itself: call fs.split(module, units=...) first"
         )
-    tactics = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("shard"))]'
     wants: list[Want] = [
         ("model", model, (Mapping, Modelled), "what fs.split returned, or a nested dict of tensors"),
         ("mesh", mesh, Mesh, 'a mesh, fs.make_mesh((-1,), ("shard",))'),
-        ("rules", rules, (list, tuple), tactics),
+        ("rules", rules, (list, tuple), _RULES),
         ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("shard")'),
+        ("units", units, (str, list, tuple), "a list of patterns"),
     ]
     expect("make_plan(model, mesh, rules)", wants)
     precision = Precision() if precision is None else precision
@@ -233,6 +234,9 @@ def make_plan(
         rules=tuple(rules),
     )
     return source.plan(mesh, batch, precision)
+
+
+_RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("shard"))]'
 
 
 @runtime_checkable

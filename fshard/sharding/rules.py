@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal, NamedTuple
 
+from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.model.precision import Precision
 from fshard.sharding.kinds import KINDS, SIDES, MemoryKind, Side
@@ -101,8 +102,8 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
             continue
         first = full[hits[0]]
         decided[hits[0]] += 1
-        spec = first.at_rest if isinstance(first.at_rest, P) else first.at_rest(shape)
-        opt = first.opt if isinstance(first.opt, P | None) else first.opt(shape)
+        spec = _spec(first.at_rest, path, shape)
+        opt = None if first.opt is None else _spec(first.opt, path, shape)
         out[path] = Decision(spec, first.compute, first, opt)
     if unmatched:
         raise PlanError(
@@ -122,6 +123,16 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
             )
         )
     return out
+
+
+def _spec(given: P | Tactic, path: str, shape: Shape) -> P:
+    """What a rule says of a leaf."""
+    spec = given if isinstance(given, P) else given(shape)
+    if not isinstance(spec, P):
+        raise PlanError(
+            f"{path}  {list(shape)}: a tactic must return fs.P(...), and {given!r} returned {described(spec)}"
+        )
+    return spec
 
 
 def _as_rule(rule: RuleLike, number: int) -> Rule:

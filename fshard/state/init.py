@@ -129,6 +129,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     >>> shard({"w": w}, plan)  # all of it, on a mesh of one
     {'w': tensor([1., 2., 3., 4.])}
     """
+    expect("fs.shard(full, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     flat = plan.check_tree(full, whole=True, what="full")
     out: dict[str, Tensor] = {}
     for group in plan.groups:
@@ -165,6 +166,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     tensor([[0., 1.],
             [2., 3.]])
     """
+    expect("fs.unshard(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
     flat = plan.check_tree(params, whole=False)

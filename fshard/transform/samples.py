@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.errors import BatchError, PlanError, lines
 from fshard.runtime.batch import leading_dims
 from fshard.runtime.loss import read_loss
@@ -86,6 +87,7 @@ def clipped_grad(
     ({'w': tensor([0.6000, 0.6000, 0.6000, 0.6000])}, tensor([2.0000, 0.2000]))
     """
     check_loss(loss_fn, plan)
+    expect("clipped_grad(loss_fn, plan, clip_norm)", [("clip_norm", clip_norm, (int, float), "a positive number")])
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import expect, kind
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
 from fshard.errors import TreeError
@@ -35,6 +36,7 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     >>> tree_vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
     tensor(10.)
     """
+    _expect_plan("tree_vdot(a, b, plan)", plan)
     left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")
     sums: dict[Axes, Tensor] = {}
     for group in plan.groups:
@@ -59,6 +61,7 @@ def tree_norm(a: Any, plan: Plan) -> Tensor:
     >>> tree_norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
     tensor(5.)
     """
+    _expect_plan("tree_norm(a, plan)", plan)
     return tree_vdot(a, a, plan).sqrt()
 
 
@@ -68,6 +71,9 @@ def tree_normal(key: Tensor, plan: Plan) -> dict[str, Any]:
     Args:
         key: of ``fs.random``, the same on every rank.
         plan: the plan. Frozen leaves get zeros.
+
+    Raises:
+        PlanError: the arguments are not these.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -97,9 +103,14 @@ def tree_rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
 def tree_stack(trees: Sequence[Any]) -> Any:
     """Equal trees as one, with a new first dim for ``torch.vmap``: the members of an ensemble.
 
+    Raises:
+        TreeError: no trees, or unequal ones.
+
     >>> tree_stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
     torch.Size([2, 2])
     """
+    if not isinstance(trees, (list, tuple)) or not trees:
+        raise TreeError(f"tree_stack(trees) takes a list of equal trees, and was given {kind(trees)} of no trees")
     return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
 
@@ -108,6 +119,10 @@ def split_trainable(plan: Plan, params: Any) -> tuple[dict[str, Tensor], dict[st
     flat = plan.check_tree(params, whole=False)
     trained = {path: leaf for path, leaf in flat.items() if plan.leaves[path].trainable}
     return trained, {path: leaf for path, leaf in flat.items() if path not in trained}
+
+
+def _expect_plan(call: str, plan: Any) -> None:
+    expect(call, [("plan", plan, Plan, "what fs.make_plan returned")])
 
 
 def _held(plan: Plan, group: Group) -> Axes:
@@ -122,6 +137,8 @@ def _summed(plan: Plan, axes: Axes, value: Tensor) -> Tensor:
 
 
 def _random(key: Tensor, plan: Plan, draw: Callable[..., Tensor]) -> dict[str, Any]:
+    random.check_key(key)
+    _expect_plan("a random tree (key, plan)", plan)
     out, places, device = {}, plan.places(), plan.mesh.device
     for number, (path, leaf) in enumerate(plan.leaves.items()):
         group, at = places[path]

@@ -88,9 +88,11 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         ImportError: matplotlib is not installed.
         ScheduleError: the ops open or close a lifetime twice.
     """
-    expect(
-        "timeline(schedule)", [("schedule", schedule, Schedule, "step.schedule, or what step.trace(batch) returned")]
-    )
+    wants = [
+        ("schedule", schedule, Schedule, "step.schedule, or what step.trace(batch) returned"),
+        ("simulation", simulation, (Simulation, type(None)), "what fs.simulate returned, or step.measured"),
+    ]
+    expect("timeline(schedule)", wants)
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
