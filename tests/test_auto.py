@@ -84,6 +84,16 @@ def test_a_limit_that_nothing_keeps() -> None:
     assert "u7: gathered parameters, 1.0 MiB" in text
 
 
+def test_a_limit_where_most_memory_is_of_an_update() -> None:
+    params = {"w": torch.zeros(64, 64)}
+    rule = fs.Rule(".*", fs.fsdp("shard"), memory_kind="unpinned_host", update_on="device")
+    plan = fs.make_plan(params, fs.abstract_mesh((1,), ("shard",)), [rule])
+    auto = fs.Auto(memory=10, compute=1e9, wire=1e9)
+    step = fs.make_train_step(lambda p, x: (x @ p["w"]).sum(), fs.optim.adamw(1e-3), plan, schedule=auto)
+    with pytest.raises(PlanError, match="root: what comes from host memory for its update, 48.0 KiB"):
+        step.trace(torch.zeros(2, 64))
+
+
 def test_it_prints_the_table() -> None:
     choice = choose(task(), fs.Auto(memory=40 * BYTES), SLOW)
     lines = str(choice).splitlines()

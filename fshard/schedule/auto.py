@@ -33,6 +33,7 @@ WORDS = MappingProxyType(
         "shard": "gradient shard",
         "sum": "staging of the sum over replicas",
         "own": "summed gradient",
+        "visit": "what comes from host memory for its update",
     }
 )
 """Kinds of items, for people."""
