@@ -322,13 +322,13 @@ def different_microbatches() -> LossError:
 
 
 def unlike_losses(kinds: Sequence[tuple[bool, int]]) -> LossError:
-    """Ranks whose loss functions return different kinds of things."""
+    """Ranks whose functions return different kinds of things."""
     rows = [
-        f"rank {rank}: {'an fs.Mean' if weighted else 'a scalar'}, with {means} means in aux"
+        f"rank {rank}: {'an fs.Mean' if weighted else 'no fs.Mean'} for a loss, and {means} other numbers to average"
         for rank, (weighted, means) in enumerate(kinds)
     ]
     remedy = "Return the same kinds on every rank; nothing was updated and the state can be used again."
-    return LossError(lines("the loss function returned different things on different ranks:", rows, remedy))
+    return LossError(lines("the function returned different things on different ranks:", rows, remedy))
 
 
 def unlike_skips(said: Sequence[int]) -> LossError:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.runtime.comm import Lane
 from fshard.runtime.commit import average
-from fshard.runtime.loss import Mean, is_scalar, means_of
+from fshard.runtime.loss import Mean, as_means, means_of
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ def combine_aux(lane: Lane, parts: Sequence[Any]) -> Any:
 
 def global_result(lane: Lane, result: Any) -> Any:
     """An evaluation's result: 0-dim floating leaves and ``fs.Mean`` as global means, others as they are."""
-    leaves, spec = tree.flatten(result)
-    as_means = [Mean(x, 1.0) if is_scalar(x) else x for x in leaves]
-    return combine_aux(lane, [tree.unflatten(spec, as_means)])
+    return combine_aux(lane, [as_means(result)])
 
 
 def _sum(means: Sequence[Mean]) -> Mean:

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import DonatedError, PlanError
+from fshard.errors import DonatedError, LossError, PlanError
 from tests.bad import Raised, attempt, place, rule, weights
 from tests.test_bad_steps import first, last, middle
 from tests.workers import Pools
@@ -216,3 +216,32 @@ def test_states_that_cannot_be_evaluated() -> None:
     fs.make_train_step(loss, rule(), plan)(state, _batch(0, 0, 1))
     with pytest.raises(DonatedError, match="state of step 0"):
         evaluate(state, _batch(0, 0, 1))
+
+
+def unlike_results(kind: str) -> list[Any]:
+    """On a rank: an evaluation whose results differ between ranks in what is averaged, and one after it."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = place(mesh)
+        state = fs.init_state(plan, rule(), params=weights())
+
+        def fn(params: Any, batch: Any) -> dict[str, Any]:
+            if kind == "on demand" and batch["x"].sum() > 1e9:
+                raise AssertionError
+            number = _forward(params, batch["x"]).mean()
+            return {"one": number, **({"two": fs.Mean(number, 1), "own": batch["x"]} if mesh.rank or not odd else {})}
+
+        evaluate, found = fs.make_eval_step(fn, plan), []
+        for odd in (True, False):
+            try:
+                found.append(evaluate(state, _batch(0, mesh.rank, mesh.size))["two"].item())
+            except LossError as error:
+                found.append(str(error))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["traced", "on demand"])
+def test_results_that_have_no_common_mean(pool: Pools, kind: str) -> None:
+    """All ranks raise, and none waits for an average that others do not take."""
+    first, second = pool(2).run(unlike_results, kind)
+    assert first == second and isinstance(first[1], float)
+    assert "rank 0: no fs.Mean for a loss, and 1 other numbers to average" in first[0] and "and 2 other" in first[0]

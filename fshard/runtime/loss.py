@@ -101,6 +101,11 @@ def means_of(aux: Any) -> list[Mean]:
     return [leaf for leaf in tree.leaves(aux) if isinstance(leaf, Mean)]
 
 
+def as_means(result: Any) -> Any:
+    """An evaluation's result, in which 0-dim floating leaves are means over ranks, too."""
+    return tree.map(lambda x: Mean(x, 1.0) if is_scalar(x) else x, result)
+
+
 def _scalar_parts(mean: Mean) -> bool:
     count = mean.count
     return is_scalar(mean.total) and (count.ndim == 0 if isinstance(count, Tensor) else isinstance(count, int | float))

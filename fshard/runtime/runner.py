@@ -27,7 +27,7 @@ from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Tally, vote
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.float16 import divisor_of
 from fshard.runtime.interrupts import Shield
-from fshard.runtime.loss import check_differentiable, detached, means_of, number, read_loss
+from fshard.runtime.loss import as_means, check_differentiable, detached, means_of, number, read_loss
 from fshard.runtime.prepare import Prepared, Workshop
 from fshard.runtime.trace import Found, GlueWatch, trace
 from fshard.runtime.update import Shard, Update
@@ -331,7 +331,7 @@ class Runner:
     def _vote(self, prepared: Prepared, work: Work, outcome: Outcome) -> None:
         assert self.workshop.lanes is not None
         tally = Tally(outcome.status)
-        if self.workshop.train and outcome.status == OK:
+        if outcome.status == OK:
             try:
                 tally = self._tally(prepared, work, outcome)
             except Exception as error:  # a device reports late what went wrong there
@@ -339,6 +339,8 @@ class Runner:
         outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, self.copies, outcome.divided)
 
     def _tally(self, prepared: Prepared, work: Work, outcome: Outcome) -> Tally:
+        if not self.workshop.train:  # all ranks average as many numbers, or none does
+            return Tally(OK, means=len(means_of(as_means(outcome.aux))))
         prepared.actions.settle_gradients()
         # The only reads of the device in a step: until here the host runs ahead of it.
         total, count = (sum(map(number, column)) for column in zip(*outcome.losses, strict=True))
