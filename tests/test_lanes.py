@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from tests.workers import Pools
 WIDE = 1 << 16
 """Elements of the expert's group. The others have 256."""
 
-SLOW = 0.25
-"""Seconds that a gather of it takes longer."""
+SLOW = 1.0
+"""Seconds that a gather of it takes longer, in the step that is looked at."""
 
 
 class InOrder:
@@ -30,10 +31,11 @@ class InOrder:
     def __init__(self, transport: Any) -> None:
         self.transport = transport
         self.seen: list[tuple[int, list[float]]] = []
+        self.slow = False
 
     def lane(self, role: str, axes: tuple[str, ...]) -> Any:
         lane = self.transport.lane(role, axes)
-        return Stream(lane, self.seen) if role == "gather" and lane.size > 1 else lane
+        return Stream(lane, self) if role == "gather" and lane.size > 1 else lane
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
@@ -42,16 +44,17 @@ class InOrder:
 class Stream:
     """A lane with a thread that issues its gathers one after the other. Those of many elements are slow."""
 
-    def __init__(self, lane: Any, seen: list[Any]) -> None:
-        self.lane, self.seen, self.size = lane, seen, lane.size
+    def __init__(self, lane: Any, watch: InOrder) -> None:
+        self.lane, self.watch, self.size = lane, watch, lane.size
         self.thread = ThreadPoolExecutor(1)
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Any = ()) -> Any:
         span = [time.perf_counter(), 0.0]
-        self.seen.append((out.numel(), span))
+        self.watch.seen.append((out.numel(), span))
+        delay = SLOW if self.watch.slow and out.numel() >= WIDE else 0.0
 
         def carry() -> None:
-            time.sleep(SLOW if out.numel() >= WIDE else 0.0)
+            time.sleep(delay)
             self.lane.all_gather(out, shard).wait()
             span[1] = time.perf_counter()
 
@@ -101,8 +104,9 @@ def timed(axes: str) -> tuple[list[Op], dict[str, list[tuple[float, float]]]]:
         _, opt, params, step = make(dataclasses.replace(mesh, transport=watch), axes, fs.Policy(prefetch=4))
         state = fs.init_state(step.plan, opt, params=params)
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(mesh.rank))
-        for _ in range(3):
+        for number in range(3):
             watch.seen.clear()
+            watch.slow = number == 2
             state, _ = step(state, x)
     spans: dict[str, list[tuple[float, float]]] = {"dense": [], "expert": []}
     for size, (begin, end) in watch.seen:
@@ -119,6 +123,62 @@ def test_a_slow_gather_delays_only_what_shares_its_communicator(pool: Pools, axe
         later, arrived = spans["dense"][1]
         assert asked < later
         assert (arrived < there) is (axes == "far"), (there - asked, arrived - later)
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    """What a dense unit computes."""
+    return torch.tanh(x @ p["w"])
+
+
+def held(folder: Path, shared_memory: bool) -> tuple[Any, list[Op], bool]:
+    """On a rank: a step whose expert is gathered with peers that come when the dense units are over, not before.
+
+    Ranks 2 and 3 stand still in the loss until ranks 0 and 1, their peers along ``far``, have run all dense units. What
+    they have not issued by then is what stands behind the first unit: the step runs two units ahead.
+    """
+    with fs.make_mesh((2, 2), ("far", "near"), shared_memory=shared_memory) as mesh:
+        params, _ = branches()
+        params |= {name: {"w": torch.eye(16)} for name in ("first", "second")}
+        dense, expert = fs.unit(layer), fs.unit(lambda p, x: x * p["w"].view(-1, x.shape[1]).mean(0))
+        waits: list[bool] = []
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            if waits and mesh.rank >= 2:
+                waits[0] = all(appears(folder / str(rank)) for rank in (0, 1))
+            y = dense(params["dense"], dense(params["second"], dense(params["first"], x)))
+            if waits and mesh.rank < 2:
+                (folder / str(mesh.rank)).touch()
+            return dense(params["joined"], y + expert(params["expert"], x)).square().mean()
+
+        rules = [(r"expert\..*", fs.fsdp("far")), (r".*", fs.fsdp("near"))]
+        plan = fs.make_plan(params, mesh, rules, batch=P(("far", "near")), units=tuple(params))
+        opt = fs.optim.sgd(0.01)
+        step = fs.make_train_step(loss, opt, plan, debug=True)
+        state = fs.init_state(plan, opt, params=params)
+        for number in range(2):
+            waits += [True] * number  # the first step traces the loss, too
+            state, _ = step(state, torch.ones(2, 16))
+        assert step.record == step.schedule.ops
+        return dataclasses.replace(step.measured, schedule=()), list(step.record), waits[0]
+
+
+def appears(file: Path, seconds: float = 20.0) -> bool:
+    """Whether a file comes to be within that time."""
+    end = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.005)
+    return file.exists()
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_dense_units_run_while_the_expert_is_gathered(pool: Pools, tmp_path: Path, shared_memory: bool) -> None:
+    for rank, (run, ops, came) in enumerate(pool(4).run(held, tmp_path, shared_memory)):
+        assert came, "peers that run dense units wait for a gather that they do not need"
+        at = {(op.kind, op.target): number for number, op in reversed([*enumerate(ops)])}
+        gather, dense = at["gather", "expert"], at["forward", "layer(dense.w)"]
+        assert at["forward", "layer(first.w)"] < gather < at["gather", "joined"] < dense < at["wait", "expert"]
+        if rank < 2:  # the peer had not even begun when this unit was over
+            assert run.starts[gather] < run.starts[dense] < run.ends[dense] < run.ends[gather]
 
 
 def test_one_order_of_issue_on_all_ranks(pool: Pools) -> None:
