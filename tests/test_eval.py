@@ -228,12 +228,13 @@ def unlike_results(kind: str) -> list[Any]:
             if kind == "on demand" and batch["x"].sum() > 1e9:
                 raise AssertionError
             number = _forward(params, batch["x"]).mean()
-            return {"one": number, **({"two": fs.Mean(number, 1), "own": batch["x"]} if mesh.rank or not odd else {})}
+            more = {"two": fs.Mean(number, 1), "own": batch["x"]} if mesh.rank or not batch["odd"] else {}
+            return {"one": number, **more}
 
         evaluate, found = fs.make_eval_step(fn, plan), []
         for odd in (True, False):
             try:
-                found.append(evaluate(state, _batch(0, mesh.rank, mesh.size))["two"].item())
+                found.append(evaluate(state, _batch(0, mesh.rank, mesh.size) | {"odd": odd})["two"].item())
             except LossError as error:
                 found.append(str(error))
         return found
