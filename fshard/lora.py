@@ -167,7 +167,7 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
         A nested dict like the one before there were adapters. Sums are in float32, and rounded once.
 
     Raises:
-        TreeError: an adapter is alone, or misshapen.
+        TreeError: there are no adapters, or one is alone, or misshapen.
 
     >>> p = {"w": torch.ones(1, 2), "w_lora_a": torch.tensor([[1.0, 2.0]]), "w_lora_b": torch.tensor([[10.0]])}
     >>> merge(p, alpha=1.0)["w"]
@@ -176,6 +176,9 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
     expect("lora.merge(params)", [("alpha", alpha, (int, float), "a number")])
     flat = dict(tree.paths(params))
     _check_pairs(flat)
+    if not any(path + adapted.A in flat for path in flat):
+        remedy = "A tree that was merged already, or a model that lora.wrap did not make, is used as it is."
+        raise TreeError(f"merge: {_without(flat)}. {remedy}")
     out = {}
     for path, leaf in flat.items():
         if path + adapted.A in flat:
@@ -215,7 +218,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     by_path = {entry.name.removeprefix("params."): entry for entry in entries(new)[: len(plan.leaves)]}
     chosen = [path for path in by_path if path + adapted.A in by_path]
     if not chosen:
-        raise TreeError(f"the state's {len(by_path)} leaves have no adapters, such as {next(iter(by_path))}{adapted.A}")
+        raise TreeError(f"absorb: {_without(by_path)}. Give a state of a plan of what lora.wrap or lora.init made.")
     for path in chosen:
         a, b = (_gathered(plan, path + suffix, by_path[path + suffix]) for suffix in (adapted.A, adapted.B))
         entry = by_path[path]
@@ -303,6 +306,12 @@ def _fresh(path: str, leaf: Tensor, rank: int, seed: int, dtype: torch.dtype | N
 def _pair(leaf: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
     a, b = (nn.Parameter(leaf.new_empty(shape)) for shape in adapted.shapes(leaf.shape, rank).values())
     return a, b
+
+
+def _without(flat: Iterable[str]) -> str:
+    """That there are no adapters."""
+    paths = list(flat)
+    return f"none of {len(paths)} leaves is an adapter, such as {next(iter(paths), 'w')}{adapted.A}"
 
 
 def _check_pairs(flat: Mapping[str, Any]) -> None:  # tensors, or leaves of a plan

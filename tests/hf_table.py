@@ -30,21 +30,35 @@ def row(name: str, pool: Pool) -> str:
     except WorkerError as error:
         return f"| {name} | `{case.model}` | | fails: {_last(error)} | | |"
     try:
-        compiled = _graphs(pool.run(run, name, "fx")[0])
+        compiled = graphs(pool.run(run, name, "fx")[0])
     except WorkerError as error:
         compiled = f"fails: {_last(error)}"
-    units = "`" + ", ".join(_short(eager.names)) + "`"
     gaps = f"{eager.loss_gap:.0e}, {eager.gap:.0e}"
-    return f"| {name} | `{case.model}` | {units} | {_verdict(eager)} | {gaps} | {compiled} |"
+    return f"| {name} | `{case.model}` | {units(eager)} | {verdict(eager)} | {gaps} | {compiled} |"
 
 
-def _verdict(outcome: Outcome) -> str:
+def rows() -> dict[str, list[str]]:
+    """The cells behind each model's name, as they stand on the page."""
+    lines = PAGE.read_text().partition(BEGIN + "\n" + HEAD)[2].partition(END)[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: rest for name, *rest in cells}
+
+
+def units(outcome: Outcome) -> str:
+    """The cell of the units."""
+    short = [re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in outcome.names]
+    return "`" + ", ".join(dict.fromkeys(short)) + "`"
+
+
+def verdict(outcome: Outcome) -> str:
+    """The cell of the eager run."""
     if outcome.problems:
         return f"wrong: {outcome.problems[0]}"
     return "works" if outcome.foreseen else "works; the first step gathers on demand"
 
 
-def _graphs(outcome: Outcome) -> str:
+def graphs(outcome: Outcome) -> str:
+    """The cell of the run with graphs: how many, and behind a semicolon why some units are none."""
     if outcome.problems:
         return f"wrong: {outcome.problems[0]}"
     graphs = {how for how in outcome.units.values() if "as it is" not in how}
@@ -52,11 +66,6 @@ def _graphs(outcome: Outcome) -> str:
     count = sum("as it is" not in how for how in outcome.units.values())
     ran = f"{count} of {len(outcome.units)} units in {len(graphs)} graphs" if graphs else "units run as they are"
     return "; ".join(["works: " + ran, *(reason.replace("|", "/") for reason in sorted(reasons))])
-
-
-def _short(paths: list[str]) -> list[str]:
-    """The patterns of these paths."""
-    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in paths))
 
 
 def _last(error: Exception) -> str:
@@ -71,17 +80,17 @@ def main() -> None:
     cli.add_argument("--ranks", type=int, default=2, help="gloo processes")
     args = cli.parse_args()
     logging.disable()
-    pool, rows = Pool(args.ranks), []
+    pool, made = Pool(args.ranks), []
     try:
         for name in args.names or CASES:
-            rows.append(row(name, pool))
-            print(rows[-1], file=sys.stderr, flush=True)
+            made.append(row(name, pool))
+            print(made[-1], file=sys.stderr, flush=True)
     finally:
         pool.close()
     if not args.names:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n{HEAD}{''.join(line + chr(10) for line in rows)}{END}{after}")
+        PAGE.write_text(f"{before}{BEGIN}\n{HEAD}{''.join(line + chr(10) for line in made)}{END}{after}")
 
 
 if __name__ == "__main__":

@@ -275,6 +275,7 @@ CASES: dict[str, Case] = {
     "Adadelta": _from_torch("Adadelta", lr=1.0),
     "Adagrad": _from_torch("Adagrad", lr=0.02, initial_accumulator_value=0.1, weight_decay=0.01),
     "Adam": _from_torch("Adam", lr=0.01, eps=1e-6, weight_decay=0.01, amsgrad=True),
+    "AdamW": _from_torch("AdamW", lr=0.01, eps=1e-6, weight_decay=0.1),
     "Adamax": _from_torch("Adamax", lr=0.01, eps=1e-6),
     "ASGD": _from_torch("ASGD", lr=0.05, t0=3),
     "NAdam": _from_torch("NAdam", lr=0.01, eps=1e-6),
@@ -300,6 +301,17 @@ CASES: dict[str, Case] = {
         ),
         NORMS,
         {"clip_norm": 1.0},
+    ),
+    "clipping by value, by rules": Case(
+        lambda: O.partition(
+            [(r"blocks\..*", O.chain(O.clip_value(0.01), O.sgd(0.1, momentum=0.9))), (r".*", O.sgd(0.1, momentum=0.9))]
+        ),
+        lambda named: ClipValue(
+            {path: leaf for path, leaf in named.items() if path.startswith("blocks.")},
+            torch.optim.SGD(named.values(), 0.1, 0.9),
+            0.01,
+        ),
+        NORMS,
     ),
     "masked": Case(
         lambda: O.masked(O.adamw(0.01, eps=1e-6), r"blocks\..*weight"),

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers train sharded as in one process. ``docs/models.md`` holds the table of all."""
+"""Models of Hugging Face transformers train sharded as in one process, and ``docs/models.md`` says so of each."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fshard as fs
+from tests import hf_table
 from tests.hf_models import CASES
 from tests.hf_runs import run
 from tests.workers import Pools
@@ -22,12 +23,19 @@ def several(names: tuple[str, ...], compile: str | None, options: dict[str, Any]
 
 
 def check(pool: Pools, names: tuple[str, ...], compile: str | None = None, world: int = 2, **options: Any) -> None:
-    """No rank found anything wrong."""
+    """No rank found anything wrong, and without options the page says what every rank found."""
+    page = hf_table.rows()
     for results in pool(world).run(several, names, compile, options, timeout=150.0):
         found = {name: outcome.problems for name, outcome in zip(names, results, strict=True)}
         assert not any(found.values()), found
-        for outcome in results:
-            assert compile is None or any("graph" in how for how in outcome.units.values())
+        for name, outcome in zip(names, results, strict=True):
+            model, units, eager, _, graphs = page[name]
+            assert (model, units) == (f"`{CASES[name].model}`", hf_table.units(outcome))
+            if compile is None:
+                assert eager == hf_table.verdict(outcome)
+                continue
+            ran = hf_table.graphs(outcome).split(";")[0]  # behind it torch's words for why some units are none
+            assert ran == graphs.split(";")[0] if not options else ("graphs" in ran) == ("graphs" in graphs)
 
 
 def test_models_equal_one_process(pool: Pools) -> None:
@@ -45,10 +53,17 @@ def test_every_model_equals_one_process(pool: Pools, name: str, options: dict[st
     check(pool, (name,), **options)
 
 
+def test_the_table_has_a_line_for_every_model() -> None:
+    page = hf_table.rows()
+    assert list(page) == list(CASES)
+    for name, (model, units, eager, gaps, graphs) in page.items():
+        assert model == f"`{CASES[name].model}`" and units.startswith("`"), name
+        assert all(cell.startswith("works") for cell in (eager, graphs)), name
+        assert all(float(gap) <= 1e-5 for gap in gaps.split(", ")), name
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if "MoE" not in name and name != "Mixtral" and "loop" not in name]
-)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("options", [{}, {"remat": "all"}])
 def test_graphs_of_every_model_equal_one_process(pool: Pools, name: str, options: dict[str, Any]) -> None:
     check(pool, (name,), "fx", **options)

@@ -9,7 +9,7 @@ import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError, TreeError
 from tests import leaf_rows
-from tests.leaf_rows import ROWS_OF_LEAVES
+from tests.leaf_rows import ROWS_OF_LEAVES, SHARDED
 from tests.workers import Pools
 
 OFTEN = ("a block", "norms in float32", "unfrozen, otherwise sharded")
@@ -130,6 +130,44 @@ def test_integers_cannot_be_trained() -> None:
     mesh = fs.abstract_mesh((2,), ("shard",))
     with pytest.raises(PlanError, match=r"(?s)ids  torch.int64.*mask  torch.bool.*without trainable=True"):
         fs.make_plan(params, mesh, [fs.Rule(".*", fs.fsdp("shard"), trainable=True)])
+
+
+def test_floats_of_8_bits_cannot_be_trained() -> None:
+    """They may be kept, gathered and read: quantized weights are frozen leaves."""
+    module = torch.nn.Linear(16, 16)
+    module.weight = torch.nn.Parameter(module.weight.detach().to(torch.float8_e4m3fn))
+    mesh, sharded = fs.make_mesh((1,), ("shard",)), (".*", fs.fsdp("shard"))
+    for trainable in (None, True):
+        with pytest.raises(PlanError, match=r"weight  torch.float8_e4m3fn(.|\n)*trainable=False, or keep them in bfl"):
+            fs.make_plan(fs.split(module), mesh, [fs.Rule("weight", P(), trainable=trainable), sharded])
+    module.weight.requires_grad_(False)
+    model, opt = fs.split(module), fs.optim.sgd(0.1)
+    plan = fs.make_plan(model, mesh, [sharded])
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, p["weight"].float(), p["bias"]).square().mean()
+
+    state = fs.init_state(plan, opt, params=model.params)
+    state, _ = fs.make_train_step(loss, opt, plan)(state, torch.ones(2, 16))
+    assert torch.equal(fs.unshard(state.params, plan)["weight"].float(), module.weight.float())
+
+
+def test_dtypes_that_do_not_go_together_are_named() -> None:
+    model = fs.split(torch.nn.Sequential(torch.nn.Linear(4, 4)), units=("0",))
+    mesh, opt, x = fs.make_mesh((1,), ("shard",)), fs.optim.sgd(0.1), torch.ones(2, 4)
+
+    def run(precision: fs.Precision) -> None:
+        plan = fs.make_plan(model, mesh, [SHARDED], precision=precision)
+        step = fs.make_train_step(lambda p, x: model.apply(p, x).float().sum(), opt, plan)
+        step(fs.init_state(plan, opt, params=model.params), x)
+
+    with pytest.raises(RuntimeError) as caught:
+        run(leaf_rows.BF16)
+    assert caught.value.__notes__[-1] == (
+        "Unit 0 was called with float32 and reads parameters in bfloat16: cast the input, or let "
+        "fs.Precision(compute=..., inputs=True) of the plan do it for all units."
+    )
+    run(fs.Precision(torch.bfloat16, inputs=True))
 
 
 def _small(trainable: bool | None = None, mesh: fs.Mesh | None = None) -> fs.Plan:

@@ -334,8 +334,15 @@ def test_shards_absorb_their_adapters(pool: Pools, name: str) -> None:
             assert leaf.dtype == whole[path].dtype
 
 
+def test_a_tree_without_adapters_has_nothing_to_merge() -> None:
+    merged = fs.lora.merge(disturbed(fs.lora.wrap(fs.split(nn.Linear(2, 3)), "weight").params), alpha=1.0)
+    for bare, path in ((merged, "weight"), ({}, "w")):
+        with pytest.raises(TreeError, match=rf"merge: none of {len(bare)} leaves is an adapter, such as {path}_lora_a"):
+            fs.lora.merge(bare, alpha=1.0)
+
+
 def test_a_state_without_adapters_has_nothing_to_absorb() -> None:
     mesh, params = fs.make_mesh((1,), ("shard",)), {"w": torch.ones(2, 2)}
     state = fs.init_state(fs.make_plan(params, mesh, [(".*", fs.P())]), fs.optim.sgd(0.1), params=params)
-    with pytest.raises(TreeError, match="1 leaves have no adapters, such as w_lora_a"):
+    with pytest.raises(TreeError, match="absorb: none of 1 leaves is an adapter, such as w_lora_a.*lora.wrap"):
         fs.lora.absorb(state, alpha=1.0)

@@ -157,6 +157,31 @@ def test_what_is_sent_does_not_shrink_with_the_ranks() -> None:
     assert (one / divisor(True, False, 1024)).eq(one).all() and not (one / 1024).any()
 
 
+@pytest.mark.parametrize(
+    ("master", "large", "tiny"), [(torch.float32, 60000.0, 2.0**-23), (F16, 2100.0, 2.0**-20)], ids=str
+)
+def test_gradients_neither_overflow_nor_vanish_among_many_ranks(master: torch.dtype, large: float, tiny: float) -> None:
+    """Sums of 32 such gradients overflow float16, and a 32nd of a tiny one is zero."""
+    mesh = fs.virtual_mesh((32,), ("shard",))
+    assert not torch.tensor(32 * large).half().isfinite() and not torch.tensor(tiny / 32).half()
+
+    def main() -> tuple[bool, list[float]]:
+        params = {"large": torch.zeros(4, dtype=master), "tiny": torch.zeros(700, dtype=master)}
+        plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], precision=fs.Precision(F16, F16))
+        opt = fs.optim.sgd(1.0)
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return (p["large"].float() * x * large).sum() + (p["tiny"].float() * x * tiny).sum()
+
+        step = fs.make_train_step(loss, opt, plan, loss_scale=fs.LossScale(initial=1.0))
+        state, metrics = step(fs.init_state(plan, opt, params=params), torch.ones(()))
+        whole = fs.unshard(state.params, plan)
+        return metrics.skipped, [float(leaf.float().max()) for leaf in (-whole["large"], -whole["tiny"])]
+
+    for skipped, (one, other) in mesh.run(main):
+        assert not skipped and other == tiny and one == pytest.approx(large, rel=0.01 if master == F16 else 0)
+
+
 def test_without_float16_nothing_changes() -> None:
     """A scale that is a power of two leaves every bit of a float32 run as it is."""
     ends = []

@@ -61,3 +61,35 @@ def test_optimizers_over_replicas_equal_plain_pytorch(pool: Pools) -> None:
     ranks = pool(4).run(optims.sharded, names, ((2, 2), ("replica", "shard")), timeout=110.0)
     problems = [line for name in names for line in departures(name, ranks[0][name])]
     assert not problems, "\n".join(problems)
+
+
+COMMUNICATION = ("gather", "reduce", "sum", "spread")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_optimizer_adds_communication(name: str) -> None:
+    """Averages, whole matrices, rows and columns: a step sends what it sends with plain SGD."""
+    axes = (2, 2), ("replica", "shard")
+    mesh = fs.abstract_mesh(*axes) if name in optims.TWO_AXES else fs.abstract_mesh((4,), ("shard",))
+    model = fs.split(optims.net(), units=("blocks.*",))
+    plan = fs.make_plan(model, mesh, CASES[name].rules, batch=fs.P(mesh.axis_names))
+    found = []
+    for opt in (CASES[name].opt(), fs.optim.sgd(0.1)):
+        step = fs.make_train_step(
+            lambda params, x: optims.loss_of(lambda x: model.apply(params, x), x), opt, plan, **CASES[name].options
+        )
+        schedule = step.trace(optims.batch(0)[:6])
+        sent = [(group.name, group.gather_sent, group.reduce_sent) for group in schedule.groups]
+        found.append((sent, [op for op in schedule.ops if op.kind in COMMUNICATION]))
+    assert found[0] == found[1] and found[0][1]
+
+
+def test_every_class_of_torch_is_tried() -> None:
+    """All of ``torch.optim`` train as they do in one process, but for those that are refused by name."""
+    known = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    refused = {"LBFGS", "Adafactor", "Muon", "SparseAdam"}
+    assert known - refused <= set(optims.ONE_AXIS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import P
@@ -15,6 +16,7 @@ from tests.workers import Pools
 
 BF16, F32 = torch.bfloat16, torch.float32
 LR, STEPS, ROWS = 0.3, 4, 4
+CAST = fs.Precision(BF16, BF16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +147,38 @@ def test_rounding_shows() -> None:
     ends = [plain(CASES[name], 2)[1]["one.w"] for name in ("as kept", "compute", "reduce")]
     for i, one in enumerate(ends):
         assert all((one - other).abs().max() > 1e-5 for other in ends[:i])
+
+
+class Casts(TorchDispatchMode):
+    """Writes down what is copied from float32 to bfloat16: where to, and how many elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and (args[0].dtype, args[1].dtype) == (BF16, F32):
+            self.seen.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_shard_is_cast_once_an_update_and_not_at_each_gather() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+
+    def main() -> None:
+        plan = fs.make_plan(start(), mesh, [(".*", fs.fsdp("shard"))], units=("one", "two"), precision=CAST)
+        opt = fs.optim.sgd(LR)
+        policy = fs.Policy(prefetch=0, reduces=1)
+        step = fs.make_train_step(loss_fn, opt, plan, accumulate=2, schedule=policy)
+        state = fs.init_state(plan, opt, params=start())
+        for number in range(3):
+            with Casts() as casts:
+                state, metrics = step(state, batch(number, mesh.rank))
+                metrics.loss.item()
+            assert sorted(casts.seen) == sorted(group.chunk for group in plan.groups)
+            assert [op.target for op in step.record if op.kind == "gather"].count("one") == 3
+
+    mesh.run(main)
 
 
 def test_half_the_bytes() -> None:

@@ -11,6 +11,7 @@ from fshard import P, tree
 from fshard.errors import PlanError
 from fshard.model.philox import fold, uniform
 from fshard.runtime.rounding import round_stochastic
+from tests.test_memory_kinds import KINDS, hosted
 from tests.workers import Pools
 
 BF16 = torch.bfloat16
@@ -34,10 +35,11 @@ def loss_fn(p: Any, slope: Tensor) -> Tensor:
     return total
 
 
-def trained(name: str, spec: P) -> list[dict[str, Tensor]]:
-    """On a rank: parameters and optimizer state, whole, after training."""
+def trained(name: str, spec: P, kinds: str = "") -> list[dict[str, Tensor]]:
+    """On a rank: parameters and optimizer state, whole, after training; with ``kinds`` of memory."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        plan = fs.make_plan(params(), mesh, [("exact", P()), (".*", spec)], units=("a",), precision=STOCHASTIC)
+        rules = hosted([("exact", P()), (".*", spec)], KINDS.get(kinds, {}))
+        plan = fs.make_plan(params(), mesh, rules, units=("a",), precision=STOCHASTIC)
         opt = _opt(name)
         state = fs.init_state(plan, opt, seed=7, params=params())
         step = fs.make_train_step(loss_fn, opt, plan, debug=True)
@@ -99,6 +101,24 @@ def test_values_do_not_depend_on_the_mesh(pool: Pools, name: str) -> None:
         for end in ends[1:]:
             for one, other in zip(end, ends[0], strict=True):
                 assert torch.equal(one[path], other[path]), path
+
+
+def in_memories(name: str, kinds: list[str]) -> list[list[dict[str, Tensor]]]:
+    """On a rank: the same under several kinds of memory, flat and replicated."""
+    return [trained(name, spec, kind) for kind in kinds for spec in (P(flat="shard"), P())]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_values_do_not_depend_on_where_things_lie(pool: Pools, name: str) -> None:
+    """Parameters or state in host memory, updated on either side: the bits of one plain process."""
+    expected = plain(name)
+    for ran in pool(2).run(in_memories, name, ["", *KINDS]):
+        assert len(ran) == 2 * (len(KINDS) + 1)
+        for end in ran:
+            for path, leaf in expected.items():
+                torch.testing.assert_close(end[0][path], leaf, rtol=0, atol=1e-6 if path == "exact" else 0)
+            for one, other in zip(end, ran[0], strict=True):
+                assert all(torch.equal(one[path], other[path]) for path in expected)
 
 
 def test_what_is_rounded_is_right_on_average() -> None:

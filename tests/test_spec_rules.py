@@ -117,6 +117,12 @@ def test_what_is_no_rule(rule: Any) -> None:
         match([(".*", P()), rule], {"w": (2,)})
 
 
+@pytest.mark.parametrize("spec", [None, "ignore"])
+def test_a_rule_that_leaves_a_leaf_out_is_told_what_does(spec: Any) -> None:
+    with pytest.raises(PlanError, match=r"fs\.split\(module, ignore=pattern\) does, and trainable=False freezes"):
+        fs.make_plan({"w": torch.ones(2)}, fs.abstract_mesh((1,), ("s",)), [("w", spec)])
+
+
 PROBLEMS: dict[str, tuple[P, P | None, tuple[int, ...], str]] = {
     "unknown": (P("model"), None, (8, 8), "no axis 'model' in the mesh, which has data, tp, shard"),
     "unknown in compute": (P("shard"), P("model"), (8, 8), "no axis 'model'"),

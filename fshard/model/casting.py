@@ -1,6 +1,7 @@
 """What precision says of the inputs, the results and the buffers of units: casts around a unit's call."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,3 +67,14 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
         return x.to(dtype) if floating else x
 
     return tree.map(one, values)
+
+
+def note_dtypes(error: Exception, unit: str, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Add to torch's error about dtypes which ones met in a unit, and what casts them."""
+    given, read = ({str(x.dtype)[6:] for x in held if x.is_floating_point()} for held in (inputs, leaves))
+    if read and given - read and re.search("dtype|scalar type", str(error)):
+        error.add_note(
+            f"Unit {unit} was called with {', '.join(sorted(given))} and reads parameters in "
+            f"{', '.join(sorted(read))}: cast the input, or let fs.Precision(compute=..., inputs=True) of the plan "
+            "do it for all units."
+        )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import LossError, UnitError, written_outside
+from fshard.model.casting import note_dtypes
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.graphs import Compiled
@@ -151,6 +152,7 @@ class Engine:
             if isinstance(error, RuntimeError) and "in-place operation" in str(error):
                 raise self._forbidden(unit, name, params, args, kwargs) from error
             error.add_note(self.reads[name].told(name, self.plan))
+            note_dtypes(error, name, inputs, leaves)
             raise
         finally:
             self.inside = ""

@@ -258,14 +258,13 @@ def _leaves(
     source: Source, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
 ) -> dict[str, Leaf]:
     """Each leaf with what the rules say of it, resolved against the mesh."""
-    _check_trainable(source.dtypes, decided)
+    _check_trainable(source, decided)
     _check_aligned(decided)
     leaves = {}
     for path, shape in source.shapes.items():
         at_rest, compute, rule, opt = decided[path]
         compute = at_rest.without(batch.axes) if compute is None else compute
-        train = path not in source.frozen if rule.trainable is None else rule.trainable
-        train = source.dtypes[path].is_floating_point and train
+        train = source.dtypes[path].is_floating_point and _wanted(source, path, rule.trainable)
         leaves[path] = Leaf(
             path=path,
             shape=shape,
@@ -305,8 +304,19 @@ def _check_rounding(leaves: Mapping[str, Leaf]) -> None:
         )
 
 
-def _check_trainable(dtypes: Mapping[str, torch.dtype], decided: Mapping[str, Decision]) -> None:
-    """Refuse rules that want to train what has no gradients."""
+def _wanted(source: Source, path: str, trainable: bool | None) -> bool:
+    """Whether a leaf is to be trained, if it can be."""
+    return path not in source.frozen if trainable is None else trainable
+
+
+def _check_trainable(source: Source, decided: Mapping[str, Decision]) -> None:
+    """Refuse rules that want to train what has no gradients, and leaves of 8-bit floats, which have no arithmetic."""
+    dtypes = source.dtypes
+    small = {p: t for p, t in dtypes.items() if t.is_floating_point and t.itemsize == 1}
+    coded = [f"{p}  {t}" for p, t in small.items() if _wanted(source, p, decided[p].rule.trainable)]
+    if coded:
+        remedy = "Give them a rule with trainable=False, or keep them in bfloat16 or wider where they train."
+        raise PlanError(lines("leaves of 8 bits cannot be trained:", coded, remedy))
     whole = [f"{p}  {t}" for p, t in dtypes.items() if decided[p].rule.trainable and not t.is_floating_point]
     if whole:
         remedy = (

@@ -26,6 +26,7 @@ class Rule:
             local on every other axis; expert-parallel leaves, which stay local on a data axis, say so here.
         trainable: False freezes the leaf: it gets no gradient and no optimizer state. True trains it even if the
             module's parameter has ``requires_grad=False``. None: as the model says, and every leaf of a plain tree.
+            (What no plan should know at all, FSDP2's ``ignored_params``, is left out by ``fs.split(ignore=)``.)
         precision: the dtypes of this leaf, instead of the plan's: ``fs.Precision()`` keeps it as it is.
         align: where a flat-sharded leaf may be cut: ``"leaf"`` nowhere, so that one rank holds the whole of it, and
             whole leaves are packed into equal chunks; a number n only at multiples of n elements of the leaf. None:
@@ -140,7 +141,10 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
         rule = Rule(*rule)
     spec = rule.at_rest if isinstance(rule, Rule) else None
     if not isinstance(rule, Rule) or not (isinstance(spec, P) or callable(spec)):
-        raise PlanError(f"rules[{number}] is {rule!r}: a rule is (pattern, P(...)), (pattern, tactic) or fs.Rule(...)")
+        raise PlanError(
+            f"rules[{number}] is {rule!r}: a rule is (pattern, P(...)), (pattern, tactic) or fs.Rule(...). Rules leave "
+            "no leaf out: fs.split(module, ignore=pattern) does, and trainable=False freezes one"
+        )
     if rule.trainable not in (None, True, False) or not isinstance(rule.precision, Precision | None):
         raise PlanError(
             f"rules[{number}] {rule.pattern!r}: trainable={rule.trainable!r} must be True, False or None, and "
