@@ -163,7 +163,7 @@ def test_dtypes_that_do_not_go_together_are_named() -> None:
 
     with pytest.raises(RuntimeError) as caught:
         run(leaf_rows.BF16)
-    told = "Unit 0 was called with float32 and reads parameters in bfloat16: cast the input, or let fs.Precision(compute="
+    told = "Unit 0 was called with float32 and reads parameters in bfloat16: cast the input, or let fs"
     assert any(told in note for note in caught.value.__notes__)
     run(fs.Precision(torch.bfloat16, inputs=True))
 
