@@ -12,7 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import P, parallel
 from fshard import collectives as c
+from fshard.collectives.scope import resolve
 from fshard.parallel.attention import attend, attend_backward, backward_by_scores, by_scores
+from fshard.parallel.ring import Ring
 from tests.workers import Pools
 
 DOUBLE = torch.float64
@@ -258,6 +260,28 @@ def test_zigzag_shares_the_work(parts: int, each: int) -> None:
     assert len({int((part + 1).sum()) for part in slices}) == 1  # keys that each rank's queries attend to
     mesh = fs.virtual_mesh((parts,), ("cp",))
     assert mesh.run(lambda: parallel.zigzag_positions(2 * each, mesh=mesh).tolist()) == [s.tolist() for s in slices]
+
+
+@given(parts=st.integers(1, 6), each=st.integers(1, 3))
+def test_steps_of_the_ring_are_equal_work_and_together_the_causal_mask(parts: int, each: int) -> None:
+    mesh = fs.virtual_mesh((parts,), ("cp",))
+
+    def on_a_rank() -> tuple[list[int], list[tuple[slice, slice, bool]]]:
+        ring = Ring(resolve("cp", mesh), True, 1.0)
+        return parallel.zigzag_positions(2 * each, mesh=mesh).tolist(), [ring.part(i, 2 * each) for i in range(parts)]
+
+    ranks = mesh.run(on_a_rank)
+    held = [places for places, _ in ranks]
+    seen, work = [], []
+    for rank, (places, steps) in enumerate(ranks):
+        work.append([])
+        for step, (rows, columns, causal) in enumerate(steps):
+            keys = held[(rank - step) % parts][columns]
+            pairs = [(q, k) for i, q in enumerate(places[rows]) for j, k in enumerate(keys) if not causal or j <= i]
+            work[-1].append(len(pairs))
+            seen += pairs
+    assert sorted(seen) == [(q, k) for q in range(2 * each * parts) for k in range(q + 1)]
+    assert all(done == work[0] for done in work)
 
 
 def test_ring_attention_keeps_its_own_part_alone() -> None:

@@ -30,6 +30,8 @@ class Case:
     compile: str | None = None
     shared_memory: bool = True
     update: str = "deferred"
+    opt: P | None = None
+    replicas: int = 1
 
 
 CASES = {
@@ -44,6 +46,16 @@ CASES = {
     "compute, update in backward": Case(fs.Precision(compute=BF16), update="in_backward"),
     "reduce, graphs": Case(fs.Precision(reduce=BF16), compile="fx"),
 }
+
+MESHES = {
+    "as kept, replicas": Case(fs.Precision(), replicas=2),
+    "reduce, replicas": Case(fs.Precision(reduce=BF16), replicas=2),
+    "both, replicas, by gloo": Case(fs.Precision(BF16, BF16), replicas=2, shared_memory=False),
+    "compute, replicas, microbatches": Case(fs.Precision(compute=BF16), replicas=2, accumulate=2),
+    "reduce, optimizer everywhere": Case(fs.Precision(reduce=BF16), replicas=2, opt=fs.fsdp(("shard", "replica"))),
+    "reduce, zero": Case(fs.Precision(reduce=BF16), spec=P(), opt=fs.fsdp("shard")),
+}
+"""On meshes of several axes, or with optimizer state over more of them than the parameters."""
 
 
 def start() -> dict[str, dict[str, Tensor]]:
@@ -77,10 +89,11 @@ def loss_fn(params: dict[str, dict[str, Tensor]], rows: tuple[Tensor, Tensor]) -
 
 def trained(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, set[torch.dtype]]]:
     """On a rank: losses, parameters after training, and the dtypes that there were."""
-    with fs.make_mesh((-1,), ("shard",), shared_memory=case.shared_memory) as mesh:
+    sizes, axes = ((case.replicas, -1), ("replica", "shard")) if case.replicas > 1 else ((-1,), ("shard",))
+    with fs.make_mesh(sizes, axes, shared_memory=case.shared_memory) as mesh:
         params = start()
-        rules = [(".*", case.spec)]
-        plan = fs.make_plan(params, mesh, rules, batch=P("shard"), units=("one", "two"), precision=case.precision)
+        rules = [fs.Rule(".*", case.spec, opt=case.opt)]
+        plan = fs.make_plan(params, mesh, rules, batch=P(axes), units=("one", "two"), precision=case.precision)
         opt = fs.optim.sgd(LR)
         policy = fs.Policy(reshard=case.reshard, update=case.update)
         more: dict[str, Any] = {"compile": case.compile} if case.compile else {}
@@ -103,13 +116,18 @@ def trained(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, set[t
 
 
 def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The same casts and roundings in one process. Gradients that no peer needs are not rounded."""
+    """The same casts and roundings in one process. Gradients that no peer needs are not rounded.
+
+    Two replicas round what they have added up once more, to send it to each other.
+    """
     kept = {f"{unit}.{name}": leaf for unit, leaves in start().items() for name, leaf in leaves.items()}
     compute = case.precision.compute or F32
-    reduce = case.precision.reduce if case.precision.reduce and world > 1 and case.spec.axes else F32
+    shards, scattered = world // case.replicas, case.spec.axes or case.opt
+    reduce = case.precision.reduce if case.precision.reduce and shards > 1 and scattered else F32
+    again = (case.precision.reduce or F32) if case.replicas > 1 else F32
     losses = []
     for number in range(STEPS):
-        sums: dict[str, Tensor] = {}
+        sums: list[dict[str, Tensor]] = [{} for _ in range(case.replicas)]
         values = []
         for part in range(case.accumulate):
             for rank in range(world):
@@ -123,17 +141,28 @@ def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
                 values.append(value.item())
                 for path, leaf in held.items():
                     assert leaf.grad is not None
-                    mine = leaf.grad.to(reduce).to(F32)
-                    sums[path] = sums[path] + mine if path in sums else mine
+                    mine, held_by = leaf.grad.to(reduce).to(F32), sums[rank // shards]
+                    held_by[path] = held_by[path] + mine if path in held_by else mine
         losses.append(sum(values) / len(values))
-        kept = {path: leaf - LR * sums[path] for path, leaf in kept.items()}
+        whole = {path: torch.stack([part[path].to(again).to(F32) for part in sums]).sum(0) for path in kept}
+        kept = {path: leaf - LR * whole[path] for path, leaf in kept.items()}
     return losses, kept
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_the_same_casts_in_one_process(pool: Pools, world: int, name: str) -> None:
-    case = CASES[name]
+    compare(pool, world, CASES[name])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", MESHES)
+def test_it_does_on_meshes_of_several_axes(pool: Pools, world: int, name: str) -> None:
+    compare(pool, world, MESHES[name])
+
+
+def compare(pool: Pools, world: int, case: Case) -> None:
+    """Train on ranks and in one plain process."""
     losses, params = plain(case, world)
     for rank, (theirs, whole, seen) in enumerate(pool(world).run(trained, case)):
         assert theirs == pytest.approx(losses, rel=1e-6), (rank, seen)

@@ -23,7 +23,8 @@ class Precision:
             half the bytes. Units see tensors of this dtype; casting their inputs is their own affair. None: as kept.
         reduce: what gradients are rounded to before they are sent to be summed. Each rank adds what it receives to
             its gradient shard in the master dtype, in the order of ranks; sums over replicas and over microbatches
-            stay in it too. None: the master dtype.
+            are in it too. Replicas that exchange their shards, because that is no more bytes than an all-reduce (in
+            bfloat16 up to four do), round them once more. None: the master dtype.
         output: what floating-point results of units are cast to. None: as they are.
         inputs: whether floating-point arguments of units are cast to ``compute``.
         buffers: what floating-point buffers are cast to while a unit of a split module runs. Those that it changes

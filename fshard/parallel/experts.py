@@ -62,6 +62,12 @@ def dispatch(
 
     Raises:
         PlanError: the axis does not divide the experts, or is no data axis; or the routing is of other tokens.
+
+    >>> from fshard.parallel.routing import route
+    >>> routing = route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
+    >>> sent = dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None)
+    >>> sent.counts, sent.rows.flatten()
+    ((2, 1), tensor([1., 3., 2.]))
     """
     expect("dispatch(x, routing)", [("x", x, Tensor, "a tensor"), ("routing", routing, Routing, _ROUTING)])
     if x.dim() not in (2, 3) or routing.chosen.shape[:-1] != x.shape[:-1]:
@@ -90,6 +96,12 @@ def combine(rows: Tensor, dispatched: Dispatched) -> Tensor:
 
     Returns:
         (groups, tokens, width), or (tokens, width), as the tokens were.
+
+    >>> from fshard.parallel.routing import route
+    >>> routing = route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
+    >>> sent = dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None)
+    >>> combine(10 * sent.rows, sent).flatten()
+    tensor([10., 20., 30.])
     """
     expect("combine(rows, dispatched)", [("dispatched", dispatched, Dispatched, "what dispatch returned")])
     return dispatched.way.back(rows)
@@ -143,6 +155,10 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], *, axis:
 
     Raises:
         PlanError: there are weights for another number of experts.
+
+    >>> weight = torch.stack((torch.eye(2), 5 * torch.eye(2)))
+    >>> grouped_linear(torch.ones(3, 2), weight, (2, 1), axis=None)[:, 0]
+    tensor([1., 1., 5.])
     """
     if axis is not None:
         check_cut(weight, axis, 0, EXPERTS, "fs.parallel.expert_rule")

@@ -58,6 +58,14 @@ def ring_attention(
     Raises:
         PlanError: shapes that do not fit, an odd part of a causal sequence, or inside of a step no data axis.
         AxisError: no mesh is in scope, or it has no such axis.
+
+    >>> import fshard as fs
+    >>> from fshard.parallel import unzigzag, zigzag_slice
+    >>> x, mesh = torch.randn(1, 2, 8, 4), fs.virtual_mesh((2,), ("cp",))
+    >>> parts = mesh.run(lambda: ring_attention(*[zigzag_slice(x, 2, mesh=mesh)] * 3, mesh=mesh))
+    >>> whole = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> torch.allclose(unzigzag(torch.cat(parts, 2), 2, 2), whole, atol=1e-5)
+    True
     """
     group = resolve(axis, mesh)
     check_data_axis(axis, "ring_attention", mesh)

@@ -70,6 +70,10 @@ def load_balance_loss(routing: Routing, *, axis: AxisName | None = None, mesh: M
         axis: the data axes, to take ``f`` and ``p`` over the tokens of all their ranks, which must have equally many.
             Then the loss, and its gradient, are those of one process on the global batch. None takes each rank's own.
         mesh: where to look the axes up, if not on the mesh in scope.
+
+    >>> even, crowded = torch.eye(4) * 99, torch.tensor([[99.0, 0, 0, 0]] * 4)
+    >>> load_balance_loss(route(even, k=1)), load_balance_loss(route(crowded, k=1))
+    (tensor(1.), tensor(4.))
     """
     expect("load_balance_loss(routing)", [("routing", routing, Routing, "what fs.parallel.route(logits) returned")])
     probs = routing.probs.reshape(-1, routing.experts)
@@ -87,5 +91,8 @@ def z_loss(logits: Tensor) -> Tensor:
 
     Args:
         logits: (..., experts).
+
+    >>> z_loss(torch.zeros(3, 4))  # log(4) squared
+    tensor(1.9218)
     """
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square().mean()

@@ -21,6 +21,14 @@ def shared(leaf: Tensor, *, axis: str = "tp", mesh: Mesh | None = None) -> Tenso
 
     Raises:
         PlanError: inside of a step, the plan cuts the leaf by the axis, or the axis is a data axis.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("tp",))
+    >>> def on_a_rank():
+    ...     part = torch.tensor([mesh.rank + 1.0])
+    ...     return torch.func.grad(lambda w: (shared(w, mesh=mesh) * part).sum())(torch.ones(1))
+    >>> mesh.run(on_a_rank)  # 1 + 2 on both
+    [tensor([3.]), tensor([3.])]
     """
     check_whole(leaf, axis, "shared")
     varying: Tensor = collectives.pvary(leaf, axis, mesh=mesh)
@@ -38,6 +46,11 @@ def rms_norm(
         eps: as for ``torch.nn.functional.rms_norm``.
         axis: the axis that cuts the sequence.
         mesh: where to look the axis up, if not on the mesh in scope.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("tp",))
+    >>> [y.round(decimals=2) for y in mesh.run(lambda: rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), mesh=mesh))]
+    [tensor([0.8500, 1.1300]), tensor([0.8500, 1.1300])]
     """
     return F.rms_norm(x, weight.shape, shared(weight, axis=axis, mesh=mesh), eps)
 
@@ -60,6 +73,11 @@ def layer_norm(
         eps: added to the variance.
         axis: the axis that cuts the sequence.
         mesh: where to look the axis up, if not on the mesh in scope.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("tp",))
+    >>> [y.round(decimals=2) for y in mesh.run(lambda: layer_norm(torch.tensor([3.0, 4.0]), torch.ones(2), mesh=mesh))]
+    [tensor([-1.,  1.]), tensor([-1.,  1.])]
     """
     bias = None if bias is None else shared(bias, axis=axis, mesh=mesh)
     return F.layer_norm(x, weight.shape, shared(weight, axis=axis, mesh=mesh), bias, eps)

@@ -51,6 +51,11 @@ def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None
 
     Raises:
         PlanError: its length is no multiple of twice the size of the axis.
+
+    >>> from fshard.virtual import virtual_mesh
+    >>> mesh = virtual_mesh((2,), ("cp",))
+    >>> mesh.run(lambda: zigzag_slice(torch.arange(8), 0, mesh=mesh))
+    [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
     """
     parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)
     return zigzag(x.detach(), parts, dim).chunk(parts, dim)[index].clone()
@@ -70,6 +75,11 @@ def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, me
 
     Raises:
         PlanError: the length is odd.
+
+    >>> from fshard.virtual import virtual_mesh
+    >>> mesh = virtual_mesh((2,), ("cp",))
+    >>> mesh.run(lambda: zigzag_positions(2, mesh=mesh))
+    [tensor([0, 3]), tensor([1, 2])]
     """
     parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)
     return _order(length * parts, parts).chunk(parts)[index].to(device)  # type: ignore[call-overload,no-any-return]
