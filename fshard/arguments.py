@@ -51,6 +51,28 @@ def kind(value: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
+def alike(rows: Iterable[tuple[str, str]], names: int = 3) -> list[str]:
+    """The lines of a report on leaves: what is true of many of them stands there once, and names the first.
+
+    Args:
+        rows: pairs of a leaf and what is wrong with it, with the characters that part the two.
+        names: how many leaves are named, if there are more than one beyond.
+
+    >>> alike([(f"w{i}", ": too long") for i in range(5)] + [("b", ": too short")])
+    ['w0, w1, w2 and 2 others: too long', 'b: too short']
+    """
+    of: dict[str, list[str]] = {}
+    for leaf, text in rows:
+        of.setdefault(text, []).append(leaf)
+    out = []
+    for text, leaves in of.items():
+        if len(leaves) > names + 1:
+            out.append(f"{', '.join(leaves[:names])} and {len(leaves) - names} others{text}")
+        else:
+            out += [f"{leaf}{text}" for leaf in leaves]
+    return out
+
+
 def raised(error: BaseException) -> str:
     """An exception in a line or more, for those who did not raise it.
 

@@ -208,6 +208,14 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     Raises:
         DonatedError: the state was donated to a step.
         TreeError: it has no adapters, or one is alone, or misshapen.
+        PlanError: no state.
+
+    >>> import fshard as fs
+    >>> model = wrap(split(nn.Linear(4, 6)), "weight", rank=2, alpha=16)
+    >>> plan = fs.make_plan(model, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> state = fs.init_state(plan, fs.optim.adamw(1e-3), params=model.params)
+    >>> bool((absorb(state, alpha=16).params["weight_lora_b"] == 0).all())
+    True
     """
     wants = [("state", state, TrainState, "what a step returned"), ("alpha", alpha, (int, float), "a number")]
     expect("lora.absorb(state)", wants)

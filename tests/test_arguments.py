@@ -307,5 +307,17 @@ def test_what_prints() -> None:
 def test_long_reports_keep_their_ends() -> None:
     """A hundred problems are listed, and how many more there are; the remedy stands behind them."""
     whole = {str(i): torch.ones(1) for i in range(120)}
-    with pytest.raises(PlanError, match=r"120 problems(?s:.*)  99  \[1\].*\n  \.\.\. and 20 more\nMend the rules"):
-        fs.make_plan(whole, MESH, [(".*", fs.fsdp("other"))])
+    with pytest.raises(PlanError, match=r"120 of 120(?s:.*)  99  \[1\]\n  \.\.\. and 20 more\nSay where they live"):
+        fs.make_plan(whole, MESH, [("other", fs.fsdp("shard"))])
+
+
+def test_what_is_wrong_with_many_leaves_is_said_once() -> None:
+    """With how many they are, and the first of them; a leaf of its own stands beside them."""
+    whole = {**{str(i): torch.ones(1) for i in range(120)}, "one": torch.ones(3, 3)}
+    rules = [("one", fs.P("a")), (".*", fs.fsdp("other"))]
+    many = r"\n  0  \[1\], 1  \[1\], 2  \[1\] and 117 others  P\(flat='other'\): no axis 'other' in the mesh"
+    with pytest.raises(PlanError, match=rf"121 problems .*{many}.*\n  one  \[3, 3\]  P\('a'\): no axis 'a'.*\nMend"):
+        fs.make_plan(whole, MESH, rules)
+    muon, whole = fs.optim.muon(0.1), {str(i): torch.ones(2, 2) for i in range(7)}
+    with pytest.raises(PlanError, match=r"0  \[2, 2\], 1  \[2, 2\], 2  \[2, 2\] and 4 others  P.*align=\"leaf\""):
+        fs.init_state(fs.make_plan(whole, MESH, RULES), muon, params=whole)

@@ -1,6 +1,8 @@
 """Code of a module that runs again, or later, or beside itself, finds the tensors of its own call."""
 
+import copy
 import inspect
+import pickle
 import threading
 from typing import Any
 
@@ -178,3 +180,27 @@ def test_what_a_call_leaves_in_attributes_is_gone() -> None:
     model = split(nn.Sequential(Remembers()))
     for _ in range(2):
         equal(model.apply({}, torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_models_are_copied_and_pickled(again: Any) -> None:
+    """What comes back computes the same, from tensors and modules of its own."""
+    net = Net()
+    net.embed.weight.requires_grad_(False)
+    model = split(net, units=("blocks.*",))
+    other = again(model)
+    assert (other.units, other.aliases, other.frozen) == (model.units, model.aliases, model.frozen)
+    assert other.inits == model.inits and list(flat(other.params)) == list(flat(model.params))
+    equal(other.apply(other.params, IDS), model.apply(model.params, IDS))
+    assert other.module is not model.module
+
+
+def test_a_pickled_model_updates_its_buffers_and_keeps_its_ties() -> None:
+    """Its units read and return the buffers that they are given, and a tied leaf is one."""
+    model = split(Checkpointed(), units=("blocks.*",))
+    other = pickle.loads(pickle.dumps(model))
+    x = torch.ones(4, 3)
+    for ours, theirs in zip(
+        *(tree.leaves(m.apply(m.params, x, buffers=m.buffers)) for m in (model, other)), strict=True
+    ):
+        equal(ours, theirs)

@@ -115,6 +115,15 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> def gradient():  # of a weight that both ranks hold, each with an input of its own
+    ...     w = torch.ones((), requires_grad=True)
+    ...     (pvary(w, "shard", mesh=mesh) * (mesh.rank + 1)).backward()
+    ...     return w.grad
+    >>> mesh.run(gradient)
+    [tensor(3.), tensor(3.)]
     """
     group = resolve(axis, mesh)
     if group.implicit:
@@ -231,6 +240,14 @@ def ragged_all_to_all(
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: there are not as many numbers as ranks, or not as many rows as they say.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> def one_row_to_the_first():  # and two to the second
+    ...     rows = torch.arange(3).view(3, 1) + 10 * mesh.rank
+    ...     return ragged_all_to_all(rows, "shard", [1, 2], [mesh.rank + 1] * 2, mesh=mesh).flatten()
+    >>> mesh.run(one_row_to_the_first)
+    [tensor([ 0, 10]), tensor([ 1,  2, 11, 12])]
     """
     group = resolve(axis, mesh)
     return _map("ragged_all_to_all", x, lambda leaf: build.ragged(leaf, group, send, receive))
@@ -280,6 +297,10 @@ def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
+
+    >>> import fshard as fs
+    >>> axis_size(("replica", "shard"), mesh=fs.abstract_mesh((2, 4), ("replica", "shard")))
+    8
     """
     return _size(axis, mesh)
 

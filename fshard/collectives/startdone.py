@@ -84,20 +84,38 @@ def done(flying: InFlight) -> Tensor:
 
 @untraced
 def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlight:
-    """Start ``psum``. Large tensors take two messages, of which the second starts in ``done``."""
+    """Start ``psum``. Large tensors take two messages, of which the second starts in ``done``.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: done(psum_start(torch.ones(2), "shard", mesh=mesh)))
+    [tensor([2., 2.]), tensor([2., 2.])]
+    """
     build.check_addable(x, "psum_start")
     return _start(x, Sum(resolve(axis, mesh)))
 
 
 @untraced
 def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | None = None) -> InFlight:
-    """Start ``all_gather(..., tiled=True)``."""
+    """Start ``all_gather(..., tiled=True)``.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: done(all_gather_start(torch.tensor([mesh.rank]), "shard", mesh=mesh)))
+    [tensor([0, 1]), tensor([0, 1])]
+    """
     return _start(x, build.gather_op(resolve(axis, mesh), build.dim_of(x, dim, "all_gather_start"), False))
 
 
 @untraced
 def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | None = None) -> InFlight:
-    """Start ``psum_scatter(..., tiled=True)``."""
+    """Start ``psum_scatter(..., tiled=True)``.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: done(psum_scatter_start(torch.arange(4), "shard", mesh=mesh)))
+    [tensor([0, 2]), tensor([4, 6])]
+    """
     group, at = resolve(axis, mesh), build.dim_of(x, dim, "psum_scatter_start")
     build.check_addable(x, "psum_scatter_start")
     build.check_divides(x, at, group, True, "psum_scatter_start")
@@ -108,7 +126,13 @@ def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | 
 def all_to_all_start(
     x: Tensor, axis: AxisName, split_dim: int, concat_dim: int, *, mesh: Mesh | None = None
 ) -> InFlight:
-    """Start ``all_to_all(..., tiled=True)``."""
+    """Start ``all_to_all(..., tiled=True)``.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: done(all_to_all_start(torch.arange(2) + 10 * mesh.rank, "shard", 0, 0, mesh=mesh)))
+    [tensor([ 0, 10]), tensor([ 1, 11])]
+    """
     group, at = resolve(axis, mesh), build.dim_of(x, split_dim, "all_to_all_start")
     build.check_divides(x, at, group, True, "all_to_all_start")
     return _start(x, Exchange(group, at, build.dim_of(x, concat_dim, "all_to_all_start")))
@@ -116,7 +140,13 @@ def all_to_all_start(
 
 @untraced
 def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> InFlight:
-    """Start ``ppermute``."""
+    """Start ``ppermute``.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh.run(lambda: done(ppermute_start(torch.tensor(mesh.rank + 1), "shard", [(0, 1), (1, 0)], mesh=mesh)))
+    [tensor(2), tensor(1)]
+    """
     return _start(x, build.permute(resolve(axis, mesh), perm))
 
 

@@ -75,6 +75,15 @@ def save_dcp(
     Raises:
         CheckpointError: the folder holds a checkpoint already, or a rank cannot write to it; on all ranks alike.
         PlanError, TreeError: as ``export``.
+
+    >>> import fshard as fs, tempfile
+    >>> mesh, w, opt = fs.make_mesh((1,), ("shard",)), torch.ones(2, 3), fs.optim.adamw(1e-3)
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_dcp(fs.init_state(plan, opt, params={"w": w}), opt, folder)
+    ...     state = fs.load_dcp(plan, opt, folder)
+    >>> state.step
+    0
     """
     wants = [
         ("state", state, TrainState, "what a step returned"),

@@ -67,6 +67,12 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
     Raises:
         TreeError: leaves are missing, unknown, of another shape or dtype, or lie on another mesh.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> from_dtensor({"w": w}, plan)  # a plain tensor; under torchrun, from_dtensor(to_dtensor(params, plan), plan)
+    {'w': tensor([1., 2., 3., 4.])}
     """
     given = dict(_paths(params))
     _check(given, plan)

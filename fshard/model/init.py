@@ -1,5 +1,7 @@
 """Initial values addressed by global index: a slice of a leaf can be filled alone, and equals that of the whole.
 
+``fs.init_state(plan, opt, init=[(r".*embed.weight", fs.init.normal(0.02)), ...])`` uses them by rules on paths.
+
 An initializer is a frozen function ``(key, shape, index) -> values``. It computes in float64 and rounds once to
 float32, so a value does not depend on how a mesh cuts the leaf. Names and meanings of arguments are those of
 ``torch.nn.init``; the numbers drawn are not, because torch's generators are sequential.
@@ -40,7 +42,11 @@ class Initializer(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is ``value``."""
+    """Every element is ``value``.
+
+    >>> Constant(3.0)(0, (2, 2), torch.arange(4))
+    tensor([3., 3., 3., 3.])
+    """
 
     value: float
 
@@ -50,7 +56,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform between ``low`` and ``high``."""
+    """Uniform between ``low`` and ``high``.
+
+    >>> whole, part = (Uniform(-1.0, 1.0)(0, (4, 2), torch.arange(*ends)) for ends in ((8,), (4, 6)))
+    >>> bool((whole[4:6] == part).all())
+    True
+    """
 
     low: float
     high: float

@@ -8,7 +8,7 @@ hooks and its forward. The shell holds the unit's tensors too, for code outside 
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,11 @@ class Model:
         """The private copy that keeps the code: its parameters are on the meta device. Not to be changed."""
         return self._body.module
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle or a copy splits its module again: instances are bound to the identity of the modules here."""
+        kept = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_body"}
+        return _again, (self.module, kept)
+
     def __repr__(self) -> str:
         sizes = [leaf.numel() for _, leaf in tree.paths(self.params)]
         return f"Model({len(sizes)} leaves, {sum(sizes):,} parameters, units={self.units})"
@@ -154,6 +159,10 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         ignored=tree.nest(tied(out.items())[0]),
         _unmade=tuple(path for path, buffer in buffers.items() if buffer.device.type == "meta"),
     )
+
+
+def _again(module: nn.Module, kept: Mapping[str, Any]) -> Model:
+    return replace(split(module, units=kept["units"]), **kept)
 
 
 def _copied(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[Tensor]) -> nn.Module:

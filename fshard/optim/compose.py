@@ -170,7 +170,11 @@ class clip_value:  # noqa: N801
 
 @dataclass(frozen=True)
 class scale:  # noqa: N801
-    """Multiply gradients by a factor >= 0, or by a function of the step, which counts from 0."""
+    """Multiply gradients by a factor >= 0, or by a function of the step, which counts from 0.
+
+    >>> import fshard as fs
+    >>> opt = fs.optim.chain(scale(0.5), fs.optim.sgd(0.1))
+    """
 
     factor: Rate
 
@@ -186,7 +190,11 @@ class scale:  # noqa: N801
 
 @dataclass(frozen=True)
 class add_decay:  # noqa: N801
-    """Add ``rate * param`` to the gradient: weight decay that passes through whatever follows (L2)."""
+    """Add ``rate * param`` to the gradient: weight decay that passes through whatever follows (L2).
+
+    >>> import fshard as fs
+    >>> opt = fs.optim.chain(add_decay(0.01), fs.optim.sgd(0.1))
+    """
 
     rate: float
 

@@ -43,6 +43,9 @@ class Link:
 
     Raises:
         PlanError: a rate that is not positive, or a negative latency.
+
+    >>> Link(125e6, latency=50e-6)  # 1 Gbit/s
+    Link(bytes_per_s=125000000.0, latency=5e-05)
     """
 
     bytes_per_s: float = math.inf

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fshard import tree
+from fshard.arguments import alike
 from fshard.errors import PlanError, lines
 from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
@@ -65,7 +66,7 @@ def check_specs(
         PlanError: unknown axes, axes used twice, more entries than dims, dims that do not divide, and combinations
             that no layout has; one line a problem.
     """
-    problems = []
+    problems: list[tuple[str, str]] = []
     for path, (at_rest, compute) in specs.items():
         shape = shapes[path]
         read = at_rest.without(data_axes) if compute is None else compute
@@ -74,10 +75,10 @@ def check_specs(
             found = _problems(compute, shape, mesh, read.axes) or _compute_problems(at_rest, compute)
         if not found:
             found = _layout_problems(at_rest, read, data_axes) or _gather_problems(at_rest, read, data_axes, mesh)
-        problems += [f"{path}  {list(shape)}  {at_rest}: {problem}" for problem in found]
+        problems += [(f"{path}  {list(shape)}", f"  {at_rest}: {problem}") for problem in found]
     if problems:
         head = f"{len(problems)} problems with specs on the mesh {dict(mesh.shape)}:"
-        raise PlanError(lines(head, problems, "Mend the rules that give these specs."))
+        raise PlanError(lines(head, alike(problems), "Mend the rules that give these specs."))
 
 
 def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
@@ -86,13 +87,14 @@ def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
     Raises:
         PlanError: a frozen leaf, axes that are no data axes, or a cut that is not one of the leaf's own parts.
     """
-    problems = []
+    problems: list[tuple[str, str]] = []
     for leaf in leaves:
         found = _opt_problems(leaf, mesh, data_axes) if leaf.opt is not None else []
-        problems += [f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}, opt={leaf.opt}: {text}" for text in found]
+        told = [f"  {leaf.at_rest}, opt={leaf.opt}: {text}" for text in found]
+        problems += [(f"{leaf.path}  {list(leaf.shape)}", text) for text in told]
     if problems:
         head = f"{len(problems)} problems with opt= on the mesh {dict(mesh.shape)}:"
-        raise PlanError(lines(head, problems, "Mend the rules that give these specs, or leave opt= out."))
+        raise PlanError(lines(head, alike(problems), "Mend the rules that give these specs, or leave opt= out."))
 
 
 def _opt_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> list[str]:
@@ -127,14 +129,16 @@ def check_kinds(leaves: Iterable[Leaf], rules: Mapping[str, Rule], mesh: Mesh) -
         PlanError: page-locked memory where no device copies from it, optimizer state of what a rule freezes, an update
             on the host of what is all on the device, or ranks that would have to exchange updated parts of host memory.
     """
-    problems = []
+    problems: list[tuple[str, str]] = []
     for leaf in leaves:
         rule = rules[leaf.path]
         if rule.memory_kind or rule.opt_memory_kind or rule.update_on:
-            problems += [f"{leaf.path}  {list(leaf.shape)}: {text}" for text in _kind_problems(leaf, rule, mesh)]
+            problems += [(f"{leaf.path}  {list(leaf.shape)}", f": {text}") for text in _kind_problems(leaf, rule, mesh)]
     if problems:
         head = f"{len(problems)} problems with memory kinds on the mesh {dict(mesh.shape)} of device {mesh.device}:"
-        raise PlanError(lines(head, problems, "Mend the rules that say memory_kind=, opt_memory_kind= or update_on=."))
+        raise PlanError(
+            lines(head, alike(problems), "Mend the rules that say memory_kind=, opt_memory_kind= or update_on=.")
+        )
 
 
 def _kind_problems(leaf: Leaf, rule: Rule, mesh: Mesh) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.arguments import described
+from fshard.arguments import alike, described
 from fshard.errors import PlanError, lines
 from fshard.optim.checks import is_rule
 from fshard.optim.form import Grain, LeafInfo, grain_of, problems_of
@@ -35,12 +35,12 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
         for leaf in group.owned.leaves
         if leaf.trainable
     ]
-    problems += [
-        f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}: {problem}"
+    problems += alike(
+        (f"{leaf.path}  {list(leaf.shape)}", f"  {leaf.at_rest}: {problem}")
         for leaf, grain in grains
         if not problems or len(leaf.shape) > 1 or grain != "matrix"  # else it is named for being no matrix
         for problem in _cut(leaf, grain)
-    ]
+    )
     if problems:
         raise PlanError(
             lines(
