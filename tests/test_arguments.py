@@ -124,6 +124,12 @@ WRONG += [
     (lambda: fs.Checkpointer("a").restore(PLAN, OPT, rules=3), "rules is 3, an int: give a list of"),
     (lambda: list(fs.train_loop(_step(), _state, [], steps=1, checkpoints="a")), "checkpoints is 'a'"),
     (lambda: list(fs.train_loop(_step(), dict, [], steps=1)), "what start.. returned is a dict: give a state"),
+    (lambda: fs.init.normal("0.02"), "std is '0.02', a str: give a number"),
+    (lambda: fs.init.kaiming_normal(mode="in"), "mode='in'.: give 'fan_in'"),
+    (
+        lambda: fs.init_state(PLAN, OPT, init=[(".*", fs.init.xavier_uniform())]),
+        r"these have none:\n  inp\.bias  \[8\]\n  blocks\.0\.bias",
+    ),
     (lambda: fs.random.key("a"), "seed='a'.: a seed is an int"),
     (lambda: fs.random.key(torch.ones(2)), "a seed is an int"),
     (lambda: fs.random.split(3), r"a key is an int64 tensor of shape \[2\], this is int"),

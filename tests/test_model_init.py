@@ -174,7 +174,7 @@ def test_a_tied_leaf_has_its_first_owners_values() -> None:
 
 
 def test_fans_and_bounds_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"\(3,\) has no fan"):
+    with pytest.raises(ValueError, match=r"\[3\] has no fan"):
         init.xavier_uniform()(0, (3,), torch.arange(3))
     with pytest.raises(ValueError, match="a < b"):
         init.trunc_normal(1.0, 2.0, -2.0)

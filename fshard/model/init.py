@@ -15,7 +15,29 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from fshard.arguments import expect
+from fshard.errors import PlanError
 from fshard.model import philox
+
+__all__ = [
+    "Constant",
+    "Initializer",
+    "Normal",
+    "Scaled",
+    "TruncNormal",
+    "Uniform",
+    "ZeroRow",
+    "constant",
+    "kaiming_normal",
+    "kaiming_uniform",
+    "normal",
+    "ones",
+    "trunc_normal",
+    "uniform",
+    "xavier_normal",
+    "xavier_uniform",
+    "zeros",
+]
 
 Mode = Literal["fan_in", "fan_out", "fan_avg"]
 
@@ -145,11 +167,13 @@ def ones() -> Initializer:
 
 def constant(value: float) -> Initializer:
     """All ``value``."""
+    _expect_numbers("constant", value=value)
     return Constant(value)
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
     """Uniform in ``[low, high)``, before rounding to float32."""
+    _expect_numbers("uniform", low=low, high=high)
     return Uniform(low, high)
 
 
@@ -159,37 +183,43 @@ def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
     >>> fill(normal(std=0.02), key=1, shape=(4, 8), index=range(3, 6)).shape
     torch.Size([3])
     """
+    _expect_numbers("normal", std=std, mean=mean)
     return Normal(std, mean)
 
 
 def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float = 0.0) -> Initializer:
     """Normal, cut off at ``a`` and ``b``: values, as in ``torch.nn.init``, and not multiples of ``std``."""
+    _expect_numbers("trunc_normal", std=std, a=a, b=b, mean=mean)
     if not a < b or std <= 0:
-        raise ValueError(f"trunc_normal needs a < b and std > 0, but got std={std}, a={a}, b={b}")
+        raise PlanError(f"trunc_normal needs a < b and std > 0, but got std={std}, a={a}, b={b}")
     made = TruncNormal(std, mean, a, b)
     low, high = made._mass()
     if high - low < 1e-6:
-        raise ValueError(f"trunc_normal: [{a}, {b}] lies too far from mean {mean} for std {std}: it holds no mass")
+        raise PlanError(f"trunc_normal: [{a}, {b}] lies too far from mean {mean} for std {std}: it holds no mass")
     return made
 
 
 def kaiming_uniform(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
     """He et al. 2015, uniform; ``a`` is the negative slope of the leaky ReLU that follows."""
+    _check_fan("kaiming_uniform", mode, a=a)
     return Scaled(math.sqrt(2 / (1 + a * a)), mode, "uniform")
 
 
 def kaiming_normal(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
     """He et al. 2015, normal; ``a`` is the negative slope of the leaky ReLU that follows."""
+    _check_fan("kaiming_normal", mode, a=a)
     return Scaled(math.sqrt(2 / (1 + a * a)), mode, "normal")
 
 
 def xavier_uniform(gain: float = 1.0) -> Initializer:
     """Glorot and Bengio 2010, uniform."""
+    _expect_numbers("xavier_uniform", gain=gain)
     return Scaled(gain, "fan_avg", "uniform")
 
 
 def xavier_normal(gain: float = 1.0) -> Initializer:
     """Glorot and Bengio 2010, normal."""
+    _expect_numbers("xavier_normal", gain=gain)
     return Scaled(gain, "fan_avg", "normal")
 
 
@@ -223,6 +253,16 @@ def fill(
     return out
 
 
+def _expect_numbers(name: str, **given: float) -> None:
+    expect(f"fs.init.{name}", [(key, value, (int, float), "a number") for key, value in given.items()])
+
+
+def _check_fan(name: str, mode: Mode, **given: float) -> None:
+    _expect_numbers(name, **given)
+    if mode not in ("fan_in", "fan_out", "fan_avg"):
+        raise PlanError(f"fs.init.{name}(mode={mode!r}): give 'fan_in', 'fan_out' or 'fan_avg'")
+
+
 def _chunks(index: Tensor | range, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     for start in range(0, len(index), CHUNK):
         part = index[start : start + CHUNK]
@@ -235,6 +275,9 @@ def _chunks(index: Tensor | range, device: torch.device) -> Iterator[tuple[int, 
 def _fan(shape: tuple[int, ...], mode: Mode) -> float:
     """The fan as ``torch.nn.init`` counts it: dim 0 is out, dim 1 is in, the rest is the receptive field."""
     if len(shape) < 2:
-        raise ValueError(f"shape {shape} has no fan: it takes two dims. Use an initializer without a fan.")
+        raise PlanError(
+            f"a leaf of shape {list(shape)} has no fan, which takes two dims. Give such leaves one without, "
+            f'such as init=[(r".*bias", fs.init.zeros()), ...]'
+        )
     fans = {"fan_in": shape[1], "fan_out": shape[0], "fan_avg": (shape[0] + shape[1]) / 2}
     return fans[mode] * math.prod(shape[2:])

@@ -12,7 +12,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
-from fshard.model.init import Initializer, fill
+from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold
 from fshard.runtime.places import place_of
 from fshard.runtime.update import start_shard
@@ -209,7 +209,7 @@ def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -
         paths: the leaves in question; None for all.
 
     Raises:
-        PlanError: a rule that matches nothing.
+        PlanError: a rule that matches nothing, or scales by a fan that a leaf does not have.
     """
     _check_rules(rules)
     out: dict[str, Initializer] = {}
@@ -223,6 +223,11 @@ def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -
     if idle:
         which = "leaf" if paths is None else "missing leaf"
         raise PlanError(lines(f"rules of init= match no {which}:", idle, "Patterns must match a whole path."))
+    shapes = {path: plan.leaves[path].shape for path, initializer in out.items() if isinstance(initializer, Scaled)}
+    flat = [f"{path}  {list(shape)}" for path, shape in shapes.items() if len(shape) < 2]
+    if flat:
+        remedy = 'Give these a rule of their own before it, such as (r".*bias", fs.init.zeros()).'
+        raise PlanError(lines("init= scales values by a fan, which takes two dims, and these have none:", flat, remedy))
     return out
 
 
