@@ -96,15 +96,16 @@ class Run:
     ema: dict[str, Tensor] = field(default_factory=dict)
 
 
-def plain(case: Case) -> Run:
-    """The reference's run."""
+def plain(case: Case, narrow: int = 0) -> Run:
+    """The reference's run; with ``narrow``, cast to bfloat16 as so many ranks do it."""
     module = net()
     rule = case.reference(dict(module.named_parameters()))
     losses = []
     for step in range(STEPS):
         module.zero_grad()
-        loss = loss_of(module, batch(step))
-        loss.backward()
+        loss = _in_bfloat16(module, batch(step), narrow) if narrow else loss_of(module, batch(step))
+        if not narrow:
+            loss.backward()
         if "clip_norm" in case.options:
             nn.utils.clip_grad_norm_(module.parameters(), case.options["clip_norm"])
         rule.step()
@@ -113,22 +114,39 @@ def plain(case: Case) -> Run:
     return Run(losses, {path: leaf.detach().clone() for path, leaf in module.named_parameters()}, ema)
 
 
-def sharded(names: Sequence[str], axes: Any = ((-1,), ("shard",))) -> dict[str, Run]:
+def _in_bfloat16(module: Net, x: Tensor, ranks: int) -> Tensor:
+    """The mean loss of all ranks; gradients of cast leaves are added up in float32, in the order of ranks."""
+    named, losses = dict(module.named_parameters()), []
+    for leaf in named.values():
+        leaf.grad = torch.zeros_like(leaf)
+    for part in x.chunk(ranks):
+        cast = {path: leaf.detach().bfloat16().requires_grad_() for path, leaf in named.items()}
+        loss = loss_of(lambda x, cast=cast: torch.func.functional_call(module, cast, x.bfloat16()), part)  # type: ignore[misc]
+        for leaf, grad in zip(named.values(), torch.autograd.grad(loss, list(cast.values())), strict=True):
+            assert leaf.grad is not None
+            leaf.grad += grad.float() / ranks
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def sharded(names: Sequence[str], axes: Any = ((-1,), ("shard",)), narrow: bool = False) -> dict[str, Run]:
     """On a rank: the runs of these cases."""
     with fs.make_mesh(*axes) as mesh:
-        return {name: run(CASES[name], mesh) for name in names}
+        return {name: run(CASES[name], mesh, narrow) for name in names}
 
 
-def run(case: Case, mesh: fs.Mesh) -> Run:
-    """One case on a mesh."""
+def run(case: Case, mesh: fs.Mesh, narrow: bool = False) -> Run:
+    """One case on a mesh, in float32 or, ``narrow``, in bfloat16."""
     module = net()
     model = fs.split(copy.deepcopy(module), units=("blocks.*",))
     names = mesh.axis_names
-    plan = fs.make_plan(model, mesh, case.rules, batch=P(names[0] if len(names) == 1 else names))
+    cast = torch.bfloat16 if narrow else torch.float32
+    spec, precision = P(names[0] if len(names) == 1 else names), fs.Precision(cast, cast)
+    plan = fs.make_plan(model, mesh, case.rules, batch=spec, precision=precision if narrow else None)
     opt = case.opt()
     state = fs.init_state(plan, opt, params=tree.nest(dict(module.named_parameters())))
     step = fs.make_train_step(
-        lambda params, x: loss_of(lambda x: model.apply(params, x), x), opt, plan, **dict(case.options)
+        lambda params, x: loss_of(lambda x: model.apply(params, x.to(cast)), x), opt, plan, **dict(case.options)
     )
     losses = []
     for number in range(STEPS):

@@ -18,18 +18,20 @@ def reference(name: str) -> Run:
     return optims.plain(CASES[name])
 
 
-def departures(name: str, got: Run) -> list[str]:
-    """Where a run is not the reference's."""
-    want = reference(name)
+def departures(name: str, got: Run, narrow: int = 0) -> list[str]:
+    """Where a run is not the reference's, or not that of the same casts on so many ranks."""
+    want = optims.plain(CASES[name], narrow) if narrow else reference(name)
+    # Muon makes 1e-2 of a relative change of 1e-7 here, in one process too: small directions count like large ones.
+    near = 2e-2 if narrow and name.startswith("muon") else TOLERANCE
     out = [
         f"{name}: loss {i}: {a} for {b}"
         for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True))
-        if not abs(a - b) <= TOLERANCE
+        if not abs(a - b) <= near
     ]
     for kind, mine, theirs in (("params", got.params, want.params), ("ema", got.ema, want.ema)):
         assert mine.keys() == theirs.keys(), (name, kind)
         gaps = {path: (mine[path] - theirs[path]).abs().max().item() for path in theirs}
-        out += [f"{name}: {kind} {path} by {gap:.1e}" for path, gap in gaps.items() if not gap <= TOLERANCE]
+        out += [f"{name}: {kind} {path} by {gap:.1e}" for path, gap in gaps.items() if not gap <= near]
     return out
 
 
@@ -53,6 +55,14 @@ def test_one_rank_equals_plain_pytorch(name: str) -> None:
 def test_ranks_equal_plain_pytorch(pool: Pools, world: int) -> None:
     ranks = pool(world).run(optims.sharded, optims.ONE_AXIS, timeout=110.0)
     problems = [line for name in optims.ONE_AXIS for line in departures(name, ranks[0][name])]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_in_bfloat16_equal_plain_pytorch(pool: Pools, world: int) -> None:
+    ranks = pool(world).run(optims.sharded, optims.ONE_AXIS, ((-1,), ("shard",)), True, timeout=250.0)
+    problems = [line for name in optims.ONE_AXIS for line in departures(name, ranks[0][name], world)]
     assert not problems, "\n".join(problems)
 
 
