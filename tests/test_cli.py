@@ -27,6 +27,22 @@ LEAVES: dict[str, Any] = {
 RULES = [(".*", fs.fsdp("data"))]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--version"], rf"^fshard {re.escape(fs.__version__)}\n$"),
+        (["--help"], r"--version(?s:.*)commands:(?s:.*)look at, verify and convert checkpoints"),
+        (["ckpt", "--help"], r"Look at(?s:.*)ls +List the steps(?s:.*)Exit status: 0; 1 if"),
+        (["ckpt", "verify", "--help"], "the step; all of them by default"),
+        (["ckpt", "show", "--help"], "the step; the newest by default"),
+    ],
+)
+def test_what_the_command_says_of_itself(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0 and re.search(says, capsys.readouterr().out)
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """Steps 0 and 3 of two ranks."""

@@ -27,7 +27,7 @@ from fshard.state.entries import entries
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """The subcommands and their arguments."""
-    commands = parser.add_subparsers(required=True, metavar="ls|show|verify|convert|diff")
+    commands = parser.add_subparsers(required=True, title="commands", metavar="ls|show|verify|convert|diff")
 
     def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
@@ -42,7 +42,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     convert = add("convert", run_convert, "Write a step in another form, or a folder of others as a step.")
     for command in (show, verify, convert):
         command.add_argument("dir", help=where)
-        command.add_argument("--step", type=int, help="the step; the newest by default")
+        default = "all of them" if command is verify else "the newest"
+        command.add_argument("--step", type=int, help=f"the step; {default} by default")
     show.add_argument("--match", default=".*", help="a regular expression on whole names of tensors")
     convert.add_argument("out", help="a file that ends in .safetensors, or a folder of checkpoints")
     convert.add_argument("--ranks", type=int, default=1, help="for a folder: cut for this many ranks")

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 from fshard.cli import ckpt
 from fshard.errors import ShardError
+from fshard.version import VERSION
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands."""
     root = argparse.ArgumentParser(prog="fshard", description="Tools for fshard's files.")
-    tools = root.add_subparsers(required=True, metavar="ckpt")
-    ckpt.add_commands(tools.add_parser("ckpt", help="look at, verify and convert checkpoints"))
+    root.add_argument("--version", action="version", version=f"fshard {VERSION}")
+    tools = root.add_subparsers(required=True, title="commands", metavar="ckpt")
+    text = "look at, verify and convert checkpoints"
+    ends = "Exit status: 0; 1 if what was looked at differs, or is damaged; 2 if it could not be done."
+    ckpt.add_commands(tools.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", epilog=ends))
     return root
 
 
