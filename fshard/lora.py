@@ -233,7 +233,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
         wide = torch.promote_types(entry.dtype, torch.float32)
         for begin, end, part in _deltas(entry.piece, a.to(wide), b.to(wide), alpha / a.shape[-2]):
             own = entry.tensor[begin:end]
-            own.copy_(own.to(wide) + part)
+            own.copy_(own.to(wide) + part.to(own.device))  # weights may be kept in host memory
         by_path[path + adapted.B].tensor.zero_()
     return new
 

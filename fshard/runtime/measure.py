@@ -42,7 +42,8 @@ def common(lanes: Lanes, rates: Rates, needs: tuple[Need, ...]) -> tuple[Rates, 
 def _compute(plan: Plan) -> float:
     device = plan.mesh.device
     size = 4096 if device.type == "cuda" else 512
-    dtype = max(plan.groups, key=lambda group: group.numel).compute_dtype if plan.groups else torch.float32
+    floating = [group for group in plan.groups if group.compute_dtype.is_floating_point]
+    dtype = max(floating, key=lambda group: group.numel).compute_dtype if floating else torch.float32
     x = torch.ones(size, size, dtype=dtype, device=device)
     out = torch.empty_like(x)
     return float(2 * size**3 / _best(lambda: torch.mm(x, x, out=out), device))

@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """Leaves of one unit with equal (axes, dtype, trainable, kind): one flat buffer, the grain of communication.
+    """Leaves of one unit that rules treat alike: one flat buffer, the grain of communication.
 
     Attributes:
         name: the unit's name, with ``/1``, ``/2``... for its further groups.
