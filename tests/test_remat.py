@@ -229,3 +229,25 @@ def test_autocast_is_that_of_the_call() -> None:
 def test_recomputation_is_no_second_use_of_a_key() -> None:
     with fs.random.checked():
         F.grad(scalar(fs.remat(body)))(P, X)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda p, x: x + p, lambda p, x: x * 1, lambda p, x: torch.nn.functional.silu(x * p), lambda p, x: (x + p, x + p)],
+    ids=["sum", "one input", "silu", "twice"],
+)
+def test_derivatives_that_are_what_came_in(fn: Any) -> None:
+    """The gradient of a sum is the gradient that came; and forward derivatives need formulas that have some."""
+
+    def loss(f: Any) -> Any:
+        return lambda p, x: sum(out.square().sum() for out in tree.leaves(f(p, x)))
+
+    p, x = P["b"], X[0]
+    for transform in (
+        lambda f: F.grad(f, (0, 1))(p, x),
+        lambda f: F.jvp(lambda p: F.grad(f, (0, 1))(p, x), (p,), (x,))[1],
+        lambda f: F.vjp(lambda p: F.grad(f, (0, 1))(p, x), p)[1]((x, p)),
+        lambda f: F.grad(lambda p: F.jvp(lambda p: f(p, x), (p,), (x,))[1])(p),
+        lambda f: F.vmap(lambda x: F.jvp(lambda p: F.grad(f)(p, x), (p,), (p,))[1])(X),
+    ):
+        torch.testing.assert_close(transform(loss(fs.remat(fn))), transform(loss(fn)))

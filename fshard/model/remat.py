@@ -110,10 +110,10 @@ class Remat(torch.autograd.Function):
     def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute, and keep nothing."""
         if not call.watched:
-            return call(*tensors)
+            return _own(call(*tensors), tensors)
         detached = [tensor.detach() for tensor in tensors]
         with Watch():
-            return call(*detached)
+            return _own(call(*detached), detached)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -158,10 +158,7 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         args, kwargs = tree.unflatten(spec, filled)
         outs, out_spec = tree.flatten(fn(*args, **kwargs))
         result[:] = [[_TENSOR if isinstance(out, Tensor) else out for out in outs], out_spec]
-        # A Function's results are its own: an input that is returned as it stands would lose its gradient.
-        same = [any(out is tensor for tensor in given) for out in outs]
-        found = zip(outs, same, strict=True)
-        return tuple(out.view_as(out) if alike else out for out, alike in found if isinstance(out, Tensor))
+        return tuple(out for out in outs if isinstance(out, Tensor))
 
     tensors_at = list(tensors)
     with _unchanged_generators():
@@ -174,11 +171,19 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 _TENSOR = object()
 
 
+def _own(outs: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A Function's results are its own: an input that is returned as it stands would lose its gradient."""
+    return tuple(out.view_as(out) if any(out is tensor for tensor in given) else out for out in outs)
+
+
 def _vjp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor) -> tuple[Tensor, ...]:
     """The gradients of the wanted tensors among ``args[:count]``; ``args[count:]`` are those of the results."""
     of = _restricted(call, args[:count], wanted, places)
     pull = torch.func.vjp(of, *(args[i] for i in wanted))[1]
-    grads: tuple[Tensor, ...] = pull(args[count:])
+    # Only where a graph is made, autograd takes formulas that have a forward derivative.
+    stack = _functorch.get_interpreter_stack() or ()
+    forward = any(level.key() == _functorch.TransformType.Jvp for level in stack)
+    grads: tuple[Tensor, ...] = pull(args[count:], create_graph=forward or torch.is_grad_enabled())
     return grads
 
 
