@@ -82,7 +82,7 @@ class Plain:
         return self.row(F.gelu(self.column(x, p["up"])), p["down"]), x.new_zeros(())
 
     def loss(self, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, w).flatten(0, 1), y.flatten())
+        return F.cross_entropy(F.linear(x, w).flatten(0, 1).float(), y.flatten())
 
     rules: Sequence[Any] = [(".*", fs.fsdp("shard"))]
 
@@ -274,6 +274,7 @@ class Config:
     debug: bool = True
     compile: str | None = None
     remat: str | None = None
+    compute: torch.dtype = torch.float32
 
 
 def train(case: Case, configs: Sequence[Config]) -> list[tuple[list[float], list[float], dict[str, Tensor], list[str]]]:
@@ -286,7 +287,8 @@ def _train(case: Case, config: Config, mesh: fs.Mesh) -> Any:
     kit = case.kit()
     kit.aux = config.accumulate == 1
     start = tree.nest(whole(case.moe))
-    plan = fs.make_plan(start, mesh, kit.rules, batch=case.batch, units=("embed", "blocks.*", "head"))
+    units, precision = ("embed", "blocks.*", "head"), fs.Precision(compute=config.compute)
+    plan = fs.make_plan(start, mesh, kit.rules, batch=case.batch, units=units, precision=precision)
     opt = fs.optim.sgd(**SGD)
     state = fs.init_state(plan, opt, params=start)
     step = fs.make_train_step(
@@ -314,18 +316,20 @@ def _train(case: Case, config: Config, mesh: fs.Mesh) -> Any:
 
 
 @functools.cache
-def expected(kind: str, aux: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """One plain process on the global batch, with torch.optim.SGD."""
+def expected(
+    kind: str, aux: bool, compute: torch.dtype = torch.float32
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """One plain process on the global batch, with torch.optim.SGD. It computes with casts of its parameters."""
     case = Case(kind, (1,), ("shard",))
     kit = case.plain()
     kit.aux = aux
     params = {path: leaf.requires_grad_() for path, leaf in whole(case.moe).items()}
-    loss_fn, nested = program(kit), tree.nest(params)
+    loss_fn = program(kit)
     rule = torch.optim.SGD(params.values(), **SGD)
     losses, norms = [], []
     for number in range(STEPS):
         rule.zero_grad()
-        loss = loss_fn(nested, batch(number))
+        loss = loss_fn(tree.nest({path: leaf.to(compute) for path, leaf in params.items()}), batch(number))
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(params.values(), float("inf")).item())
         rule.step()

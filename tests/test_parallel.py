@@ -1,9 +1,10 @@
 """Tensor, sequence, expert and context parallel training equals one plain PyTorch process, on every kind of mesh."""
 
 import pytest
+import torch
 
 import fshard as fs
-from tests.parallel_cases import Case, Config, differences, train
+from tests.parallel_cases import Case, Config, differences, expected, train
 from tests.workers import Pools
 
 PLAIN = Config()
@@ -57,6 +58,17 @@ def test_training_equals_one_process_under_every_schedule(pool: Pools, case: Cas
     assert not differences(case, MANY, ranks)
     alike = [run[:2] for run in ranks[0][:2]]
     assert alike[0] == alike[1], "values change with the schedule"
+
+
+@pytest.mark.parametrize(
+    "case", [FOUR[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*TWO, *FOUR[1:]))], ids=name
+)
+def test_training_in_bfloat16_equals_the_same_casts_in_one_process(pool: Pools, case: Case) -> None:
+    """As far as sums of rounded parts can: a token that other experts get, or none, is a jump."""
+    want = expected(case.kind, True, torch.bfloat16)[0]
+    for ((losses, _, _, problems),) in pool(2 if case in TWO else 4).run(train, case, [Config(compute=torch.bfloat16)]):
+        assert not problems
+        assert losses == pytest.approx(want, abs=0.05 if case.moe else 0.01)
 
 
 @pytest.mark.parametrize("case", [EIGHT[0], EIGHT[2]], ids=name)
