@@ -69,11 +69,8 @@ class GPT(nn.Module):
     def __init__(self, args: Namespace) -> None:
         super().__init__()
         width, capacity = args.width, args.capacity or None
-        self.embed, self.place, self.norm = (
-            nn.Embedding(256, width),
-            nn.Embedding(args.context, width),
-            nn.RMSNorm(width),
-        )
+        self.embed, self.place = nn.Embedding(256, width), nn.Embedding(args.context, width)
+        self.norm = nn.RMSNorm(width)
         experts = [Experts(width, args.experts, args.choices, capacity) for _ in range(args.depth)]
         self.blocks = nn.ModuleList(Block(width, width // 32, one) for one in experts)
 

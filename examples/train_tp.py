@@ -32,11 +32,8 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, cut: int | None) -> None:
         super().__init__()
         self.cut, self.norm1, self.norm2 = cut, nn.RMSNorm(width), nn.RMSNorm(width)
-        self.heads, self.qkv, self.out = (
-            heads,
-            nn.Linear(width, 3 * width, bias=False),
-            nn.Linear(width, width, bias=False),
-        )
+        self.heads, self.qkv = heads, nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -62,11 +59,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         place = torch.arange(tokens.shape[1], device=tokens.device).float()
         angle = torch.outer(place, 10000 ** -torch.arange(0, 1, 2 / self.head_width, device=tokens.device))
-        x, cos, sin = (
-            parallel.vocab_embedding(tokens, self.embed.weight, sequence_dim=self.cut),
-            angle.cos(),
-            angle.sin(),
-        )
+        cos, sin = angle.cos(), angle.sin()
+        x = parallel.vocab_embedding(tokens, self.embed.weight, sequence_dim=self.cut)
         for block in self.blocks:
             x = block(x, cos, sin)
         return parallel.column_linear(norm(x, self.norm.weight, self.cut), self.embed.weight, sequence_dim=self.cut)
