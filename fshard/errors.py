@@ -321,13 +321,14 @@ def different_microbatches() -> LossError:
     )
 
 
-def unlike_losses(kinds: Sequence[tuple[bool, int]]) -> LossError:
+def unlike_losses(kinds: Sequence[tuple[bool, int, int]]) -> LossError:
     """Ranks whose functions return different kinds of things."""
     rows = [
         f"rank {rank}: {'an fs.Mean' if weighted else 'no fs.Mean'} for a loss, and {means} other numbers to average"
-        for rank, (weighted, means) in enumerate(kinds)
+        f"{f', whose names hash to {names:08x}' if means else ''}"
+        for rank, (weighted, means, names) in enumerate(kinds)
     ]
-    remedy = "Return the same kinds on every rank; nothing was updated and the state can be used again."
+    remedy = "Return the same, by the same names, on every rank; nothing was updated and the state can be used again."
     return LossError(lines("the function returned different things on different ranks:", rows, remedy))
 
 

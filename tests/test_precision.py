@@ -280,6 +280,19 @@ def test_norms_of_short_dtypes(dtype: torch.dtype, clip: Any, update: str) -> No
         torch.testing.assert_close(state.params["w"].view(4, 4), (-x.double() / want).to(dtype), rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_parts_of_a_loss_in_bfloat16(parts: int) -> None:
+    """A third has no bfloat16: gradients of a loss in bfloat16 are still those of the mean, to float32's digits."""
+    params, x = {"w": torch.zeros(4)}, torch.arange(4.0 * parts).view(parts, 4)
+    bf16 = fs.Precision(torch.bfloat16, torch.bfloat16)
+    plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [("w", fs.fsdp("shard"))], precision=bf16)
+    opt = fs.optim.sgd(1.0)
+    step = fs.make_train_step(lambda p, x: (p["w"] * x.bfloat16()).sum(), opt, plan, accumulate=parts)
+    state, metrics = step(fs.init_state(plan, opt, params=params), x)
+    torch.testing.assert_close(state.params["w"], -x.mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(metrics.grad_norm, x.mean(0).norm(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("rule", [fs.optim.sgd(0.1, momentum=0.5), fs.optim.adamw(0.1)])
 def test_clipping_where_plain_tensors_are_float64(rule: Any) -> None:
     """Kernels take the factor as one float32 number, whatever the default dtype is."""

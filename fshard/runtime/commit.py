@@ -18,14 +18,15 @@ has failed, most likely because another rank's program is over."""
 
 @dataclass(frozen=True)
 class Tally:
-    """What one rank brings to the vote, summed over its microbatches."""
+    """What one rank brings to the vote, summed over its microbatches. ``means``: how many other numbers are to be
+    averaged, and a hash of their names, without which numbers of different names would be averaged together."""
 
     status: int = OK
     sumsq: float = 0.0
     total: float = 0.0
     count: float = 0.0
     weighted: bool = False
-    means: int = 0
+    means: tuple[int, int] = (0, 0)
     stop: bool = False
 
 
@@ -69,21 +70,21 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
         copies: how many ranks work on the same part.
         divided: what gradients were divided by: the parts, unless the loss was scaled or float16 needs otherwise.
     """
-    mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted), float(tally.means)]
-    mine.append(float(tally.stop))
+    mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted)]
+    mine += [*map(float, tally.means), float(tally.stop)]
     rows = [mine]
     if lane.size > 1:
         rows = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     status = tuple(int(row[0]) for row in rows)
-    if not any(status) and len({(row[4], row[5]) for row in rows}) > 1:
-        raise unlike_losses([(bool(row[4]), int(row[5])) for row in rows])
+    if not any(status) and len({tuple(row[4:7]) for row in rows}) > 1:
+        raise unlike_losses([(bool(row[4]), int(row[5]), int(row[6])) for row in rows])
     sumsq, total, count = (math.fsum(row[i] for row in rows) for i in (1, 2, 3))
     loss = total / count if count else math.nan
     scale, elements = divided / parts, 0.0
     if any(row[4] for row in rows):
         scale, elements = divided * copies / count if count else math.nan, count
     norm = scale * math.sqrt(sumsq) if sumsq >= 0 else math.nan
-    return Verdict(status, loss, norm, scale, any(row[6] for row in rows), elements)
+    return Verdict(status, loss, norm, scale, any(row[7] for row in rows), elements)
 
 
 def average(lane: Lane, means: Sequence[Mean]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What float16 needs: gradients divided so that they neither vanish nor overflow, and a scaled loss."""
+"""What short dtypes need: gradients divided so that none vanishes, overflows or is rounded; a scaled loss."""
 
 import math
 import warnings
@@ -19,8 +19,11 @@ def divisor_of(plan: Plan, parts: int, in_backward: bool) -> float:
     trained = [group for group in plan.groups if group.trainable]
     summed = any(group.dtype == torch.float16 for group in trained)
     narrow = any(torch.float16 in (group.compute_dtype, group.reduce_dtype) for group in trained)
-    # An update in the backward takes sums as they come, so that they must be gradients of the mean.
-    return divisor((narrow or summed) and not in_backward, summed, parts)
+    if in_backward:  # the update takes sums as they come, so that they must be gradients of the mean
+        return float(parts)
+    if any(torch.bfloat16 in (group.dtype, group.compute_dtype) for group in trained) and not (narrow or summed):
+        return 2.0 ** math.floor(math.log2(parts))  # a loss in bfloat16 would round the third of three ranks by 0.2 %
+    return divisor(narrow or summed, summed, parts)
 
 
 def overflowed(rule: LossScale | None, scale: Scale | None, verdict: Verdict) -> bool:

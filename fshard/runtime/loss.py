@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -99,6 +100,15 @@ def detached(value: Any) -> Any:
 def means_of(aux: Any) -> list[Mean]:
     """The ``Mean`` leaves of auxiliary values, in order."""
     return [leaf for leaf in tree.leaves(aux) if isinstance(leaf, Mean)]
+
+
+def fingerprint(aux: Any) -> tuple[int, int]:
+    """How many ``Mean`` leaves auxiliary values have, and a hash of their names."""
+    leaves = tree.leaves(aux)
+    if not any(isinstance(leaf, Mean) for leaf in leaves):
+        return 0, 0
+    named = [name for name, leaf in zip(tree.names(aux, ""), leaves, strict=True) if isinstance(leaf, Mean)]
+    return len(named), crc32("\n".join(named).encode())
 
 
 def as_means(result: Any) -> Any:

@@ -27,7 +27,7 @@ from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Tally, vote
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.float16 import divisor_of
 from fshard.runtime.interrupts import Shield
-from fshard.runtime.loss import as_means, check_differentiable, detached, means_of, number, read_loss
+from fshard.runtime.loss import as_means, check_differentiable, detached, fingerprint, number, read_loss
 from fshard.runtime.prepare import Prepared, Workshop
 from fshard.runtime.trace import Found, GlueWatch, trace
 from fshard.runtime.update import Shard, Update
@@ -340,12 +340,11 @@ class Runner:
 
     def _tally(self, prepared: Prepared, work: Work, outcome: Outcome) -> Tally:
         if not self.workshop.train:  # all ranks average as many numbers, or none does
-            return Tally(OK, means=len(means_of(as_means(outcome.aux))))
+            return Tally(OK, means=fingerprint(as_means(outcome.aux)))
         prepared.actions.settle_gradients()
         # The only reads of the device in a step: until here the host runs ahead of it.
         total, count = (sum(map(number, column)) for column in zip(*outcome.losses, strict=True))
-        means = sum(map(len, map(means_of, outcome.aux)))
-        return Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted, means, work.stop)
+        return Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted, fingerprint(outcome.aux), work.stop)
 
 
 def _spec(values: Any) -> Any:

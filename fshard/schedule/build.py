@@ -8,8 +8,8 @@ what it read, unless the next window reads it again; reduce the gradients that i
 
 A gradient shard that has replicas is summed over them as soon as it has collected its last microbatch, and waited
 for as late as can be: before the commit, or where more than ``reduces`` other sums would be in flight. Its reduction
-is collected when the next one begins, however many may be in flight: the sum takes the slower link, and every
-compute that it begins later by is one more in which that link is idle. Groups of
+is collected when the next one begins, however many may be in flight, unless an older one is that no sum follows: the
+sum takes the slower link, and every compute that it begins later by is one more in which that link is idle. Groups of
 which each rank updates but a part come first of all: their updates, and the sending of what they changed, stand at the
 begin of the step in the order of use, and are waited for where the group is first gathered or read. That is at most
 one compute ahead: a gather that runs further ahead would keep compute waiting for what a later unit reads. Complete

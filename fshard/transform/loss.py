@@ -28,7 +28,7 @@ from fshard.runtime.batch import check_device, digest, leading_dims
 from fshard.runtime.comm import Lane, LocalTransport, exchange, exchange_text
 from fshard.runtime.commit import CUT, FAILED, OK
 from fshard.runtime.executor import diverged
-from fshard.runtime.loss import Loss, Mean, means_of, read_loss
+from fshard.runtime.loss import Loss, Mean, fingerprint, means_of, read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import Resharding, Versions, gather_all
 
@@ -237,20 +237,20 @@ def _agree(lane: Lane, place: str, loss: Loss | None, batch: Any, failure: Excep
             raise failure
         return
     dims = leading_dims(batch)
-    weighted, means = loss is not None and loss.count is not None, len(means_of(loss.aux)) if loss else 0
+    weighted, means = loss is not None and loss.count is not None, fingerprint(loss.aux) if loss else (0, 0)
     plain = loss is not None and not weighted
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-    mine = [status, digest(place), weighted, means, digest(dims) if plain else 0, dims[0] if dims else -1]
+    mine = [status, digest(place), weighted, *means, digest(dims) if plain else 0, dims[0] if dims else -1]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = exchange(lane, torch.tensor([int(x) for x in mine])).tolist()
         if any(row[0] for row in rows):
             raise_failure(lane, failure, [row[0] for row in rows], status)
         if any(row[1] != rows[0][1] for row in rows):
             raise diverged(exchange_text(lane, place))
-    if any(row[2:4] != rows[0][2:4] for row in rows):
-        raise unlike_losses([(bool(row[2]), row[3]) for row in rows])
-    if any(row[4] != rows[0][4] for row in rows):
-        raise uneven_rows([row[5] for row in rows])
+    if any(row[2:5] != rows[0][2:5] for row in rows):
+        raise unlike_losses([(bool(row[2]), row[3], row[4]) for row in rows])
+    if any(row[5] != rows[0][5] for row in rows):
+        raise uneven_rows([row[6] for row in rows])
 
 
 def _written(what: list[str]) -> UnitError:
