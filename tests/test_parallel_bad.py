@@ -279,6 +279,17 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_tokens_without_such_a_dim(shape: tuple[int, ...]) -> None:
+    tokens, end = torch.zeros(shape).long(), len(shape)
+    with c.use_mesh(fs.make_mesh((1,), ("tp",))):
+        for dim in range(-end, end):
+            assert parallel.vocab_embedding(tokens, torch.ones(4, 2), sequence_dim=dim).shape == (*shape, 2)
+        for dim in (-end - 1, end):
+            with pytest.raises(errors.CollectiveError, match=rf"sequence_dim: dim={dim} of a tensor of shape"):
+                parallel.vocab_embedding(tokens, torch.ones(4, 2), sequence_dim=dim)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_that_cannot_be(name: str) -> None:
     call, says = CALLS[name]

@@ -197,3 +197,11 @@ def test_differentiable_updates(opt: Any, plain: Any) -> None:
     slope = F.jvp(adapted, (shards,), (fs.shard(cases.directions(), plan),))[1]
     gradient = F.grad(adapted)(shards)
     assert torch.allclose(slope, fs.tree_vdot(gradient, fs.shard(cases.directions(), plan), plan), rtol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_short_dtypes_have_the_digits_of_float32(dtype: torch.dtype) -> None:
+    params = {"w": torch.full((1001,), 300.0, dtype=dtype), "b": torch.ones(3)}
+    plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    assert fs.tree_vdot(params, params, plan).item() == pytest.approx(1001 * 90000 + 3, rel=1e-6)
+    assert fs.tree_norm(params, plan).item() == pytest.approx((1001 * 90000 + 3) ** 0.5, rel=1e-7)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fshard import collectives
+from fshard.collectives.build import dim_of
 from fshard.collectives.linear import is_fake
 from fshard.errors import PlanError
 from fshard.parallel.checks import check_cut
@@ -32,7 +33,7 @@ def vocab_embedding(
 
     Raises:
         PlanError: inside of a step, the plan does not cut the weight that way; or a token is not in the vocabulary.
-        CollectiveError: the axis does not divide ``sequence_dim``.
+        CollectiveError: ``tokens`` have no ``sequence_dim``, or the axis does not divide it.
 
     >>> import torch, fshard as fs
     >>> one = fs.make_mesh((1,), ("tp",))
@@ -48,7 +49,7 @@ def vocab_embedding(
     found = F.embedding(torch.where(here, local, 0), weight) * here.unsqueeze(-1)
     if sequence_dim is None:
         return collectives.psum(found, axis, mesh=mesh)  # type: ignore[no-any-return]
-    dim = sequence_dim % tokens.dim()
+    dim = dim_of(tokens, sequence_dim, "vocab_embedding, sequence_dim") - 1  # from the end; there is one more
     return collectives.psum_scatter(found, axis, dim=dim, tiled=True, mesh=mesh)  # type: ignore[no-any-return]
 
 

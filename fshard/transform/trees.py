@@ -21,7 +21,7 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     """The inner product of two trees of shards: that of the whole tensors, equal on all ranks.
 
     Sharded leaves are summed over the ranks that hold their parts; replicated ones count once. Leaves of integer dtype
-    are left out.
+    are left out; those of bfloat16 and float16 are multiplied and added up in float32.
 
     Args:
         a, b: trees of shards, such as ``state.params`` or gradients.
@@ -44,7 +44,8 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
         for leaf in group.leaves:
             if leaf.dtype.is_floating_point:
                 pair = (left[leaf.path].to(plan.mesh.device), right[leaf.path].to(plan.mesh.device))
-                dot = (pair[0] * pair[1]).sum()
+                wide = torch.promote_types(torch.promote_types(pair[0].dtype, pair[1].dtype), torch.float32)
+                dot = (pair[0].to(wide) * pair[1].to(wide)).sum()
                 sums[axes] = sums[axes] + dot if axes in sums else dot
     if not sums:
         raise TreeError("no leaf of the plan is floating-point, so there is nothing to multiply")
