@@ -68,7 +68,7 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
         tally: this rank's.
         parts: microbatches of the global batch, over ranks and accumulation.
         copies: how many ranks work on the same part.
-        divided: what gradients were divided by: the parts, unless the loss was scaled or float16 needs otherwise.
+        divided: what gradients were divided by: the parts, unless the loss was scaled or a short dtype needs otherwise.
     """
     mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted)]
     mine += [*map(float, tally.means), float(tally.stop)]
