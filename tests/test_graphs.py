@@ -367,3 +367,25 @@ def test_gradients_with_other_strides() -> None:
 def test_unknown_backends_are_refused() -> None:
     with pytest.raises(PlanError, match="compile='xla' must be None, 'fx' or 'inductor'"):
         step_of(lambda params, x: x.sum(), params_of("a"), compile="xla")
+
+
+@fs.unit
+def turned(p: Any, x: Tensor) -> Tensor:
+    """A rotary embedding by complex numbers, whose derivatives multiply by conjugates."""
+    angles = torch.polar(torch.ones(3), torch.arange(3.0))
+    pairs = torch.view_as_complex((x @ p["w"]).unflatten(1, (3, 2))) * angles
+    return torch.view_as_real(pairs).flatten(1) + p["b"]
+
+
+def test_conjugates_are_no_views_that_change_nothing() -> None:
+    unit = fs.unit(lambda p, z: torch.view_as_real((z @ p["w"].to(z.dtype)).conj() * z.imag).sum((1, 2)) * p["b"].sum())
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        y = turned(params["b"], turned(params["a"], x))
+        z = torch.complex(y, x)
+        return unit(params["c"], z).square().sum() + unit(params["c"], z.conj()).sum() + y.square().mean()
+
+    params = params_of("a", "b", "c")
+    params["c"]["b"] = torch.ones(6)
+    text = _both(loss, params, [rows(n) / 10 for n in range(3)])
+    assert text.count("graph") == 3 and "conjugated or negated lazily" in text

@@ -13,6 +13,7 @@ from fshard import tree
 from fshard.errors import TransformError
 from fshard.model.unit import Unit
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
+from fshard.runtime.graphs.partition import lazy
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host
 from fshard.runtime.graphs.trace import PLAIN, Meta, Source, Untraceable, meta_of
 from fshard.runtime.remat import Remat
@@ -182,6 +183,8 @@ class Graphs:
         odd = [x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)]
         if odd:
             name = type(odd[0]).__name__
+            if isinstance(odd[0], Tensor) and any(lazy(odd[0])):
+                return "an argument is conjugated or negated lazily (call resolve_conj() or resolve_neg() on it)"
             hint = " (call models of transformers with use_cache=False)" if name.endswith("Cache") else ""
             return f"an argument is a {name}, neither a plain tensor nor a plain Python value{hint}"
         grad = torch.is_grad_enabled()
@@ -210,14 +213,20 @@ def _meta(x: Tensor, grad: bool) -> Meta:
 
 def _ordinary(x: Any) -> bool:
     """Whether a value is a tensor like any other."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
+        return False
+    return not (x.is_conj() or x.is_neg())
 
 
 def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Key) -> tuple[Sequence[Tensor], Key]:
     """The tensors among the arguments of a call, and all that its graph depends on."""
     flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None, *_settings())
     positional, keywords = args
-    if not keywords and all([type(x) is Tensor and x.layout is torch.strided for x in positional]):
+    if (
+        not keywords
+        and all([type(x) is Tensor and x.layout is torch.strided for x in positional])
+        and not any([x.is_conj() or x.is_neg() for x in positional])
+    ):
         shapes = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in positional]
         return positional, (function, *shapes, flags)
     values, spec = tree.flatten(args)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard.runtime.graphs.partition import ATEN, Halves, is_view, value, watched
+from fshard.runtime.graphs.partition import ATEN, Halves, is_view, lazy, value, watched
 
 TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
 """Ops that can write their result right into a gradient, with the same bits: they have a kernel for ``out=``."""
@@ -156,7 +156,9 @@ def _root(grad: fx.Node, joint: Any) -> fx.Node | None:
         node = node.args[0]  # type: ignore[assignment]
     whole = value(node)
     fits = node.target in TARGETS and len(node.users) == 1 and results.count(grad) == 1 and node not in joint.forward
-    alike = fits and whole.is_contiguous() and value(grad).is_contiguous() and whole.numel() == value(grad).numel()
+    if not fits or value(grad).dtype != whole.dtype or lazy(value(grad)) != lazy(whole):
+        return None
+    alike = whole.is_contiguous() and value(grad).is_contiguous() and whole.numel() == value(grad).numel()
     return node if alike else None
 
 

@@ -66,6 +66,8 @@ class Graph:
 
     def variant(self, grads: Sequence[Tensor | None]) -> tuple[Variant, Sequence[Tensor | None]]:
         """The backward for these gradients, traced at the first time; and the gradients in the form that it takes."""
+        if any([grad is not None and (grad.is_conj() or grad.is_neg()) for grad in grads]):
+            grads = [None if grad is None else grad.resolve_conj().resolve_neg() for grad in grads]
         pattern = tuple([None if grad is None else grad.stride() for grad in grads])
         if pattern not in self.variants:
             self.variants[pattern] = self._variant(pattern)

@@ -190,7 +190,13 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         and a.stride() == b.stride()
         and a.storage_offset() == b.storage_offset()
         and a.dtype == b.dtype
+        and lazy(a) == lazy(b)
     )
+
+
+def lazy(x: Tensor) -> tuple[bool, bool]:
+    """Whether a tensor's memory is to be read as conjugated, and as negated: a view can differ in this alone."""
+    return x.is_conj(), x.is_neg()
 
 
 def _shorten(node: fx.Node) -> None:
