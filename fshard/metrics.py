@@ -15,11 +15,11 @@ from fshard.runtime.loss import Mean, as_means, means_of
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a train step tells about itself. Tensors are 0-dim float32, equal on all ranks.
+    """What a train step tells about itself. Tensors are 0-dim, float32 or wider, equal on all ranks.
 
     Attributes:
-        loss: the mean over the global batch, before the update.
-        grad_norm: the norm of the gradient over all leaves, before clipping.
+        loss: the mean over the global batch, before the update; float64 where the loss is.
+        grad_norm: the norm of the gradient over all leaves, before clipping; float64 where a trained leaf is.
         aux: what the loss function returned beside the loss. ``fs.Mean`` leaves are global means; other leaves are
             this rank's own, stacked along a new first dim if the step has several microbatches (a list if their shapes
             differ).
@@ -39,7 +39,8 @@ def combine_aux(lane: Lane, parts: Sequence[Any]) -> Any:
     """The auxiliary values of all microbatches and, where they are means, of all ranks."""
     if not parts or not tree.leaves(parts[0]):
         return parts[0] if parts else {}
-    means = iter(average(lane, [_sum(same) for same in zip(*map(means_of, parts), strict=True)]))
+    same = list(zip(*map(means_of, parts), strict=True))
+    means = iter(average(lane, [_sum(row) for row in same], [row[0].total.dtype for row in same]))
     flat = [tree.flatten(part) for part in parts]
     columns = zip(*[leaves for leaves, _ in flat], strict=True)
     return tree.unflatten(flat[0][1], [_combine(column, means) for column in columns])

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fshard.arguments import described
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
@@ -21,7 +19,7 @@ from fshard.runtime.backends import make_cache
 from fshard.runtime.batch import microbatches
 from fshard.runtime.clip import read_clip
 from fshard.runtime.comm import Lane
-from fshard.runtime.commit import Verdict
+from fshard.runtime.commit import Verdict, scalar, widened
 from fshard.runtime.decide import Decisions
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.held import cuts_of, holdings
@@ -61,6 +59,7 @@ class TrainStep:
         self._runner = Runner(loss_fn, workshop)
         self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
         self._grads = workshop.gradients(cuts_of(plan, opt, options.clip.number), opt)
+        self._wide = widened([group.dtype for group in plan.groups if group.trainable])
         self._since: dict[str, int] = {}
         self._rounded = rounded_groups(plan)
         self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)
@@ -121,7 +120,7 @@ class TrainStep:
         scale = self._scale_of(state)
         boost = scale.value if scale else 1.0
         check = functools.partial(self._decide.refuse, state.step)
-        self._decide.carry(state.step, shards, boost)
+        self._decide.carry(state.step, state.count, shards, boost)
         work = Work(batch, shards, shield, update, check, randomness, boost=boost, stop=stop)
         with bind(self.plan.mesh, self._axes):
             outcome = self._runner.run(work)
@@ -139,7 +138,7 @@ class TrainStep:
         if own is None:
             shards = state.shards() if self.options.donate else [shard.clone() for shard in state.finished()]
             if not overflow:
-                unit = outcome.divided / self._runner.parts
+                unit = self._decide.unit(verdict, outcome.divided)
                 own = self._update(state, shards, self._decide.scales(state.step, norm, factor, unit))
         if overflow:
             self._grads.drop()
@@ -305,8 +304,8 @@ class TrainStep:
 
     def _metrics(self, outcome: Outcome, verdict: Verdict, norm: float, skipped: bool) -> Metrics:
         aux = combine_aux(self._control(), outcome.aux)
-        loss, size = (torch.scalar_tensor(x, dtype=torch.float32, device="cpu") for x in (verdict.loss, norm))
-        return Metrics(loss, size, aux, skipped, verdict.stop)
+        loss = scalar(verdict.loss, widened([outcome.losses[0][0].dtype]))
+        return Metrics(loss, scalar(norm, self._wide), aux, skipped, verdict.stop)
 
 
 def make_train_step(
@@ -359,7 +358,7 @@ def make_train_step(
     Raises:
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
 
-    >>> import fshard as fs
+    >>> import torch, fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
     >>> opt = fs.optim.sgd(0.1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, rate
+from fshard.optim.base import Rate, State, narrowed, rate
 from fshard.optim.decay import Decay, decays, idle
 from fshard.optim.form import LeafInfo
 
@@ -91,6 +91,6 @@ class adamw:  # noqa: N801 - reads as the function it is in a train script
             eps=self.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=grad_scale,
+            grad_scale=narrowed(grads, grad_scale),
             found_inf=found_inf,
         )

@@ -114,7 +114,8 @@ class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
     ) -> None:
         # Whole blocks, so that every element goes the same way through vector kernels, on whatever rank it lies.
         (b1, b2), size = self.betas, len(param)
-        p, g = self._blocks(param.float()), self._blocks(grad.float())
+        wide = torch.promote_types(param.dtype, torch.float32)
+        p, g = self._blocks(param.to(wide)), self._blocks(grad.float())
         first = _read(self._blocks(state["exp_avg_code"]), state["exp_avg_scale"], tables[0]).lerp_(g, 1 - b1)
         root = _read(self._blocks(state["exp_root_code"]), state["exp_root_scale"], tables[1])
         root = root.square_().mul_(b2).add_(g.square().mul_(1 - b2)).sqrt_()

@@ -75,7 +75,8 @@ class Optimizer(Protocol):
             states: what ``init`` returned for them, sliced alike.
             step: the number of this update, counted from 1.
             hyper: the value that ``hyper`` returned for the leaves of these slices.
-            grad_scale: what gradients are divided by first: one float32 element on the slices' device.
+            grad_scale: what gradients are divided by first: one element on the slices' device, float64 where they are,
+                else float32. Fused kernels take float32 alone (see ``narrowed``).
             found_inf: one float32 element on the same device. At exactly 1 nothing changes, at 0 the update
                 happens; no other value means anything, so a sum over ranks has to be clamped.
             late: how many updates there were before the leaves of these slices began to train. Learning rates go by
@@ -101,6 +102,14 @@ def rate(lr: Rate, step: int) -> float:
     if step < 1 or not isinstance(value, Real) or not 0 <= value < math.inf:
         raise errors.bad_rate(lr, step, value)
     return float(value)
+
+
+def narrowed(grads: list[Tensor], scale: Tensor | None) -> Tensor | None:
+    """The scale that is left for a fused kernel, which reads it as float32; float64 gradients are divided here."""
+    if scale is None or scale.dtype != torch.float64:
+        return scale
+    unscale(grads, scale)
+    return None
 
 
 def unscale(grads: list[Tensor], scale: Tensor | None) -> None:

@@ -1,5 +1,6 @@
 """The end of a step: one exchange in which all ranks learn the loss, the norm, and whether all of them made it."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Verdict:
         norm: of the gradient of that mean, over all leaves and ranks.
         scale: what the sums of gradients are multiplied by to become gradients of the mean.
         stop: whether a rank asks all of them to stop after this step.
-        count: of elements, if the loss is an ``fs.Mean``, else 0.
+        count: of elements of the global batch, if the loss is an ``fs.Mean``, else 0.
     """
 
     status: tuple[int, ...]
@@ -82,15 +83,29 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
     loss = total / count if count else math.nan
     scale, elements = divided / parts, 0.0
     if any(row[4] for row in rows):
-        scale, elements = divided * copies / count if count else math.nan, count
+        scale, elements = divided * copies / count if count else math.nan, count / copies
     norm = scale * math.sqrt(sumsq) if sumsq >= 0 else math.nan
     return Verdict(status, loss, norm, scale, any(row[7] for row in rows), elements)
 
 
-def average(lane: Lane, means: Sequence[Mean]) -> list[Tensor]:
-    """The exact global means of auxiliary values: one exchange for all of them."""
+def average(lane: Lane, means: Sequence[Mean], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The exact global means of auxiliary values, of these dtypes or float32: one exchange for all of them."""
     if not means:
         return []
     mine = [number(part) for mean in means for part in (mean.total, mean.count)]
     summed = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).sum(0).view(-1, 2)
-    return [(total / count).to(torch.float32) for total, count in summed]
+    return [(total / count).to(widened([dtype])) for (total, count), dtype in zip(summed, dtypes, strict=True)]
+
+
+def widened(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The widest of these dtypes and float32: that of a number which they make together."""
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """A number that all ranks know as a tensor. What is too large for its dtype is infinite.
+
+    >>> scalar(1e300, torch.float64), scalar(1e300, torch.float32)
+    (tensor(1.0000e+300, dtype=torch.float64), tensor(inf))
+    """
+    return torch.scalar_tensor(value, dtype=torch.float64, device="cpu").to(dtype)

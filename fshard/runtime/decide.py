@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fshard.errors import unlike_skips
+from fshard.errors import LossError, unlike_skips
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
 from fshard.runtime.attempt import raise_failure
@@ -51,18 +51,19 @@ class Decisions:
         """
         rate(self.opt.lr, step // self.every + 1)
 
-    def carry(self, step: int, shards: list[Shard], boost: float) -> None:
+    def carry(self, step: int, count: float, shards: list[Shard], boost: float) -> None:
         """Let what earlier steps carried be added to the gradients of a step that updates.
 
         Args:
             step: the step, counted from 0.
+            count: of elements whose gradients were carried.
             shards: what the state holds.
             boost: what the loss of this step is multiplied by. What is carried is not.
         """
         carried = self.runner.workshop.carried
         carried.clear()
         if self.every > 1 and self.updates(step):
-            factor = self.runner.parts * boost / self.runner.divisor
+            factor = (1.0 if count else self.runner.parts) * boost / self.runner.divisor
             carried.update((group, (shards[group].opt[CARRIED], factor)) for group in self.grads.cuts)
 
     def count(self, step: int, count: float, verdict: Verdict, overflow: bool) -> float:
@@ -78,7 +79,12 @@ class Decisions:
             step: the step, counted from 0.
             count: of elements whose gradients were carried.
             verdict: of this step.
+
+        Raises:
+            LossError: the loss is a mean of elements in some steps between two updates, and not in others.
         """
+        if self.every > 1 and step % self.every and bool(count) != bool(verdict.count):
+            raise _mixed(step, self.every, bool(verdict.count))
         if self.every == 1 or not self.updates(step):
             return verdict.scale
         if verdict.count:
@@ -109,6 +115,17 @@ class Decisions:
             raise unlike_skips(said)
         return bool(said[0])
 
+    def unit(self, verdict: Verdict, divided: float) -> float:
+        """What sums of gradients are multiplied by to be carried, in units that no mesh or ``accumulate=`` enters.
+
+        They become the gradient of this step's mean, or of the sum over its elements where the loss is an ``fs.Mean``.
+
+        Args:
+            verdict: of this step.
+            divided: what gradients were divided by.
+        """
+        return divided if verdict.count else divided / self.runner.parts
+
     def scales(self, step: int, norm: float, scale: float, unit: float = 1.0) -> list[float | None]:
         """What gradients are divided by, for each rule of clipping, in this step's update. Collective with rules.
 
@@ -116,7 +133,7 @@ class Decisions:
             step: the step, counted from 0.
             norm: the gradient norm of the mean.
             scale: what sums are multiplied by to become gradients of the mean.
-            unit: what sums are multiplied by to be carried to steps whose losses are scaled otherwise.
+            unit: what sums are multiplied by to be carried.
         """
         lanes, plan = self.runner.workshop.lanes, self.runner.plan
         norms = [norm]
@@ -126,6 +143,15 @@ class Decisions:
             assert lanes is not None
             norms = [scale * total for total in norms_by_rule(self.clip, plan, lanes.control, self.grads)]
         return [_divisor(scale * factor) for factor in self.clip.factors(norms)]
+
+
+def _mixed(step: int, every: int, weighted: bool) -> LossError:
+    """A loss that changes its kind while gradients are carried."""
+    now, before = ("an fs.Mean", "a plain mean") if weighted else ("a plain mean", "an fs.Mean")
+    return LossError(
+        f"step {step} has {now} for a loss, and the steps before it, whose gradients fs.optim.every({every}, ...) "
+        f"carries, had {before}: the two have no mean together. Return the same kind in all steps between two updates"
+    )
 
 
 def _divisor(factor: float) -> float | None:

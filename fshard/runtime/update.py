@@ -153,7 +153,7 @@ class Update:
         self.calls: dict[tuple[int, ...], tuple[list[Slices], list[Tensor]]] = {}
         if before is not None and before.shards is shards and before.grads is grads:
             self.calls = before.calls
-        self.divisors: dict[tuple[int, torch.device], Tensor] = {}
+        self.divisors: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
         self.waiting = dict.fromkeys(grads.cuts)
         self.unsent = dict.fromkeys(grads.senders)
         self.coming: dict[int, Handle] = {}
@@ -199,16 +199,18 @@ class Update:
 
     def _rule(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: Segment) -> None:
         more: dict[str, Any] = {"late": cut.late} if cut.late else {}
-        scale, step = self._divisor(cut.limit, params[0].device), self.number + 1
+        scale, step = self._divisor(cut.limit, grads[0]), self.number + 1
         self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
 
-    def _divisor(self, limit: int, device: torch.device) -> Tensor | None:
+    def _divisor(self, limit: int, grad: Tensor) -> Tensor | None:
         factor = self.scale[limit]
         if factor is None:
             return None
-        if (limit, device) not in self.divisors:
-            self.divisors[limit, device] = torch.full((), factor, dtype=torch.float32, device=device)
-        return self.divisors[limit, device]
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        key = (limit, grad.device, dtype)
+        if key not in self.divisors:
+            self.divisors[key] = torch.full((), factor, dtype=dtype, device=grad.device)
+        return self.divisors[key]
 
     def _apart(self, group: int, home: Shard, rounded: bool) -> None:
         """Update a group that is rounded, or of which something is kept on the other side."""

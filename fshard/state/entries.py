@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import TreeError
+from fshard.errors import StateError, TreeError
 from fshard.optim.form import Form
 from fshard.optim.scaling import Scale
 from fshard.runtime.places import place_of
@@ -24,6 +24,10 @@ from fshard.state.train_state import TrainState
 
 LATE = "late."
 """What the names of scalars begin with that tell when a leaf began to train."""
+
+CARRIED = "carried_count"
+"""The name of the number of elements whose gradients ``fs.optim.every`` carries as a sum. Older states have ``count``
+instead, and carry that sum over a number of parts that they do not hold."""
 
 Scalars = dict[str, int | float | bool | str | None]
 """What a state holds beside tensors, equal on all ranks."""
@@ -76,7 +80,7 @@ def scalars(state: TrainState) -> Scalars:
     """What a state holds beside tensors: step, seed, loss scale, what is carried, and who began late."""
     out: Scalars = {"step": state.step, "seed": state.seed}
     if state.count:
-        out |= {"count": state.count}
+        out |= {CARRIED: state.count}
     out |= {LATE + path: late for path, late in state.late.items()}
     return out if state.scale is None else out | {"loss_scale": state.scale.value, "loss_scale_good": state.scale.good}
 
@@ -90,7 +94,12 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
         fill: called with each entry in turn, writes to ``entry.tensor``. What it leaves alone stays as ``opt.init``
             made it, and zero in parameters.
         values: as ``scalars`` gave them.
+
+    Raises:
+        StateError: gradients are carried in units that only the run that saved them knew.
     """
+    if values.get("count"):
+        raise _unknown_units(int(values["step"]))
     if opt is not None:
         check_optimizer(plan, opt)
     shards = []
@@ -101,7 +110,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
     if opt is not None:
         # What starts from the parameters, such as an average of them, starts from these.
         shards = [start_shard(group, plan.mesh, opt, shards[group.id].param) for group in plan.groups]
-    scale, count = None, float(values.get("count", 0.0))
+    scale, count = None, float(values.get(CARRIED, 0.0))
     if values.get("loss_scale") is not None:
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
     trained = [path for path, leaf in plan.leaves.items() if leaf.trainable and opt is not None]
@@ -110,6 +119,15 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
     for entry in entries(state)[len(plan.leaves) :]:
         fill(entry)
     return state
+
+
+def _unknown_units(step: int) -> StateError:
+    """A state of a version whose carried gradients depend on ranks and microbatches."""
+    return StateError(
+        f"the state of step {step} carries gradients of fs.Mean between two updates of fs.optim.every, as older "
+        f"versions saved them: divided by data ranks times accumulate=, which are not known here. Restore a checkpoint "
+        f"of a step that has updated, or make the next update with the version that saved it"
+    )
 
 
 def _opt_entries(plan: Plan, name: str, shards: list[Shard]) -> Iterator[Entry]:

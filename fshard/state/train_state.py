@@ -44,7 +44,8 @@ class TrainState:
         step: the steps made so far. A step that was skipped is not counted.
         seed: of the random numbers inside steps.
         scale: where loss scaling stands, ``(value, good)``; None before the first step with ``loss_scale=``.
-        count: under ``fs.optim.every``, the elements of ``fs.Mean`` whose gradients are carried; else 0.
+        count: under ``fs.optim.every``, the elements of ``fs.Mean`` whose gradients are carried, as their sum; else 0,
+            and what is carried are gradients of each step's mean. Neither depends on ranks or microbatches.
         late: the step at which a leaf began to train, by path; leaves that train from the start are left out. Moments
             are corrected by the updates that a leaf has had, as in ``torch.optim``, which counts them for each.
     """
