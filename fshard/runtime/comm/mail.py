@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm.links import Link, make_memory, map_memory
+from fshard.runtime.comm.links import Link, close_files, make_memory, map_memory
 
 HEAD = struct.Struct("=ccqqqq")
 """Kind of the message, which collective it is of, its number, number of the memory, and from which byte to which."""
@@ -196,18 +196,36 @@ class Mail:
         if received is None:
             return False
         message, files = received
+        try:
+            self._handle(peer, message, files)
+        except (struct.error, LookupError, ValueError, OSError) as error:
+            peer.gone = peer.gone or (
+                str(error) if isinstance(error, OSError) else f"has sent what is no message: {error}"
+            )
+            raise ConnectionError(f"rank {peer.rank} {peer.gone}") from error
+        finally:
+            close_files(files)
+        return True
+
+    def _handle(self, peer: Peer, message: bytes, files: Sequence[int]) -> None:
+        """What a message says. What it cannot say is an error, since a peer that lost count would spoil memory."""
         kind, call, number, slot, begin, end = HEAD.unpack_from(message)
         if kind == GONE:
-            peer.gone = f"gave up: {message[HEAD.size :].decode(errors='replace')}"
-            raise ConnectionError(f"rank {peer.rank} {peer.gone}")
+            raise ConnectionError(f"gave up: {message[HEAD.size :].decode(errors='replace')}")
         for file in files:
             peer.memory[slot] = map_memory(file)
-            os.close(file)
         if kind == READ:
+            if slot < 0 or self.own[slot].readers <= 0:
+                raise ValueError(f"it has read memory {slot}, which nobody was to read")
             self.own[slot].readers -= 1
-        elif slot < 0:
+            return
+        if kind != READY or call not in CALLS or number in peer.parts:
+            raise ValueError(f"of kind {kind!r} for collective {number}, {call!r}")
+        if slot < 0:
             text = bytearray(message[HEAD.size :])
             peer.parts[number] = slot, torch.frombuffer(text, dtype=torch.uint8), call
-        else:
-            peer.parts[number] = slot, peer.memory[slot][begin:end], call
-        return True
+            return
+        memory = peer.memory[slot]
+        if not 0 <= begin <= end <= memory.nbytes:
+            raise ValueError(f"bytes {begin} to {end} of memory of {memory.nbytes}")
+        peer.parts[number] = slot, memory[begin:end], call

@@ -14,7 +14,7 @@ from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
 from fshard.runtime.comm.host import HostLane
 from fshard.runtime.comm.lanes import Alone, Lane
-from fshard.runtime.comm.links import Door, Link, place
+from fshard.runtime.comm.links import Door, Link, close_links, place
 from fshard.runtime.comm.nccl import NcclLane
 from fshard.runtime.comm.start import start_name
 from fshard.sharding.mesh import Axes, Mesh
@@ -134,7 +134,10 @@ class Processes:
             door.close()
         there = exchange(base, torch.tensor([links is not None])).view(-1).tolist()
         near = {ranks for ranks in near if all(there[rank] for rank in ranks)}
-        return links if mine in near else None, near
+        if mine not in near:
+            close_links(links or ())
+            return None, near
+        return links, near
 
     def _base(self) -> Lane:
         """Over all ranks, by gloo: where they tell each other where they are."""
