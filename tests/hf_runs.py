@@ -80,21 +80,22 @@ def _compare(
     opt = fs.optim.sgd(RATE)
     state = fs.init_state(plan, opt, params=tree.map(torch.clone, model.params))
     step = fs.make_train_step(_objective(case, model.apply), opt, plan, compile=compile, debug=True, **options)
-    foreseen = _foreseen(step, cut(batches[0], mesh.rank, mesh.size))
+    early = foreseen(step, cut(batches[0], mesh.rank, mesh.size))
     losses, departures = [], []
     for number, batch in enumerate(batches):
         state, metrics = step(state, cut(batch, mesh.rank, mesh.size))
         losses.append(metrics.loss.item())
-        if (foreseen or number) and tuple(step.record) != tuple(step.schedule.ops):
+        if (early or number) and tuple(step.record) != tuple(step.schedule.ops):
             departures.append(number)
     plain, params = _plain(case, copy.deepcopy(module), batches)
     whole = dict(tree.paths(fs.unshard(state.params, plan)))
     gap = max((whole[path] - leaf).abs().max().item() for path, leaf in params.items())
     units = dict(line.split(": ", 1) for line in str(step.units).splitlines()) if compile else {}
-    return Outcome(losses, plain, gap, departures, foreseen, list(model.units), units)
+    return Outcome(losses, plain, gap, departures, early, list(model.units), units)
 
 
-def _foreseen(step: Any, batch: Batch) -> bool:
+def foreseen(step: Any, batch: Batch) -> bool:
+    """Whether the program is found on fake tensors; else its first step gathers on demand."""
     try:
         step.trace(batch)
     except PlanError as error:
