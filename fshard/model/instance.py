@@ -13,13 +13,14 @@ import copy
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fshard.model.buffers import Place, Tracker
+from fshard.model.conversion import convert
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
 
@@ -150,6 +151,7 @@ class Template:
             for name, i in part.buffers:
                 if i >= 0:
                     places[i].append((buffers, name))
+            table["_apply"] = MethodType(convert, module)
             if part.shell is not None:
                 table["forward"] = forward = part.shell.forward(instance)
                 vars(forward)["__wrapped__"] = part.kind.forward.__get__(module)  # for inspect.signature
