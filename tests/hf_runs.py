@@ -43,9 +43,13 @@ class Outcome:
     @property
     def problems(self) -> list[str]:
         """Where this is not what one process does, or not what the schedule said."""
+        return self.differences + [f"step {i} left its schedule" for i in self.departures]
+
+    @property
+    def differences(self) -> list[str]:
+        """Where this is not what one process does."""
         far = [f"loss of step {i}: {a}, plain {b}" for i, (a, b) in self._pairs() if not abs(a - b) <= 1e-5]
-        far += [] if self.gap <= 1e-5 else [f"parameters differ by {self.gap:.1e}"]
-        return far + [f"step {i} left its schedule" for i in self.departures]
+        return far if self.gap <= 1e-5 else [*far, f"parameters differ by {self.gap:.1e}"]
 
     @property
     def loss_gap(self) -> float:

@@ -1,65 +1,12 @@
-"""More programs that nobody here wrote, or written as others write them, each with its loss and its batches."""
+"""More models of Hugging Face transformers, tiny and with random weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch import nn
 
-from tests import outside_modules as own
-from tests.outside_modules import LENGTH, ROWS, VOCAB
-
-Batch = dict[str, Any]
-
-
-def itself(out: Any) -> Tensor:
-    """A model that returns its loss, or an output that holds it."""
-    loss = out if isinstance(out, Tensor) else out.loss
-    assert isinstance(loss, Tensor)
-    return loss
-
-
-@dataclass(frozen=True)
-class Outside:
-    """One model.
-
-    Attributes:
-        named: what it is: a class of ``transformers`` or of ``tests/outside_modules.py``.
-        make: the module, from numbers of torch's generator.
-        batch: what it is called with at a step, for all ranks together.
-        units: as for ``fs.split``.
-        parts: whether rows of the batch see each other: then one process, too, works on each rank's part by itself.
-        buffers: whether the call changes buffers; they go with the batch then, and come back averaged.
-        loss: of what the model returns.
-        given: a batch as the module takes it.
-        extra: arguments of every call, alike for all rows.
-    """
-
-    named: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Batch]
-    units: Any = "auto"
-    parts: bool = False
-    buffers: bool = False
-    loss: Callable[[Any], Tensor] = itself
-    given: Callable[[Batch], Batch] = lambda batch: batch
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def objective(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
-        """The loss of a part of a batch."""
-        return self.loss(forward(**self.given(batch), **self.extra))
-
-    def build(self) -> nn.Module:
-        """The module in training mode; with the same values in every process."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            return self.make().train()
-
-    def at(self, step: int) -> Batch:
-        """The global batch of a step."""
-        return self.batch(torch.Generator().manual_seed(100 + step))
+from tests.outside.case import LENGTH, ROWS, VOCAB, Batch, Outside, images, labels, words
 
 
 def _hf(
@@ -82,11 +29,6 @@ def _configured(name: str, options: dict[str, Any]) -> Any:
     return getattr(transformers, name)(**nested)
 
 
-def words(generator: torch.Generator, length: int = LENGTH) -> Tensor:
-    """Ids of words."""
-    return torch.randint(3, VOCAB, (ROWS, length), generator=generator)
-
-
 def language(generator: torch.Generator) -> Batch:
     """Words to predict."""
     ids = words(generator)
@@ -102,21 +44,12 @@ def long_language(generator: torch.Generator) -> Batch:
 def classes(generator: torch.Generator) -> Batch:
     """Words of which some are padding, and the class of the row."""
     mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH - 2, LENGTH, LENGTH - 3] * 2)[:, None]).long()
-    return {"input_ids": words(generator), "attention_mask": mask} | _labels(generator, 3)
-
-
-def _labels(generator: torch.Generator, count: int) -> Batch:
-    return {"labels": torch.randint(count, (ROWS,), generator=generator)}
+    return {"input_ids": words(generator), "attention_mask": mask} | labels(generator, 3)
 
 
 def translation(generator: torch.Generator) -> Batch:
     """Words and others that they become."""
     return {"input_ids": words(generator), "labels": words(generator, LENGTH - 2)}
-
-
-def images(generator: torch.Generator, size: int = 16) -> Batch:
-    """Pictures and their classes."""
-    return {"pixel_values": torch.randn(ROWS, 3, size, size, generator=generator)} | _labels(generator, 5)
 
 
 def large_images(generator: torch.Generator) -> Batch:
@@ -401,105 +334,3 @@ TRANSFORMERS: dict[str, Outside] = {
         given=detected,
     ),
 }
-
-
-def _gan(generator: torch.Generator) -> Batch:
-    real = torch.randn(ROWS, 3, 8, 8, generator=generator).tanh()
-    return {"noise": torch.randn(ROWS, 6, generator=generator), "real": real}
-
-
-def _dropped(generator: torch.Generator) -> Batch:
-    batch = images(generator)
-    kept = (torch.rand(ROWS, 4, generator=generator) < 0.8).float() / 0.8
-    return {"pixels": batch["pixel_values"], "kept": kept, "labels": batch["labels"]}
-
-
-def _noised(generator: torch.Generator) -> Batch:
-    drawn = {name: torch.randn(ROWS, 3, 8, 8, generator=generator) for name in ("pixels", "noise")}
-    return drawn | {"time": torch.rand(ROWS, generator=generator)}
-
-
-def _spelled(generator: torch.Generator) -> Batch:
-    lengths = torch.randint(2, LENGTH + 1, (ROWS,), generator=generator)
-    return {"words": words(generator), "lengths": lengths, "targets": words(generator, 6)}
-
-
-def _graphs(generator: torch.Generator) -> Batch:
-    loops = torch.arange(6)[None, :, None].expand(ROWS, 6, 2)
-    edges = torch.cat([torch.randint(6, (ROWS, 9, 2), generator=generator), loops], 1)
-    return {"nodes": torch.randn(ROWS, 6, 5, generator=generator), "edges": edges} | _labels(generator, 3)
-
-
-def _fields(generator: torch.Generator) -> Batch:
-    field = torch.randn(ROWS, 1, 8, 8, generator=generator)
-    return {"field": field, "wanted": field.roll(1, 2).square()}
-
-
-def _retrieved(generator: torch.Generator) -> Batch:
-    left, right = torch.rand(2, 3, generator=generator) < 0.7
-    kept = {"left": left.tolist(), "right": right[:2].tolist()}
-    return {"questions": words(generator), "answers": words(generator), "kept": kept}
-
-
-def _points(name: str, width: int) -> Callable[[torch.Generator], Batch]:
-    return lambda generator: {name: torch.randn(ROWS, width, generator=generator)}
-
-
-def _labelled(name: str, *shape: int) -> Callable[[torch.Generator], Batch]:
-    return lambda generator: {name: torch.randn(ROWS, *shape, generator=generator)} | _labels(generator, 3)
-
-
-def _signals(generator: torch.Generator) -> Batch:
-    return {"signal": torch.randn(ROWS, 6, generator=generator)} | _labels(generator, 2)
-
-
-def _waves(generator: torch.Generator) -> Batch:
-    levels = torch.randint(16, (ROWS, 24), generator=generator)
-    return {"wave": levels / 8 - 1, "levels": levels}
-
-
-def _contexts(generator: torch.Generator) -> Batch:
-    widths = {"context": 4, "x": 6, "y": 3}
-    return {name: torch.randn(ROWS, width, generator=generator) for name, width in widths.items()}
-
-
-GAN_UNITS = ("generator.*", "discriminator.*")
-OWN: dict[str, Outside] = {
-    "EfficientNet": Outside("EfficientNet", own.EfficientNet, _dropped, ("stem", "blocks.*"), parts=True, buffers=True),
-    "GAN with spectral norm": Outside(
-        "SpectralGan",
-        lambda: own.SpectralGan(parametrizations.spectral_norm),
-        _gan,
-        GAN_UNITS,
-        parts=True,
-        buffers=True,
-    ),
-    "GAN with the old spectral norm": Outside(
-        "SpectralGan", lambda: own.SpectralGan(nn.utils.spectral_norm), _gan, GAN_UNITS, parts=True, buffers=True
-    ),
-    "Experts with losses in attributes": Outside(
-        "AuxExperts", own.AuxExperts, lambda generator: {"words": words(generator)}, parts=True
-    ),
-    "Diffusion U-Net": Outside("DiffusionUNet", own.DiffusionUNet, _noised, ("down.*", "middle.*", "up.*")),
-    "LSTM and GRU": Outside("RecurrentSpeller", own.RecurrentSpeller, _spelled, ("reader", "writer.*")),
-    "Graph attention": Outside("GraphAttention", own.GraphAttention, _graphs),
-    "Fourier operator": Outside("FourierOperator", own.FourierOperator, _fields),
-    "S4D": Outside("StateSpaceClassifier", own.StateSpaceClassifier, _labelled("series", 16, 2)),
-    "Complex network": Outside("ComplexNet", own.ComplexNet, _signals),
-    "RealNVP": Outside("Flow", own.Flow, _points("points", 6), ("turn", "layers.*")),
-    "WaveNet": Outside("WaveNet", own.WaveNet, _waves),
-    "Two towers": Outside(
-        "TwoTowers", own.TwoTowers, _retrieved, ("shared", "left.layers.*", "right.layers.*"), parts=True
-    ),
-    "Distillation by hooks": Outside(
-        "HookedDistiller", own.HookedDistiller, _labelled("x", 6), ("student.*", "teacher.*")
-    ),
-    "Adaptive computation": Outside("Ponder", own.Ponder, _labelled("x", 6), ("cell", "halt"), parts=True),
-    "Hypernetwork": Outside("Hypernetwork", own.Hypernetwork, _contexts, ("maker",)),
-    "Physics-informed network": Outside("Physics", own.Physics, _points("points", 2)),
-    "VQ-VAE": Outside(
-        "Quantizer", own.Quantizer, _points("wave", 16), ("encoder", "codebook", "decoder"), parts=True, buffers=True
-    ),
-}
-
-CASES = TRANSFORMERS | OWN

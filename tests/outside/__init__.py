@@ -1,0 +1,1 @@
+"""Models from outside, trained in several ways and compared with one plain process."""

@@ -1,0 +1,83 @@
+"""Trains every model from outside in several ways, and writes the second table of docs/models.md.
+
+python -m tests.outside.table           # all of them, on two ranks
+python -m tests.outside.table S4D DETR  # some, printed only
+"""
+
+import logging
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from pathlib import Path
+
+from tests.hf_runs import Outcome
+from tests.hf_table import graphs
+from tests.outside.runs import CASES, MODES, Refusal, attempt
+from tests.workers import Pool, WorkerError
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- begin: python -m tests.outside.table -->", "<!-- end -->"
+HEAD = f"| model | class | units | {' | '.join(MODES)} |\n|---|---|---|{'---|' * len(MODES)}\n"
+
+
+def row(name: str, pool: Pool) -> str:
+    """A model's line of the table."""
+    found = {}
+    for mode in MODES:
+        try:
+            found[mode] = cell(mode, pool.run(attempt, name, mode)[0])
+        except WorkerError as error:
+            found[mode] = f"fails: {str(error).splitlines()[-1]}"
+    return f"| {name} | `{CASES[name].named}` | {chosen(name)} | {' | '.join(found.values())} |"
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells behind each model's name, as they stand on the page."""
+    lines = PAGE.read_text().partition(BEGIN + "\n" + HEAD)[2].partition(END)[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: rest for name, *rest in cells}
+
+
+def chosen(name: str) -> str:
+    """The cell of the units."""
+    given = CASES[name].units
+    return "`" + (given if isinstance(given, str) else ", ".join(given)) + "`"
+
+
+def cell(mode: str, result: Outcome | Refusal) -> str:
+    """The cell of a run: a verdict, and behind a comma the largest difference of a loss or a parameter."""
+    if isinstance(result, Refusal):
+        return f"refused: {result.error}".replace("|", "/")
+    if result.differences:
+        return f"wrong: {result.differences[0]}"
+    return f"{verdict(mode, result)}, {max(result.loss_gap, result.gap):.0e}"
+
+
+def verdict(mode: str, outcome: Outcome) -> str:
+    """How a run went that gave the numbers of one process."""
+    said = graphs(outcome).split(";")[0] if "compile" in mode else "works"
+    said += "" if outcome.foreseen else "; the first step gathers on demand"
+    return said + ("; values decide what runs, and steps leave their schedule" if outcome.departures else "")
+
+
+def main() -> None:
+    """Write the table."""
+    cli = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    cli.add_argument("names", nargs="*", help="models; without any, all are run and the page is written")
+    cli.add_argument("--ranks", type=int, default=2, help="gloo processes")
+    args = cli.parse_args()
+    logging.disable()
+    pool, made = Pool(args.ranks), []
+    try:
+        for name in args.names or CASES:
+            made.append(row(name, pool))
+            print(made[-1], file=sys.stderr, flush=True)
+    finally:
+        pool.close()
+    if not args.names:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{BEGIN}\n{HEAD}{''.join(line + chr(10) for line in made)}{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
