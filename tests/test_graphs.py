@@ -19,6 +19,8 @@ STEPS = 3
 EAGER = {  # units that are no graphs, and why
     "glue": "encode(enc): as it is: it returns a view",
     "viewed": "halves(b): as it is: it returns a view",
+    "recomputed": "affine(b): as it is: it is called under torch.utils.checkpoint",
+    "stretched": "affine(a): as it is: it is called under torch.utils.checkpoint",
     "penalised": "affine(a): as it is: the program differentiates it itself",
 }
 RARE = frozenset(("branching",))

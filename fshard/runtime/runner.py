@@ -150,6 +150,8 @@ class Runner:
         try:
             return self._on_demand(prepared, work)
         finally:
+            if self.workshop.cache is not None:
+                self.workshop.cache.meet(prepared.engine.reads)
             # Slots and engine refer to each other, so their arena would wait for the garbage collector.
             prepared.engine.slots.release()
             prepared.actions.stop()

@@ -2,20 +2,23 @@
 
 import math
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack as _modes
 
 from fshard import tree
 from fshard.errors import TransformError
+from fshard.model.buffers import Watch
 from fshard.model.unit import Unit
+from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.partition import lazy
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host
-from fshard.runtime.graphs.trace import PLAIN, Meta, Source, Untraceable, meta_of
+from fshard.runtime.graphs.trace import PLAIN, Meta, Same, Source, Untraceable, meta_of
 from fshard.runtime.remat import Remat
 from fshard.sharding.plan import Plan
 
@@ -26,6 +29,8 @@ GIVEN_UP = (
     f"it, its arguments and the numbers that it closes over took {MANY} forms: pass numbers that change as tensors, "
     f"and make units outside of the loss function"
 )
+
+DEMANDED = "as it is: its steps were gathered on demand"
 
 NUMBERS = (bool, int, float, complex, str, bytes)
 
@@ -60,20 +65,27 @@ class Cache:
             except Exception as error:  # whatever a unit's Python, or an operator, raises at tensors without values
                 found = f"it cannot be a graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             self.graphs[key] = found
-        return found
+        return found if isinstance(found, str) else found.refused or found
 
     def text(self) -> str:
         """A line for each unit met so far."""
         lines = []
         for unit, runs in self.report.items():
-            graphs = [f"{run.code.backend} graph {run.number}" for run in runs if isinstance(run, Graph)]
-            reasons = [f"as it is: {run}" for run in runs if isinstance(run, str)]
-            lines.append(f"{unit}: {'; '.join([*graphs, *reasons])}")
+            used = [run for run in runs if isinstance(run, Graph) and not run.refused]
+            graphs = [f"{run.code.backend} graph {run.number}" for run in used]
+            told = [run if isinstance(run, str) else run.refused for run in runs if run not in used]
+            reasons = [f"as it is: {reason}" for reason in dict.fromkeys(told)]
+            lines.append(f"{unit}: {'; '.join([*graphs, *reasons]) or DEMANDED}")
         return "\n".join(lines)
 
     def note(self, unit: str, found: Graph | str) -> None:
         """Remember what a unit's call runs."""
         self.report.setdefault(unit, {})[found] = None
+
+    def meet(self, units: Iterable[str]) -> None:
+        """Remember units whose calls no graph was asked for."""
+        for unit in units:
+            self.report.setdefault(unit, {})
 
 
 Key = tuple[Any, ...]
@@ -142,7 +154,8 @@ class Graphs:
         Returns:
             Whether it ran, and its result.
         """
-        if _watched():
+        if watcher := _watched():
+            self.cache.note(name, watcher)
             return False, None
         site = self.sites.get(name)
         if site is None:
@@ -159,9 +172,22 @@ class Graphs:
                 self.cache.note(name, GIVEN_UP)
             bound = site.bound = site.found.get(key)
             site.key = key
+        if bound is not None and bound.graph.waiting:
+            bound = site.bound = site.found[key] = self._proved(bound, paths, inputs)
         if bound is None:
             return False, None
         return True, Call(bound, self.host, self.claim, name, index).run(inputs, self.anchored)
+
+    def _proved(self, bound: Bound, paths: Sequence[str], inputs: Sequence[Tensor]) -> Bound | None:
+        """A graph that computes on these tensors what its unit does; None if it does not, and is never used again."""
+        graph = bound.graph
+        while graph.waiting and not graph.refused:
+            found = difference(graph, graph.waiting[0], paths, bound.leaves, inputs)
+            if found:
+                graph.refuse(found)
+            else:
+                graph.waiting.pop(0)
+        return None if graph.refused else bound
 
     def _find(
         self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any, key: Key
@@ -177,9 +203,9 @@ class Graphs:
     ) -> Graph | str:
         if name in self.inner:
             return "the program differentiates it itself, inside of the loss"
-        if len(set(paths)) < len(paths):
-            return "it is given a leaf twice, so that gradients would have to be added"
         values, spec = tree.flatten(args)
+        if len(set(paths)) < len(paths) or any(x is leaf for x in values for leaf in leaves):
+            return "it is given a leaf twice, so that gradients would have to be added"
         odd = [x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)]
         if odd:
             name = type(odd[0]).__name__
@@ -196,12 +222,12 @@ class Graphs:
             args=spec,
             leaves=tuple(metas if grad else [replace(meta, requires_grad=False) for meta in metas]),
             shared=frozenset(n for n in shared if metas[n].requires_grad and grad),
-            values=tuple(_meta(x, grad) if isinstance(x, Tensor) else x for x in values),
+            values=tuple(_meta(x, grad) if isinstance(x, Tensor) else x for x in _once(values)),
             grad=grad,
             policy=self.remat.of(name) if grad else None,
         )
         kind = getattr(unit.fn, "kind", None)
-        plain = tuple(x if isinstance(x, Meta) else _exact(x) for x in source.values)
+        plain = tuple(x if isinstance(x, (Meta, Same)) else _exact(x) for x in source.values)
         code = kind() if kind is not None else unit.fn
         shapes = (source.params, spec, source.leaves, source.shared, plain)
         return self.cache.graph((code, *key[0][1:], *shapes, source.policy, key[-1]), source)
@@ -209,6 +235,20 @@ class Graphs:
 
 def _meta(x: Tensor, grad: bool) -> Meta:
     return meta_of(x) if grad else replace(meta_of(x), requires_grad=False)
+
+
+def _once(values: Sequence[Any]) -> list[Any]:
+    """These values, a tensor that comes again replaced by what says so."""
+    places: dict[int, int] = {}
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor) and id(value) in places:
+            found.append(Same(places[id(value)]))
+            continue
+        if isinstance(value, Tensor):
+            places[id(value)] = len(places)
+        found.append(value)
+    return found
 
 
 def _ordinary(x: Any) -> bool:
@@ -226,10 +266,12 @@ def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Key) -> tuple
         not keywords
         and all([type(x) is Tensor and x.layout is torch.strided for x in positional])
         and not any([x.is_conj() or x.is_neg() for x in positional])
+        and (len(positional) < 2 or len(set(map(id, positional))) == len(positional))
     ):
         shapes = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in positional]
         return positional, (function, *shapes, flags)
     values, spec = tree.flatten(args)
+    values = _once(values)
     key = [
         (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if _ordinary(x) else _exact(x)
         for x in values
@@ -239,6 +281,8 @@ def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Key) -> tuple
 
 def _exact(value: Any) -> Key:
     """Equal for values that a program cannot tell apart; of a value that no graph takes, its type."""
+    if isinstance(value, Same):
+        return (Same, value.number)
     if isinstance(value, float):
         return (float, value, math.copysign(1.0, value))
     return (type(value), value) if isinstance(value, PLAIN) else (type(value),)
@@ -283,11 +327,15 @@ def _autocast() -> Key:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def _watched() -> bool:
-    """Whether somebody looks into the calls of ops: then the unit's own are to be seen."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-    )
+def _watched() -> str:
+    """Who looks into the calls of ops, so that the unit's own are to be seen; empty if nobody does."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it is called under a transform of torch.func"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "it is called under torch.utils.checkpoint, or under other hooks on saved tensors"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "it is called under a TorchDispatchMode"
+    if torch._C._len_torch_function_stack() > 0:
+        modes = [mode for mode in _modes() if not isinstance(mode, Watch)]  # type: ignore[no-untyped-call]
+        return f"it is called under a TorchFunctionMode: {type(modes[0]).__name__}" if modes else ""
+    return ""

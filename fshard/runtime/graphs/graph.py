@@ -28,6 +28,14 @@ class Variant:
     edges: tuple[int, ...]
     extra: tuple[tuple[int, int], ...]
 
+    def arrange(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient of each edge."""
+        found = [parts[i] if i >= 0 else None for i in self.edges]
+        for part, edge in self.extra:
+            held = found[edge]
+            found[edge] = parts[part] if held is None else held + parts[part]
+        return found
+
 
 @dataclass(eq=False)
 class Graph:
@@ -46,6 +54,9 @@ class Graph:
         wanted: the numbers of the outputs that are differentiable.
         differentiable: whether its calls belong into autograd's graph.
         number: of this graph, in the order of compilation.
+        generators: the random generators that it draws from, but for torch's own.
+        waiting: the gradients for which it is still to be compared with the unit.
+        refused: why it is not used any more; empty if it is.
     """
 
     source: Source
@@ -58,25 +69,40 @@ class Graph:
     saved: tuple[str, ...]
     watched: tuple[tuple[int, ...], tuple[int, ...]]
     usual: Tangents
+    generators: tuple[torch.Generator, ...] = ()
     variants: dict[Tangents, Variant | None] = field(default_factory=dict)
+    waiting: list[Tangents] = field(default_factory=list)
+    refused: str = ""
 
     def __post_init__(self) -> None:
         self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)
         self.differentiable = bool(self.edges or self.own) and bool(self.wanted)
 
     def variant(self, grads: Sequence[Tensor | None]) -> tuple[Variant, Sequence[Tensor | None]]:
-        """The backward for these gradients, traced at the first time; and the gradients in the form that it takes."""
+        """The backward for these gradients, and the gradients in the form that it takes."""
         if any([grad is not None and (grad.is_conj() or grad.is_neg()) for grad in grads]):
             grads = [None if grad is None else grad.resolve_conj().resolve_neg() for grad in grads]
-        pattern = tuple([None if grad is None else grad.stride() for grad in grads])
-        if pattern not in self.variants:
-            self.variants[pattern] = self._variant(pattern)
-        found = self.variants[pattern]
+        found = self.variants[pattern_of(grads)]
         if found is not None:
             return found, [grad for grad in grads if grad is not None]
         usual = self.variants[self.usual]
         assert usual is not None
-        return usual, self._as_usual(grads)
+        return usual, self.as_usual(grads)
+
+    def learn(self, pattern: Tangents) -> Variant | None:
+        """Trace a backward for gradients of these strides, which is still to be compared with the unit's."""
+        found = self.variants[pattern] = self._variant(pattern)
+        if found is not None and any(strides is not None for strides in pattern):
+            self.waiting.append(pattern)
+        return found
+
+    def refuse(self, reason: str, pattern: Tangents | None = None) -> None:
+        """Use the graph in no further call; and for calls whose backward is still to come, not for this pattern."""
+        name = f"{self.code.backend} graph {self.number}"
+        self.refused = f"{name} is not used, since it differs from the unit that it was traced from: {reason}"
+        self.waiting.append(self.usual)
+        if pattern is not None:
+            self.variants[pattern] = None
 
     def _variant(self, pattern: Tangents) -> Variant | None:
         try:
@@ -87,7 +113,7 @@ class Graph:
             pass
         return None
 
-    def _as_usual(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def as_usual(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """These gradients with the strides that the first trace had; zeros for None."""
         made: list[Tensor | None] = []
         wanted = [out for out in self.result.outputs if out.requires_grad]
@@ -95,6 +121,11 @@ class Graph:
             usual = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device=out.device)
             made.append(usual.zero_() if grad is None else usual.copy_(grad))
         return made
+
+
+def pattern_of(grads: Sequence[Tensor | None]) -> Tangents:
+    """What a backward depends on of the gradients that come in."""
+    return tuple([None if grad is None else grad.stride() for grad in grads])
 
 
 def match(code: Code, joint: Joint, edges: Sequence[tuple[str, int]]) -> Variant:
@@ -108,6 +139,12 @@ def match(code: Code, joint: Joint, edges: Sequence[tuple[str, int]]) -> Variant
             free.remove(part)
     extra = [(i, max(n for n, edge in enumerate(edges) if edge == joint.places[i])) for i in free]
     return Variant(code, tuple(taken), tuple(extra))
+
+
+def generators_of(joint: Joint) -> tuple[torch.Generator, ...]:
+    """The random generators that a graph names."""
+    arguments = [x for node in joint.graph.nodes for x in (*node.args, *node.kwargs.values())]
+    return tuple(dict.fromkeys(x for x in arguments if isinstance(x, torch.Generator)))
 
 
 def compile_graph(source: Source, compiler: Compiler, number: int) -> Graph:
@@ -137,6 +174,8 @@ def compile_graph(source: Source, compiler: Compiler, number: int) -> Graph:
         saved=tuple(node.name for node in halves.saved),
         watched=code.watched,
         usual=result.tangents,
+        generators=generators_of(joint),
+        waiting=[result.tangents],
     )
     graph.variants[graph.usual] = match(code, joint, graph.edges)
     return graph

@@ -59,6 +59,7 @@ def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
     """
     _check_writes(joint)
     _check_draws(joint)
+    _check_communication(joint)
     _tidy(joint.graph)
     _drop_dead(joint)
     hoisted = _hoisted(joint)
@@ -162,6 +163,12 @@ def _check_draws(joint: Joint) -> None:
         if node not in joint.forward and isinstance(node.target, torch._ops.OpOverload):
             if torch.Tag.nondeterministic_seeded in node.target.tags:
                 raise Untraceable("its backward draws random numbers: checkpointing inside of it draws them again")
+
+
+def _check_communication(joint: Joint) -> None:
+    for node in joint.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and "c10d" in node.target.namespace:
+            raise Untraceable("it makes collectives of its own, which no graph can hold")
 
 
 def _tidy(graph: fx.Graph) -> None:

@@ -5,11 +5,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowADInplaceOrView as Below
 
 from fshard import tree
 from fshard.errors import UnitError
-from fshard.runtime.graphs.graph import Graph, Variant
+from fshard.runtime.graphs.below import quiet
+from fshard.runtime.graphs.compare import strays
+from fshard.runtime.graphs.graph import Graph, Variant, pattern_of
 from fshard.runtime.handles import Mispredicted
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
@@ -146,14 +147,20 @@ class Call:
                     f"{tensor._version}; expected version {version} instead"
                 )
         self.watched.clear()
-        variant, tangents = self.bound.graph.variant(grads)
+        graph = self.bound.graph
+        if pattern_of(grads) not in graph.variants:
+            self._learn(saved, grads)
+        variant, tangents = graph.variant(grads)
         parts = self._run(variant, saved, tangents)
         self.host.leave_backward(self.bound.shared)
-        out = [parts[i] if i >= 0 else None for i in variant.edges]
-        for part, edge in variant.extra:
-            held = out[edge]
-            out[edge] = parts[part] if held is None else held + parts[part]
-        return out
+        return variant.arrange(parts)
+
+    def _learn(self, saved: list[Any], grads: tuple[Tensor | None, ...]) -> None:
+        """Trace a backward for gradients of strides that were not met before."""
+        graph = self.bound.graph
+        variant = graph.learn(pattern_of(grads))
+        if variant is not None and strays(graph, variant, (self.bound.params(self.host.epoch), saved, grads)):
+            graph.refuse("a backward for gradients of other strides gives other numbers", pattern_of(grads))
 
     def _run(self, variant: Variant, saved: list[Any], tangents: Sequence[Any]) -> Sequence[Tensor]:
         bound = self.bound
@@ -187,21 +194,3 @@ class Node(torch.autograd.Function):
         """Run the unit's backward."""
         found = ctx.call.backward(grads)
         return None, None, *found, *([None] * (ctx.edges - len(found)))
-
-
-class Uncast:
-    """``Below``, without autocast too: what it casts is in the graph."""
-
-    def __enter__(self) -> None:
-        self.guards = Below(), torch._C._DisableAutocast()
-        for guard in self.guards:
-            guard.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self.guards):
-            guard.__exit__(*error)
-
-
-def quiet() -> Any:
-    """The context in which a graph's ops run: nobody but their kernels sees them."""
-    return Uncast() if torch._C._is_any_autocast_enabled() else Below()

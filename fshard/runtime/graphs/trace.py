@@ -52,6 +52,13 @@ def meta_of(x: Tensor) -> Meta:
     return Meta(tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
 
 
+@dataclass(frozen=True)
+class Same:
+    """Stands for an input that is the same tensor as one before: a unit may ask whether they are."""
+
+    number: int
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """A call to trace.
@@ -62,7 +69,8 @@ class Source:
         args: the structure of ``(args, kwargs)``.
         leaves: the leaves of the parameters.
         shared: the numbers of those leaves whose gradient autograd sums, because others read them too.
-        values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, and all else as it is.
+        values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, ``Same`` where one comes again, and all
+            else as it is.
         grad: whether gradients are enabled.
         policy: what is kept for the backward; None for what autograd keeps.
     """
@@ -85,6 +93,7 @@ class Source:
         """Call the function with these tensors."""
         rest = iter(inputs)
         values = [next(rest) if isinstance(value, Meta) else value for value in self.values]
+        values = [inputs[value.number] if isinstance(value, Same) else value for value in values]
         args, kwargs = tree.unflatten(self.args, values)
         return self.fn(tree.unflatten(self.params, leaves), *args, **kwargs)
 
