@@ -12,6 +12,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
 from fshard.errors import PlanError, TreeError, lines, no_processes
+from fshard.runtime.comm import enter
 from fshard.sharding.plan import Plan
 
 HOW = ("mean", "local")
@@ -80,6 +81,7 @@ def sync_buffers(
     by_dtype: dict[torch.dtype, list[str]] = {}
     for path in chosen:
         by_dtype.setdefault(flat[path].dtype, []).append(path)
+    enter(plan.mesh, "sync_buffers")
     ranks = Ranks(plan.mesh, plan.data_axes)
     with torch.no_grad():
         for paths in by_dtype.values():

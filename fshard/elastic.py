@@ -18,7 +18,7 @@ from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.meeting import meet
 from fshard.errors import PlanError
 from fshard.metrics import Metrics
-from fshard.runtime.comm import exchange
+from fshard.runtime.comm import enter, exchange
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep
 
@@ -175,6 +175,7 @@ def _loop(
 
 def _exists(checkpoints: Checkpointer, step: TrainStep) -> bool:
     """Whether there is a checkpoint, as the first rank sees it: on all ranks alike."""
+    enter(step.plan.mesh, "train_loop")
     meeting = meet(step.plan.mesh, "control")
     found = torch.tensor([-1 if (latest := checkpoints.latest()) is None else latest])
     return int(exchange(meeting.lane, found)[0]) >= 0

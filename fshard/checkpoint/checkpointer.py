@@ -18,7 +18,7 @@ from fshard.checkpoint.save import Saving, check_json, head_of, perform, withdra
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointWarning, DamagedError, PlanError, TreeError
-from fshard.runtime.comm import SharedTransport
+from fshard.runtime.comm import SharedTransport, enter
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
@@ -123,6 +123,7 @@ class Checkpointer:
             raise TreeError(f"save(state) takes a train state, and was given {kind(state)}")
         expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
         mesh = state.plan.mesh
+        enter(mesh, "save")
         meeting = meet(mesh, "control")
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
         begun: list[str] = []
@@ -189,6 +190,7 @@ class Checkpointer:
         expect("restore(plan, opt)", [("rules", rules, (list, tuple, type(None)), pairs), known])
         if into is not None:
             into.check_plan(plan)
+        enter(plan.mesh, "restore")
         meeting = meet(plan.mesh, "control")
         steps = meeting.together(only_first(meeting.rank, lambda: choose_steps(self.directory, step)))[0]
         assert steps is not None

@@ -5,7 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fshard.errors import CheckpointError, DamagedError, DonatedError, PlanError, TreeError, lines, no_processes
+from fshard.errors import (
+    CheckpointError,
+    CommError,
+    DamagedError,
+    DonatedError,
+    PlanError,
+    TreeError,
+    lines,
+    no_processes,
+)
 from fshard.runtime.comm import Alone, Lane, exchange_bytes
 from fshard.sharding.mesh import Mesh
 
@@ -48,13 +57,31 @@ class Meeting:
                 raise failure
             return [value]
         row = {"value": value} if failure is None else {"kind": type(failure).__name__, "text": str(failure)}
-        rows = [json.loads(text) for text in exchange_bytes(self.lane, json.dumps(row).encode())]
+        rows = [_read(text) for text in exchange_bytes(self.lane, json.dumps(row).encode())]
         failed = {rank: row for rank, row in enumerate(rows) if "kind" in row}
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         if failed:
             raise _common(failed, len(rows)) from failure
         return [row["value"] for row in rows]
+
+
+def _read(text: bytes) -> dict[str, Any]:
+    """What a rank told.
+
+    Raises:
+        CommError: it is no row of a meeting.
+    """
+    try:
+        row = json.loads(text)
+    except ValueError:  # also of text that is no UTF-8
+        row = None
+    if not isinstance(row, dict) or not ("value" in row or {"kind", "text"} <= row.keys()):
+        raise CommError(
+            f"a rank told something else than this call expects ({text[:40]!r}): all ranks must make the same calls in "
+            f"one order"
+        )
+    return row
 
 
 def _common(failed: dict[int, dict[str, str]], ranks: int) -> Exception:

@@ -14,6 +14,7 @@ from fshard.collectives.group import Group as Ranks
 from fshard.errors import TreeError, lines
 from fshard.interchange.torch_formats import Placements, is_dtensor, joined_mesh, make_dtensor, take_apart
 from fshard.interchange.transfer import transfer
+from fshard.runtime.comm import enter
 from fshard.sharding.layout import Leaf, Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -40,6 +41,7 @@ def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None
     """
     flat = plan.check_tree(params, whole=False)
     theirs, mesh = joined_mesh(plan.mesh, device_mesh), plan.mesh
+    enter(mesh, "to_dtensor")
     out: dict[str, Any] = {}
     for path, (group, number) in plan.places().items():
         leaf = plan.leaves[path]
@@ -77,6 +79,7 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     given = dict(_paths(params))
     _check(given, plan)
     mesh = plan.mesh
+    enter(mesh, "from_dtensor")
     out: dict[str, Any] = {}
     for path, (group, number) in plan.places().items():
         leaf, value = plan.leaves[path], given[path]

@@ -21,7 +21,7 @@ from fshard.interchange.moments import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.interchange.transfer import positions, transfer
 from fshard.runtime.clock import marks
-from fshard.runtime.comm import exchange
+from fshard.runtime.comm import enter, exchange
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
@@ -192,6 +192,7 @@ def agree(mesh: Mesh, what: str, request: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: they do not, on all ranks alike.
     """
+    enter(mesh, what)
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in request.items()}
     given = {name: str(value) if len(str(value)) < 80 else digests[name] for name, value in request.items()}
     same(f"the arguments of {what}", meet(mesh, ROLE).together(lambda: given))

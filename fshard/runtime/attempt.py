@@ -17,10 +17,11 @@ from fshard.arguments import raised
 from fshard.errors import BatchError, CommError, LossError, PeerError, ScheduleError, lines, step_transformed
 from fshard.runtime.actions import Lanes
 from fshard.runtime.batch import digest, leading_dims
-from fshard.runtime.comm import Lane, exchange, exchange_text
+from fshard.runtime.comm import PLACE, Lane, announce, exchange_text
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Verdict
 from fshard.runtime.executor import OnDemand, Scheduled, diverged
 from fshard.runtime.handles import Mispredicted
+from fshard.runtime.whereabouts import whereabouts
 
 FAILURE, BEHIND = "!", "!!"
 """Begin the text of a rank that failed, where ranks exchange requests: of itself, or because it was cut off."""
@@ -53,11 +54,14 @@ class Outcome:
     aux: list[Any] = field(default_factory=list)
 
 
-def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: BaseException | None) -> list[int]:
-    """Compare this rank's schedule and batch with all others', before anything else is sent.
+def agree(
+    lane: Lane, call: str, schedule: int, batch: Any, equal_rows: bool, failure: BaseException | None
+) -> list[int]:
+    """Compare this rank's call, schedule and batch with all others', before anything else is sent.
 
     Args:
         lane: the control lane over the whole mesh.
+        call: what is called, the same on all ranks.
         schedule: the digest of this rank's schedule.
         batch: this rank's batch.
         equal_rows: whether leading dims must be equal on all ranks.
@@ -74,12 +78,13 @@ def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: Base
             raise failure
         return []
     dims = () if failure else leading_dims(batch)
-    row = torch.tensor([FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1], device="cpu")
-    rows = exchange(lane, row)
-    if rows[:, 0].any():
-        raise_failure(lane, failure, [int(x) for x in rows[:, 0]])
-    if (rows[:, 1] != rows[0, 1]).any():
-        kinds = [f"rank {rank}: schedule {int(value):015x}" for rank, value in enumerate(rows[:, 1])]
+    mine = [FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1]
+    rows = announce(lane, call, mine)
+    if any(row[0] for row in rows):
+        raise_failure(lane, failure, [row[0] for row in rows])
+    if any(row[1] != rows[0][1] for row in rows):
+        places = exchange_text(lane, whereabouts(), PLACE)
+        kinds = [f"rank {rank}: schedule {row[1]:015x}, {places[rank]}" for rank, row in enumerate(rows)]
         raise ScheduleError(
             lines(
                 "ranks are about to run different schedules:",
@@ -88,7 +93,7 @@ def agree(lane: Lane, schedule: int, batch: Any, equal_rows: bool, failure: Base
                 "must be equal, and so must accumulate= and schedule=.",
             )
         )
-    uneven = [int(x) for x in rows[:, 3]] if (rows[:, 2] != rows[0, 2]).any() else []
+    uneven = [row[3] for row in rows] if any(row[2] != rows[0][2] for row in rows) else []
     if equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven
@@ -167,7 +172,8 @@ def request(lane: Lane, text: str) -> None:
         failed = behind or failed
         raise failed_peers({rank: texts[rank][1:] for rank in failed})
     if len(set(texts)) > 1:
-        raise diverged(texts)
+        places = exchange_text(lane, whereabouts(), PLACE)
+        raise diverged([f"{text} ({place})" for text, place in zip(texts, places, strict=True)])
 
 
 def failed_peers(texts: Mapping[int, str]) -> PeerError:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fshard.errors import CommError, PeerError, lines
+from fshard.runtime.whereabouts import whereabouts
 from fshard.sharding.mesh import Mesh
 
 Ready = Callable[[], bool]
@@ -52,7 +53,7 @@ class RankThread(threading.Thread):
 
     def __str__(self) -> str:
         if self.waits is not None and not self.ended:
-            return f"rank {self.rank} waits for {self.waits[1]}{_place(self)}"
+            return f"rank {self.rank} waits for {self.waits[1]}, at {whereabouts(self.ident)}"
         what = "returned" if self.error is None else f"raised {type(self.error).__name__}: {_first_line(self.error)}"
         return f"rank {self.rank} {what}"
 
@@ -188,17 +189,6 @@ def inherited() -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         return lambda: context.run(play)
 
     return wrap
-
-
-def _place(thread: RankThread) -> str:
-    """Where in the user's code a thread is."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("fshard.", "torch.", "optree.", "threading", "contextlib")):
-            return f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -78,6 +78,7 @@ class Runner:
 
     def __init__(self, fn: Fn, workshop: Workshop) -> None:
         self.fn, self.workshop, self.plan = fn, workshop, workshop.plan
+        self.call = "train step" if workshop.train else "evaluation step"
         self.found: dict[Hashable, Found | None] = {}
         self.seen: Found | None = None
         self.record: list[Op] = []
@@ -144,7 +145,7 @@ class Runner:
         try:
             prepared = self.workshop.on_demand()
         except Exception as error:  # the memory of all parameters is not there
-            agree(self.workshop.lanes.control, 0, work.batch, False, error)
+            agree(self.workshop.lanes.control, self.call, 0, work.batch, False, error)
             raise
         self.latest = None
         try:
@@ -190,10 +191,10 @@ class Runner:
                 return (self.workshop.scheduled(found) if found else None), parts
         except BaseException as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
-            agree(self.workshop.lanes.control, 0, batch, False, error)
+            agree(self.workshop.lanes.control, self.call, 0, batch, False, error)
             raise
         # All ranks are here, with the same program, or none goes on.
-        agree(self.workshop.lanes.control, digest(found.program.text), batch, False, None)
+        agree(self.workshop.lanes.control, self.call, digest(found.program.text), batch, False, None)
         self.workshop.decide(found)
         return self.workshop.scheduled(found), parts
 
@@ -203,7 +204,7 @@ class Runner:
         equal_rows = self.workshop.train and not prepared.weighted
         actions.start(work.shards, work.update, self.in_backward)
         actions.on_agree = lambda: outcome.uneven.extend(
-            agree(lanes.control, prepared.digest, work.batch, equal_rows, None)
+            agree(lanes.control, self.call, prepared.digest, work.batch, equal_rows, None)
         )
         actions.on_commit = lambda: self._vote(prepared, work, outcome)
         executor = Scheduled(prepared.schedule, prepared.positions, actions, work.shield)
@@ -248,7 +249,7 @@ class Runner:
         )
         self.record, self.times = executor.record, []
         with together(lanes):
-            outcome.uneven = agree(lanes.control, 0, work.batch, False, None)
+            outcome.uneven = agree(lanes.control, self.call, 0, work.batch, False, None)
             self._guarded(prepared, executor, work, outcome)
             self._left(lanes.control, outcome)
         if outcome.failure is not None:

@@ -4,6 +4,7 @@ from fshard.arguments import expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
 from fshard.errors import TreeError
+from fshard.runtime.comm import enter
 from fshard.runtime.places import same_memory
 from fshard.runtime.update import Shard
 from fshard.state.train_state import TrainState
@@ -40,6 +41,7 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
         raise TreeError(
             f"the state holds {kept} of the optimizer and no {name!r}: train with fs.optim.ema(opt, decay) around opt"
         )
+    enter(plan.mesh, "averaged")
     for group, shard in zip(plan.groups, state.finished(), strict=True):
         own, held = same_memory(shard.own.detach()), shard.held.get(name)
         part = plan.mesh.index(group.owned.gather_axes)

@@ -14,6 +14,7 @@ from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold
+from fshard.runtime.comm import enter
 from fshard.runtime.places import place_of
 from fshard.runtime.update import start_shard
 from fshard.sharding.index import global_index
@@ -170,6 +171,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
     flat = plan.check_tree(params, whole=False)
+    enter(plan.mesh, "unshard")
     out: dict[str, Tensor] = {}
     for group in plan.groups:
         chunk = join_pieces(group, plan.mesh, [flat[leaf.path] for leaf in group.leaves])

@@ -10,6 +10,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
 from fshard.errors import PlanError, TreeError, lines
+from fshard.runtime.comm import enter
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -62,6 +63,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
     values = _scalars(state, plan)
     new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, values))}
     _check_names(state.plan, plan, old, new)
+    enter(plan.mesh, "reshard_state")
     common = [name for name in new if name in old]
     moved = _moved(plan.mesh, [(old[name], new[name]) for name in common])
 

@@ -25,10 +25,11 @@ from fshard.errors import (
 )
 from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.batch import check_device, digest, leading_dims
-from fshard.runtime.comm import Lane, LocalTransport, exchange, exchange_text
+from fshard.runtime.comm import Lane, LocalTransport, announce, exchange, exchange_text
 from fshard.runtime.commit import CUT, FAILED, OK
 from fshard.runtime.executor import diverged
 from fshard.runtime.loss import Loss, Mean, fingerprint, means_of, read_loss
+from fshard.runtime.whereabouts import whereabouts
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import Resharding, Versions, gather_all
 
@@ -242,11 +243,11 @@ def _agree(lane: Lane, place: str, loss: Loss | None, batch: Any, failure: Excep
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
     mine = [status, digest(place), weighted, *means, digest(dims) if plain else 0, dims[0] if dims else -1]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
-        rows = exchange(lane, torch.tensor([int(x) for x in mine])).tolist()
+        rows = announce(lane, "sharded loss", [int(x) for x in mine])
         if any(row[0] for row in rows):
             raise_failure(lane, failure, [row[0] for row in rows], status)
         if any(row[1] != rows[0][1] for row in rows):
-            raise diverged(exchange_text(lane, place))
+            raise diverged(exchange_text(lane, f"{place} ({whereabouts()})"))
     if any(row[2:5] != rows[0][2:5] for row in rows):
         raise unlike_losses([(bool(row[2]), row[3], row[4]) for row in rows])
     if any(row[5] != rows[0][5] for row in rows):

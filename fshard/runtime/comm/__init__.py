@@ -5,6 +5,7 @@ gathers, reduces and control messages never queue behind each other. Every colle
 *handle*, and ``handle.wait()`` makes the result safe to read for the work that follows.
 """
 
+from fshard.runtime.comm.calls import PLACE, announce, enter
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
 from fshard.runtime.comm.host import HostLane
@@ -15,6 +16,7 @@ from fshard.runtime.comm.shared import SharedTransport
 
 __all__ = [
     "COLLECTIVES",
+    "PLACE",
     "Alone",
     "Done",
     "GlooLane",
@@ -27,6 +29,8 @@ __all__ = [
     "Processes",
     "SharedTransport",
     "Transport",
+    "announce",
+    "enter",
     "exchange",
     "exchange_bytes",
     "exchange_text",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from threading import get_ident
 from typing import Any
 from zlib import crc32
 
@@ -18,8 +19,8 @@ from torch import Tensor, empty
 
 from fshard.errors import CommError
 from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
-from fshard.runtime.comm.notes import leave, reason_of
 from fshard.runtime.comm.pending import Pending, naming
+from fshard.runtime.comm.watch import Watch
 
 TURNS, KINDS = 1 << 20, 1 << 11
 """Tags are 31 bits: of a running number, and of what the message is."""
@@ -37,7 +38,9 @@ class GlooLane:
     in the tag too: a rank that has come to another one waits in vain, instead of taking data that were not meant.
 
     Attributes:
+        watch: sees the waits that last.
         ranks: the rank in the mesh of each position, for errors.
+        fatal: whether no rank can go on when a wait has failed.
         key: names it in the notes that ranks leave.
         closed: why it can no longer be used.
     """
@@ -45,7 +48,9 @@ class GlooLane:
     name: str
     size: int
     group: Any
-    ranks: Sequence[int] = ()
+    watch: Watch
+    ranks: Sequence[int]
+    fatal: bool = True
     key: str = ""
     numbers: Iterator[int] = field(default_factory=count)
     closed: str = ""
@@ -91,7 +96,7 @@ class GlooLane:
     def close(self, reason: str = "") -> None:
         """Let go of the communicator. Its connections close when it is destroyed and no message is under way."""
         if reason and self.key and not self.closed:
-            leave(f"{self.key}/{self.group.rank()}", reason)
+            self.watch.notes.leave(f"{self.key}/{self.group.rank()}", reason)
         self.closed, self.group = reason or "the mesh was closed", None
 
     def unreachable(self) -> list[int]:
@@ -101,7 +106,7 @@ class GlooLane:
             try:
                 self.group.send([empty(1)], peer, TURNS * KINDS - 1)
             except RuntimeError:
-                out.append(self.ranks[peer] if self.ranks else peer)
+                out.append(self.ranks[peer])
         return out
 
     @contextmanager
@@ -119,7 +124,7 @@ class GlooLane:
 
     def reason(self, peer: int) -> str:
         """Why a peer has given up this lane; empty if it has not, or did not say."""
-        return reason_of(f"{self.key}/{peer}") if self.key else ""
+        return self.watch.notes.reason_of(f"{self.key}/{peer}") if self.key else ""
 
     def _tag(self, call: str, part: Tensor) -> int:
         return next(self.numbers) % TURNS * KINDS + crc32(f"{call}{part.nbytes}".encode()) % KINDS
@@ -140,7 +145,15 @@ class Ring:
     def wait(self) -> None:
         """Wait as long as the communicator's timeout."""
         try:
-            self.work.wait()
+            self._wait()
+        except CommError as error:
+            self.lane.watch.explain(error, self.lane.ranks, self.lane.fatal)
+            raise
+
+    def _wait(self) -> None:
+        try:
+            with self.lane.watch.waiting(self.work.describe):
+                self.work.wait()
         except CommError as error:
             lost = " and ".join(f"rank {rank}" for rank in self.lane.unreachable())
             told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.lane.ranks)} did not come"
@@ -183,6 +196,13 @@ class Messages:
     def wait(self) -> None:
         """Wait, for each message as long as the communicator's timeout."""
         try:
+            self._finish()
+        except CommError as error:
+            self.lane.watch.explain(error, self.lane.ranks, self.lane.fatal)
+            raise
+
+    def _finish(self) -> None:
+        try:
             for part in self.sums:
                 part.finish(self._wait)
             for peer, work in self.works:
@@ -194,13 +214,17 @@ class Messages:
                 part.arrivals.clear()
 
     def _wait(self, peer: int, work: Any) -> None:
+        rank, waits, me = self.lane.ranks[peer], self.lane.watch.waits, get_ident()
         try:
-            with naming(self.describe, self.lane.ranks[peer] if self.lane.ranks else peer):
+            with naming(self.describe, rank):
+                waits[me] = self.describe, rank
                 work.wait()
         except CommError as error:
             # Whom it has lost itself: a rank that gives up closes its connections, as one that dies does.
             reason = self.lane.reason(peer)
             raise CommError(f"{error}; it gave up: {reason}" if reason else str(error)) from error
+        finally:
+            del waits[me]
 
 
 def pieces(chunk: Tensor) -> list[slice]:

@@ -12,10 +12,12 @@ from itertools import count
 
 from torch import Tensor
 
+from fshard.errors import CommError
 from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
 from fshard.runtime.comm.links import Link
 from fshard.runtime.comm.mail import Mail
 from fshard.runtime.comm.pending import naming
+from fshard.runtime.comm.watch import Watch
 
 
 class HostLane:
@@ -26,14 +28,16 @@ class HostLane:
         rank: this rank's position.
         links: to the other ranks, by position; None at this one's own.
         ranks: the rank in the mesh of each position, for errors.
-        timeout: seconds that a rank waits for a peer.
+        watch: sees the waits that last, and says how long a rank waits for a peer.
+        fatal: whether no rank can go on when a wait has failed.
     """
 
     def __init__(
-        self, name: str, rank: int, links: Sequence[Link | None], ranks: Sequence[int], timeout: float
+        self, name: str, rank: int, links: Sequence[Link | None], ranks: Sequence[int], watch: Watch, fatal: bool = True
     ) -> None:
         self.name, self.rank, self.size = name, rank, len(links)
-        self.mail = Mail(links, ranks, timeout)
+        self.ranks, self.watch, self.fatal = ranks, watch, fatal
+        self.mail = Mail(links, ranks, watch)
         self.numbers = count()
         self.order = [(rank + step) % self.size for step in range(1, self.size)]
 
@@ -102,6 +106,8 @@ class HostLane:
                 yield
         except BaseException as error:  # whatever it was, the parts that are left would not be taken
             self.close(f"{type(error).__name__}: {error}")
+            if isinstance(error, CommError):
+                self.watch.explain(error, self.ranks, self.fatal)
             raise
 
 

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
+from threading import get_ident
 
 import torch
 from torch import Tensor
 
 from fshard.runtime.comm.links import Link, close_files, make_memory, map_memory
+from fshard.runtime.comm.watch import Watch
 
 HEAD = struct.Struct("=ccqqqq")
 """Kind of the message, which collective it is of, its number, number of the memory, and from which byte to which."""
@@ -68,13 +70,13 @@ class Mail:
     Args:
         links: by position; None at this rank's own.
         ranks: by position, for errors.
-        timeout: seconds that a rank waits for a peer.
+        watch: sees the waits that last, and says how long a rank waits for a peer.
     """
 
-    def __init__(self, links: Sequence[Link | None], ranks: Sequence[int], timeout: float) -> None:
+    def __init__(self, links: Sequence[Link | None], ranks: Sequence[int], watch: Watch) -> None:
         pairs = enumerate(zip(ranks, links, strict=True))
         self.peers = {at: Peer(rank, link) for at, (rank, link) in pairs if link is not None}
-        self.timeout = timeout
+        self.watch, self.timeout = watch, watch.timeout
         self.own: list[Own] = []
         self.closed = ""
 
@@ -124,10 +126,8 @@ class Mail:
         """
         self._check_open()
         peer = self.peers[at]
-        deadline = time.monotonic() + self.timeout
-        while number not in peer.parts:
-            if not self._take(peer, deadline - time.monotonic()):
-                raise TimeoutError(f"timed out after {self.timeout:g} s: rank {peer.rank} did not come")
+        if number not in peer.parts:
+            self._await(peer, number, call)
         slot, data, theirs = peer.parts.pop(number)
         if theirs != call or data.nbytes != like.nbytes:
             raise OSError(
@@ -138,6 +138,18 @@ class Mail:
         if slot >= 0:
             with suppress(ConnectionError):  # a peer that has left does not want its memory back
                 self._send(at, HEAD.pack(READ, call, number, slot, 0, 0))
+
+    def _await(self, peer: Peer, number: int, call: bytes) -> None:
+        """Take messages of a peer until its part of a collective is there."""
+        deadline = time.monotonic() + self.timeout
+        waits, me = self.watch.waits, get_ident()
+        waits[me] = CALLS[call], peer.rank
+        try:
+            while number not in peer.parts:
+                if not self._take(peer, deadline - time.monotonic()):
+                    raise TimeoutError(f"timed out after {self.timeout:g} s: rank {peer.rank} did not come")
+        finally:
+            del waits[me]
 
     def close(self, reason: str = "") -> None:
         """Close all links; peers that wait for this rank learn of it, and why."""

@@ -3,21 +3,32 @@
 import datetime
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fshard.errors import CommError, PlanError
+from fshard.errors import CommError, PlanError, ScheduleError
 from fshard.runtime.clock import make_clock
+from fshard.runtime.comm.bounded import bounded
+from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
 from fshard.runtime.comm.host import HostLane
-from fshard.runtime.comm.lanes import Alone, Lane
+from fshard.runtime.comm.lanes import COLLECTIVES, Alone, Lane
 from fshard.runtime.comm.links import Door, Link, close_links, place
 from fshard.runtime.comm.nccl import NcclLane
+from fshard.runtime.comm.pending import naming
 from fshard.runtime.comm.start import start_name
+from fshard.runtime.comm.watch import Watch
 from fshard.sharding.mesh import Axes, Mesh
+
+GRACE = 1.5
+"""Seconds beyond the timeout that what has timeouts of its own inside gets to report them."""
+
+DROPPING, PARTING = 1.0, 5.0
+"""Seconds to close connections: after a failure, and at the end."""
 
 
 class Processes:
@@ -42,6 +53,7 @@ class Processes:
         self.groups: list[Any] = []
         self.foreseen: dict[Axes, None] | None = None
         self.lost = ""
+        self.watch = Watch(mesh.rank, timeout.total_seconds(), self.abandon)
 
     def lane(self, role: str, axes: Axes) -> Lane:
         """The communicator of this role over these axes."""
@@ -50,7 +62,7 @@ class Processes:
         if self.lost:
             raise CommError(f"no rank of this mesh can be reached any more: {self.lost}")
         if (role, axes) not in self.lanes:
-            self.lanes[role, axes] = self._make(role, axes)
+            self.lanes[role, axes] = self._made(role, axes)
         return self.lanes[role, axes]
 
     def cut(self, role: str, reason: str = "the step failed") -> None:
@@ -59,43 +71,70 @@ class Processes:
         Every rank does so, each when it will: the next call of ``lane`` makes new ones. Not over NCCL, whose
         communicators time out.
         """
-        for key, lane in list(self.lanes.items()):
-            if key[0] == role and isinstance(lane, HostLane | GlooLane):
-                self._drop(self.lanes.pop(key), reason)
+        gone = [key for key, lane in self.lanes.items() if key[0] == role and isinstance(lane, HostLane | GlooLane)]
+        self._drop([self.lanes.pop(key) for key in gone], reason)
 
     def abandon(self, reason: str) -> None:
         """Close everything at once: this rank and its peers are out of step for good, and none shall wait."""
         self.lost = self.lost or reason
-        for lane in (*self.lanes.values(), self.base):
-            self._drop(lane, reason)
-
-    def _drop(self, lane: Lane | None, reason: str) -> None:
-        if isinstance(lane, HostLane):
-            lane.close(reason)
-        elif isinstance(lane, GlooLane) and lane.group is not None:
-            group = lane.group
-            lane.close(reason)
-            self.groups = [other for other in self.groups if other is not group]
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        self._drop([*self.lanes.values(), self.base], reason)
 
     def close(self, reason: str = "") -> None:
         """Close all lanes and destroy their groups, and the default group if ``make_mesh`` made it."""
-        for lane in self.lanes.values():
-            if isinstance(lane, HostLane | GlooLane):
-                lane.close(reason)
+        self.watch.close()
+        self._drop([*self.lanes.values()], reason)
         self.lanes.clear()
         self.base = None
-        while self.groups:
-            group = self.groups.pop()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        self._destroy(self.groups, PARTING)
+        self.groups = []
         if self.owned and dist.is_initialized():
-            dist.destroy_process_group()
+            with suppress(TimeoutError):
+                bounded(dist.destroy_process_group, PARTING, "leaving the process group")
+
+    def _drop(self, lanes: Sequence[Lane | None], reason: str) -> None:
+        """Close lanes: first those whose peers learn of it by a message, then those that need the store."""
+        for lane in lanes:
+            if isinstance(lane, HostLane):
+                lane.close(reason)
+        gone = []
+        for lane in lanes:
+            if isinstance(lane, GlooLane) and lane.group is not None:
+                gone.append(lane.group)
+                lane.close(reason)
+        self.groups = [group for group in self.groups if not any(group is other for other in gone)]
+        self._destroy(gone, DROPPING)
+
+    def _destroy(self, groups: list[Any], seconds: float) -> None:
+        """Let go of process groups. Their connections close with the last reference."""
+
+        def destroy() -> None:
+            while groups:
+                dist.destroy_process_group(groups.pop())
+
+        if groups and dist.is_initialized():
+            with suppress(TimeoutError):
+                bounded(destroy, seconds, "closing connections")
+
+    def _made(self, role: str, axes: Axes) -> Lane:
+        """A new lane, made within the timeout: its parts ask the store, whose host may be gone."""
+        self.watch.start()
+        what = f"the communicator {role}({'+'.join(axes)})"
+        try:
+            with naming(f"making {what}"), self.watch.waiting(what):
+                return bounded(lambda: self._make(role, axes), self.watch.timeout + GRACE, f"making {what}")
+        except ScheduleError:
+            self.cut(COLLECTIVES)  # as ranks do that are at a step
+            raise
+        except CommError as error:
+            self.watch.explain(error, range(self.mesh.size), fatal=True)
+            raise
 
     def _make(self, role: str, axes: Axes) -> Lane:
         backend = "gloo" if role.startswith(("control", "checkpoint")) and self.backend != "fake" else self.backend
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
+        fatal = role != COLLECTIVES  # a step whose program fails goes on to its vote
+        if self.backend != "fake":
+            announce(self._base(), f"making the communicator {name}")
         links, linked = self._meet(parts) if backend == "gloo" and self.shared_memory else (None, set())
         group: Any = None
         for ranks in parts:
@@ -103,10 +142,10 @@ class Processes:
                 group = self._group(ranks, backend) or group
         mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
         if links is not None:
-            return HostLane(name, mine.index(self.mesh.rank), links, mine, self.timeout.total_seconds())
+            return HostLane(name, mine.index(self.mesh.rank), links, mine, self.watch, fatal)
         if backend != "gloo":
             return NcclLane(name, size, group, make_clock(self.mesh.device))
-        return GlooLane(name, size, group, mine, group.group_name)
+        return GlooLane(name, size, group, self.watch, mine, fatal, group.group_name)
 
     def _group(self, ranks: Sequence[int], backend: str) -> Any:
         """A process group; None for ranks that are not in it, which must ask for it all the same."""
@@ -144,7 +183,7 @@ class Processes:
         if self.base is None:
             size = self.mesh.size
             group = self._group(range(size), "gloo")
-            self.base = GlooLane("base", size, group, range(size), group.group_name)
+            self.base = GlooLane("base", size, group, self.watch, range(size), key=group.group_name)
             self.places = list(exchange_text(self.base, place(), 256))
         return self.base
 
@@ -161,7 +200,8 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        _init("nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout))
+        with naming("joining the process group"):
+            _joined("nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout))
         owned = True
     else:
         owned = False
@@ -173,6 +213,17 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
     gpu = backend == "nccl" or (backend == "fake" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     return dist.get_rank(), dist.get_world_size(), device, backend, owned
+
+
+def _joined(backend: str, timeout: datetime.timedelta) -> None:
+    """Join within the timeout, or say so. (A store whose host is frozen never answers.)"""
+    try:
+        bounded(lambda: _init(backend, timeout), timeout.total_seconds() + GRACE, "the start of all ranks")
+    except TimeoutError as error:
+        world, at = os.environ["WORLD_SIZE"], f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise TimeoutError(
+            f"{error}. Not all of {world} ranks came to the store at {at}, or its host cannot be reached: see the logs"
+        ) from error
 
 
 def _init(backend: str, timeout: datetime.timedelta) -> None:

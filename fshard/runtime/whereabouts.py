@@ -1,0 +1,75 @@
+"""What a thread is calling, and where in the user's code: read from its stack, so that it costs nothing before."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+OURS = ("fshard.", "torch.", "optree.", "functools", "threading", "contextlib", "concurrent.", "multiprocessing.")
+"""Modules whose frames are not the user's."""
+
+CALLS = {
+    "TrainStep.__call__": "train step",
+    "EvalStep.__call__": "evaluation step",
+    "ShardedLoss.__call__": "sharded loss",
+    "Checkpointer.save": "Checkpointer.save",
+    "Checkpointer.restore": "Checkpointer.restore",
+    "unshard": "fs.unshard",
+    "make_mesh": "fs.make_mesh",
+    "make_train_step": "fs.make_train_step",
+    "make_eval_step": "fs.make_eval_step",
+}
+"""What errors call a function, by its qualified name; any other one is called by its own name."""
+
+
+class Helper(threading.Thread):
+    """A daemon that does something for a thread that waits for it, and that is where that thread is."""
+
+    def __init__(self, body: Callable[[], None], what: str) -> None:
+        super().__init__(target=body, name=f"fshard: {what}", daemon=True)
+        self.caller = threading.get_ident()
+
+
+def whereabouts(thread: int | None = None) -> str:
+    """The calls of the library that a thread is in, innermost first, each with the line of the user that made it.
+
+    Args:
+        thread: its identity; None for the current one.
+
+    Returns:
+        Such as ``"fs.psum, model.py:12, in train step, train.py:38"``.
+    """
+    ident = threading.get_ident() if thread is None else thread
+    found = {one.ident: one for one in threading.enumerate()}.get(ident)
+    if isinstance(found, Helper):
+        return whereabouts(found.caller)
+    calls = list(_calls(sys._current_frames().get(ident)))
+    return ", in ".join(calls) or f"the thread {found.name if found else ident}"
+
+
+def _calls(frame: FrameType | None) -> Iterator[str]:
+    """Each way from a line of the user into the library, the innermost one first."""
+    inside: list[str] = []  # qualified names of the frames of the library that lie together
+    innermost = True
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == "fshard" or module.startswith("fshard."):
+            inside.append(frame.f_code.co_qualname)
+        elif not module.startswith(OURS) and (inside or innermost):
+            place = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+            yield f"{_name(inside)}, {place}" if inside else place
+            inside, innermost = [], False
+        frame = frame.f_back
+
+
+def _name(inside: list[str]) -> str:
+    """What the user called: the outermost frame that has a name here, else the outermost one."""
+    outer = inside[::-1]
+    known = next((CALLS[name] for name in outer if name in CALLS), "")
+    return known or f"fs.{outer[0].removesuffix('.__call__')}"
+
+
+def _short(file: str) -> str:
+    here = os.getcwd() + os.sep
+    return file.removeprefix(here)
