@@ -14,6 +14,7 @@ import torch
 from fshard.runtime.comm import links as links_module
 from fshard.runtime.comm.links import Door, Link, close_links, make_memory, map_memory
 from fshard.runtime.comm.mail import HEAD, READ, READY, Mail
+from fshard.runtime.comm.watch import Watch
 
 SILENT = 300
 """More strangers than may wait at a door."""
@@ -167,7 +168,7 @@ NONSENSE: dict[str, tuple[list[bytes], str]] = {
 def test_a_message_that_is_none_is_an_error_that_names_the_rank(name: str) -> None:
     sent, says = NONSENSE[name]
     here, there = pair()
-    mail = Mail([None, here], [0, 5], timeout=5)
+    mail = Mail([None, here], [0, 5], Watch(0, 5.0, print))
     for text in sent:
         there.send(text)
     with pytest.raises(ConnectionError, match=f"rank 5 .*{says}"):
@@ -180,7 +181,7 @@ def test_a_message_that_is_none_is_an_error_that_names_the_rank(name: str) -> No
 
 def test_bytes_outside_of_memory_are_refused_and_descriptors_do_not_stay() -> None:
     here, there = pair()
-    mail = Mail([None, here], [0, 5], timeout=5)
+    mail = Mail([None, here], [0, 5], Watch(0, 5.0, print))
     data, file = make_memory(4096)
     before = open_files()
     there.send(message(slot=0, at=(-64, 8)), [file])
@@ -213,7 +214,7 @@ def test_memory_that_could_shrink_is_not_mapped(kind: str, tmp_path: Any) -> Non
         seals = {"no seals": 0, "may grow": fcntl.F_SEAL_SHRINK, "empty": links_module.SEALS}[kind]
         file = loose(0 if kind == "empty" else 4096, seals)
     here, there = pair()
-    mail = Mail([None, here], [0, 5], timeout=5)
+    mail = Mail([None, here], [0, 5], Watch(0, 5.0, print))
     there.send(message(slot=0), [file])
     with pytest.raises(ConnectionError, match="rank 5 has sent (memory|a file that is no memory)"):
         with mail.part(1, 0, b"g", torch.zeros(8, dtype=torch.uint8)):
