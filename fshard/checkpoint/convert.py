@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard.checkpoint.folder import Folder, discard, sync, telling
 from fshard.checkpoint.manifest import Manifest
-from fshard.checkpoint.read import Want, read_into
+from fshard.checkpoint.read import Want, check_files, read_into
 from fshard.checkpoint.save import as_row, joined
 from fshard.checkpoint.tensorfile import write_header
 from fshard.checkpoint.write import FILE_BYTES, Slice, Written, hashers, packed, raw, write_all, write_file
@@ -36,8 +36,9 @@ def load_tensor(folder: str, manifest: Manifest, name: str) -> Tensor:
         CheckpointError: it cannot be read.
     """
     info = manifest.tensors[name]
-    flat = torch.empty(torch.Size(info.shape).numel(), dtype=info.dtype)
     with telling("read", folder):
+        check_files(folder, manifest.files, {extent.file for extent in info.extents})
+        flat = torch.empty(torch.Size(info.shape).numel(), dtype=info.dtype)
         read_into(folder, manifest, [Want(name, whole_piece(info.shape), flat)])
     return flat.view(info.shape)
 

@@ -3,7 +3,7 @@
 A checkpoint is the folder ``step-00000042``. It is written as ``step-00000042.tmp-<unique>`` and renamed when all of it
 is on disk, so it exists whole or not at all; one that goes is renamed first, too. Checkpoints are ordered by step, not
 by time. Only one job writes: it holds a lock on the folder, which the kernel takes back when the job ends in any way;
-so what a writer finds under a temporary name is of a job that is dead.
+so what a writer finds under a temporary name is of a job that is dead. Who may only read the folder cannot hold it.
 """
 
 import ctypes
@@ -14,13 +14,14 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from fshard.checkpoint.files import folder_at, plain_file
 from fshard.checkpoint.manifest import LIMIT, Manifest, parse
-from fshard.checkpoint.problems import damaged, empty, exists, foreign, locked, no_such_step, unreachable
-from fshard.checkpoint.read import directory, plain_file, read_all
+from fshard.checkpoint.problems import damaged, empty, exists, foreign, locked, no_such_step, printable, unreachable
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,18})")
@@ -84,13 +85,11 @@ def read_manifest(folder: str) -> Manifest:
     with telling("read", path):
         if os.path.islink(folder):
             raise damaged(folder, ["it is a symbolic link, which a checkpoint never is"])
-        with directory(folder) as at, plain_file(folder, MANIFEST, at, None) as fd:
-            size = os.fstat(fd).st_size
-            if size > LIMIT:
-                raise damaged(path, [f"it has {size} bytes, and a manifest has at most {LIMIT}"])
-            text = bytearray(size)
-            del text[read_all(fd, memoryview(text), 0) :]
-    manifest = parse(path, bytes(text))
+        with folder_at(folder) as at, plain_file(folder, MANIFEST, at) as file:
+            if file.size > LIMIT:
+                raise damaged(path, [f"it has {file.size} bytes, and a manifest has at most {LIMIT}"])
+            text = file.text(0, file.size)
+    manifest = parse(path, text)
     match = STEP.fullmatch(os.path.basename(folder.rstrip(os.sep)))
     if match and int(match[1]) != manifest.step:
         raise damaged(path, [f"it is of step {manifest.step}"])
@@ -172,12 +171,18 @@ class Folder:
 
     def _take_lock(self) -> None:
         path = os.path.join(self.root, LOCK)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        # Who can open it can hold it, and a reader shall not: its owner alone may. Older locks could be opened by all.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+                raise foreign(path, f"it is no plain file of its own, but has the mode {stat.filemode(status.st_mode)}")
+            if status.st_uid == os.geteuid():
+                os.fchmod(fd, 0o600)
             deadline = time.monotonic() + PATIENCE
             while not _locked(fd):
                 if time.monotonic() > deadline:
-                    raise locked(self.root, os.pread(fd, 200, 0).decode(errors="replace").strip())
+                    raise locked(self.root, printable(os.pread(fd, 200, 0).decode(errors="replace").strip()))
                 time.sleep(0.05)
             os.truncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)

@@ -11,12 +11,15 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 
-from fshard.checkpoint.problems import damaged, foreign, newer
-from fshard.checkpoint.tensorfile import DTYPES, NAMES, is_count, is_shape, parse_json
+from fshard.checkpoint.problems import damaged, foreign, newer, too_large
+from fshard.checkpoint.strict_json import check_bounds, parse_json
+from fshard.checkpoint.tensorfile import DTYPES, NAMES, is_count, is_shape
+from fshard.errors import MOST
 from fshard.sharding.layout import Piece
 from fshard.sharding.spec import Shape
 
@@ -25,6 +28,8 @@ VERSION = 1
 """The newest format that this code reads, and the one that it writes."""
 CHUNK = 1 << 20
 """Bytes of a file that have a SHA-256 of their own."""
+LARGEST_CHUNK = 16 * CHUNK
+"""The same at most: what a thread takes memory for."""
 LIMIT = 1 << 30
 """Bytes of a manifest, at most."""
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,80}\.safetensors")
@@ -106,7 +111,11 @@ class Manifest:
         return sum(info.size for info in self.files.values())
 
     def dump(self) -> bytes:
-        """The manifest as sealed JSON text."""
+        """The manifest as sealed JSON text.
+
+        Raises:
+            CheckpointError: it would be too large for those that read it.
+        """
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -132,6 +141,10 @@ class Manifest:
             },
         }
         text = _text(body)
+        try:
+            check_bounds(text)
+        except ValueError as error:
+            raise too_large(error) from error
         seal = hashlib.sha256(text).hexdigest()
         return text[:-1] + f',"sha256":"{seal}"}}\n'.encode()
 
@@ -177,7 +190,7 @@ def parse(path: str, text: bytes) -> Manifest:
     problems: list[str] = []
     manifest = _read(body, problems)
     if not problems and manifest is not None:
-        problems = list(inconsistent(manifest))
+        problems = list(islice(inconsistent(manifest), MOST))
     if problems or manifest is None:
         raise damaged(path, problems)
     return replace(manifest, seal=found)
@@ -224,7 +237,11 @@ def _file(name: str, row: Any, problems: list[str]) -> FileInfo:
         return FileInfo(0, ())
     size, chunk, chunks = row["size"], row["chunk"], row["chunks"]
     if not (
-        is_count(size) and is_count(chunk) and 64 <= chunk <= 1 << 30 and not chunk % 64 and isinstance(chunks, list)
+        is_count(size)
+        and is_count(chunk)
+        and 64 <= chunk <= LARGEST_CHUNK
+        and not chunk % 64
+        and isinstance(chunks, list)
     ):
         problems.append(f"{where}: a size of {str(size)[:30]} bytes in chunks of {str(chunk)[:30]}")
         return FileInfo(0, ())
@@ -305,19 +322,20 @@ def inconsistent(manifest: Manifest) -> Iterable[str]:
 def _uncovered(name: str, info: TensorInfo) -> Iterable[str]:
     """Whether the extents of a tensor are each of its elements just once."""
     where, shape = f"tensors[{name[:200]!r}]", info.shape
-    boxes: dict[Shape, list[Piece]] = {}
+    boxes: dict[str, list[Piece]] = {}  # by text, whose hash nobody can foresee: tuples of chosen numbers can collide
     for extent in info.extents:
-        boxes.setdefault(extent.piece.offset, []).append(extent.piece)
-    sizes = {piece.shape for pieces in boxes.values() for piece in pieces}
+        boxes.setdefault(str(extent.piece.offset), []).append(extent.piece)
+    sizes = list({str(extent.piece.shape): extent.piece.shape for extent in info.extents}.values())
     if not info.extents:
         if math.prod(shape):
             yield f"{where}: no extents for its {math.prod(shape)} elements"
         return
-    box = next(iter(sizes))
+    box = sizes[0]
     if len(sizes) > 1 or len(box) != len(shape) or any(b == 0 or n % b for n, b in zip(shape, box, strict=True)):
         yield f"{where}: boxes {sorted(sizes)[:3]} do not divide its shape {list(shape)} evenly"
         return
-    for offset, pieces in boxes.items():
+    for pieces in boxes.values():
+        offset = pieces[0].offset
         if any(o % b or o + b > n for o, b, n in zip(offset, box, shape, strict=True)):
             yield f"{where}: a box of shape {list(box)} at {list(offset)} is not one of the boxes of {list(shape)}"
         at = 0

@@ -12,7 +12,17 @@ SHOWN = 20
 def listed(problems: Sequence[str]) -> list[str]:
     """The first problems, and how many more there are."""
     more = len(problems) - SHOWN
-    return [*problems[:SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+    return [*map(printable, problems[:SHOWN]), *([f"... and {more} more"] if more > 0 else [])]
+
+
+def printable(text: str, most: int = 400) -> str:
+    r"""A text of a stranger in a message: of bounded length, and without characters that change what is around it.
+
+    >>> print(printable("a" + chr(27) + "[2J"))
+    a\x1b[2J
+    """
+    part = text[:most] + ("..." if len(text) > most else "")
+    return part if part.isprintable() else part.encode("unicode_escape").decode("ascii")
 
 
 def damaged(path: str, problems: Iterable[str]) -> DamagedError:
@@ -31,6 +41,16 @@ def newer(path: str, version: object, known: int) -> CheckpointError:
     return CheckpointError(
         f"{path} has format {version}, and this fshard reads formats up to {known}: update fshard to read it"
     )
+
+
+def unusable(path: str, problems: Iterable[str]) -> DamagedError:
+    """A file of another library that is not what it should be."""
+    return DamagedError(lines(f"{path} cannot be used:", listed(list(problems)), "Fetch it or write it again."))
+
+
+def too_large(error: ValueError) -> CheckpointError:
+    """A manifest that nothing would read again."""
+    return CheckpointError(f"the manifest is too large to be read again: {error}; pass less as data= and metadata=")
 
 
 def unreachable(path: str, doing: str, error: OSError) -> CheckpointError:
@@ -77,7 +97,7 @@ def locked(path: str, holder: str) -> CheckpointError:
     """Two jobs in one folder."""
     return CheckpointError(
         f"{path} is being written to by another Checkpointer ({holder or 'which left no name'}): give each job a "
-        f"folder of its own, or close() the other one"
+        f"folder of its own, or close() the other one. What holds {path}/.lock, fuser and lslocks show"
     )
 
 

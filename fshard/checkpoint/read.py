@@ -8,8 +8,7 @@ import bisect
 import hashlib
 import os
 import queue
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fshard.checkpoint.files import File, folder_at, plain_file
 from fshard.checkpoint.manifest import Extent, FileInfo, Manifest
 from fshard.checkpoint.problems import damaged
 from fshard.checkpoint.ranges import shared, transfer
@@ -73,6 +73,19 @@ def read_into(folder: str, manifest: Manifest, wants: Sequence[Want]) -> int:
     return sum(job.end - job.begin for job in jobs)
 
 
+def check_files(folder: str, files: Mapping[str, FileInfo], names: Iterable[str]) -> None:
+    """See that files are there and as large as the manifest says, before memory is taken for what they hold.
+
+    Raises:
+        DamagedError: one is missing, of another size or kind, or nearly all holes.
+        OSError: the file system's own.
+    """
+    with folder_at(folder) as at:
+        for name in names:
+            with plain_file(folder, name, at, files[name].size) as file:
+                file.check_dense()
+
+
 def verify_files(folder: str, manifest: Manifest) -> int:
     """Read every byte of every file, and compare it with the manifest. Returns the bytes read.
 
@@ -126,18 +139,18 @@ def perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) -> 
     workers = max(1, min(4, len(os.sched_getaffinity(0)), len(jobs)))
     largest = max((job.end - job.begin for job in jobs), default=0)
     buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-    for _ in range(workers):
-        buffers.put(bytearray(largest))
     with ExitStack() as stack:
-        at = stack.enter_context(directory(folder))
-        opened: dict[str, int] = {}
+        at = stack.enter_context(folder_at(folder))
+        opened: dict[str, File] = {}
         for name in dict.fromkeys(job.file for job in jobs):
             opened[name] = stack.enter_context(plain_file(folder, name, at, files[name].size))
+        for _ in range(workers):  # now that files are as large as the manifest says
+            buffers.put(bytearray(largest))
 
         def one(job: Job) -> None:
             buffer = buffers.get()
             try:
-                _perform(os.path.join(folder, job.file), opened[job.file], files[job.file], job, buffer)
+                _perform(opened[job.file], files[job.file], job, buffer)
             finally:
                 buffers.put(buffer)
 
@@ -149,83 +162,20 @@ def perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) -> 
             pool.shutdown(cancel_futures=True)
 
 
-def _perform(path: str, fd: int, info: FileInfo, job: Job, buffer: bytearray) -> None:
+def _perform(file: File, info: FileInfo, job: Job, buffer: bytearray) -> None:
     """One job: nothing is copied before all of its chunks are verified."""
     length = job.end - job.begin
     view = memoryview(buffer)[:length]
-    if read_all(fd, view, job.begin) < length:
-        raise damaged(path, [f"it ends before byte {job.end} of its {info.size} bytes"])
+    file.fill(view, job.begin)
     for begin in range(0, length, info.chunk):
         number = (job.begin + begin) // info.chunk
         found = hashlib.sha256(view[begin : begin + info.chunk]).hexdigest()
         if found != info.chunks[number]:
             where = f"bytes {job.begin + begin} to {min(job.begin + begin + info.chunk, info.size)}"
-            raise damaged(path, [f"{where} have the SHA-256 {found}, and the manifest says {info.chunks[number]}"])
+            raise damaged(file.path, [f"{where} have the SHA-256 {found}, and the manifest says {info.chunks[number]}"])
     for use in job.uses:
         begin, end = max(use.begin, job.begin), min(use.end, job.end)
         size, piece = use.dtype.itemsize, use.extent.piece
         source = torch.frombuffer(buffer, dtype=use.dtype, count=(end - begin) // size, offset=begin - job.begin)
         first = piece.start + (begin - use.extent.at) // size
         transfer(use.want.tensor, use.want.piece, source, replace(piece, start=first, stop=first + len(source)))
-
-
-class directory:  # noqa: N801 - reads as ``open`` does
-    """An open folder, for the files in it; a symbolic link is refused.
-
-    Raises:
-        OSError: the file system's own.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __enter__(self) -> int:
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        return self.fd
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.fd)
-
-
-class plain_file:  # noqa: N801 - reads as ``open`` does
-    """An open file of a folder, which must be a plain file of a known size: no link, pipe or device.
-
-    Raises:
-        DamagedError: it is something else.
-    """
-
-    def __init__(self, folder: str, name: str, at: int, size: int | None) -> None:
-        self.path, self.name, self.at, self.size = os.path.join(folder, name), name, at, size
-
-    def __enter__(self) -> int:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            self.fd = os.open(self.name, flags, dir_fd=self.at)
-        except FileNotFoundError:
-            raise damaged(self.path, ["it is missing"]) from None
-        except OSError as error:
-            if os.path.islink(self.path):
-                raise damaged(self.path, ["it is a symbolic link, which a checkpoint never holds"]) from None
-            error.filename = self.path  # not as it is called from its folder
-            raise
-        status = os.fstat(self.fd)
-        if not stat.S_ISREG(status.st_mode) or (self.size is not None and status.st_size != self.size):
-            os.close(self.fd)
-            kind = "a plain file" if stat.S_ISREG(status.st_mode) else "no plain file"
-            of = "" if self.size is None else f", and the manifest says {self.size}"
-            raise damaged(self.path, [f"it is {kind} of {status.st_size} bytes{of}"])
-        return self.fd
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.fd)
-
-
-def read_all(fd: int, view: memoryview, at: int) -> int:
-    """Fill a view from byte ``at`` of a file; returns how many bytes there were."""
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], at + done)
-        if not count:
-            break
-        done += count
-    return done

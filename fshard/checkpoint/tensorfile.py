@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from fshard.checkpoint.files import File, Refusal
 from fshard.checkpoint.problems import damaged
+from fshard.checkpoint.strict_json import parse_json
 from fshard.sharding.spec import Shape
 
 NAMES = {
@@ -45,8 +47,14 @@ ALIGN = 64
 LIMIT = 100_000_000
 """Bytes of a header, at most: the safetensors library's own limit."""
 
-LARGEST = 2**62
-"""Elements of a tensor, and bytes of a file, at most."""
+SPACE = 256 << 20
+"""Bytes of memory that the JSON of a header may take: that of some 200,000 tensors."""
+
+DIMS = 64
+"""Dims of a tensor, at most."""
+
+LARGEST = 2**60
+"""Elements of a tensor, and bytes of a file, at most. Below the prime by which Python hashes ints."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ def write_header(tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Map
     return struct.pack("<Q", len(text)) + text
 
 
-def header_length(path: str, start: bytes, size: int) -> int:
+def header_length(path: str, start: bytes, size: int, refuse: Refusal = damaged) -> int:
     """The bytes before the data of a file, from its first 8 bytes and its size.
 
     Raises:
@@ -83,32 +91,47 @@ def header_length(path: str, start: bytes, size: int) -> int:
     """
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if len(start) < 8 or not 2 <= length <= min(LIMIT, size - 8):
-        raise damaged(
+        raise refuse(
             path, [f"its header of {length} bytes does not fit its {size} bytes, or the limit of {LIMIT} bytes"]
         )
     return 8 + int(length)
 
 
-def read_header(path: str, text: bytes, size: int) -> tuple[dict[str, Stored], dict[str, str]]:
+def header_of(file: File) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The header of an open file, as ``read_header`` gives it. Data are not read.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+        OSError: the file system's own.
+    """
+    start = bytes(file.read(0, min(8, file.size)))
+    length = header_length(file.path, start, file.size, file.refuse)
+    return read_header(file.path, start + file.text(8, length), file.size, file.refuse)
+
+
+def read_header(
+    path: str, text: bytes, size: int, refuse: Refusal = damaged
+) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors of a file by name, in the order of their data, and the header's metadata.
 
     Args:
         path: of the file, for errors.
         text: the first bytes of the file, up to its data.
         size: bytes of the whole file.
+        refuse: the error for what is wrong with it.
 
     Raises:
         DamagedError: the header breaks a rule of the format: the tensors must fill the file without gap or overlap.
     """
     try:
-        header = parse_json(text[8:])
+        header = parse_json(text[8:], SPACE)
     except ValueError as error:
-        raise damaged(path, [f"its header is no JSON: {error}"]) from error
+        raise refuse(path, [f"its header is no JSON: {error}"]) from error
     if not isinstance(header, dict):
-        raise damaged(path, [f"its header is a {type(header).__name__}, not an object"])
+        raise refuse(path, [f"its header is a {type(header).__name__}, not an object"])
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(path, ["its __metadata__ is no object of strings"])
+        raise refuse(path, ["its __metadata__ is no object of strings"])
     problems: list[str] = []
     found = {name: stored for name, row in header.items() if (stored := _stored(name, row, len(text), problems))}
     ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
@@ -121,7 +144,7 @@ def read_header(path: str, text: bytes, size: int) -> tuple[dict[str, Stored], d
     if not problems and at != size:
         problems.append(f"its tensors end at byte {at}, and the file at {size}")
     if problems:
-        raise damaged(path, problems)
+        raise refuse(path, problems)
     return ordered, metadata
 
 
@@ -147,7 +170,7 @@ def _stored(name: str, row: Any, base: int, problems: list[str]) -> Stored | Non
 
 def is_shape(value: Any) -> bool:
     """Whether a value of JSON is a list of sizes whose product is no larger than any tensor's."""
-    if not isinstance(value, list) or len(value) > 64 or not all(is_count(n) for n in value):
+    if not isinstance(value, list) or len(value) > DIMS or not all(is_count(n) for n in value):
         return False
     return bool(math.prod(n for n in value if n) <= LARGEST)
 
@@ -155,31 +178,3 @@ def is_shape(value: Any) -> bool:
 def is_count(value: Any) -> bool:
     """Whether a value of JSON is an int from 0 to ``LARGEST``."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
-
-
-def parse_json(text: bytes) -> Any:
-    """Strict JSON: UTF-8, no key twice in an object, no NaN or Infinity, no depth that ends Python's stack.
-
-    Raises:
-        ValueError: it is not.
-    """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"the key {twice!r} occurs twice")
-        return out
-
-    def never(constant: str) -> float:
-        raise ValueError(f"{constant[:40]} is no number that JSON and Python share")
-
-    def finite(digits: str) -> float:
-        value = float(digits)
-        return value if math.isfinite(value) else never(digits)
-
-    try:
-        return json.loads(text.decode(), object_pairs_hook=once, parse_constant=never, parse_float=finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None

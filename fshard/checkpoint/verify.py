@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterator
 
+from fshard.checkpoint.files import folder_at, plain_file
 from fshard.checkpoint.folder import MANIFEST, read_manifest, telling
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.problems import damaged
-from fshard.checkpoint.read import directory, plain_file, read_all, verify_files
-from fshard.checkpoint.tensorfile import Stored, header_length, read_header
+from fshard.checkpoint.read import verify_files
+from fshard.checkpoint.tensorfile import Stored, header_of
 
 
 def verify_step(folder: str) -> Manifest:
@@ -28,32 +29,10 @@ def verify_step(folder: str) -> Manifest:
     return manifest
 
 
-def header_of(folder: str, name: str, size: int | None = None) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The header of a safetensors file: its tensors by name, and its metadata. Data are not read.
-
-    Args:
-        folder: where it lies.
-        name: what it is called there; a symbolic link is refused.
-        size: its bytes, if they are known.
-
-    Raises:
-        DamagedError: it is no such file.
-        OSError: the file system's own.
-    """
-    path = os.path.join(folder, name)
-    with directory(folder) as at, plain_file(folder, name, at, size) as fd:
-        total = os.fstat(fd).st_size
-        start = bytearray(8)
-        length = header_length(path, bytes(start[: read_all(fd, memoryview(start), 0)]), total)
-        text = bytearray(length)
-        if read_all(fd, memoryview(text), 0) < length:
-            raise damaged(path, [f"its header ends before byte {length}"])
-        return read_header(path, bytes(text), total)
-
-
 def _header(folder: str, name: str, manifest: Manifest) -> Iterator[str]:
     """Where a file's header and the manifest differ."""
-    tensors, _ = header_of(folder, name, manifest.files[name].size)
+    with folder_at(folder) as at, plain_file(folder, name, at, manifest.files[name].size) as file:
+        tensors, _ = header_of(file)
     listed = {
         key: Stored(info.dtype, (extent.piece.numel,), extent.at, extent.at + extent.piece.numel * info.dtype.itemsize)
         for key, info in manifest.tensors.items()

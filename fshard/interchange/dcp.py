@@ -1,29 +1,29 @@
 """Folders of torch.distributed.checkpoint, as FSDP2 jobs write and read them: model and optimizer.
 
 Such a folder holds tensors in chunks, boxes of any size, each a small file of ``torch.save`` inside of a larger one,
-and a list of them. A rank takes the chunks that it needs something of, one at a time; nothing is gathered.
+and a list of them. A rank reads what it needs of each chunk; nothing is gathered.
 """
 
-import io
 import os
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
 
-import torch
 from torch import Tensor
 
 from fshard.arguments import expect
+from fshard.checkpoint.files import File, folder_at, plain_file
+from fshard.checkpoint.problems import printable, unreachable, unusable
 from fshard.checkpoint.ranges import Block, overlap
 from fshard.errors import DamagedError, TreeError
-from fshard.interchange.metadata import Chunk, Extent, read_metadata
+from fshard.interchange.archive import Placed, find_tensor, strided
+from fshard.interchange.boxes import read_box
+from fshard.interchange.metadata import Chunk, read_metadata
 from fshard.interchange.moments import Moments
 from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import Source, Stored, load
 from fshard.optim.base import Optimizer
 from fshard.sharding.plan import Plan
+from fshard.sharding.spec import Shape
 from fshard.state.init import Inits
 from fshard.state.train_state import TrainState
 
@@ -43,8 +43,8 @@ def load_dcp(
 ) -> TrainState:
     """A train state from a folder that ``torch.distributed.checkpoint`` wrote, as FSDP2 jobs do. Local.
 
-    Each rank reads the chunks of which it holds a part, one at a time. The list of chunks is a pickle, which is read by
-    an unpickler that knows its dozen classes and nothing else; chunks are read with ``weights_only=True``.
+    Each rank reads what it holds of each chunk. The list of chunks is a pickle, and so is what describes each of them:
+    both are read as data, by opcodes, and nothing that they name is looked up or called.
 
     Args:
         plan: the plan, on any mesh.
@@ -64,7 +64,7 @@ def load_dcp(
             whole.
         PlanError, TreeError: as ``load_hf``, and for the optimizer's state likewise.
 
-    >>> import fshard as fs
+    >>> import fshard as fs, torch
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
     >>> import tempfile
@@ -108,70 +108,45 @@ class Chunks:
         self.chunks, self.others = contents.chunks, contents.others
 
     def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
-        """Copy from each chunk in which some of it lies; one chunk is held at a time."""
+        """Read from each chunk what lies in it. A chunk that is not in row-major order is held as a whole."""
         for chunk in self.chunks[name]:
-            held: Tensor | None = None
-            for block, out in parts:
-                box = overlap(chunk.block, block)
-                if box is None:
-                    continue
-                held = self._chunk(name, chunk) if held is None else held
-                to = tuple(slice(a - o, b - o) for a, b, o in zip(*box, block.offset, strict=True))
-                of = tuple(slice(a - o, b - o) for a, b, o in zip(*box, chunk.block.offset, strict=True))
-                out[to].copy_(held[of])
+            boxes = [(box, block, out) for block, out in parts if (box := overlap(chunk.block, block)) is not None]
+            if boxes:
+                try:
+                    self._read(name, chunk, boxes)
+                except OSError as error:
+                    raise unreachable(str(self.folder / chunk.where.file), "read", error) from error
 
-    def _chunk(self, name: str, chunk: Chunk) -> Tensor:
+    def _read(self, name: str, chunk: Chunk, boxes: Sequence[tuple[tuple[Shape, Shape], Block, Tensor]]) -> None:
+        with (
+            folder_at(self.name, links=True) as at,
+            plain_file(self.name, chunk.where.file, at, refuse=unusable) as file,
+        ):
+            placed, shape = self._placed(file, name, chunk), chunk.block.shape
+            dtype = self.tensors[name].dtype
+            whole = None if placed.contiguous(shape) else strided(file, placed, shape, dtype)
+            for (low, high), block, out in boxes:
+                into = out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, block.offset, strict=True))]
+                corner = tuple(a - o for a, o in zip(low, chunk.block.offset, strict=True))
+                if whole is None:
+                    read_box(file, placed.begin, shape, corner, into, dtype)
+                else:
+                    into.copy_(whole[tuple(slice(c, c + n) for c, n in zip(corner, into.shape, strict=True))])
+
+    def _placed(self, file: File, name: str, chunk: Chunk) -> Placed:
+        """Where a chunk's elements lie, once its archive and the metadata say the same."""
+        stored, end = self.tensors[name], chunk.where.begin + chunk.where.length
+        here = f"{file.path}, bytes {chunk.where.begin} to {end}, the chunk of {name} at {list(chunk.block.offset)},"
         try:
-            with open(self.folder / chunk.where.file, "rb") as file:
-                value = torch.load(cast(IO[bytes], Window(file, chunk.where)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise DamagedError(f"{self._where(name, chunk)} is no whole tensor of torch.save: {reason}") from error
-        stored = self.tensors[name]
-        if type(value) is not Tensor or tuple(value.shape) != chunk.block.shape or value.dtype != stored.dtype:
-            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            dtype, shape, placed = find_tensor(file, chunk.where.begin, chunk.where.length)
+        except ValueError as error:
+            raise DamagedError(f"{here} is no whole tensor of torch.save: {printable(str(error))}") from error
+        if shape != chunk.block.shape or dtype != stored.dtype:
             raise DamagedError(
-                f"{self._where(name, chunk)} holds {found}, and the metadata says {stored.dtype} "
-                f"{list(chunk.block.shape)}: the folder is damaged, or was changed"
+                f"{here} holds {dtype} {list(shape)}, and the metadata says {stored.dtype} {list(chunk.block.shape)}: "
+                f"the folder is damaged, or was changed"
             )
-        return value
-
-    def _where(self, name: str, chunk: Chunk) -> str:
-        at = f"bytes {chunk.where.begin} to {chunk.where.begin + chunk.where.length}"
-        return f"{self.folder / chunk.where.file}, {at}, the chunk of {name} at {list(chunk.block.offset)},"
-
-
-class Window(io.RawIOBase):
-    """A part of a file as a file, so that nothing around it is read."""
-
-    def __init__(self, file: Any, where: Extent) -> None:
-        self.file, self.where, self.at = file, where, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a byte of the part."""
-        self.at = offset + (0, self.at, self.where.length)[whence]
-        return self.at
-
-    def tell(self) -> int:
-        """The next byte of the part."""
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read on, no further than the part."""
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.where.length - self.at))
-        self.file.seek(self.where.begin + self.at)
-        got = int(self.file.readinto(view[:count]))
-        self.at += got
-        return got
+        return placed
 
 
 class Under:

@@ -5,9 +5,9 @@ Files are written tensor by tensor: their headers are known from shapes and dtyp
 
 import ctypes
 import json
-import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,18 +15,22 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint import tensorfile
-from fshard.checkpoint.problems import unreachable
+from fshard.checkpoint.files import File, folder_at, is_plain_name, plain_file
+from fshard.checkpoint.folder import telling
+from fshard.checkpoint.problems import listed, printable, unusable
 from fshard.checkpoint.ranges import Block
-from fshard.checkpoint.tensorfile import parse_json, write_header
+from fshard.checkpoint.strict_json import parse_json
+from fshard.checkpoint.tensorfile import write_header
 from fshard.errors import CheckpointError, DamagedError, PlanError, lines
-from fshard.interchange.source import Stored, index_of
+from fshard.interchange.boxes import read_box
+from fshard.interchange.source import Stored
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 class Folder:
-    """A source of safetensors files, mapped into memory: what is not asked for is not read.
+    """A source of safetensors files: what is not asked for is not read.
 
     Args:
         path: a ``.safetensors`` file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
@@ -38,40 +42,49 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = str(path)
         self._headers: dict[Path, dict[str, tensorfile.Stored]] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._sizes: dict[Path, int] = {}
         self.files, self.tensors = self._scan(Path(path))
 
     def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
-        """Copy the blocks out of the file's map."""
+        """Read the blocks from the file."""
         file = self.files[name]
         stored = self._headers[file][name]
-        if file not in self._maps:
-            with open(file, "rb") as handle:  # the map of a read-only file, which torch may think it can write to
-                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        count = (stored.end - stored.begin) // stored.dtype.itemsize
-        whole = torch.frombuffer(self._maps[file], dtype=stored.dtype, count=count, offset=stored.begin)
-        for block, out in parts:
-            out.copy_(whole.view(stored.shape)[index_of(block)])
+        with _opened(file, self._sizes[file]) as handle:
+            for block, out in parts:
+                read_box(handle, stored.begin, stored.shape, block.offset, out, stored.dtype)
+
+    def check_dense(self) -> None:
+        """Refuse files that are nearly all holes, before memory is taken for all that they claim.
+
+        Raises:
+            DamagedError: one is.
+        """
+        for file, size in self._sizes.items():
+            with _opened(file, size) as handle:
+                handle.check_dense()
 
     def _scan(self, path: Path) -> tuple[dict[str, Path], dict[str, Stored]]:
         """The file of each tensor, and what is known of it."""
-        if path.is_file() and path.name != INDEX:
-            listed = None
+        if not path.is_dir() and path.name != INDEX and os.path.lexists(path):
+            weights = None
             files = [path]
         else:
             folder = path if path.name != INDEX else path.parent
-            listed = None if path.name != INDEX and (folder / SINGLE).is_file() else _index(folder)
-            files = [folder / SINGLE] if listed is None else [folder / name for name in dict.fromkeys(listed.values())]
+            weights = None if path.name != INDEX and os.path.lexists(folder / SINGLE) else _index(folder)
+            files = (
+                [folder / SINGLE] if weights is None else [folder / name for name in dict.fromkeys(weights.values())]
+            )
         where: dict[str, Path] = {}
         stored: dict[str, Stored] = {}
         for file in files:
-            self._headers[file] = _header(file)
+            self._headers[file], self._sizes[file] = _header(file)
             for name, what in self._headers[file].items():
                 if name in where:
-                    raise DamagedError(f"{name} is in {where[name]} and in {file}: remove the one that does not belong")
+                    twice = f"{printable(name)} is in {where[name]} and in {file}"
+                    raise DamagedError(f"{twice}: remove the one that does not belong")
                 where[name], stored[name] = file, Stored(what.shape, what.dtype)
-        if listed is not None:
-            _check_index(path, listed, {name: file.name for name, file in where.items()})
+        if weights is not None:
+            _check_index(path, weights, {name: file.name for name, file in where.items()})
         return where, stored
 
 
@@ -147,19 +160,30 @@ def stale(folder: Path) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
-def _header(file: Path) -> dict[str, tensorfile.Stored]:
-    try:
-        with open(file, "rb") as handle:
-            size, start = os.fstat(handle.fileno()).st_size, handle.read(8)
-            if start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
-                raise _pickle(file)
-            rest = handle.read(tensorfile.header_length(str(file), start, size) - 8)
-        return tensorfile.read_header(str(file), start + rest, size)[0]
-    except OSError as error:
-        raise unreachable(str(file), "read", error) from error
-    except DamagedError as error:
-        reason = str(error).rpartition("\n")[0].partition("\n")[2].strip()
-        raise DamagedError(f"{file} is not a whole safetensors file: {reason}. Fetch or write it again.") from error
+@contextmanager
+def _opened(path: Path, size: int | None = None) -> Iterator[File]:
+    """An open file, for reading. Links are followed: the Hub's cache consists of them."""
+    folder = str(path.parent)
+    with (
+        telling("read", str(path)),
+        folder_at(folder, links=True) as at,
+        plain_file(folder, path.name, at, size, links=True, refuse=_broken) as file,
+    ):
+        yield file
+
+
+def _broken(path: str, problems: Iterable[str]) -> CheckpointError:
+    reasons = "; ".join(listed(list(problems)))
+    return DamagedError(f"{path} is not a whole safetensors file: {reasons}. Fetch or write it again.")
+
+
+def _header(path: Path) -> tuple[dict[str, tensorfile.Stored], int]:
+    """The tensors of a file, and its size."""
+    with _opened(path) as file:
+        start = bytes(file.read(0, min(4, file.size)))
+        if start == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+            raise _pickle(path)
+        return tensorfile.header_of(file)[0], file.size
 
 
 def _pickle(file: Path) -> CheckpointError:
@@ -171,41 +195,48 @@ def _pickle(file: Path) -> CheckpointError:
 
 def _index(folder: Path) -> dict[str, str]:
     """The file of each tensor, as the index says."""
-    file = folder / INDEX
+    path = folder / INDEX
+    if not os.path.lexists(path):
+        raise _nothing_here(folder)
+    with (
+        telling("read", str(path)),
+        folder_at(str(folder), links=True) as at,
+        plain_file(str(folder), INDEX, at, links=True, refuse=unusable) as file,
+    ):
+        if file.size > tensorfile.LIMIT:
+            raise DamagedError(f"{path} is no index: it has {file.size} bytes, of at most {tensorfile.LIMIT}")
+        text = file.text(0, file.size)
     try:
-        text = file.read_text()
-    except FileNotFoundError:
-        raise _nothing_here(folder) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    try:
-        listed = parse_json(text.encode())["weight_map"]
-        strings = all(isinstance(k, str) and isinstance(v, str) for k, v in listed.items())
+        weights = parse_json(text, tensorfile.SPACE)["weight_map"]
+        strings = all(isinstance(k, str) and isinstance(v, str) for k, v in weights.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{file} is no index: {type(error).__name__}: {error}") from error
-    if not strings or not listed:
-        raise DamagedError(f"{file} is no index: weight_map gives the name of a file for each tensor")
-    outside = sorted({name for name in listed.values() if Path(name).name != name or not name.endswith(".safetensors")})
+        raise DamagedError(f"{path} is no index: {type(error).__name__}: {printable(str(error))}") from error
+    if not strings or not weights:
+        raise DamagedError(f"{path} is no index: weight_map gives the name of a file for each tensor")
+    names = dict.fromkeys(weights.values())
+    outside = sorted(name for name in names if not is_plain_name(name) or not name.endswith(".safetensors"))
     if outside:
         remedy = "Only safetensors files beside the index are read."
-        raise DamagedError(lines(f"{file} names files that it may not:", outside, remedy))
-    gone = sorted({name for name in listed.values() if not (folder / name).is_file()})
+        raise DamagedError(lines(f"{path} names files that it may not:", listed(outside), remedy))
+    gone = sorted(name for name in names if not os.path.exists(folder / name))
     if gone:
-        raise DamagedError(lines(f"{file} names files that are not there:", gone, "Fetch or write them again."))
-    return dict(listed)
+        raise DamagedError(lines(f"{path} names files that are not there:", listed(gone), "Fetch or write them again."))
+    return dict(weights)
 
 
-def _check_index(path: Path, listed: Mapping[str, str], held: Mapping[str, str]) -> None:
+def _check_index(path: Path, weights: Mapping[str, str], held: Mapping[str, str]) -> None:
     wrong = [
-        f"{name}: the index says {file}, which does not hold it" for name, file in listed.items() if name not in held
+        f"{name}: the index says {file}, which does not hold it" for name, file in weights.items() if name not in held
     ]
     wrong += [
-        f"{name}: the index says {listed.get(name, 'nothing')}, and it is in {file}"
+        f"{name}: the index says {weights.get(name, 'nothing')}, and it is in {file}"
         for name, file in held.items()
-        if listed.get(name) != file
+        if weights.get(name) != file
     ]
     if wrong:
-        raise DamagedError(lines(f"the index of {path} is not that of its files:", wrong, "Write the index again."))
+        raise DamagedError(
+            lines(f"the index of {path} is not that of its files:", listed(wrong), "Write the index again.")
+        )
 
 
 def _nothing_here(folder: Path) -> CheckpointError:

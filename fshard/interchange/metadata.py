@@ -1,21 +1,25 @@
 """The ``.metadata`` file of a torch.distributed.checkpoint folder, read as data.
 
-It is a pickle, and a pickle may call whatever its reader lets it. This reader lets it name the dozen classes that such
-files consist of, and gives it stand-ins for them, which keep what they are given and do nothing. So no code of the
-file's choice runs, nor any of torch's; any other name is refused.
+It is a pickle, whose opcodes are read here (``pickles.py``) and not run. It may mention the dozen classes that such
+files consist of, which become records; any other name is refused. What it says is held against the files beside it
+before anything is read of them.
 """
 
-import io
-import pickle
-from collections.abc import Mapping
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fshard.checkpoint.ranges import Block, overlap
-from fshard.errors import CheckpointError, DamagedError, lines
+from fshard.checkpoint.files import File, folder_at, is_plain_name, plain_file
+from fshard.checkpoint.problems import printable, unusable
+from fshard.checkpoint.ranges import Block
+from fshard.checkpoint.tensorfile import DIMS, LARGEST, is_count
+from fshard.errors import MOST, CheckpointError, DamagedError, lines
+from fshard.interchange.archive import DTYPES
+from fshard.interchange.pickles import Made, Name, UnknownNameError, read_pickle
 from fshard.interchange.source import Stored
 from fshard.sharding.spec import Shape
 
@@ -39,6 +43,12 @@ RECORDS = {
 """The classes that become records, by module."""
 
 PATHS = ("pathlib", "pathlib._local")
+
+SIZE, LAYOUT = Name("torch", "Size"), Name("torch.serialization", "_get_layout")
+
+PRIME = (1 << 61) - 1
+
+HINT = "give the folder that dcp.save wrote to, whose file .metadata comes last"
 
 
 @dataclass(frozen=True)
@@ -67,32 +77,6 @@ class Contents:
     others: Mapping[str, Extent]
 
 
-class Record:
-    """What stands for an instance of one of the known classes: the arguments and the state that the file gave it."""
-
-    kind = ""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = {}
-
-    def __new__(cls, *args: Any) -> "Record":
-        """Also made without ``__init__``, as pickles do."""
-        made = super().__new__(cls)
-        made.args, made.state = args, {}
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def get(self, name: str) -> Any:
-        """A field; None if the file does not give it."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-
 def read_metadata(folder: Path) -> Contents:
     """What a folder holds, as its ``.metadata`` says, checked against the files beside it.
 
@@ -100,179 +84,212 @@ def read_metadata(folder: Path) -> Contents:
         CheckpointError: there is none, or it names something that such a file has no business with.
         DamagedError: it is not whole, or does not fit the files.
     """
-    file = folder / FILE
-    try:
-        size = file.stat().st_size
-        text = file.read_bytes() if size <= LIMIT else b""
-    except OSError as error:
-        hint = "give the folder that dcp.save wrote to, whose file .metadata comes last"
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}: {hint}") from error
-    if size > LIMIT:
-        raise DamagedError(f"{file} has {size} bytes, and {LIMIT} are the most that are read")
-    top = unpickle(text, str(file))
-    if not isinstance(top, Record) or top.kind != "Metadata":
-        raise DamagedError(f"{file} holds a {type(top).__name__}, not the Metadata of torch.distributed.checkpoint")
+    path = str(folder / FILE)
     problems: list[str] = []
-    places = _places(top.get("storage_data"), folder, problems)
+    try:
+        with folder_at(str(folder), links=True) as at:
+            with plain_file(str(folder), FILE, at, refuse=_unreadable) as file:
+                top = _unpickled(file)
+            places = _places(top.get("storage_data"), Sizes(str(folder), at), problems)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}: {HINT}") from error
     contents = _contents(top.get("state_dict_metadata"), places, problems)
     if problems:
-        raise DamagedError(lines(f"{file} is damaged, or does not fit its folder:", problems[:20], "Copy it anew."))
+        rows = [printable(problem) for problem in problems[:20]]
+        raise DamagedError(lines(f"{path} is damaged, or does not fit its folder:", rows, "Copy it anew."))
     return contents
 
 
-def unpickle(text: bytes, name: str) -> Any:
-    """A pickle of known classes, as records.
+def _unreadable(path: str, problems: Iterable[str]) -> CheckpointError:
+    return DamagedError(f"{path} cannot be read: {'; '.join(problems)}: {HINT}")
 
-    Raises:
-        CheckpointError: it names anything else.
-        DamagedError: it is no whole pickle.
-    """
+
+def _unpickled(file: File) -> Made:
+    """What the pickle describes, which must be a ``Metadata``."""
+    if file.size > LIMIT:
+        raise DamagedError(f"{file.path} has {file.size} bytes, and {LIMIT} are the most that are read")
     try:
-        return _Reader(io.BytesIO(text), name).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a broken pickle can raise almost anything
-        raise DamagedError(f"{name} is no whole pickle: {type(error).__name__}: {error}") from error
-
-
-class _Reader(pickle.Unpickler):
-    """An unpickler that knows a few names only."""
-
-    def __init__(self, file: io.BytesIO, name: str) -> None:
-        super().__init__(file)
-        self.name = name
-        self.kinds = {
-            (module, kind): type(kind, (Record,), {"kind": kind}) for module, kinds in RECORDS.items() for kind in kinds
-        }
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What a name in the pickle stands for."""
-        if (module, name) in self.kinds:
-            return self.kinds[module, name]
-        if (module, name) == ("torch", "Size"):
-            return _sizes
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return str
-        if module in PATHS and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-            return _path
-        value = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
-        if isinstance(value, torch.dtype):
-            return value
+        top = read_pickle(bytes(file.read(0, file.size)), _known)
+    except UnknownNameError as error:
         raise CheckpointError(
-            f"{self.name} names {module}.{name}, which no metadata of a checkpoint needs, and which could run code: it "
-            f"was not read. Load it with torch.distributed.checkpoint where you trust it, and save plain tensors."
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Pickles of metadata have no such things."""
-        raise CheckpointError(f"{self.name} refers to objects outside of it, which no metadata does: it was not read")
-
-
-def _sizes(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values)
+            f"{file.path} names {printable(str(error))}, which no metadata of a checkpoint needs, and which could run "
+            f"code: it was not read. Load it with torch.distributed.checkpoint where you trust it, save plain tensors."
+        ) from None
+    except ValueError as error:
+        raise DamagedError(f"{file.path} is no whole pickle of metadata: {printable(str(error))}") from error
+    if not isinstance(top, Made) or kind_of(top) != "Metadata":
+        raise DamagedError(f"{file.path} holds a {kind_of(top)}, not the Metadata of torch.distributed.checkpoint")
+    return top
 
 
-def _path(*parts: Any) -> str:
-    return "/".join(map(str, parts))
+def _known(name: Name) -> bool:
+    """Whether metadata may mention a name."""
+    if name in (SIZE, LAYOUT):
+        return True
+    if name.module in PATHS:
+        return name.name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    return name.name in RECORDS.get(name.module, ()) or (name.module == "torch" and name.name in DTYPES)
 
 
-def _places(data: Any, folder: Path, problems: list[str]) -> dict[tuple[str, Shape | None], Extent]:
+def kind_of(value: Any) -> str:
+    """What a value is: the name of its class."""
+    return value.of.name if isinstance(value, Made) else type(value).__name__
+
+
+class Sizes:
+    """The sizes of the plain files in an open folder; -1 for what is none."""
+
+    def __init__(self, path: str, at: int) -> None:
+        self.path, self.at = path, at
+        self.known: dict[str, int] = {}
+
+    def of(self, name: str) -> int:
+        """The size of one."""
+        if name not in self.known:
+            self.known[name] = -1
+            with suppress(CheckpointError, OSError), plain_file(self.path, name, self.at, refuse=unusable) as file:
+                self.known[name] = file.size
+        return self.known[name]
+
+
+def place_of(name: str, offset: Shape | None) -> str:
+    """The key of a chunk: text, since tuples of chosen numbers can be made to have one hash."""
+    return f"{name}\0{offset}"
+
+
+def _places(data: Any, sizes: Sizes, problems: list[str]) -> dict[str, Extent]:
     """Where each tensor's chunk, by name and offset, or other value lies."""
-    out: dict[tuple[str, Shape | None], Extent] = {}
-    sizes: dict[str, int] = {}
+    out: dict[str, Extent] = {}
     for index, info in (data if isinstance(data, dict) else {}).items():
-        if not isinstance(index, Record) or not isinstance(info, Record):
-            problems.append(f"storage_data holds {type(index).__name__}: {type(info).__name__}")
+        if not isinstance(index, Made) or not isinstance(info, Made):
+            problems.append(f"storage_data holds {kind_of(index)}: {kind_of(info)}")
             continue
-        name, offset = index.get("fqn"), index.get("offset")
+        name, offset = index.get("fqn"), _shape(index.get("offset"))
         file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
-        if not isinstance(name, str) or not _is_shape(offset, None) or not isinstance(file, str):
-            problems.append(f"storage_data: {str(name)[:80]!r} at {str(offset)[:80]} in {str(file)[:80]!r}")
-        elif Path(file).name != file or file in ("", ".", ".."):
+        if (
+            not isinstance(name, str)
+            or (offset is None and index.get("offset") is not None)
+            or not isinstance(file, str)
+        ):
+            problems.append(f"storage_data: {shown(name)} at {shown(index.get('offset'))} in {shown(file)}")
+        elif not is_plain_name(file):
             problems.append(f"{name}: lies in {file!r}, and only files in the folder itself are read")
         elif info.get("transform_descriptors"):
             problems.append(
-                f"{name}: was transformed by {info.get('transform_descriptors')!r}, which is not undone here"
+                f"{name}: was transformed by {shown(info.get('transform_descriptors'))}, which is not undone"
             )
-        elif not _is_count(begin) or not _is_count(length) or begin + length > _size(folder / file, sizes):
-            problems.append(f"{name}: bytes {begin} to +{length} of {file}, which has {_size(folder / file, sizes)}")
+        elif not is_count(begin) or not is_count(length) or begin + length > sizes.of(file):
+            problems.append(f"{name}: bytes {shown(begin)} to +{shown(length)} of {file}, which has {sizes.of(file)}")
+        elif place_of(name, offset) in out:
+            problems.append(f"{name}: the chunk at {offset} lies in two places")
         else:
-            out[name, offset] = Extent(file, begin, length)
+            out[place_of(name, offset)] = Extent(file, begin, length)
+        if len(problems) >= MOST:
+            break
     return out
 
 
-def _contents(listed: Any, places: dict[tuple[str, Shape | None], Extent], problems: list[str]) -> Contents:
+def _contents(listed: Any, places: dict[str, Extent], problems: list[str]) -> Contents:
     tensors: dict[str, Stored] = {}
     chunks: dict[str, tuple[Chunk, ...]] = {}
     others: dict[str, Extent] = {}
     for name, what in (listed if isinstance(listed, dict) else {}).items():
-        kind = what.kind if isinstance(what, Record) else ""
-        if kind == "BytesStorageMetadata" and (name, None) in places:
-            others[name] = places[name, None]
-        elif kind == "TensorStorageMetadata" and isinstance(name, str):
+        kind = kind_of(what)
+        if not isinstance(name, str):
+            problems.append(f"state_dict_metadata holds a {kind_of(name)}")
+        elif kind == "BytesStorageMetadata" and place_of(name, None) in places:
+            others[name] = places[place_of(name, None)]
+        elif kind == "TensorStorageMetadata":
             found = _tensor(name, what, places, problems)
             if found is not None:
                 tensors[name], chunks[name] = found
         else:
-            problems.append(f"{str(name)[:80]!r}: a {kind or type(what).__name__} that lies nowhere")
+            problems.append(f"{name!r}: a {kind} that lies nowhere")
+        if len(problems) >= MOST:
+            break
     if not tensors:
         problems.append("it lists no tensor")
     return Contents(tensors, chunks, others)
 
 
 def _tensor(
-    name: str, what: Record, places: dict[tuple[str, Shape | None], Extent], problems: list[str]
+    name: str, what: Made, places: dict[str, Extent], problems: list[str]
 ) -> tuple[Stored, tuple[Chunk, ...]] | None:
     """One tensor; its chunks must fill it."""
-    shape, rows, properties = what.get("size"), what.get("chunks"), what.get("properties")
-    dtype = properties.state[0] if isinstance(properties, Record) and isinstance(properties.state, tuple) else None
-    if not isinstance(dtype, torch.dtype) or not _is_shape(shape, None) or shape is None or not isinstance(rows, list):
-        problems.append(f"{name}: dtype {dtype}, size {str(shape)[:80]}, chunks in a {type(rows).__name__}")
+    shape, rows, properties = _shape(what.get("size")), what.get("chunks"), what.get("properties")
+    state = properties.state if isinstance(properties, Made) else None
+    of = state[0] if isinstance(state, tuple) and state else None
+    dtype = DTYPES.get(of.name) if isinstance(of, Name) and of.module == "torch" else None
+    if dtype is None or shape is None or not isinstance(rows, list):
+        problems.append(f"{name}: dtype {shown(of)}, size {shown(what.get('size'))}, chunks in a {kind_of(rows)}")
         return None
     out = []
+    before = len(problems)
     for row in rows:
-        ends: tuple[Any, Any] = (row.get("offsets"), row.get("sizes")) if isinstance(row, Record) else (None, None)
-        good = all(_is_shape(value, len(shape)) and value is not None for value in ends)
-        offset, sizes = ends if good else ((0,) * len(shape), (-1,) * len(shape))
-        if not good or any(o + n > whole for o, n, whole in zip(offset, sizes, shape, strict=True)):
-            problems.append(f"{name}: a chunk of offset and size {str(ends)[:160]} in {list(shape)}")
+        offset, sizes = (_shape(row.get(key)) if isinstance(row, Made) else None for key in ("offsets", "sizes"))
+        inside = offset is not None and sizes is not None and len(offset) == len(sizes) == len(shape)
+        if offset is None or sizes is None or not inside or any(map(_beyond, offset, sizes, shape)):
+            given = [shown(row.get(key)) for key in ("offsets", "sizes")] if isinstance(row, Made) else kind_of(row)
+            problems.append(f"{name}: a chunk of offset and size {given} in {list(shape)}")
         elif 0 in sizes:
             continue  # what a rank with nothing to write left behind
-        elif (name, offset) not in places:
+        elif (where := places.get(place_of(name, offset))) is None:
             problems.append(f"{name}: the chunk at {list(offset)} lies nowhere")
         else:
-            out.append(Chunk(Block(offset, sizes, 0), places[name, offset]))
-    if not problems and not _fill(shape, [chunk.block for chunk in out]):
+            out.append(Chunk(Block(offset, sizes, 0), where))
+        if len(problems) >= MOST:
+            return None
+    if len(problems) == before and not filled(shape, [chunk.block for chunk in out]):
         problems.append(f"{name}: its {len(out)} chunks do not fill {list(shape)} without gap or overlap")
     return Stored(shape, dtype), tuple(out)
 
 
-def _fill(shape: Shape, parts: list[Block]) -> bool:
-    """Whether blocks are all of a tensor, each element once. Sorted, only those that can meet are compared."""
+def _beyond(offset: int, size: int, whole: int) -> bool:
+    return offset + size > whole
+
+
+def filled(shape: Shape, parts: Sequence[Block]) -> bool:
+    """Whether blocks that lie in a tensor are all of it, each element once; in time linear in their number.
+
+    Boxes fill a box just where the polynomials ``sum over boxes, product over dims, x[dim, begin] - x[dim, end]`` of
+    both are equal. They are compared at a point that is drawn at random modulo a prime: who made the boxes does not
+    know it, and polynomials that differ are equal there with a probability below 2**-54 (Schwartz and Zippel).
+    """
+    draw = random.SystemRandom()
+    at: list[dict[int, int]] = [{} for _ in shape]
+
+    def value(offset: Shape, sizes: Shape) -> int:
+        out = 1
+        for known, begin, size in zip(at, offset, sizes, strict=True):
+            for n in (begin, begin + size):
+                if n not in known:
+                    known[n] = draw.randrange(PRIME)
+            out = out * (known[begin] - known[begin + size]) % PRIME
+        return out
+
     held = [part for part in parts if part.numel]
-    if sum(part.numel for part in held) != torch.Size(shape).numel():
-        return False
-    held.sort(key=lambda part: part.offset)
-    for number, part in enumerate(held):
-        for other in held[number + 1 :]:
-            if shape and other.offset[0] >= part.offset[0] + part.shape[0]:
-                break
-            if overlap(part, other) is not None:
-                return False
-    return True
+    if 0 in shape or not held:
+        return 0 in shape and not held
+    total = sum(value(part.offset, part.shape) for part in held)
+    return total % PRIME == value((0,) * len(shape), shape)
 
 
-def _size(file: Path, known: dict[str, int]) -> int:
-    if file.name not in known:
-        known[file.name] = file.stat().st_size if file.is_file() and not file.is_symlink() else -1
-    return known[file.name]
+def _shape(value: Any) -> Shape | None:
+    """A ``torch.Size``, as DCP has it, or a tuple; None for anything else."""
+    if isinstance(value, Made) and value.of == SIZE and len(value.args) == 1:
+        value = value.args[0]
+    good = isinstance(value, tuple) and len(value) <= DIMS and all(map(is_count, value))
+    return value if good and math.prod(n for n in value if n) <= LARGEST else None
 
 
-def _is_shape(value: Any, dims: int | None) -> bool:
-    return value is None or (
-        isinstance(value, tuple) and all(map(_is_count, value)) and (dims is None or len(value) == dims)
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+def shown(value: Any) -> str:
+    """A value of a stranger in a message: never more than its own first part, since parts may be shared without end."""
+    if isinstance(value, str | int | float | None):
+        return repr(value)[:80] if not isinstance(value, int) or -PRIME < value < PRIME else "a huge number"
+    if isinstance(value, Made) and value.of == SIZE and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, Name):
+        return f"{value.module}.{value.name}"[:80]
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(shown(n) if isinstance(n, str | int) else '...' for n in value[:8])}]"[:160]
+    return f"a {kind_of(value)}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fshard.checkpoint.ranges import Block
-from fshard.errors import TreeError, lines
+from fshard.errors import DamagedError, TreeError, lines
 from fshard.interchange.source import Origin, Source, fits, read_piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry
@@ -85,7 +85,7 @@ class Moments:
             if stored is not None and stored.shape in ((), (1,)):
                 value = torch.zeros(stored.shape, dtype=torch.float64)
                 self.source.read(count, [(Block((0,) * len(stored.shape), stored.shape, 0), value)])
-                self.counts[name] = int(value.item())
+                self.counts[name] = _count(f"{count} of {self.source.name}", value.item())
         return max(self.counts.values(), default=0)
 
     def late(self, state: TrainState) -> dict[str, int]:
@@ -93,6 +93,17 @@ class Moments:
         missed = {path: state.step - self.counts.get(name or "", state.step) for path, name in self.names.items()}
         missed |= {path: state.step for path, name in self.names.items() if name is None}
         return {path: late for path, late in missed.items() if late > 0}
+
+
+def _count(what: str, value: float) -> int:
+    """A number of updates.
+
+    Raises:
+        DamagedError: it is none.
+    """
+    if not (value.is_integer() and 0 <= value < 1 << 53):
+        raise DamagedError(f"{what} is {value}, which is no number of updates: give step= and optimizer=None")
+    return int(value)
 
 
 def split_name(plan: Plan, name: str) -> tuple[str, str]:

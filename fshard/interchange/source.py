@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fshard.checkpoint.problems import printable
 from fshard.checkpoint.ranges import Block, blocks
 from fshard.errors import TreeError, lines
 from fshard.interchange.rename import RenameLike, apply_rules
@@ -113,6 +114,7 @@ def originate(
             "Give rename=[(pattern, path)] rules from its names to the plan's paths, (pattern, None) for what to leave "
             "out, init=[(pattern, initializer)] for leaves that are new, cast=True to round."
         )
+        wrong = [printable(row) for row in wrong]
         raise TreeError(lines(head, sorted(wrong, key=lambda line: line.split(" ")[0]), remedy))
     return out
 

@@ -1,0 +1,56 @@
+"""Boxes of a tensor that lies in a file, read straight to where they are wanted."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fshard.checkpoint.files import File
+from fshard.checkpoint.write import raw
+
+SLAB = 4 << 20
+"""Bytes of a file that are read at once where rows are wanted in part."""
+
+
+def read_box(
+    file: File, begin: int, shape: Sequence[int], offset: Sequence[int], out: Tensor, dtype: torch.dtype
+) -> None:
+    """Copy a box of a row-major tensor. Beside ``out`` a few MiB of memory are taken.
+
+    Args:
+        file: the file, in which all of the tensor lies.
+        begin: the tensor's first byte.
+        shape: the whole tensor's.
+        offset: where the box begins; as large as ``out``, it lies in the tensor.
+        out: what is to hold it, of any dtype and device.
+        dtype: the tensor's.
+
+    Raises:
+        CheckpointError: the file has become shorter.
+    """
+    if not out.numel():
+        return
+    if not shape:
+        return read_box(file, begin, (1,), (0,), out.view(1), dtype)
+    width = dtype.itemsize
+    row = math.prod(shape[1:]) * width
+    if row > SLAB:
+        for at in range(out.shape[0]):
+            read_box(file, begin + (offset[0] + at) * row, shape[1:], offset[1:], out[at], dtype)
+        return None
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(o * n for o, n in zip(offset[1:], strides[1:], strict=True)) * width
+    last = first + (sum((size - 1) * n for size, n in zip(out.shape[1:], strides[1:], strict=True)) + 1) * width
+    whole = tuple(out.shape[1:]) == tuple(shape[1:])
+    step = max(1, SLAB // row)
+    for at in range(0, out.shape[0], step):
+        part = out[at : at + step]
+        low = begin + (offset[0] + at) * row + first
+        high = begin + (offset[0] + at + part.shape[0] - 1) * row + last
+        if whole and part.dtype == dtype and part.device.type == "cpu" and part.is_contiguous():
+            file.fill(raw(part), low)
+        else:
+            read = torch.frombuffer(file.read(low, high), dtype=dtype)
+            part.copy_(read.as_strided(tuple(part.shape), tuple(strides)))
+    return None
