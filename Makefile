@@ -12,11 +12,11 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train bench test parity faults lint format clean
+.PHONY: help train bench test parity fuzz faults lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
-	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test and make bench.'
+	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, fuzz and bench.'
 
 train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this machine.
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -30,6 +30,9 @@ test: lint  ## Check style and types, then run the tests.
 
 parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: a quarter of an hour.
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+fuzz: $(STAMP)  ## Run generated models, meshes and options against one plain process; ARGS="--cases 1000 --seed 0".
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the table of docs/reliability.md.
 	$(BIN)/python -m tests.faults.matrix --write docs/reliability.md $(ARGS)

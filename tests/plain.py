@@ -1,7 +1,8 @@
 """One plain process on the global batch, with any optimizer of ``fs.optim`` on whole leaves: what shards must equal."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Plain:
         loss_fn: as for ``fs.make_train_step``.
         opt: an optimizer of ``fs.optim``; ``every`` is done here, its inner optimizer gets whole gradients.
         params: the first values, by path.
-        clip: the limit of the global norm.
+        clip: the limit of the global norm, or rules ``(pattern, limit)``.
         frozen: paths that are not trained.
     """
 
@@ -28,7 +29,7 @@ class Plain:
         loss_fn: Callable[[Any, Any], Any],
         opt: Any,
         params: Mapping[str, Tensor],
-        clip: float | None = None,
+        clip: Any = None,
         frozen: Sequence[str] = (),
     ) -> None:
         self.loss_fn, self.clip, self.every = loss_fn, clip, int(getattr(opt, "steps", 1))
@@ -59,15 +60,23 @@ class Plain:
     @torch.no_grad()
     def _update(self) -> None:
         grads = {path: total / self.weight for path, total in self.sums.items()}
-        self.norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(g)) ** 2 for g in grads.values()))
-        factor = 1.0 if self.clip is None else min(1.0, self.clip / (self.norm + 1e-6))
+        self.norm = _norm(grads.values())
+        rules = self.clip if isinstance(self.clip, tuple | list) else [(r".*", self.clip)]
+        rule = {path: next(i for i, (p, _) in enumerate(rules) if re.fullmatch(p, path)) for path in grads}
         for path, grad in grads.items():
+            limit = rules[rule[path]][1]
+            norm = _norm([other for name, other in grads.items() if rule[name] == rule[path]])
+            factor = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
             leaf, state = self.params[path].view(-1), self.states[path]
             number, hyper = self.number // self.every, self.hypers[path]
             self.opt.update([leaf], [(grad * factor).reshape(-1)], [state], step=number, hyper=hyper)
         for total in self.sums.values():
             total.zero_()
         self.weight = 0.0
+
+
+def _norm(grads: Iterable[Tensor]) -> float:
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(grad)) ** 2 for grad in grads))
 
 
 def difference(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:

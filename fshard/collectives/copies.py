@@ -36,7 +36,7 @@ def check_copies(plan: Plan, grads: Mapping[int, Tensor], lane: Lane) -> None:
     found: list[str] = []
     for number, axes in over.items():
         if axes:
-            found += _problems(plan.groups[number], axes, plan.mesh, grads[number])
+            found += _problems(plan.groups[number].owned, axes, plan.mesh, grads[number])
     problems = dict.fromkeys(line for text in exchange_text(lane, "\n".join(found)) for line in text.splitlines())
     if problems:
         raise ReplicationError(
