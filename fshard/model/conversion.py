@@ -4,12 +4,21 @@
 possible on tensors that the module does not own. Most such code converts to what is there, and nothing is written.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from fshard.errors import UnitError
+
+
+def convert_at(
+    module: "weakref.ref[nn.Module]", fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module | None:
+    """``convert`` for a module that is not kept alive by this, nor by its own dict."""
+    found = module()
+    return None if found is None else convert(found, fn, recurse)
 
 
 def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -19,8 +19,10 @@ from fshard.model.buffers import Place, Tracker
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
-from fshard.model.instance import Body, Numbers, Shell, Template
+from fshard.model.instance import Body
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
+from fshard.model.shell import Shell
+from fshard.model.template import Numbers, Template
 from fshard.model.unit import Unit
 
 
@@ -76,7 +78,7 @@ class Model:
         torch.Size([3, 2])
         """
         instance = self._body.instance(params)
-        if self._unmade and buffers is None and instance.leaves and instance.leaves[0].device.type != "meta":
+        if self._unmade and buffers is None and instance.held.leaves and instance.held.leaves[0].device.type != "meta":
             raise errors.unmade_buffers(self._unmade)
         given = self._body.buffers.leaves(self.buffers if buffers is None else buffers)
         versions = [leaf._version for leaf in tree.leaves(self.ignored)] if self.ignored else []
@@ -262,11 +264,12 @@ def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, state
     found = [_own_places(module, kind) for kind in ("_parameters", "_buffers")]
     params, buffers = LeafOrder(f"params of {name}", found[0]), LeafOrder(f"buffers of {name}", found[1])
     template = Template(module, twin, _numbers(found[0], params), _numbers(found[1], buffers), {})
-    body = Body(template, params, buffers, Tracker(module, [found[1][path] for path in buffers.paths]))
+    body = Body(template, params, buffers, Tracker(module, [found[1][path] for path in buffers.paths]), name)
     return Shell(
         unit=Unit(name, _function(body), _preparation(body), bool(body.buffers.paths)),
         params=(params, tuple(_number(found[0][path], leaves) for path in params.paths)),
         buffers={path: _number(found[1][path], states) for path in buffers.paths},
+        views=template.views,
     )
 
 
@@ -292,11 +295,11 @@ def _function(body: Body) -> Callable[..., Any]:
     """The pure function of a unit; one with buffers takes them after the parameters and returns those that changed."""
 
     def plain(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        return body.run(body.instance(params), (), args, kwargs)[0]
+        return body.call(body.instance(params, args), args, kwargs)
 
     def stateful(params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         given = [buffers[path] for path in body.buffers.paths]
-        return body.run(body.instance(params), given, args, kwargs)
+        return body.run(body.instance(params, args), given, args, kwargs)
 
     chosen = stateful if body.buffers.paths else plain
     vars(chosen)["kind"] = body.kind  # by which a compiler sees that two units are the same function
@@ -305,7 +308,7 @@ def _function(body: Body) -> Callable[..., Any]:
 
 def _preparation(body: Body) -> Callable[..., Any] | None:
     """What saves a unit without buffers to look up its leaves and its instance at every call."""
-    return None if body.buffers.paths else lambda params: body.instance(params).root
+    return None if body.buffers.paths else body.prepared
 
 
 def _detached(buffer: Any) -> Any:

@@ -1,0 +1,147 @@
+"""Containers in attributes of modules: copies of them, what they hold, and how one takes what another holds.
+
+Only the plain kinds count: lists, dicts, sets, deques and tuples, nested in each other. What lies in them is never
+copied, and is compared by identity.
+"""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LISTS = (list, deque)
+DICTS = (dict, OrderedDict, defaultdict)
+MUTABLE = frozenset((*LISTS, *DICTS, set))
+
+LARGE = 1000
+"""Entries from which a container is a table that no call changes: its length alone is watched."""
+
+DEEP = 8
+"""Levels of nesting from which on containers count as objects."""
+
+
+def holds(value: Any, depth: int = 0) -> bool:
+    """Whether a value is or holds a container that can change.
+
+    >>> holds((1, [2])), holds((1, 2))
+    (True, False)
+    """
+    if type(value) in MUTABLE:
+        return True
+    return isinstance(value, tuple) and depth < DEEP and any(holds(x, depth + 1) for x in value)
+
+
+def copied(value: Any, memo: dict[int, Any], depth: int = 0) -> Any:
+    """A value with containers of its own. Those that occur twice, by ``memo`` of ``{id: copy}``, stay one."""
+    kind = type(value)
+    if depth > DEEP or not (kind in MUTABLE or isinstance(value, tuple)) or len(value) > LARGE:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        parts = [copied(x, memo, depth + 1) for x in value]
+        if all(map(_same, parts, value)):
+            return value
+        made: Any = kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    elif kind in DICTS:
+        made = value.copy()
+        made.update({key: copied(x, memo, depth + 1) for key, x in value.items()})
+    elif kind is deque:
+        made = deque([copied(x, memo, depth + 1) for x in value], value.maxlen)
+    else:
+        made = kind([copied(x, memo, depth + 1) for x in value])
+    memo[id(value)] = made
+    return made
+
+
+def mapped(fn: Callable[[Any], Any], value: Any, depth: int = 0) -> Any:
+    """A value with containers of its own, which hold what ``fn`` makes of what the containers of the value hold."""
+    kind = type(value)
+    if depth > DEEP or not (kind in MUTABLE or isinstance(value, tuple)):
+        return fn(value)
+    if kind in DICTS:
+        made = value.copy()
+        made.update({key: mapped(fn, x, depth + 1) for key, x in value.items()})
+        return made
+    parts = [mapped(fn, x, depth + 1) for x in value]
+    if kind is deque:
+        return deque(parts, value.maxlen)
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+def inside(value: Any, depth: int = 0) -> Iterator[Any]:
+    """All that a value holds that is no container; the value itself, if it is none."""
+    if depth > DEEP or not (type(value) in MUTABLE or isinstance(value, tuple)):
+        yield value
+        return
+    for x in value.values() if type(value) in DICTS else value:
+        yield from inside(x, depth + 1)
+
+
+def outline(value: Any, depth: int = 0) -> Any:
+    """What a value holds now, for ``matches``."""
+    kind = type(value)
+    if depth > DEEP or not (kind in MUTABLE or isinstance(value, tuple)):
+        return value
+    if len(value) > LARGE:
+        return _Outline(kind, len(value), value, ())
+    if kind is set:
+        return _Outline(kind, len(value), None, (frozenset(map(id, value)),))
+    below = value.values() if kind in DICTS else value
+    keys = tuple(value) if kind in DICTS else None
+    return _Outline(kind, len(value), keys, tuple([outline(x, depth + 1) for x in below]))
+
+
+class _Outline:
+    __slots__ = ("held", "keys", "kind", "size")
+
+    def __init__(self, kind: type, size: int, keys: Any, held: tuple[Any, ...]) -> None:
+        self.kind, self.size, self.keys, self.held = kind, size, keys, held
+
+
+def matches(value: Any, kept: Any) -> bool:
+    """Whether a value holds what it held when its outline was made."""
+    if not isinstance(kept, _Outline):
+        return value is kept
+    return _matches(value, kept)
+
+
+def _matches(value: Any, kept: "_Outline") -> bool:
+    kind: Any = type(value)
+    if kind is not kept.kind or len(value) != kept.size:
+        return False
+    if kept.size > LARGE:
+        return bool(value is kept.keys)
+    if kept.kind is set:
+        return bool(frozenset(map(id, value)) == kept.held[0])
+    if kept.kind in DICTS:
+        return tuple(value) == kept.keys and all(map(matches, value.values(), kept.held))
+    return all([matches(x, was) for x, was in zip(value, kept.held, strict=True)])
+
+
+def take(old: Any, new: Any) -> Any:
+    """What an attribute that holds ``old`` holds after ``new`` was written to it: containers change in place.
+
+    >>> losses = [1]
+    >>> take(losses, [1, 2]) is losses, losses
+    (True, [1, 2])
+    """
+    kind = type(old)
+    if type(new) is not kind or kind not in MUTABLE or old is new:
+        return new
+    if kind in DICTS:
+        now = {key: take(old.get(key), x) for key, x in new.items()}
+        old.clear()
+        old.update(now)
+    elif kind is set:
+        old.clear()
+        old.update(new)
+    else:
+        before = list(old)
+        items = [take(before[i], x) if i < len(before) else x for i, x in enumerate(new)]
+        old.clear()
+        old.extend(items)
+    return old
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b

@@ -1,0 +1,298 @@
+"""Templates: a module's structure, compiled once, so that making a copy of it costs microseconds a module.
+
+The copies are instances. They hold given tensors where the module holds its parameters, and have attributes, containers
+in these and tables of hooks of their own.
+"""
+
+import copy
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fshard.model.buffers import Place
+from fshard.model.containers import copied, holds, inside, outline
+from fshard.model.conversion import convert_at
+from fshard.model.shared import Shared
+from fshard.model.shell import Below, Held, More, Shell
+from fshard.model.writes import BASE, HOOKS, Flag, Scene, Surface, View, tables, view
+
+Numbers = Mapping[tuple[int, str], int]
+"""The number of the leaf that belongs into a place, by the identity of the template's dict and the name in it."""
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class Instance:
+    """One copy of a structure.
+
+    Attributes:
+        held: the tensors in it.
+        modules: its modules; the first is the one to call.
+        surface: what a call may write.
+        near: the part of that which is looked at when calls have been seen to write nothing.
+        kept: whether more calls are to come.
+        busy: whether a call is under way.
+        calls: how many calls there were.
+    """
+
+    __slots__ = ("busy", "calls", "held", "kept", "modules", "near", "surface")
+
+    def __init__(self, held: Held, modules: Sequence[nn.Module], surface: Surface, near: Surface) -> None:
+        self.held, self.modules, self.surface, self.near = held, modules, surface, near
+        self.kept = self.busy = False
+        self.calls = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """One module of a template; numbers are of modules, parameters and buffers, and -1 stands for None."""
+
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+    children: tuple[tuple[str, int], ...]
+    params: tuple[tuple[str, int], ...]
+    buffers: tuple[tuple[str, int], ...]
+    referring: tuple[str, ...]  # attributes that refer to modules of the structure by other ways than as children
+    holding: tuple[str, ...]  # other attributes that hold containers
+    shell: Shell | None
+    signature: Any
+
+
+class Template:
+    """A structure, compiled.
+
+    Args:
+        root: the module.
+        whole: the module that ``root`` is a part of.
+        params: numbers of the parameters.
+        buffers: numbers of the buffers.
+        shells: by identity, the modules that are units.
+    """
+
+    def __init__(
+        self, root: nn.Module, whole: nn.Module, params: Numbers, buffers: Numbers, shells: Mapping[int, Shell]
+    ) -> None:
+        self.root = root
+        self._originals = list(root.modules())
+        self._outside = {id(module): module for module in whole.modules()}
+        self._buffers = len(set(buffers.values()))
+        self._number = {id(module): i for i, module in enumerate(self._originals)}
+        self._parts = [
+            _part(module, self._number, params, buffers, shells, self._outside) for module in self._originals
+        ]
+        self.flag = Flag()
+        self._hooks, self._tables = tables(self.flag)
+        self.shared = Shared(root, self._outside)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        paths = {id(module): path for path, module in self.root.named_modules()}
+        entries = [part.attributes | _EMPTY | {"_buffers": dict(part.buffers)} for part in self._parts]
+        views = [
+            view(paths[id(module)], found, (*part.referring, "forward") if part.shell else part.referring)
+            for module, part, found in zip(self._originals, self._parts, entries, strict=True)
+        ]
+        sizes = [
+            len(found | {"forward": None} if part.shell else found) + len(found["_buffers"])
+            for part, found in zip(self._parts, entries, strict=True)
+        ]
+        self.views: Sequence[View] = views
+        self.scene = Scene(views, sum(sizes))
+        below: dict[int, tuple[Sequence[int], Scene]] = {}
+        inside: set[int] = set()
+        for i, part in enumerate(self._parts):
+            if part.shell is not None:
+                numbers = [self._number[id(module)] for module in self._originals[i].modules()]
+                unit = part.shell.views
+                seen = [replace(views[n], path=unit[k].path) for k, n in enumerate(numbers)]
+                below[i] = numbers, Scene(seen, sum(sizes[n] for n in numbers))
+                inside.update(numbers[1:])
+        self._below = below
+        self._own = [i for i in range(len(views)) if i not in inside]
+        self._near = Scene([views[i] for i in self._own], sum(sizes[i] for i in self._own))
+
+    def make(self, leaves: Sequence[Any]) -> Instance:
+        """An instance that holds these tensors, and no buffers yet."""
+        modules = [object.__new__(part.kind) for part in self._parts]
+        places: list[list[Place]] = [[] for _ in range(self._buffers)]
+        held = Held(leaves, places)
+        hooks, parts = self._hooks, self._tables
+        memo: dict[int, Any] = {}
+        for module, part in zip(modules, self._parts, strict=True):
+            table = part.attributes.copy()
+            table["_parameters"] = parts([(name, None if i < 0 else leaves[i]) for name, i in part.params])
+            table["_modules"] = parts([(name, None if i < 0 else modules[i]) for name, i in part.children])
+            table["_buffers"] = buffers = dict.fromkeys([name for name, _ in part.buffers])
+            for name in HOOKS:
+                table[name] = hooks() if not table[name] else _filled(hooks(), table[name])
+            for name in part.holding:
+                table[name] = copied(table[name], memo)
+            for name, i in part.buffers:
+                if i >= 0:
+                    places[i].append((buffers, name))
+            table["_apply"] = partial(convert_at, weakref.ref(module))
+            object.__setattr__(module, "__dict__", table)
+        for i, (numbers, scene) in self._below.items():
+            self._hand_over(i, held, Below(held, [modules[n] for n in numbers], scene, self.flag, numbers), modules[i])
+        if any(part.referring for part in self._parts):
+            held.more += self._redirect(modules, memo)
+        place = {number: i for i, number in enumerate(self._own)}
+        more = [(place[i], name, was) for i, name, was in held.more if i in place]
+        near = Surface(self._near, [modules[i] for i in self._own], self.flag, more)
+        return Instance(held, modules, Surface(self.scene, modules, self.flag, held.more), near)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors in attributes, which all instances share."""
+        return {
+            f"{seen.path}.{name}" if seen.path else name: x
+            for seen, part in zip(self.views, self._parts, strict=True)
+            for name, value in part.attributes.items()
+            for x in (inside(value) if name not in (*BASE, *part.referring) else ())
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+        }
+
+    def moved(self, instance: Instance) -> str | None:
+        """Where an instance holds another module or parameter than the one that it was made with; None if nowhere."""
+        leaves, modules = instance.held.leaves, instance.modules
+        if not self.flag.raised:
+            return None
+        for seen, module, part in zip(self.views, modules, self._parts, strict=True):
+            for table, kept in (
+                (module._parameters, {name: None if i < 0 else leaves[i] for name, i in part.params}),
+                (module._modules, {name: None if i < 0 else modules[i] for name, i in part.children}),
+            ):
+                names = [name for name in {**kept, **table} if kept.get(name, table) is not table.get(name, kept)]
+                if names:
+                    return f"{seen.path}.{names[0]}" if seen.path else str(names[0])
+        return None
+
+    def kind(self) -> Hashable:
+        """Equal for two templates whose instances, with the same tensors in the same places, do the same."""
+        return tuple(
+            (
+                part.kind,
+                tuple(sorted((name, _fixed(value)) for name, value in part.attributes.items() if name not in HOOKS)),
+                tuple(_fixed(part.attributes.get(name)) for name in HOOKS),
+                *(part.children, part.params, part.buffers),
+                id(self) if part.referring or part.shell else None,
+            )
+            for part in self._parts
+        )
+
+    def _hand_over(self, number: int, held: Held, below: Below, module: nn.Module) -> None:
+        part = self._parts[number]
+        assert part.shell is not None
+        forward = part.shell.forward(held, below)
+        vars(forward)["__signature__"] = part.signature
+        vars(module)["forward"] = forward
+
+    def _redirect(self, modules: Sequence[nn.Module], copies: Mapping[int, Any]) -> list[More]:
+        """Let attributes that refer to modules of the template refer to those of the instance."""
+        memo: dict[int, Any] = dict(self._outside) | dict(copies)
+        memo |= {id(old): new for old, new in zip(self._originals, modules, strict=True)}
+        made: list[More] = []
+        for i, (module, part) in enumerate(zip(modules, self._parts, strict=True)):
+            for name in part.referring:
+                if name in part.attributes and not (part.shell and name == "forward"):
+                    value = copy.deepcopy(part.attributes[name], dict(memo))
+                    vars(module)[name] = _filled(self._hooks(), value) if name in HOOKS else value
+                    made.append((i, name, outline(vars(module)[name])))
+        return made
+
+
+def _filled(made: OrderedDict[Any, Any], entries: Mapping[Any, Any]) -> OrderedDict[Any, Any]:
+    """A table with these entries, which was not written to."""
+    for key, value in entries.items():
+        OrderedDict.__setitem__(made, key, value)
+    return made
+
+
+_EMPTY: dict[str, Any] = {name: {} for name in (*_TABLES, "_apply")}
+
+
+def _part(
+    module: nn.Module,
+    number: Mapping[int, int],
+    params: Numbers,
+    buffers: Numbers,
+    shells: Mapping[int, Shell],
+    whole: Mapping[int, nn.Module],
+) -> _Part:
+    shell = shells.get(id(module))
+    kind = _quiet(type(module)) if shell else type(module)
+    attributes = _attributes(module, shell is not None)
+    referring = tuple(k for k, v in attributes.items() if _refers(v, whole))
+    return _Part(
+        kind=kind,
+        attributes=attributes,
+        children=tuple((name, number.get(id(child), -1)) for name, child in module._modules.items()),
+        params=_numbered(module._parameters, params),
+        buffers=_numbered(module._buffers, buffers),
+        referring=referring,
+        holding=tuple(name for name in attributes if name not in (*BASE, *referring) and holds(attributes[name])),
+        shell=shell,
+        signature=inspect.signature(module.forward) if shell else None,
+    )
+
+
+def _fixed(value: Any) -> Hashable:
+    """Equal for two values that a program cannot tell apart; what is no plain value is equal to itself alone."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
+        return type(value).__name__, repr(value)
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, *map(_fixed, value)
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, *sorted(map(repr, map(_fixed, value)))
+    if isinstance(value, dict):
+        # Keys of hooks are numbers that differ from module to module and mean nothing.
+        return type(value).__name__, *((key if isinstance(key, str) else "", _fixed(x)) for key, x in value.items())
+    return "object", id(value)
+
+
+def _numbered(entries: Mapping[str, Tensor | None], numbers: Numbers) -> tuple[tuple[str, int], ...]:
+    return tuple((name, numbers.get((id(entries), name), -1)) for name in entries)
+
+
+def _attributes(module: nn.Module, shell: bool) -> dict[str, Any]:
+    """What instances share with the template. A shell has no hooks: they run inside of the unit."""
+    table = {name: value for name, value in vars(module).items() if name not in _TABLES}
+    return table | {name: {} for name in HOOKS} if shell else table
+
+
+def _quiet(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a shell: a ``__call__`` of the class's own belongs inside of the unit, and must not run twice."""
+    if kind.__call__ is nn.Module.__call__:
+        return kind
+    return type(kind.__name__, (kind,), {"__call__": nn.Module.__call__, "__module__": kind.__module__})
+
+
+class _Probe(dict[int, Any]):
+    """A memo for ``copy.deepcopy`` that notes whether the copy came upon certain objects."""
+
+    def __init__(self, known: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.known = known
+        self.found = False
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """The object itself where it is a known one."""
+        if key in self.known:
+            self.found = True
+            return self.known[key]
+        return super().get(key, default)
+
+
+def _refers(value: Any, modules: Mapping[int, nn.Module]) -> bool:
+    if value is None or isinstance(value, (bool, int, float, str, type, FunctionType, Tensor)):
+        return False
+    probe = _Probe(modules)
+    copy.deepcopy(value, probe)
+    return probe.found

@@ -1,0 +1,323 @@
+"""What a call writes to the structure of a module: attributes, containers in them, hooks.
+
+``Model.apply`` is a pure function, so none of that outlives the call. A ``Surface`` knows what lay in the modules of an
+instance before the call, and tells what the call wrote. An instance that was written to is not used again. What was
+written inside of a unit is part of the unit's result (``Written``), so that whoever runs the unit sees the tensors in
+it, and is written once more to the modules that stand for the unit outside of it. What those held before the call is
+an argument of the unit (``Given``) where it is not what the module held when it was split.
+"""
+
+import enum
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fshard.errors import UnitError
+from fshard.model.containers import holds, inside, mapped, matches, outline, take
+from fshard.model.opaque import held, opaque
+
+BASE = frozenset((*vars(nn.Module()), "_apply")) - {"training", "_is_full_backward_hook"}
+"""Attributes in which torch keeps its own account of a module, and what instances put in the place of a method."""
+
+HOOKS = tuple(sorted(name for name in BASE if "hooks" in name and "state_dict" not in name))
+"""Those of them that hold the hooks of its calls."""
+
+BUFFERS = "_buffers"
+"""Stands for the buffers that a call has added."""
+
+
+OBJECTS = "{}"
+"""Stands for objects in attributes, which are one and the same for all instances."""
+
+
+class WrittenObject:
+    """Tells that a call wrote to such an object. No graph can return one."""
+
+
+class Given(NamedTuple):
+    """What lies in a unit's modules when it is called, where that is not what lay there at ``split``."""
+
+    writes: dict[str, Any]
+
+
+class Written(NamedTuple):
+    """The result of a unit whose call wrote to its modules: what it returned, and what it wrote."""
+
+    value: Any
+    writes: dict[str, Any]
+
+
+class Gone(enum.Enum):
+    """Stands for an attribute that was deleted."""
+
+    GONE = 0
+
+
+class Below(str):
+    """Stands for a module of the unit: its path."""
+
+    __slots__ = ()
+
+
+class Flag:
+    """Whether a table of some instance of a template was written to, ever."""
+
+    __slots__ = ("raised",)
+
+    def __init__(self) -> None:
+        self.raised = False
+
+
+def tables(flag: Flag) -> tuple[type[OrderedDict[Any, Any]], type[dict[Any, Any]]]:
+    """Kinds of dicts that raise a flag when they are written to: for hooks, and for parts of modules."""
+
+    class Hooks(OrderedDict[Any, Any]):
+        __slots__ = ()
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            flag.raised = True
+            super().__setitem__(key, value)
+
+        def __delitem__(self, key: Any) -> None:
+            flag.raised = True
+            super().__delitem__(key)
+
+    class Parts(dict[Any, Any]):
+        __slots__ = ()
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            flag.raised = True
+            super().__setitem__(key, value)
+
+        def __delitem__(self, key: Any) -> None:
+            flag.raised = True
+            super().__delitem__(key)
+
+    return Hooks, Parts
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is watched of one module, and what lay there before the call.
+
+    Attributes:
+        path: the module's path.
+        names: attributes that hold no containers.
+        kept: what they hold.
+        read: gets that from the module's dict.
+        holding: attributes that hold containers, and the outlines of these.
+        hooks: the keys of the hooks that there are, by the name of their table.
+        buffers: the names of its buffers.
+        known: all names that are no new ones.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    kept: tuple[Any, ...]
+    read: Callable[[dict[str, Any]], Sequence[Any]]
+    holding: tuple[tuple[str, Any], ...]
+    hooks: Mapping[str, tuple[Any, ...]]
+    buffers: frozenset[str]
+    known: frozenset[str]
+
+
+def view(path: str, entries: Mapping[str, Any], without: Iterable[str] = ()) -> View:
+    """The view of a module with this dict; names in ``without`` are not watched."""
+    names = [name for name in entries if name not in BASE and name not in without]
+    holding = {name: outline(entries[name]) for name in names if holds(entries[name])}
+    flat = tuple(name for name in names if name not in holding)
+    return View(
+        path=path,
+        names=flat,
+        kept=tuple([entries[name] for name in flat]),
+        read=_getter(flat),
+        holding=tuple(holding.items()),
+        hooks={name: tuple(entries[name]) for name in HOOKS if entries.get(name)},
+        buffers=frozenset(entries["_buffers"]),
+        known=frozenset((*BASE, *names, *without)),
+    )
+
+
+class Scene:
+    """The views of modules, laid out for a quick comparison.
+
+    Args:
+        views: of each module.
+        size: the lengths of their dicts and of their tables of buffers, added up.
+    """
+
+    def __init__(self, views: Sequence[View], size: int) -> None:
+        self.views, self.size = views, size
+        self.reads = [seen.read for seen in views]
+        self.kept = [x for seen in views for x in seen.kept]
+        self.holding = [(i, name, was) for i, seen in enumerate(views) for name, was in seen.holding]
+
+
+class Surface:
+    """What calls may write of the modules of an instance.
+
+    Args:
+        scene: what lay there before.
+        modules: the modules.
+        flag: tells whether tables were written to.
+        more: attributes that each instance has for itself: numbers of their modules, names and outlines.
+    """
+
+    __slots__ = ("_begun", "_entries", "_flag", "_more", "modules", "scene")
+
+    def __init__(
+        self, scene: Scene, modules: Sequence[nn.Module], flag: Flag, more: Sequence[tuple[int, str, Any]] = ()
+    ) -> None:
+        self.scene, self.modules, self._flag, self._more = scene, modules, flag, more
+        self._entries = [module.__dict__ for module in modules]
+        self._begun: list[tuple[str, Tensor, int]] = []
+
+    def clean(self) -> bool:
+        """Whether everything is as it was before the call."""
+        scene, held = self.scene, self._entries
+        try:
+            found = chain.from_iterable([read(entries) for read, entries in zip(scene.reads, held, strict=True)])
+            if not all(map(operator.is_, found, scene.kept)):
+                return False
+            if not all([matches(held[i][name], was) for i, name, was in (*scene.holding, *self._more)]):
+                return False
+        except KeyError:
+            return False
+        if sum(map(len, held)) + sum([len(entries["_buffers"]) for entries in held]) != scene.size:
+            return False
+        return not self._begun and not (self._flag.raised and self._hooked())
+
+    def writes(self) -> dict[str, Any]:
+        """What differs from before, by its name. Hooks of the first module are its own affair."""
+        found: dict[str, Any] = {}
+        for number, (seen, entries) in enumerate(zip(self.scene.views, self._entries, strict=True)):
+            watched = chain(zip(seen.names, seen.kept, strict=True), seen.holding)
+            for name, was in chain(watched, [(name, was) for i, name, was in self._more if i == number]):
+                now = entries.get(name, Gone.GONE)
+                if not matches(now, was):
+                    found[_spot(seen.path, name)] = now
+            for name in entries.keys() - seen.known:
+                found[_spot(seen.path, name)] = entries[name]
+            if len(entries["_buffers"]) > len(seen.buffers):
+                new = {name: x for name, x in entries["_buffers"].items() if name not in seen.buffers}
+                found[_spot(seen.path, BUFFERS)] = new
+            for name in HOOKS if number and self._flag.raised else ():
+                if tuple(entries[name]) != seen.hooks.get(name, ()):
+                    found[_spot(seen.path, name)] = dict(entries[name])
+        found |= {spot: self._at(spot) for spot, x, before in self._begun if version(x) != before}
+        paths = {id(module): Below(seen.path) for seen, module in zip(self.scene.views, self.modules, strict=True)}
+        return {spot: mapped(lambda x: paths.get(id(x), x), found[spot]) for spot in sorted(found)}
+
+    def write(self, writes: Mapping[str, Any]) -> None:
+        """Write to the modules what was written to others of their kind."""
+        below = {seen.path: module for seen, module in zip(self.scene.views, self.modules, strict=True)}
+        for spot, given in writes.items():
+            if spot == OBJECTS:
+                continue
+            path, _, name = spot.rpartition(".")
+            entries = below[path].__dict__
+            value = mapped(lambda x: below[x] if type(x) is Below else x, given)
+            if value is Gone.GONE:
+                entries.pop(name, None)
+            elif name == BUFFERS:
+                entries[name].update(value)
+            elif name in HOOKS:
+                for key in set(entries[name]) - set(value):
+                    del entries[name][key]
+                entries[name].update({key: hook for key, hook in value.items() if key not in entries[name]})
+            else:
+                entries[name] = take(entries.get(name), value)
+
+    def begin(self, writes: Mapping[str, Any]) -> None:
+        """Start a call from modules to which this was written before: from now on, that is what lay there."""
+        self.write({spot: mapped(_own, value) for spot, value in writes.items()})
+        touched = {spot.rpartition(".")[0] for spot in writes}
+        views = [
+            view(seen.path, entries, seen.known - set(entries) - BASE) if seen.path in touched else seen
+            for seen, entries in zip(self.scene.views, self._entries, strict=True)
+        ]
+        self.scene = Scene(views, sum(len(entries) + len(entries["_buffers"]) for entries in self._entries))
+        self._begun = [
+            (spot, x, version(x)) for spot in writes for x in inside(self._at(spot)) if isinstance(x, Tensor)
+        ]
+
+    def _hooked(self) -> bool:
+        return any(
+            tuple(entries[name]) != seen.hooks.get(name, ())
+            for seen, entries in zip(self.scene.views, self._entries, strict=True)
+            for name in HOOKS
+        )
+
+    def _at(self, spot: str) -> Any:
+        path, _, name = spot.rpartition(".")
+        number = next(i for i, seen in enumerate(self.scene.views) if seen.path == path)
+        return self._entries[number].get(name)
+
+
+def refuse(unit: str, writes: Mapping[str, Any], whole: bool = True) -> None:
+    """Refuse what a unit wrote and cannot return.
+
+    Args:
+        unit: its name.
+        writes: what it wrote.
+        whole: whether that can be returned unless it holds tensors that nobody sees, or is used up by a look at it.
+
+    Raises:
+        UnitError: something cannot be returned.
+    """
+    for spot, value in writes.items():
+        odd = [x for x in opaque(value) if held(x) or isinstance(x, Iterator)]
+        if odd or not whole:
+            what = f"a {type(odd[0]).__name__}" if odd else "a tensor, in an object that all calls share"
+            raise unreturnable(unit, spot, what)
+        if any(isinstance(x, nn.Module) for x in inside(value)):
+            raise unreturnable(unit, spot, "a new module")
+
+
+def unreturnable(unit: str, spot: str, what: str) -> UnitError:
+    """Something that a unit's call writes, and that cannot be one of its results."""
+    return UnitError(
+        f"unit {unit} sets {spot} to {what}, which cannot be one of its results: a call may set attributes of modules "
+        f"to tensors, plain values, and lists, tuples, dicts and dataclasses of them. Return it from the unit, or let "
+        f"no unit contain the module that sets it"
+    )
+
+
+def written_in_place(spots: Iterable[str]) -> UnitError:
+    """Tensors in attributes that a call wrote to."""
+    return UnitError(
+        f"the call wrote in place to {', '.join(spots)}, a tensor that was there at fs.split and that all calls share: "
+        f"set the attribute to a new tensor (self.x = self.x + y, not self.x += y), or register it as a buffer"
+    )
+
+
+def written_late(spots: Iterable[str]) -> UnitError:
+    """Attributes of modules inside of units that code outside of them sets, after calls that did not."""
+    return UnitError(
+        f"code outside of units set {', '.join(spots)}, inside of a unit, as no call before did, and the unit may not "
+        f"have seen it: nothing is kept of this call. Set the attribute in all calls, or pass the value to the unit"
+    )
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor was written to; 0 for a tensor of inference mode, which does not count."""
+    return 0 if x.is_inference() else x._version
+
+
+def _own(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _spot(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], Sequence[Any]]:
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return (lambda entries: (entries[names[0]],)) if names else (lambda entries: ())
