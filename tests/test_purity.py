@@ -1,4 +1,4 @@
-"""What a call writes to its modules is seen by code that runs after it in the call, and is gone when the call is over."""
+"""What a call writes to its modules is seen by code that runs later in the call, and gone when the call is over."""
 
 import copy
 from typing import Any

@@ -23,6 +23,7 @@ from fshard.model.unit import Slot, slot_of
 from fshard.model.writes import (
     OBJECTS,
     Given,
+    Glance,
     Written,
     WrittenObject,
     refuse,
@@ -122,7 +123,7 @@ class Body:
             now = zip(self._tensors.items(), versions, strict=True)
             self._retire(instance)
             raise written_in_place([spot for (spot, x), before in now if version(x) != before])
-        if instance.held.calm and self._still(instance):
+        if instance.glance is not None and instance.held.calm and self._still(instance, instance.glance):
             return out
         return self._seen(instance, out)
 
@@ -150,35 +151,28 @@ class Body:
             instance.held.bind(i, given[i].clone())
         return out, changed
 
-    def _still(self, instance: Instance) -> bool:
+    def _still(self, instance: Instance, glance: Glance) -> bool:
         """Whether a call left an instance as it was, of which that is to be expected."""
         instance.calls += 1
-        if not instance.near.clean() or (not self.unit and not self._template.shared.clean()):
+        if not glance.clean() or (not self.unit and not self._template.shared.clean()):
             return False
-        # Code outside of a unit hardly ever writes to modules inside of it, so they are looked at now and then.
+        # What hardly ever happens, such as a write to a module inside of a unit from outside, is looked for at times.
         return bool(instance.calls & (instance.calls - 1)) or instance.surface.clean()
 
     def _seen(self, instance: Instance, out: Any) -> Any:
         """The result of a call after which the instance may not be what it was."""
-        shared = self._template.shared
-        late = instance.held.calm and instance.near.clean()
-        clean = shared.clean()
         if not self.unit:
-            shared.restore()
-            if late and not instance.surface.clean():
-                self._retire(instance)
-                raise written_late(instance.surface.writes())
-            if not clean or not instance.kept or not instance.surface.clean() or self._template.moved(instance):
-                self._retire(instance)
-            instance.held.calm = instance.kept
+            self._seen_whole(instance)
             return out
+        shared = self._template.shared
+        clean = shared.clean()
         if not clean:
             refuse(self.unit, {spot: x for spot, x in shared.changed().items() if held(x)}, whole=False)
         if (moved := self._template.moved(instance)) is not None:
             self._retire(instance)
             raise unreturnable(self.unit, moved, "another module or parameter")
         if clean and instance.surface.clean():
-            instance.held.calm = instance.kept
+            self._calm(instance)
             return out
         self._retire(instance)
         writes = instance.surface.writes()
@@ -186,6 +180,23 @@ class Body:
         if not clean:
             writes[OBJECTS] = WrittenObject()
         return Written(out, writes) if writes else out
+
+    def _seen_whole(self, instance: Instance) -> None:
+        shared, surface = self._template.shared, instance.surface
+        clean = shared.clean()
+        shared.restore()
+        late = instance.held.calm and clean and instance.glance is not None and instance.glance.clean()
+        if clean and instance.kept and surface.clean() and self._template.moved(instance) is None:
+            self._calm(instance)
+            return
+        self._retire(instance)
+        if late and (writes := surface.writes()):
+            raise written_late(writes)
+
+    def _calm(self, instance: Instance) -> None:
+        if instance.kept:
+            instance.held.calm = True
+            instance.glance = instance.glance or self._template.glance(instance)
 
     def _retire(self, instance: Instance) -> None:
         """See to it that no other call uses an instance."""

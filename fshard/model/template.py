@@ -22,7 +22,7 @@ from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.conversion import convert_at
 from fshard.model.shared import Shared
 from fshard.model.shell import Below, Held, More, Shell
-from fshard.model.writes import BASE, HOOKS, Flag, Scene, Surface, View, tables, view
+from fshard.model.writes import BASE, HOOKS, Flag, Glance, Scene, Surface, View, tables, view
 
 Numbers = Mapping[tuple[int, str], int]
 """The number of the leaf that belongs into a place, by the identity of the template's dict and the name in it."""
@@ -37,16 +37,17 @@ class Instance:
         held: the tensors in it.
         modules: its modules; the first is the one to call.
         surface: what a call may write.
-        near: the part of that which is looked at when calls have been seen to write nothing.
+        glance: a quick look at it, once a call has been seen to write nothing.
         kept: whether more calls are to come.
         busy: whether a call is under way.
         calls: how many calls there were.
     """
 
-    __slots__ = ("busy", "calls", "held", "kept", "modules", "near", "surface")
+    __slots__ = ("busy", "calls", "glance", "held", "kept", "modules", "surface")
 
-    def __init__(self, held: Held, modules: Sequence[nn.Module], surface: Surface, near: Surface) -> None:
-        self.held, self.modules, self.surface, self.near = held, modules, surface, near
+    def __init__(self, held: Held, modules: Sequence[nn.Module], surface: Surface) -> None:
+        self.held, self.modules, self.surface = held, modules, surface
+        self.glance: Glance | None = None
         self.kept = self.busy = False
         self.calls = 0
 
@@ -117,7 +118,6 @@ class Template:
                 inside.update(numbers[1:])
         self._below = below
         self._own = [i for i in range(len(views)) if i not in inside]
-        self._near = Scene([views[i] for i in self._own], sum(sizes[i] for i in self._own))
 
     def make(self, leaves: Sequence[Any]) -> Instance:
         """An instance that holds these tensors, and no buffers yet."""
@@ -144,10 +144,14 @@ class Template:
             self._hand_over(i, held, Below(held, [modules[n] for n in numbers], scene, self.flag, numbers), modules[i])
         if any(part.referring for part in self._parts):
             held.more += self._redirect(modules, memo)
+        return Instance(held, modules, Surface(self.scene, modules, self.flag, held.more))
+
+    def glance(self, instance: Instance) -> Glance:
+        """A look at those modules of an instance that do not stand for parts of units."""
         place = {number: i for i, number in enumerate(self._own)}
-        more = [(place[i], name, was) for i, name, was in held.more if i in place]
-        near = Surface(self._near, [modules[i] for i in self._own], self.flag, more)
-        return Instance(held, modules, Surface(self.scene, modules, self.flag, held.more), near)
+        more = [(place[i], name, was) for i, name, was in instance.held.more if i in place]
+        views, modules = [self.views[i] for i in self._own], [instance.modules[i] for i in self._own]
+        return Glance(views, modules, self.flag, more)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in attributes, which all instances share."""

@@ -259,6 +259,50 @@ class Surface:
         return self._entries[number].get(name)
 
 
+class Glance:
+    """A look at modules that have been seen to be left alone, quick enough for every call.
+
+    What is replaced in a module of a class of torch's own, from outside of it, is seen by ``Surface`` alone.
+
+    Args:
+        views: what is watched of each module.
+        modules: the modules.
+        flag: tells whether tables were written to.
+        more: attributes that the instance has for itself.
+    """
+
+    __slots__ = ("_flag", "_holding", "_kept", "_reads", "_size", "_sized")
+
+    def __init__(
+        self, views: Sequence[View], modules: Sequence[nn.Module], flag: Flag, more: Sequence[tuple[int, str, Any]]
+    ) -> None:
+        pairs = list(zip(views, modules, strict=True))
+        foreign = [(seen, module.__dict__) for seen, module in pairs if seen.names and not _torchs(type(module))]
+        self._flag = flag
+        self._reads = [(seen.read, entries) for seen, entries in foreign]
+        self._kept = [x for seen, _ in foreign for x in seen.kept]
+        self._holding = [(module.__dict__, name, was) for seen, module in pairs for name, was in seen.holding]
+        self._holding += [(modules[i].__dict__, name, was) for i, name, was in more]
+        self._sized = [module.__dict__ for module in modules] + [module._buffers for module in modules]
+        self._size = sum(map(len, self._sized))
+
+    def clean(self) -> bool:
+        """Whether everything is as it was when this was made. A flag that was ever raised needs a closer look."""
+        if self._flag.raised or sum(map(len, self._sized)) != self._size:
+            return False
+        try:
+            found = chain.from_iterable([read(entries) for read, entries in self._reads])
+            if not all(map(operator.is_, found, self._kept)):
+                return False
+            return not self._holding or all([matches(entries[name], was) for entries, name, was in self._holding])
+        except KeyError:
+            return False
+
+
+def _torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.modules")
+
+
 def refuse(unit: str, writes: Mapping[str, Any], whole: bool = True) -> None:
     """Refuse what a unit wrote and cannot return.
 
