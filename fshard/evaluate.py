@@ -1,5 +1,6 @@
 """The eval step: forward only, on a schedule of its own, so that nothing of it can leak into training."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState, expect_state, not_copied
 
 
@@ -32,6 +34,7 @@ class EvalStep:
         self.plan = plan
         read = plan if precision is None else plan.read_in(precision)
         self._runner = Runner(fn, Workshop(read, policy, 1, False, debug, lanes_of(read)))
+        self._equal = Equal(read, {"schedule": policy, "debug": debug}, always=debug)
 
     def __repr__(self) -> str:
         return f"<eval step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups>"
@@ -57,7 +60,9 @@ class EvalStep:
         expect_state(state, "evaluate")
         state.check_plan(self.plan)
         with Shield() as shield:
-            result = self._evaluate(Work(batch, state.finished(), shield))
+            facts = functools.partial(self._equal.of, state)
+            result = self._evaluate(Work(batch, state.finished(), shield, facts=facts))
+        state.compared()
         if shield.late is not None:
             raise shield.late
         return result

@@ -222,7 +222,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     plan = state.plan
     _check_pairs(plan.leaves)
     held = [shard.clone() for shard in state.finished()]
-    new = TrainState(plan, state.step, state.seed, held, None, state.scale, state.count, state.late)
+    new = TrainState(plan, state.step, state.seed, held, None, state.scale, state.count, state.late, state.past)
     by_path = {entry.name.removeprefix("params."): entry for entry in entries(new)[: len(plan.leaves)]}
     chosen = [path for path in by_path if path + adapted.A in by_path]
     if not chosen:

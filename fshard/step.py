@@ -40,6 +40,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.state.fit import check_late, check_optimizer
 from fshard.state.train_state import TrainState, expect_state, not_copied
 
@@ -64,6 +65,7 @@ class TrainStep:
         self._rounded = rounded_groups(plan)
         self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)
         self._decide = Decisions(opt, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
+        self._equal = Equal(plan, options.told(), opt, always=options.debug)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
         self._choice: Choice | None = None
@@ -92,7 +94,7 @@ class TrainStep:
             DonatedError: the state was donated to an earlier step.
             BatchError, LossError, UnitError: the batch or the program breaks a rule; alike on all ranks.
             NonFiniteError: the gradient norm is not finite.
-            ReplicationError: in debug mode, copies of a leaf got different gradients.
+            ReplicationError: ranks differ in what must be equal; or in debug mode, in a copy of a leaf or its gradient.
             PeerError: another rank failed.
             CommError: a collective failed or timed out; the process group is lost.
             TransformError: it was called inside of a transform of ``torch.func``.
@@ -109,7 +111,7 @@ class TrainStep:
     def _make(self, state: TrainState, batch: Any, shield: Shield, stop: bool) -> tuple[TrainState, Metrics]:
         self._check_state(state)
         self._finish_other(state.waiting)
-        shards = state.shards()
+        shards = state.finished() if self.options.debug else state.shards()  # debug compares what they hold
         own: Update | None = None
         update = state.waiting
         if self.options.policy.update == "in_backward":
@@ -121,9 +123,11 @@ class TrainStep:
         boost = scale.value if scale else 1.0
         check = functools.partial(self._decide.refuse, state.step)
         self._decide.carry(state.step, state.count, shards, boost)
-        work = Work(batch, shards, shield, update, check, randomness, boost=boost, stop=stop)
+        facts = functools.partial(self._equal.of, state)
+        work = Work(batch, shards, shield, update, check, facts, randomness, boost=boost, stop=stop)
         with bind(self.plan.mesh, self._axes):
             outcome = self._runner.run(work)
+        state.compared()
         verdict = self._check(outcome, scale)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
         if self.options.debug and own is None and not overflow:
@@ -146,7 +150,7 @@ class TrainStep:
             scale = self.options.loss_scale.after(scale, finite=not overflow)
         count = self._decide.count(state.step, state.count, verdict, overflow)
         number = state.step + (not overflow)
-        following = TrainState(self.plan, number, state.seed, shards, own, scale, count, state.late)
+        following = TrainState(self.plan, number, state.seed, shards, own, scale, count, state.late, state.past)
         if self.options.donate:
             state.donate()
         return following, metrics

@@ -12,6 +12,7 @@ from fshard.checkpoint.read import Want, read_into
 from fshard.errors import PlanError, ShardError
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, assemble, entries, scalars
+from fshard.state.past import Past
 from fshard.state.train_state import TrainState
 
 
@@ -63,7 +64,7 @@ def prepared(
     values = scalars(into) if into is not None else manifest.scalars
     blank: list[Entry] = []
     try:
-        state = assemble(plan, opt, blank.append, values)
+        state = assemble(plan, opt, blank.append, values, Past(made={}))
     except ShardError:
         raise
     except (KeyError, TypeError, ValueError) as error:

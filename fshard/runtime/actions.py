@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fshard.errors import CommError
 from fshard.runtime.clock import Mark, make_clock
-from fshard.runtime.comm import Done, Handle, Lane, Transport
+from fshard.runtime.comm import Done, Handle
+from fshard.runtime.lanes import Lanes
 from fshard.runtime.memory import allocate, deallocate
 from fshard.runtime.norms import norms_of, share_of
 from fshard.runtime.offload import Offload
@@ -18,28 +19,7 @@ from fshard.runtime.update import Shard, Update
 from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import Op
 from fshard.sharding.layout import Group
-from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
-
-
-class Lanes:
-    """The communicators that a plan's groups need. Made collectively, in one order on all ranks."""
-
-    def __init__(self, plan: Plan, transport: Transport) -> None:
-        gathers = sorted({g.gather_axes for g in plan.groups})
-        scatters = sorted({g.scatter_axes for g in plan.groups})
-        sums = sorted({axes for g in plan.groups for axes in (g.rest_axes, *([g.opt_axes] if g.twice else []))})
-        spreads = sorted({g.opt_axes for g in plan.groups if g.opt_parts > 1})
-        self.transport = transport
-        self.control = transport.lane("control", plan.mesh.axis_names)
-        self.gather: dict[Axes, Lane] = {axes: transport.lane("gather", axes) for axes in gathers}
-        self.scatter: dict[Axes, Lane] = {axes: transport.lane("reduce", axes) for axes in scatters}
-        self.sum: dict[Axes, Lane] = {axes: transport.lane("sum", axes) for axes in sums}
-        self.spread: dict[Axes, Lane] = {axes: transport.lane("spread", axes) for axes in spreads}
-
-    def senders(self, plan: Plan) -> dict[int, Lane]:
-        """Over which each group of which ranks update but a part is made whole again, by group id."""
-        return {g.id: self.spread[g.opt_axes] for g in plan.groups if g.opt_parts > 1 and g.trainable}
 
 
 class Actions:

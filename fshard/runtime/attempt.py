@@ -14,13 +14,23 @@ import torch
 from torch import Tensor
 
 from fshard.arguments import raised
-from fshard.errors import BatchError, CommError, LossError, PeerError, ScheduleError, lines, step_transformed
-from fshard.runtime.actions import Lanes
+from fshard.errors import (
+    BatchError,
+    CommError,
+    LossError,
+    PeerError,
+    ReplicationError,
+    ScheduleError,
+    lines,
+    step_transformed,
+)
 from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import PLACE, Lane, announce, exchange_text
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Verdict
+from fshard.runtime.equal import Facts, settle
 from fshard.runtime.executor import OnDemand, Scheduled, diverged
 from fshard.runtime.handles import Mispredicted
+from fshard.runtime.lanes import Lanes
 from fshard.runtime.whereabouts import whereabouts
 
 FAILURE, BEHIND = "!", "!!"
@@ -55,9 +65,15 @@ class Outcome:
 
 
 def agree(
-    lane: Lane, call: str, schedule: int, batch: Any, equal_rows: bool, failure: BaseException | None
+    lane: Lane,
+    call: str,
+    schedule: int,
+    batch: Any,
+    equal_rows: bool,
+    failure: BaseException | None,
+    facts: Facts = Facts(),  # noqa: B008 - a frozen value
 ) -> list[int]:
-    """Compare this rank's call, schedule and batch with all others', before anything else is sent.
+    """Compare this rank's call, facts, schedule and batch with all others', before anything else is sent.
 
     Args:
         lane: the control lane over the whole mesh.
@@ -66,22 +82,24 @@ def agree(
         batch: this rank's batch.
         equal_rows: whether leading dims must be equal on all ranks.
         failure: what went wrong on this rank before it could take part.
+        facts: what must be equal on all ranks.
 
     Returns:
         The leading dim of each rank's batch if they are unequal, else nothing.
 
     Raises:
-        ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
+        ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
     """
     if lane.size == 1:
         if failure is not None:
             raise failure
         return []
     dims = () if failure else leading_dims(batch)
-    mine = [FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1]
+    mine = [FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1, facts.number]
     rows = announce(lane, call, mine)
     if any(row[0] for row in rows):
         raise_failure(lane, failure, [row[0] for row in rows])
+    settle(lane, [row[4] for row in rows], facts)
     if any(row[1] != rows[0][1] for row in rows):
         places = exchange_text(lane, whereabouts(), PLACE)
         kinds = [f"rank {rank}: schedule {row[1]:015x}, {places[rank]}" for rank, row in enumerate(rows)]
@@ -214,7 +232,7 @@ def together(lanes: Lanes) -> Iterator[None]:
     """What leaves this otherwise than all ranks together leaves the mesh broken: its peers must not wait for it."""
     try:
         yield
-    except (PeerError, ScheduleError, BatchError, LossError):
+    except (PeerError, ScheduleError, BatchError, LossError, ReplicationError):
         raise
     except BaseException as error:
         lanes.transport.abandon(raised(error))

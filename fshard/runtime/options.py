@@ -30,6 +30,13 @@ class Options:
     remat: Remat
     loss_scale: LossScale | None
 
+    def told(self) -> dict[str, Any]:
+        """Those that must be equal on all ranks. What a rank does with its own memory is its own affair."""
+        named = {"clip_norm": self.clip.rules, "schedule": self.policy, "remat": self.remat.rules}
+        kept = ("skip_norm", "accumulate", "debug", "compile", "loss_scale")
+        skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
+        return named | {"skip": skip} | {name: getattr(self, name) for name in kept}
+
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:
     """Which options of a train step cannot be, or cannot be together."""

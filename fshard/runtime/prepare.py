@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fshard.errors import unknown_rates
-from fshard.runtime.actions import Actions, Lanes
+from fshard.runtime.actions import Actions
 from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import COMPUTE
 from fshard.runtime.held import Segment, most_bytes
+from fshard.runtime.lanes import Lanes
 from fshard.runtime.measure import common, measured
 from fshard.runtime.memory import deallocate
 from fshard.runtime.offload import Offload
@@ -110,7 +111,7 @@ class Workshop:
         """
         moved = [group for group in self.plan.groups if group.visits and group.kinds.moved[1]]
         self.visiting = {group.id: most_bytes(group.owned, self.plan.mesh, opt) for group in moved}
-        senders = self.lanes.senders(self.plan) if self.lanes is not None else {}
+        senders = self.lanes.senders() if self.lanes is not None else {}
         passing = self.reduced - self.host
         return Gradients(self.grads, cuts, passing, senders, visits_of(self.plan), self.host)
 

@@ -24,6 +24,7 @@ from fshard.runtime.attempt import (
 from fshard.runtime.batch import check_device, check_even, digest, microbatches, signature
 from fshard.runtime.comm import COLLECTIVES, Lane
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Tally, vote
+from fshard.runtime.equal import Facts
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.float16 import divisor_of
 from fshard.runtime.interrupts import Shield
@@ -51,6 +52,7 @@ class Work(NamedTuple):
         shield: holds signals back while ranks communicate.
         update: the update that still waits for this step.
         check: raises what makes this rank refuse the step before it begins.
+        facts: gives what must be equal on all ranks; called after ``check``.
         randomness: makes the context in which an attempt draws its random numbers.
         parts: the microbatches.
         boost: what the loss is multiplied by for the backward.
@@ -62,6 +64,7 @@ class Work(NamedTuple):
     shield: Shield
     update: Update | None = None
     check: Callable[[], object] = bool
+    facts: Callable[[], Facts] = Facts
     randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     parts: Sequence[Any] = ()
     boost: float = 1.0
@@ -109,7 +112,8 @@ class Runner:
             The outcome, with a verdict. A failure of this or of another rank is in it, not raised.
 
         Raises:
-            BatchError, ScheduleError, PeerError, CommError: before or instead of a vote, on all ranks alike.
+            BatchError, ScheduleError, ReplicationError, PeerError, CommError: before or instead of a vote, on all
+                ranks alike.
         """
         if self.workshop.lanes is None:
             raise no_processes()
@@ -127,8 +131,8 @@ class Runner:
 
     def _attempts(self, work: Work) -> Outcome:
         assert self.workshop.lanes is not None
-        prepared, parts = self._prepare(work)
-        work = work._replace(parts=parts)
+        prepared, parts, facts = self._prepare(work)
+        work = work._replace(parts=parts, facts=lambda: facts)
         outcome = self._scheduled(prepared, work) if prepared else self._demanded(work)
         if outcome.verdict is not None and outcome.verdict.worst == RETRY:
             if self.in_backward and OK in outcome.verdict.status:
@@ -177,26 +181,28 @@ class Runner:
                 stacklevel=4,
             )
 
-    def _prepare(self, work: Work) -> tuple[Prepared | None, list[Any]]:
+    def _prepare(self, work: Work) -> tuple[Prepared | None, list[Any], Facts]:
         batch = work.batch
         assert self.workshop.lanes is not None
         try:
             work.check()
+            facts = work.facts() if self.plan.mesh.size > 1 else Facts()
             check_device(batch, self.plan.mesh.device)
             parts = microbatches(batch, self.workshop.accumulate)
             found = self.look(batch)
             if self.workshop.train and found is not None and not found.weighted:
                 check_even(batch, self.workshop.accumulate)
             if found is None or not self.workshop.undecided(found):
-                return (self.workshop.scheduled(found) if found else None), parts
+                return (self.workshop.scheduled(found) if found else None), parts, facts
         except BaseException as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
             agree(self.workshop.lanes.control, self.call, 0, batch, False, error)
             raise
         # All ranks are here, with the same program, or none goes on.
-        agree(self.workshop.lanes.control, self.call, digest(found.program.text), batch, False, None)
+        agree(self.workshop.lanes.control, self.call, digest(found.program.text), batch, False, None, facts)
+        self.workshop.lanes.open()
         self.workshop.decide(found)
-        return self.workshop.scheduled(found), parts
+        return self.workshop.scheduled(found), parts, facts
 
     def _scheduled(self, prepared: Prepared, work: Work) -> Outcome:
         assert self.workshop.lanes is not None and prepared.schedule is not None
@@ -204,7 +210,7 @@ class Runner:
         equal_rows = self.workshop.train and not prepared.weighted
         actions.start(work.shards, work.update, self.in_backward)
         actions.on_agree = lambda: outcome.uneven.extend(
-            agree(lanes.control, self.call, prepared.digest, work.batch, equal_rows, None)
+            agree(lanes.control, self.call, prepared.digest, work.batch, equal_rows, None, work.facts())
         )
         actions.on_commit = lambda: self._vote(prepared, work, outcome)
         executor = Scheduled(prepared.schedule, prepared.positions, actions, work.shield)
@@ -212,6 +218,7 @@ class Runner:
         with together(lanes):
             try:
                 executor.agree()
+                lanes.open()
                 for axes in prepared.lanes:
                     lanes.transport.lane(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
                 self._guarded(prepared, executor, work, outcome)
@@ -249,7 +256,8 @@ class Runner:
         )
         self.record, self.times = executor.record, []
         with together(lanes):
-            outcome.uneven = agree(lanes.control, self.call, 0, work.batch, False, None)
+            outcome.uneven = agree(lanes.control, self.call, 0, work.batch, False, None, work.facts())
+            lanes.open()
             self._guarded(prepared, executor, work, outcome)
             self._left(lanes.control, outcome)
         if outcome.failure is not None:

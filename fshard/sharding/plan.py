@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -12,6 +13,7 @@ from fshard import tree
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
+from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
@@ -87,6 +89,11 @@ class Plan:
     def data_size(self) -> int:
         """The number of different parts of the global batch."""
         return self.mesh.axis_size(self.data_axes)
+
+    @functools.cached_property
+    def texts(self) -> tuple[Texts, Texts]:
+        """What all ranks' plans must agree in, as texts by name."""
+        return plan_texts(self.mesh, self.batch, self.precision, self.groups)
 
     def places(self) -> dict[str, tuple[Group, int]]:
         """The group of each leaf by path, and the leaf's number in it."""

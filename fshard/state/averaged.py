@@ -51,4 +51,4 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
         if group.trainable and group.opt_parts > 1:
             own = apply(own, Collect(Ranks(plan.mesh, group.opt_axes), -1))
         shards.append(Shard(own, {}))
-    return TrainState(plan, state.step, state.seed, shards)
+    return TrainState(plan, state.step, state.seed, shards, past=state.past)

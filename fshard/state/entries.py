@@ -20,6 +20,7 @@ from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape
 from fshard.state.fit import check_optimizer
+from fshard.state.past import Past
 from fshard.state.train_state import TrainState
 
 LATE = "late."
@@ -85,7 +86,9 @@ def scalars(state: TrainState) -> Scalars:
     return out if state.scale is None else out | {"loss_scale": state.scale.value, "loss_scale_good": state.scale.good}
 
 
-def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mapping[str, Any]) -> TrainState:
+def assemble(
+    plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mapping[str, Any], past: Past | None = None
+) -> TrainState:
     """A state from its entries: the inverse of ``entries`` and ``scalars``. Local.
 
     Args:
@@ -94,6 +97,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
         fill: called with each entry in turn, writes to ``entry.tensor``. What it leaves alone stays as ``opt.init``
             made it, and zero in parameters.
         values: as ``scalars`` gave them.
+        past: where it comes from.
 
     Raises:
         StateError: gradients are carried in units that only the run that saved them knew.
@@ -115,7 +119,7 @@ def assemble(plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mappin
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
     trained = [path for path, leaf in plan.leaves.items() if leaf.trainable and opt is not None]
     late = {path: int(values[LATE + path]) for path in trained if values.get(LATE + path)}
-    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, scale=scale, count=count, late=late)
+    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, None, scale, count, late, past)
     for entry in entries(state)[len(plan.leaves) :]:
         fill(entry)
     return state

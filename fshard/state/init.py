@@ -22,6 +22,7 @@ from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
 from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
+from fshard.state.past import Past, initializers_told, samples
 from fshard.state.train_state import TrainState
 
 Inits = Sequence[tuple[str, Initializer]]
@@ -86,10 +87,15 @@ def init_state(
         def value(path: str, piece: Piece) -> Tensor:
             return fresh_values(inits[path], fold(seed, path), plan.leaves[path].shape, piece, plan.mesh.device)
 
-    return start(plan, opt, value, 0, seed)
+    if plan.mesh.size == 1:
+        return start(plan, opt, value, 0, seed)
+    told = samples(flat) if params is not None else {} if shards is not None else initializers_told(inits.items())
+    return start(plan, opt, value, 0, seed, Past(told, exact=shards is None))
 
 
-def start(plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int, seed: int) -> TrainState:
+def start(
+    plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int, seed: int, past: Past | None = None
+) -> TrainState:
     """A state whose optimizer starts from given parameters. Local.
 
     Args:
@@ -98,6 +104,7 @@ def start(plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int
         value: gives the elements of a piece of the leaf with this path, 1-D.
         step: the number of updates that were made, none of which the optimizer's state has seen.
         seed: of random numbers inside of steps.
+        past: where its values come from.
 
     Raises:
         PlanError: an optimizer that does not fit.
@@ -108,7 +115,7 @@ def start(plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int
         param = _shard_of(plan, group, value)
         shards.append(start_shard(group, plan.mesh, opt, param))
     late = [path for path, leaf in plan.leaves.items() if leaf.trainable and step]
-    return TrainState(plan, step, seed, shards, late=dict.fromkeys(late, step))
+    return TrainState(plan, step, seed, shards, late=dict.fromkeys(late, step), past=past or Past(made={}))
 
 
 def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:

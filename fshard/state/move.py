@@ -75,7 +75,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
             entry.tensor.copy_(old[entry.name].tensor)
 
     with torch.no_grad():
-        return assemble(plan, opt, fill, values)
+        return assemble(plan, opt, fill, values, state.past)
 
 
 def _scalars(state: TrainState, plan: Plan) -> Scalars:

@@ -14,6 +14,7 @@ from fshard.optim.scaling import Scale
 from fshard.runtime.update import Shard, Update
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
+from fshard.state.past import Past
 
 
 class Donated(Tensor):
@@ -48,6 +49,7 @@ class TrainState:
             and what is carried are gradients of each step's mean. Neither depends on ranks or microbatches.
         late: the step at which a leaf began to train, by path; leaves that train from the start are left out. Moments
             are corrected by the updates that a leaf has had, as in ``torch.optim``, which counts them for each.
+        past: where it comes from.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class TrainState:
         scale: Scale | None = None,
         count: float = 0.0,
         late: Mapping[str, int] | None = None,
+        past: Past | None = None,
     ) -> None:
+        self.past = Past() if past is None else past
         self.count = count
         self.late = dict(late or {})
         self.plan = plan
@@ -131,6 +135,10 @@ class TrainState:
     def waiting(self) -> Update | None:
         """The update that is still to be applied, if there is one."""
         return self._update
+
+    def compared(self) -> None:
+        """Note that ranks have compared what they hold copies of."""
+        self.past = self.past.compared()
 
     def donate(self) -> None:
         """Give the memory away: this state, and every tensor that was read from it, can no longer be used."""

@@ -20,6 +20,7 @@ from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.state.pack import cut_pieces, join_pieces
 from fshard.transform.loss import LossFn, ShardedLoss
 from fshard.transform.trees import split_trainable
@@ -36,6 +37,7 @@ class ValueAndGrad:
         self.loss, self.plan = loss, replace(loss.plan, groups=groups)
         workshop = Workshop(self.plan, policy, 1, True, loss.debug, lanes_of(self.plan))
         self._runner = Runner(loss.loss_fn, workshop)
+        self._equal = Equal(self.plan, {"schedule": policy, "debug": loss.debug})
 
     def __repr__(self) -> str:
         return f"<value and grad of {self.loss!r}>"
@@ -104,7 +106,7 @@ class ValueAndGrad:
                 pieces = [flat[leaf.path].detach() for leaf in group.leaves]
                 shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
         with bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(Work(batch, shards, shield))
+            outcome = self._runner.run(Work(batch, shards, shield, facts=self._equal.fixed))
         lanes = self._runner.workshop.lanes
         assert lanes is not None
         verdict = raise_outcome(lanes.control, outcome, self.plan.mesh.rank)

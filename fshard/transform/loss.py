@@ -1,5 +1,6 @@
 """``fs.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.batch import check_device, digest, leading_dims
 from fshard.runtime.comm import Lane, LocalTransport, announce, exchange, exchange_text
 from fshard.runtime.commit import CUT, FAILED, OK
+from fshard.runtime.equal import Facts, settle
 from fshard.runtime.executor import diverged
 from fshard.runtime.loss import Loss, Mean, fingerprint, means_of, read_loss
 from fshard.runtime.whereabouts import whereabouts
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all
 
 LossFn = Callable[[Any, Any], Any]
@@ -49,6 +52,10 @@ class ShardedLoss:
     def __post_init__(self) -> None:
         check_loss(self.loss_fn, self.plan)
 
+    @functools.cached_property
+    def _equal(self) -> Equal:
+        return Equal(self.plan, {"has_aux": self.has_aux, "reshard": self.reshard, "debug": self.debug})
+
     def __call__(self, params: Any, batch: Any) -> Any:
         """The global mean loss.
 
@@ -63,7 +70,7 @@ class ShardedLoss:
             TreeError, BatchError, LossError: arguments or results that do not fit, alike on all ranks.
             UnitError: the loss function wrote to its arguments in place.
             PeerError: the loss function raised on another rank.
-            ReplicationError: in debug mode, what must be equal on all ranks is not.
+            ReplicationError: plans or options differ between ranks; in debug mode, leaves that must be equal.
         """
         with cutting(self.plan.mesh):
             return self._called(params, batch)
@@ -77,7 +84,7 @@ class ShardedLoss:
         except Exception as error:
             failure = error
         # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
-        _agree(lane, "the call", None, batch, failure)
+        _agree(lane, "the call", None, batch, failure, self._equal.fixed() if lane.size > 1 else Facts())
         if self.debug:
             self._check_replicas(flat)
         try:
@@ -227,7 +234,14 @@ def control(plan: Plan) -> Lane:
     return lane
 
 
-def _agree(lane: Lane, place: str, loss: Loss | None, batch: Any, failure: Exception | None) -> None:
+def _agree(
+    lane: Lane,
+    place: str,
+    loss: Loss | None,
+    batch: Any,
+    failure: Exception | None,
+    facts: Facts = Facts(),  # noqa: B008 - a frozen value
+) -> None:
     """Raise on all ranks what went wrong on any of them, and refuse losses that have no common mean.
 
     A rank that fails takes part in one more exchange, wherever the others are; it fits, since all are alike. One that
@@ -242,10 +256,12 @@ def _agree(lane: Lane, place: str, loss: Loss | None, batch: Any, failure: Excep
     plain = loss is not None and not weighted
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
     mine = [status, digest(place), weighted, *means, digest(dims) if plain else 0, dims[0] if dims else -1]
+    mine.append(facts.number)
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = announce(lane, "sharded loss", [int(x) for x in mine])
         if any(row[0] for row in rows):
             raise_failure(lane, failure, [row[0] for row in rows], status)
+        settle(lane, [row[-1] for row in rows], facts)
         if any(row[1] != rows[0][1] for row in rows):
             raise diverged(exchange_text(lane, f"{place} ({whereabouts()})"))
     if any(row[2:5] != rows[0][2:5] for row in rows):

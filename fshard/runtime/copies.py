@@ -1,0 +1,125 @@
+"""Tensors of which several ranks hold copies: compared by a hash of their bits, and element by element where that
+differs."""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.comm import Lane, exchange, exchange_bytes
+
+BLOCK = 1 << 16
+"""Elements that are hashed, or compared, at once."""
+
+GOLDEN = -7046029254386353131
+"""2**64 over the golden ratio: multiples of it are spread evenly."""
+
+MOST = 16
+"""Unequal tensors whose elements are looked at."""
+
+RELATIVE = 1e-3
+"""Copies that are not exact differ by less than this part of their largest element."""
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """What a rank holds of a tensor, as other ranks do.
+
+    Attributes:
+        name: the same on all ranks.
+        holders: the ranks that hold this very part.
+        tensor: the part, 1-D and contiguous.
+        exact: whether bits must be equal, or values up to rounding.
+        first: the number of its first element in what it is a part of, for errors.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+    tensor: Tensor
+    exact: bool = True
+    first: int = 0
+
+
+def bits(tensor: Tensor) -> int:
+    """A hash of a tensor's bits, made where it lies: 64 bits that differ for any change of one element.
+
+    >>> bits(torch.tensor([1.0, 2.0])) == bits(torch.tensor([1.0, 2.0])), bits(torch.zeros(2)) == bits(torch.zeros(3))
+    (True, False)
+    """
+    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    rest = -len(flat) % 8
+    head = flat[: len(flat) - len(flat) % 8]
+    if head.storage_offset() % 8 or head.data_ptr() % 8:
+        head = head.clone()
+    weights = torch.arange(1, BLOCK + 1, device=flat.device) * GOLDEN | 1
+    sums = [(block * weights[: len(block)]).sum() for block in _blocks(head.view(torch.int64))]
+    if rest:
+        tail = torch.cat([flat[len(head) :], flat.new_zeros(rest)])
+        sums.append(tail.view(torch.int64)[0] * weights[0])
+    out = len(flat)
+    for part in torch.stack(sums).tolist() if sums else ():
+        out = (out * 0x100000001B3 + part) % (1 << 64)
+    return out
+
+
+def _blocks(flat: Tensor) -> list[Tensor]:
+    return [flat[at : at + BLOCK] for at in range(0, len(flat), BLOCK)]
+
+
+def unequal_copies(lane: Lane, copies: Sequence[Copy]) -> list[tuple[str, dict[int, str]]]:
+    """The copies that differ, each with a name and the values by rank; the same on all ranks. Collective.
+
+    Args:
+        lane: the control lane over the whole mesh.
+        copies: as many on all ranks, of the same names in the same order.
+    """
+    hashes = [bits(copy.tensor) for copy in copies]
+    whole: dict[str, int] = {}
+    for copy, number in zip(copies, hashes, strict=True):
+        key = " ".join(map(str, copy.holders))
+        whole[key] = (whole.get(key, 0) * 0x100000001B3 + number) % (1 << 64)
+    rows = [json.loads(row) for row in exchange_bytes(lane, json.dumps(whole).encode())]
+    if not _apart(rows):
+        return []
+    pairs = zip(copies, hashes, strict=True)
+    said = {copy.name: [number, copy.holders, len(copy.tensor), copy.first] for copy, number in pairs}
+    told = exchange_bytes(lane, zlib.compress(json.dumps(said).encode()))
+    tables = [json.loads(zlib.decompress(row)) for row in told]
+    out = []
+    for copy in copies:
+        parts = [table[copy.name] for table in tables]
+        if _apart([{" ".join(map(str, holders)): number} for number, holders, *_ in parts]):
+            firsts = {tuple(holders): first for _, holders, _, first in parts}
+            out += _look(lane, copy, firsts, max(size for _, _, size, _ in parts))
+            if len(out) >= MOST:
+                break
+    return out
+
+
+def _apart(rows: Sequence[Mapping[str, int]]) -> bool:
+    """Whether ranks that hold the same part have different hashes of it."""
+    found: dict[str, int] = {}
+    return any(found.setdefault(key, number) != number for row in rows for key, number in row.items())
+
+
+def _look(lane: Lane, copy: Copy, firsts: Mapping[tuple[int, ...], int], size: int) -> list[tuple[str, dict[int, str]]]:
+    """The first element in which copies differ, among all ranks that hold the same part."""
+    loose = copy.tensor.dtype.is_floating_point and not copy.exact
+    real = copy.tensor.abs() if copy.tensor.is_complex() else copy.tensor
+    for begin in range(0, size, BLOCK):
+        mine = torch.zeros(min(BLOCK, size - begin), dtype=torch.float64)
+        part = real[begin : begin + BLOCK].detach()
+        mine[: len(part)] = part.to("cpu", torch.float64)
+        rows = exchange(lane, mine)
+        for ranks, first in firsts.items():
+            some = rows[list(ranks)]
+            near = (some == some[0]) | (some.isnan() & some[0].isnan())
+            if loose:
+                near |= (some - some[0]).abs() <= RELATIVE * some.abs().max()
+            if not near.all():
+                at = int((~near).any(0).nonzero()[0])
+                return [(f"{copy.name}, element {first + begin + at}", {r: f"{float(rows[r, at]):.9g}" for r in ranks})]
+    return [] if loose else [(copy.name, dict.fromkeys(next(iter(firsts)), "equal values of different bits"))]

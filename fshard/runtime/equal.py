@@ -1,0 +1,122 @@
+"""What must be equal on all ranks: compared by one number, and named by item, rank and value where it differs."""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fshard.errors import ReplicationError, ShardError, lines
+from fshard.runtime.batch import digest
+from fshard.runtime.comm import Lane, exchange, exchange_bytes
+from fshard.runtime.copies import Copy, unequal_copies
+from fshard.sharding.facts import Texts
+
+Tiers = Sequence[Mapping[str, str]]
+"""Texts by name. What follows from others stands in a later tier, which is told only where the earlier ones agree."""
+
+WIDTH = 400
+"""Characters of a value that an error shows."""
+
+
+def nothing() -> tuple[()]:
+    """Nothing to compare."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself before a step, a save or a restore.
+
+    Attributes:
+        number: equal on two ranks if their items are.
+        items: the items, asked for only if numbers differ.
+        copies: tensors of which other ranks hold copies, compared if numbers agree.
+    """
+
+    number: int = 0
+    items: Callable[[], Tiers] = nothing
+    copies: Callable[[], Sequence[Copy]] = nothing
+
+
+def facts_of(*tiers: Mapping[str, str]) -> Facts:
+    """Facts that are there already."""
+    return Facts(digest([sorted(tier.items()) for tier in tiers]), lambda: tiers)
+
+
+def compare(lane: Lane, facts: Facts, error: type[ShardError] = ReplicationError) -> None:
+    """Compare facts on their own. Collective.
+
+    Raises:
+        ReplicationError: or ``error``: they differ; on all ranks alike.
+    """
+    if lane.size > 1:
+        settle(lane, exchange(lane, torch.tensor([facts.number])).view(-1).tolist(), facts, error)
+
+
+def settle(lane: Lane, numbers: Sequence[int], facts: Facts, error: type[ShardError] = ReplicationError) -> None:
+    """Compare facts whose numbers all ranks know. Collective if there is more to be said.
+
+    Args:
+        lane: the control lane over the whole mesh.
+        numbers: the number of each rank's facts.
+        facts: this rank's.
+        error: what to raise.
+
+    Raises:
+        ReplicationError: or ``error``: they differ; on all ranks alike.
+    """
+    if any(number != numbers[0] for number in numbers):
+        said = zlib.compress(json.dumps([dict(tier) for tier in facts.items()]).encode())
+        rows = [json.loads(zlib.decompress(row)) for row in exchange_bytes(lane, said)]
+        found = next(filter(None, (differences(tiers) for tiers in _by_tier(rows))), ["(what differs has no text)"])
+        raise error(lines("ranks differ in what must be equal:", found, REMEDY))
+    copies = facts.copies()
+    unequal = unequal_copies(lane, copies) if copies else []
+    if unequal:
+        told = [f"{name}: {by_rank(values)}" for name, values in unequal]
+        raise error(lines("ranks differ in values of which each has a copy:", told, COPIES))
+
+
+REMEDY = "Give the same on every rank. Nothing was changed, and the state can be used."
+COPIES = (
+    "Make states on all ranks from equal values: by fs.init_state(plan, opt, seed), from the same params=, or by "
+    "restoring one checkpoint. Nothing was changed."
+)
+
+
+def _by_tier(rows: Sequence[Sequence[Texts]]) -> Iterable[list[Texts]]:
+    """The rows of all ranks, tier by tier."""
+    most = max(map(len, rows))
+    return ([row[i] if i < len(row) else {} for row in rows] for i in range(most))
+
+
+def differences(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """What differs between ranks, a line an item.
+
+    >>> differences([{"seed": "0", "lr": "0.1"}, {"seed": "1", "lr": "0.1"}])
+    ['seed: rank 0: 0, rank 1: 1']
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = {name: {rank: row.get(name, "nothing") for rank, row in enumerate(rows)} for name in names}
+    return [f"{name}: {by_rank(values)}" for name, values in table.items() if len(set(values.values())) > 1]
+
+
+def by_rank(values: Mapping[int, str]) -> str:
+    """Values by rank, ranks of one value together.
+
+    >>> by_rank({0: "a", 1: "a", 2: "b", 3: "a"})
+    'ranks 0, 1, 3: a, rank 2: b'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    rows = [(f"rank{'s' * (len(some) > 1)} {_few(some)}", value) for value, some in ranks.items()]
+    return ", ".join(f"{who}: {value if len(value) <= WIDTH else value[:WIDTH] + '...'}" for who, value in rows)
+
+
+def _few(ranks: Sequence[int]) -> str:
+    """Ranks, or the first of them if they are many."""
+    more = f" and {len(ranks) - 6} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:6] if more else ranks)) + more

@@ -1,0 +1,117 @@
+"""What must be equal on all ranks of a step and of the state that it is given."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fshard.runtime.batch import digest
+from fshard.runtime.copies import Copy
+from fshard.runtime.equal import Facts, Tiers
+from fshard.sharding.facts import Texts, sampled, text, texts, walk
+from fshard.sharding.plan import Plan
+from fshard.state.entries import entries, scalars
+from fshard.state.train_state import TrainState
+from fshard.version import VERSION
+
+RATE = "learning rate"
+
+
+@dataclass(frozen=True)
+class Equal:
+    """What a step, a save or a restore must have in common on all ranks.
+
+    Attributes:
+        plan: the plan.
+        settings: its options, by name.
+        opt: the optimizer, if there is one.
+        always: whether copies are compared each time, and not only those of a state that was just made.
+    """
+
+    plan: Plan
+    settings: Mapping[str, Any]
+    opt: Any = None
+    always: bool = False
+
+    @functools.cached_property
+    def tiers(self) -> tuple[Texts, Texts]:
+        """What does not change from step to step."""
+        head, rest = self.plan.texts
+        versions = {"version of fshard": VERSION, "version of torch": str(torch.__version__)}
+        told = head | versions | optimizer_texts(self.opt)
+        for name, value in self.settings.items():
+            told |= texts(name, value)
+        return told, rest | hyper_texts(self.opt, self.plan)
+
+    @functools.cached_property
+    def number(self) -> int:
+        """The number of what does not change."""
+        return digest([sorted(tier.items()) for tier in self.tiers])
+
+    @functools.cached_property
+    def rates(self) -> tuple[tuple[str, Callable[[int], Any]], ...]:
+        """The functions of the step in the optimizer, which are asked at every step."""
+        found = [] if self.opt is None else list(walk("optimizer", self.opt))
+        return tuple((_named(name), value) for name, value in found if _is_rate(value))
+
+    def fixed(self) -> Facts:
+        """The facts of what is given no state."""
+        return Facts(self.number, lambda: self.tiers)
+
+    def of(self, state: TrainState) -> Facts:
+        """The facts of a step that is given this state."""
+        step = state.step // int(getattr(self.opt, "steps", 1))
+        rates = [sampled(value, step) for _, value in self.rates]
+        made = state.past.made
+        values = state.step, state.seed, state.count, state.scale, rates, made is None
+        number = digest((self.number, values, state.late or None, sorted(made.items()) if made else None))
+
+        def items() -> Tiers:
+            told = {f"{name} of step {state.step}": repr(r) for (name, _), r in zip(self.rates, rates, strict=True)}
+            told |= {f"the state's {name}": repr(value) for name, value in scalars(state).items()}
+            told |= {"the state": "returned by a step" if made is None else "made or restored"}
+            return self.tiers[0] | told, {**self.tiers[1], **(made or {})}
+
+        fresh = made is not None
+        exact = fresh and state.past.exact
+        return Facts(number, items, lambda: copies(state, exact) if fresh or self.always else ())
+
+
+def optimizer_texts(opt: Any) -> Texts:
+    """The class of an optimizer, and its hyper-parameters."""
+    return {} if opt is None else {_named(name): text(value) for name, value in walk("optimizer", opt)}
+
+
+def hyper_texts(opt: Any, plan: Plan) -> Texts:
+    """What an optimizer says of each leaf, where its own functions decide."""
+    if opt is None:
+        return {}
+    trained = [leaf for leaf in plan.leaves.values() if leaf.trainable]
+    return {f"hyper-parameters of {leaf.path}": text(opt.hyper(leaf.path, leaf.shape)) for leaf in trained}
+
+
+def _named(name: str) -> str:
+    return name.replace("optimizer.lr", RATE, 1) if name.startswith("optimizer.lr") else name
+
+
+def _is_rate(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type) and sampled(value, 0) is not None
+
+
+def copies(state: TrainState, exact: bool) -> Sequence[Copy]:
+    """What this rank holds of a state, as other ranks do.
+
+    Args:
+        state: the state, of which no update waits.
+        exact: whether all of it is equal bit for bit. Else that holds along data axes, where gradients are summed to
+            the same bits; along others each rank computes its own, and they may differ by rounding.
+    """
+    mesh, data = state.plan.mesh, set(state.plan.data_axes)
+    others = any(size > 1 and axis not in data for axis, size in mesh.shape.items())
+    return [
+        Copy(entry.name, entry.holders, entry.tensor, exact or not others, entry.piece.start)
+        for entry in entries(state)
+        if len(entry.holders) > 1
+    ]

@@ -1,0 +1,65 @@
+"""Where a state comes from: what ranks have still to compare, and the run whose checkpoints it belongs to."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fshard.runtime.copies import bits
+from fshard.sharding.facts import Texts
+
+SAMPLE = 1024
+"""Elements of a whole tensor that are compared, at most."""
+
+
+@dataclass
+class Run:
+    """The identity of a run, shared by all states of it, from the first on.
+
+    Attributes:
+        id: as in the manifests of its checkpoints; empty before the first one.
+    """
+
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Past:
+    """Where a state comes from.
+
+    Attributes:
+        made: what it was made from, as texts by name; None once ranks have compared it and what they hold copies of.
+        exact: whether copies are equal bit for bit where they were made, or up to rounding.
+        run: the run that it belongs to.
+    """
+
+    made: Mapping[str, str] | None = None
+    exact: bool = True
+    run: Run = field(default_factory=Run)
+
+    def compared(self) -> "Past":
+        """The same, once ranks have compared it."""
+        return self if self.made is None else replace(self, made=None)
+
+
+def samples(leaves: Mapping[str, Tensor]) -> Texts:
+    """Some elements of each whole tensor as a text, all of small ones: their first, and a hash.
+
+    >>> import torch
+    >>> samples({"w": torch.tensor([0.5, 2.0])})["params= of w"][:9]
+    'from 0.5,'
+    """
+    return {f"params= of {path}": _sample(leaf.detach()) for path, leaf in leaves.items()}
+
+
+def _sample(leaf: Tensor) -> str:
+    flat = leaf.reshape(-1)
+    some = flat[:: max(1, -(-len(flat) // SAMPLE))]
+    if not len(some):
+        return "empty"
+    return f"from {some[0].item():.6g}, bits {bits(some):016x}" if not some.is_complex() else f"bits {bits(some):016x}"
+
+
+def initializers_told(inits: Iterable[tuple[str, object]]) -> Texts:
+    """Initializers by path as texts."""
+    return {f"initializer of {path}": repr(init) for path, init in inits}
