@@ -54,7 +54,7 @@ def bits(tensor: Tensor) -> int:
     head = flat[: len(flat) - len(flat) % 8]
     if head.storage_offset() % 8 or head.data_ptr() % 8:
         head = head.clone()
-    weights = torch.arange(1, BLOCK + 1, device=flat.device) * GOLDEN | 1
+    weights = torch.arange(1, min(BLOCK, len(head) // 8 + 1) + 1, device=flat.device) * GOLDEN | 1
     sums = [(block * weights[: len(block)]).sum() for block in _blocks(head.view(torch.int64))]
     if rest:
         tail = torch.cat([flat[len(head) :], flat.new_zeros(rest)])
