@@ -134,7 +134,8 @@ class Processes:
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
         fatal = role != COLLECTIVES  # a step whose program fails goes on to its vote
         if self.backend != "fake":
-            announce(self._base(), f"making the communicator {name}")
+            # Not by the names of axes: the ranks of two meshes can meet on it, and be told how the meshes differ.
+            announce(self._base(), f"making the communicator {role} of {parts}")
         links, linked = self._meet(parts) if backend == "gloo" and self.shared_memory else (None, set())
         group: Any = None
         for ranks in parts:
