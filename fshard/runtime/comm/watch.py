@@ -117,7 +117,8 @@ class Watch:
         if not stuck and not any(notes):
             return  # a rank has ended: the others need not wait for what it cannot say
         told = {self.rank: own, **dict(zip(others, notes, strict=True))}
-        rows = [f"rank {rank}: {told[rank] or 'it did not say, so it is frozen, gone or elsewhere'}" for rank in told]
+        silent = "the store that would tell does not answer" if self.notes.silent else "frozen, gone or elsewhere"
+        rows = [f"rank {rank}: {told[rank] or f'it did not say: {silent}'}" for rank in told]
         remedy = "All ranks must make the same calls of the library in one order."
         raise CommError(lines(f"{error}; {ASKED}", sorted(rows), remedy)) from error
 
