@@ -1,0 +1,140 @@
+"""Every place of the package that may wait for a rank, a store, a thread or a lock is known, with what ends it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import fshard
+
+ROOT = Path(fshard.__file__).parent
+
+WAITING = {
+    *("wait", "poll", "select", "recv", "recvmsg", "recv_bytes", "accept", "connect", "acquire", "barrier"),
+    *("flock", "lockf", "sleep", "communicate", "monitored_barrier", "synchronize"),
+    *("new_group", "init_process_group", "destroy_process_group", "TCPStore", "FileStore", "PrefixStore"),
+}
+"""Names of functions and methods that may wait."""
+
+STORE = {"get", "check", "wait", "set", "add", "multi_get", "compare_set"}
+"""What a store is asked; it may never answer."""
+
+ENDED = {
+    "checkpoint/checkpointer.py": "the thread of a save: its collectives, by the timeout; the file system has none",
+    "checkpoint/folder.py": "a lock that is asked for without waiting, again and again for three seconds",
+    "checkpoint/snapshot.py": "a device: its own watchdog",
+    "checkpoint/write.py": "threads that write files: the file system has no timeout",
+    "collectives/raw.py": "handles of lanes",
+    "elastic.py": "Checkpointer.wait",
+    "interchange/parcels.py": "handles of lanes",
+    "interchange/transfer.py": "handles of lanes",
+    "runtime/actions.py": "handles of lanes",
+    "runtime/baton.py": "played ranks: known at once when none can go on",
+    "runtime/clock.py": "a device: its own watchdog",
+    "runtime/comm/bounded.py": "the seconds that it is given",
+    "runtime/comm/exchange.py": "handles of lanes",
+    "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watch",
+    "runtime/comm/links.py": "one deadline for all links of a lane; a poll of zero, or of what is left of a timeout",
+    "runtime/comm/notes.py": "bounded, one second; a store that was silent is asked no more",
+    "runtime/comm/pending.py": "the timeout of the communicator",
+    "runtime/comm/processes.py": "bounded",
+    "runtime/comm/shared.py": "played ranks: known at once when none can go on",
+    "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
+    "runtime/comm/watch.py": "a tick of the thread that looks at waits",
+    "runtime/measure.py": "handles of lanes",
+    "runtime/offload.py": "a device: its own watchdog",
+    "runtime/replicas.py": "handles of lanes",
+    "runtime/update.py": "handles of lanes",
+}
+"""Files that wait, and what ends their waits."""
+
+ASKING = {"runtime/comm/notes.py", "runtime/comm/start.py"}
+"""Files that ask a store. What they do is done in threads that somebody waits for with a deadline."""
+
+BOUNDED = {"new_group", "init_process_group", "destroy_process_group", "TCPStore"}
+"""Calls of torch.distributed that ask the store."""
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
+    """The calls of a module: the name that is called, and what it is called on."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            on = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            yield name, on, node
+
+
+def waits(text: str) -> list[str]:
+    """What may wait in a module."""
+    out = []
+    for name, on, node in calls(ast.parse(text)):
+        joins = name == "join" and (not node.args or "thread" in on)
+        asks = name in STORE and on.split(".")[-1] in ("store", "_store()")
+        task = name == "result" and "task" in on
+        if name in WAITING or joins or asks or task:
+            out.append(f"{node.lineno}: {on}.{name}")
+    return out
+
+
+def asks(text: str) -> list[str]:
+    """Where a module asks a store."""
+    return [f"{n.lineno}: {on}.{name}" for name, on, n in calls(ast.parse(text)) if name in STORE and "store" in on]
+
+
+def sources() -> dict[str, str]:
+    """The text of each module by its path in the package."""
+    return {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.rglob("*.py")}
+
+
+def test_every_wait_is_known_with_what_ends_it() -> None:
+    found = {file: lines for file, text in sources().items() if (lines := waits(text))}
+    new = {file: lines for file, lines in found.items() if file not in ENDED}
+    assert not new, f"these may wait: end them after a time, and say here by what: {new}"
+    assert not ENDED.keys() - found.keys(), f"these wait no more: {sorted(ENDED.keys() - found.keys())}"
+
+
+def test_only_functions_with_a_deadline_ask_a_store() -> None:
+    found = {file: lines for file, text in sources().items() if (lines := asks(text)) and file not in ASKING}
+    assert not found, f"a store may never answer: ask it by Notes, or inside of bounded(): {found}"
+
+
+def test_what_asks_the_store_runs_with_a_deadline() -> None:
+    """In the one file that may call them: each is reached through ``bounded`` alone."""
+    text = sources()["runtime/comm/processes.py"]
+    tree = ast.parse(text)
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    dangerous = {*BOUNDED, "start_name"}
+    while True:  # functions that call what is dangerous, outside of a bounded body, are so themselves
+        grown = {name for name, body in functions.items() if name not in dangerous and _open(body) & dangerous}
+        if not grown:
+            break
+        dangerous |= grown
+    entries = {"lane", "cut", "abandon", "close", "join", "_drop", "_made", "_joined", "_destroy"}
+    assert not entries & dangerous, entries & dangerous
+    assert {"_make", "_group", "_base", "_init", "destroy"} <= dangerous
+    for file, other in sources().items():
+        if file != "runtime/comm/processes.py":
+            assert not [name for name, _, _ in calls(ast.parse(other)) if name in BOUNDED], file
+
+
+def _open(function: ast.FunctionDef) -> set[str]:
+    """What a function calls itself, not inside of what it gives to ``bounded``."""
+    inside = {
+        id(node)
+        for name, _, call in calls(function)
+        if name == "bounded"
+        for argument in call.args[:1]
+        for node in ast.walk(argument)
+    }
+    nested = {
+        id(n) for f in ast.walk(function) if isinstance(f, ast.FunctionDef) and f is not function for n in ast.walk(f)
+    }
+    return {name for name, _, call in calls(function) if id(call) not in inside | nested}
+
+
+def test_a_new_wait_is_seen() -> None:
+    assert waits("def f(a):\n    a.recv(4)\n    store.get('x')\n    thread.join(3)\n    ','.join([])") == [
+        "2: a.recv",
+        "3: store.get",
+        "4: thread.join",
+    ]
+    assert asks("self.store.check(['a'])") == ["1: self.store.check"]
