@@ -29,7 +29,6 @@ ENDED = {
     "interchange/transfer.py": "handles of lanes",
     "runtime/actions.py": "handles of lanes",
     "runtime/baton.py": "played ranks: known at once when none can go on",
-    "runtime/clock.py": "a device: its own watchdog",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/exchange.py": "handles of lanes",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watch",

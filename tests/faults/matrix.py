@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import fshard as fs
+from tests.faults import stuck
 from tests.faults.job import TIMEOUT, End, Kill, Run, run
 from tests.faults.program import differing
 from tests.faults.spoil import Row, alone, files, folder
@@ -141,6 +142,13 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def written(page: str, name: str, text: str) -> str:
+    """A page with a table between its marks."""
+    before, begin, rest = page.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    return f"{before}{begin}{text}\n{end}{after}"
+
+
 def main() -> int:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -162,13 +170,13 @@ def main() -> int:
     rows += [row, *files(each=20)]
     text = table(rows)
     print(text)
-    problems = [problem for row in rows for problem in row.problems or []]
+    waits = list(stuck.rows())
+    print(stuck.table(waits))
+    problems = [problem for row in [*rows, *waits] for problem in row.problems or []]
     print(*problems, sep="\n", file=sys.stderr)
     if given.write is not None and not problems:
-        page = given.write.read_text()
-        before, _, rest = page.partition("<!-- matrix -->\n")
-        _, _, after = rest.partition("<!-- end of matrix -->")
-        given.write.write_text(f"{before}<!-- matrix -->\n{text}\n<!-- end of matrix -->{after}")
+        page = written(given.write.read_text(), "matrix", text)
+        given.write.write_text(written(page, "waits", stuck.table(waits)))
     return bool(problems)
 
 

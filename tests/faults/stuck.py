@@ -49,6 +49,7 @@ class Case:
         store: what the store, in a process of its own, gets with it: ``"stop"`` or ``"kill"``.
         step: from which step on calls count; 0 for the start.
         world: the ranks.
+        timeout: seconds that ranks wait for each other.
     """
 
     where: tuple[str, str, int]
@@ -58,6 +59,7 @@ class Case:
     store: str = ""
     step: int = 3
     world: int = 3
+    timeout: float = TIMEOUT
 
     @property
     def cuts(self) -> bool:
@@ -189,7 +191,7 @@ def _main(rank: int, case: Case, meeting: Path, address: dict[str, str], store: 
 
 
 def _train(case: Case, trigger: Trigger | None, folder: str) -> None:
-    with fs.make_mesh((-1,), ("shard",), timeout=TIMEOUT, shared_memory=not case.gloo) as mesh:
+    with fs.make_mesh((-1,), ("shard",), timeout=case.timeout, shared_memory=not case.gloo) as mesh:
         plan, opt, state = start(mesh)
         step = fs.make_train_step(make_loss(Fault()), opt, plan)
         evaluate = fs.make_eval_step(lambda params, rows: make_loss(Fault())(params, rows)[0], plan)
@@ -251,7 +253,7 @@ class Row:
             self.survivors += 1
             self.seconds = max(self.seconds, end.raised)
             known = end.error.startswith(("CommError", "PeerError"))
-            if not known or named not in end.error or not 0 <= end.raised <= TIMEOUT + GRACE or end.gone < 0:
+            if not known or named not in end.error or not 0 <= end.raised <= case.timeout + GRACE or end.gone < 0:
                 told = f"rank {rank} raised after {end.raised:.1f} s, ended after {end.gone:.1f} s: {end.error!r}"
                 self.problems = [*(self.problems or []), f"{self.name}, {case}: {told}"]
 
