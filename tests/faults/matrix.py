@@ -142,13 +142,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def written(page: str, name: str, text: str) -> str:
-    """A page with a table between its marks."""
-    before, begin, rest = page.partition(f"<!-- {name} -->\n")
-    _, end, after = rest.partition(f"<!-- end of {name} -->")
-    return f"{before}{begin}{text}\n{end}{after}"
-
-
 def main() -> int:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -175,8 +168,8 @@ def main() -> int:
     problems = [problem for row in [*rows, *waits] for problem in row.problems or []]
     print(*problems, sep="\n", file=sys.stderr)
     if given.write is not None and not problems:
-        page = written(given.write.read_text(), "matrix", text)
-        given.write.write_text(written(page, "waits", stuck.table(waits)))
+        page = stuck.written(given.write.read_text(), "matrix", text)
+        given.write.write_text(stuck.written(page, "waits", stuck.table(waits)))
     return bool(problems)
 
 

@@ -4,6 +4,7 @@ A profiler brings the fault about at the call of a function, as in ``job.py``. E
 an error of the library within the timeout and five seconds, whatever does not answer any more.
 """
 
+import argparse
 import contextlib
 import ctypes
 import multiprocessing
@@ -307,8 +308,10 @@ def rows(quick: bool = False) -> Iterator[Row]:
         "store and a rank frozen",
         *(Case(at, 1, store="stop", gloo=gloo) for at in (agree, vote) for gloo in (False, True)),
     )
-    yield cases("store frozen: a new communicator", *(Case(made, r, "none", store="stop") for r in (0, 1)))
-    yield cases("store killed: a new communicator", *(Case(made, r, "none", store="kill") for r in (0, 1)))
+    for how, done in (("stop", "frozen"), ("kill", "killed")):
+        # Over gloo: links of shared memory are made without the store.
+        asked = [Case(made, rank, "none", True, how) for rank in (0, 1)]
+        yield cases(f"store {done}: a new communicator", *asked)
     named = ("comm/start.py", "start_name", 1)
     yield cases("store frozen: start", *(Case(named, r, "none", store="stop", step=0) for r in (0, 1)))
     if why := obstacle():
@@ -327,3 +330,29 @@ def table(found: list[Row]) -> str:
     cases, survivors = sum(row.cases for row in found), sum(row.survivors for row in found)
     slowest = max(row.seconds for row in found)
     return "\n".join([*lines, f"| **all** | **{cases}** | **{survivors}** | **{slowest:.1f} s** |"])
+
+
+def written(page: str, name: str, text: str) -> str:
+    """A page with a table between its marks."""
+    before, begin, rest = page.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    return f"{before}{begin}{text}\n{end}{after}"
+
+
+def main() -> int:
+    """Run all of it: ``--write docs/reliability.md`` puts the table there, between its marks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="put the table into this page, between its marks")
+    given = parser.parse_args()
+    found = []
+    for row in rows():
+        print(f"{row.name}: {row.cases} cases, {row.seconds:.1f} s", *(row.problems or []), sep="\n  ", flush=True)
+        found.append(row)
+    problems = any(row.problems for row in found)
+    if given.write is not None and not problems:
+        given.write.write_text(written(given.write.read_text(), "waits", table(found)))
+    return int(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,7 +32,7 @@ AT_ONCE = {
 }
 """Calls of the library that begin on the control lane, and what errors call them."""
 
-BY_TIME = {"psum": "fs.psum", "another plan": "fs.make_train_step"}
+BY_TIME = {"psum": "fs.psum"}
 """Calls that begin on another one."""
 
 
@@ -64,7 +64,6 @@ def calls_of(mesh: fs.Mesh, folder: str) -> dict[str, Callable[[], Any]]:
         "buffers": lambda: fs.sync_buffers({"a": torch.ones(1)}, plan),
         "export": lambda: list(fs.export(state.params, plan)),
         "psum": lambda: fc.psum(torch.ones(1), "shard", mesh=mesh),
-        "another plan": lambda: fs.make_train_step(loss, opt, other),
     }
 
 
@@ -107,7 +106,7 @@ def test_ranks_at_different_calls_learn_it_at_once(pool: Pools, world: int) -> N
             assert raised is not None and "ScheduleError" in raised.kinds and seconds < LONG
 
 
-MIXED = [("psum", "train step"), ("unshard", "psum"), ("another plan", "save"), ("psum", "another plan")]
+MIXED = [("psum", "train step"), ("unshard", "psum"), ("psum", "save")]
 
 
 @pytest.mark.parametrize("case", [MIXED[0], *(pytest.param(c, marks=pytest.mark.slow) for c in MIXED[1:])])

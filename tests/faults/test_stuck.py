@@ -37,4 +37,4 @@ def test_a_link_that_is_cut(how: str, rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["stop", "kill"])
 def test_a_store_that_is_lost(store: str) -> None:
-    check(Case(STEP["a new communicator"], 0, "none", store=store, timeout=3.0))
+    check(Case(STEP["a new communicator"], 0, "none", gloo=True, store=store, timeout=3.0))
