@@ -5,9 +5,11 @@ then votes ``FAILED``: no rank hangs, and every rank learns at the same point th
 """
 
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from fshard.errors import (
     step_transformed,
 )
 from fshard.runtime.batch import digest, leading_dims
-from fshard.runtime.comm import PLACE, Lane, announce, exchange_text
+from fshard.runtime.comm import PLACE, Lane, announce, exchange_bytes, exchange_text
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Verdict
 from fshard.runtime.equal import Facts, settle
 from fshard.runtime.executor import OnDemand, Scheduled, diverged
@@ -64,10 +66,23 @@ class Outcome:
     aux: list[Any] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Intent:
+    """What a rank is about to run.
+
+    Attributes:
+        number: equal on two ranks if it is the same.
+        text: says it in lines; asked for only where numbers differ.
+    """
+
+    number: int = 0
+    text: Callable[[], str] = "gathered on demand".__str__
+
+
 def agree(
     lane: Lane,
     call: str,
-    schedule: int,
+    intent: Intent,
     batch: Any,
     equal_rows: bool,
     failure: BaseException | None,
@@ -78,7 +93,7 @@ def agree(
     Args:
         lane: the control lane over the whole mesh.
         call: what is called, the same on all ranks.
-        schedule: the digest of this rank's schedule.
+        intent: this rank's schedule.
         batch: this rank's batch.
         equal_rows: whether leading dims must be equal on all ranks.
         failure: what went wrong on this rank before it could take part.
@@ -95,26 +110,37 @@ def agree(
             raise failure
         return []
     dims = () if failure else leading_dims(batch)
-    mine = [FAILED if failure else OK, schedule, digest(dims), dims[0] if dims else -1, facts.number]
+    mine = [FAILED if failure else OK, intent.number, digest(dims), dims[0] if dims else -1, facts.number]
     rows = announce(lane, call, mine)
     if any(row[0] for row in rows):
         raise_failure(lane, failure, [row[0] for row in rows])
     settle(lane, [row[4] for row in rows], facts)
     if any(row[1] != rows[0][1] for row in rows):
-        places = exchange_text(lane, whereabouts(), PLACE)
-        kinds = [f"rank {rank}: schedule {row[1]:015x}, {places[rank]}" for rank, row in enumerate(rows)]
-        raise ScheduleError(
-            lines(
-                "ranks are about to run different schedules:",
-                kinds,
-                "The program must be the same on all ranks; Python values in the batch that decide which units run "
-                "must be equal, and so must accumulate= and schedule=.",
-            )
-        )
+        raise _different(lane, intent)
     uneven = [row[3] for row in rows] if any(row[2] != rows[0][2] for row in rows) else []
     if equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven
+
+
+def _different(lane: Lane, intent: Intent) -> ScheduleError:
+    """The error of ranks with different schedules: where each is called, and where it first differs from rank 0's."""
+    places = exchange_text(lane, whereabouts(), PLACE)
+    said = exchange_bytes(lane, zlib.compress(intent.text().encode()))
+    texts = [zlib.decompress(text).decode().splitlines() for text in said]
+    kinds = []
+    for rank, (text, place) in enumerate(zip(texts, places, strict=True)):
+        pairs = zip_longest(texts[0], text, fillvalue="nothing")
+        first = next((f": '{b.strip()}' where rank 0 has '{a.strip()}'" for a, b in pairs if a != b), "")
+        kinds.append(f"rank {rank}: schedule of {len(text)} lines, {place}{first}")
+    return ScheduleError(
+        lines(
+            "ranks are about to run different schedules:",
+            kinds,
+            "The program must be the same on all ranks; Python values in the batch that decide which units run, or "
+            "which collectives, must be equal, and so must accumulate= and schedule=.",
+        )
+    )
 
 
 def uneven_rows(dims: list[int]) -> BatchError:

@@ -59,6 +59,11 @@ class Prepared:
     positions: Mapping[tuple[str, str, int, int], int]
     lanes: tuple[Axes, ...] = ()
 
+    def text(self) -> str:
+        """What ``digest`` is of, in lines."""
+        axes = " and ".join("+".join(axes) for axes in self.lanes) or "no axis"
+        return f"collectives of the program over {axes}\n{self.schedule}"
+
 
 @dataclass
 class Workshop:

@@ -13,6 +13,7 @@ from fshard.errors import different_microbatches, foreign_params, left_in_backwa
 from fshard.runtime.attempt import (
     BEHIND,
     FAILURE,
+    Intent,
     Outcome,
     agree,
     drained,
@@ -149,7 +150,7 @@ class Runner:
         try:
             prepared = self.workshop.on_demand()
         except Exception as error:  # the memory of all parameters is not there
-            agree(self.workshop.lanes.control, self.call, 0, work.batch, False, error)
+            agree(self.workshop.lanes.control, self.call, Intent(), work.batch, False, error)
             raise
         self.latest = None
         try:
@@ -196,10 +197,11 @@ class Runner:
                 return (self.workshop.scheduled(found) if found else None), parts, facts
         except BaseException as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
-            agree(self.workshop.lanes.control, self.call, 0, batch, False, error)
+            agree(self.workshop.lanes.control, self.call, Intent(), batch, False, error)
             raise
         # All ranks are here, with the same program, or none goes on.
-        agree(self.workshop.lanes.control, self.call, digest(found.program.text), batch, False, None, facts)
+        intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
+        agree(self.workshop.lanes.control, self.call, intent, batch, False, None, facts)
         self.workshop.lanes.open()
         self.workshop.decide(found)
         return self.workshop.scheduled(found), parts, facts
@@ -209,8 +211,9 @@ class Runner:
         lanes, actions, outcome = self.workshop.lanes, prepared.actions, Outcome()
         equal_rows = self.workshop.train and not prepared.weighted
         actions.start(work.shards, work.update, self.in_backward)
+        intent = Intent(prepared.digest, prepared.text)
         actions.on_agree = lambda: outcome.uneven.extend(
-            agree(lanes.control, self.call, prepared.digest, work.batch, equal_rows, None, work.facts())
+            agree(lanes.control, self.call, intent, work.batch, equal_rows, None, work.facts())
         )
         actions.on_commit = lambda: self._vote(prepared, work, outcome)
         executor = Scheduled(prepared.schedule, prepared.positions, actions, work.shield)
@@ -256,7 +259,7 @@ class Runner:
         )
         self.record, self.times = executor.record, []
         with together(lanes):
-            outcome.uneven = agree(lanes.control, self.call, 0, work.batch, False, None, work.facts())
+            outcome.uneven = agree(lanes.control, self.call, Intent(), work.batch, False, None, work.facts())
             lanes.open()
             self._guarded(prepared, executor, work, outcome)
             self._left(lanes.control, outcome)

@@ -142,3 +142,38 @@ def test_after_ten_seconds_one_line_says_who_waits_for_whom(pool: Pools) -> None
     assert raised is None and first == ""
     assert second.count("\n") == 1 and "rank 1 has waited 10 s for rank 0" in second
     assert re.search(r"fs\.unshard, \S*test_different_calls\.py:\d+", second), second
+
+
+def other_programs() -> list[Raised | None]:
+    """On a rank: rank 0 alone calls psum in its loss; then it alone calls fewer units."""
+    with fs.make_mesh((-1,), ("shard",), timeout=LONG) as mesh:
+        plan, opt = place(mesh), rule()
+        state = fs.init_state(plan, opt, params=weights())
+        rows = torch.ones(4, 6)
+
+        def talks(params: Any, rows: torch.Tensor) -> torch.Tensor:
+            value = loss(params, rows)
+            return fc.pmean(value, "shard") if mesh.rank == 0 else value
+
+        def less(params: Any, rows: torch.Tensor) -> torch.Tensor:
+            return (rows @ params["first"]["w"].t()).sum() if mesh.rank == 0 else loss(params, rows)
+
+        out = []
+        for fn in (talks, less):
+            step = fs.make_train_step(fn, opt, plan, donate=False)
+            out.append(attempt(lambda step=step: step(state, rows)))  # type: ignore[misc]
+        fs.make_train_step(loss, opt, plan)(state, rows)
+        return out
+
+
+def test_a_loss_that_differs_is_told_by_its_first_difference(pool: Pools) -> None:
+    for talks, less in pool(2).run(other_programs):
+        for raised in (talks, less):
+            assert raised is not None and "ScheduleError" in raised.kinds
+            assert re.search(
+                r"rank 1: schedule .*train step, \S*test_different_calls\.py:\d+: '.*' where rank 0 has", raised.text
+            )
+        assert (
+            "'collectives of the program over no axis' where rank 0 has 'collectives of the program over shard'"
+            in talks.text
+        )
