@@ -8,7 +8,7 @@ Memory Cost", 2016).
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fshard import tree
 from fshard.arguments import expect
 from fshard.errors import PlanError, RematError
+from fshard.model.exact import Exact
 from fshard.model.policies import SavePolicy, nothing
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -84,6 +85,7 @@ class Call:
 
     Attributes:
         fn: from tensors to a tuple of tensors.
+        reverse: whether its forward derivative is taken by two reverse ones.
         watched: whether what it reads beside its arguments is checked; once, at the first forward, is enough.
         autocast: the state of autocast at the call, which the backward does not have by itself.
     """
@@ -91,14 +93,15 @@ class Call:
     fn: Flat
     watched: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    reverse: bool = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _autocast(self.autocast):
+        with _autocast(self.autocast), exact():
             return self.fn(*tensors)
 
     def derived(self, fn: Flat) -> "Call":
         """A derivative of this call, to be recomputed in its turn."""
-        return Call(fn, False, self.autocast)
+        return Call(fn, False, self.autocast, self.reverse)
 
 
 class Remat(torch.autograd.Function):
@@ -119,6 +122,7 @@ class Remat(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Save the inputs."""
         ctx.call, ctx.places = inputs[0], [i for i, out in enumerate(output) if _floating(out)]
+        ctx.count = len(output)
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
         ctx.mark_non_differentiable(*(out for out in output if not _floating(out)))
@@ -139,13 +143,23 @@ class Remat(torch.autograd.Function):
         tensors = ctx.saved_tensors
         wanted = [i for i, tensor in enumerate(tensors) if _floating(tensor)]
         given = [t if (t := tangents[i]) is not None else torch.zeros_like(tensors[i]) for i in wanted]
-        call = ctx.call.derived(functools.partial(_jvp, ctx.call, len(tensors), wanted, ctx.places))
+        rule = _jvp_by_reverse if ctx.call.reverse else _jvp
+        call = ctx.call.derived(functools.partial(rule, ctx.call, len(tensors), wanted, ctx.places))
         found = iter(Remat.apply(call, *tensors, *given))  # type: ignore[no-untyped-call]
-        count = max(ctx.places, default=-1) + 1
-        return tuple(next(found) if i in ctx.places else None for i in range(count))
+        return tuple(next(found) if i in ctx.places else None for i in range(ctx.count))
 
 
-def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def exact() -> AbstractContextManager[Any]:
+    """Where it is entered, operators whose derivatives PyTorch gets wrong are computed by another way: see ``Exact``."""
+    return nullcontext() if torch.compiler.is_compiling() else Exact(by_reverse)
+
+
+def by_reverse(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives what ``fn`` gives, and whose forward derivative is computed by two reverse ones."""
+    return lambda *args, **kwargs: _again(fn, args, kwargs, reverse=True)
+
+
+def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reverse: bool = False) -> Any:
     leaves, spec = tree.flatten((args, kwargs))
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     plain = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
@@ -162,7 +176,7 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
     tensors_at = list(tensors)
     with _unchanged_generators():
-        call = Call(flat, True, _autocast_state())
+        call = Call(flat, True, _autocast_state(), reverse)
         outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
     kept, out_spec = result[0], result[1]
     return tree.unflatten(out_spec, [next(outs) if value is _TENSOR else value for value in kept])
@@ -193,6 +207,18 @@ def _jvp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *
     # A dual number takes its primal's layout, and cannot be written where that is an expanded one.
     primals, given = tuple(args[i].contiguous() for i in wanted), tuple(arg.contiguous() for arg in args[count:])
     tangents: tuple[Tensor, ...] = torch.func.jvp(of, primals, given)[1]
+    return tangents
+
+
+def _jvp_by_reverse(
+    call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
+) -> tuple[Tensor, ...]:
+    """As ``_jvp``. The pullback is a linear function of cotangents, and the pullback of that is the pushforward."""
+    of = _restricted(call, args[:count], wanted, places)
+    pulled: Any = torch.func.vjp(of, *(args[i] for i in wanted))
+    out, pull = pulled
+    back: Any = torch.func.vjp(lambda *cotangents: pull(cotangents), *(torch.zeros_like(one) for one in out))
+    tangents: tuple[Tensor, ...] = back[1](tuple(args[count:]))
     return tangents
 
 

@@ -151,6 +151,8 @@ def _opt_entries(plan: Plan, name: str, shards: list[Shard]) -> Iterator[Entry]:
         if held.plain:
             yield entry
             continue
+        if held.forms[number].shape is not None and 0 in entry.shape:
+            continue  # a leaf without elements is on no rank, and nor is what an optimizer keeps of it as a whole
         begin, end = held.ranges[number]
         shape = held.forms[number].whole(entry.shape)
         piece = _state_piece(held.forms[number], shape, entry.piece, end - begin)

@@ -24,6 +24,7 @@ from fshard.errors import (
     no_processes,
     unlike_losses,
 )
+from fshard.model.remat import exact
 from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.batch import check_device, digest, leading_dims
 from fshard.runtime.comm import Lane, LocalTransport, announce, exchange, exchange_text
@@ -112,7 +113,8 @@ class ShardedLoss:
             if isinstance(x, Tensor):
                 versions.add(f"batch leaf {i}", x)
         try:
-            with self._params(flat, agree, versions) as params, bind(self.plan.mesh, self.plan.data_axes):
+            bound = bind(self.plan.mesh, self.plan.data_axes)
+            with self._params(flat, agree, versions) as params, bound, exact():
                 loss = read_loss(self.loss_fn(params, batch))
         except RuntimeError as error:
             if "in-place operation" not in str(error):

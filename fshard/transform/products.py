@@ -1,12 +1,17 @@
-"""Products with derivatives: directions, Hessians, Gauss-Newton matrices, traces. No matrix is ever formed."""
+"""Products with derivatives: directions, Hessians, Gauss-Newton matrices, traces. No matrix is ever formed.
+
+Forward derivatives are the faster way. Where an operator has none, the same product is made of reverse ones: the
+Hessian is symmetric, and the pullback of a pullback is the pushforward.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, vjp
+from torch.func import grad, grad_and_value, vjp
 from torch.func import jvp as forward
 
 from fshard import tree
@@ -14,6 +19,7 @@ from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
 from fshard.errors import PlanError
 from fshard.model.random import fold_in
+from fshard.model.remat import exact
 from fshard.runtime.loss import read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import gather_all
@@ -26,7 +32,7 @@ Flat = dict[str, Tensor]
 def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, Tensor]]:
     """The loss and its derivative in a direction: ``jvp(loss_fn, plan)(params, v, batch) -> (loss, slope)``.
 
-    One forward pass, by forward-mode derivatives (``jax.jvp``).
+    One forward pass, by forward-mode derivatives (``jax.jvp``); where an operator has none, by a gradient.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
@@ -42,12 +48,21 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
     >>> along({"w": w.flatten()}, {"w": torch.ones(4)}, torch.ones(1, 2))
     (tensor(10.), tensor(4.))
     """
-    f = sharded_loss(loss_fn, plan)
+    f, ways = sharded_loss(loss_fn, plan), Ways()
 
     def along(params: Any, v: Any, batch: Any) -> tuple[Tensor, Tensor]:
         trained, rest, direction = _split(plan, params, v)
+
+        def of(p: Flat) -> Tensor:
+            value: Tensor = f(tree.nest({**rest, **p}), batch)
+            return value
+
+        def reverse() -> tuple[Tensor, Tensor]:
+            slopes, value = grad_and_value(of)(trained)
+            return value, tree_vdot(_filled(plan, slopes, rest), _filled(plan, direction, rest), plan)
+
         with _plain_attention():
-            found = forward(lambda p: f(tree.nest({**rest, **p}), batch), (trained,), (direction,))
+            found: Any = ways.run(lambda: forward(of, (trained,), (direction,)), reverse)
         return found[0], found[1]
 
     return along
@@ -57,7 +72,8 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
     Forward over reverse (Pearlmutter, "Fast exact multiplication by the Hessian", 1994): about the time of two
-    gradients.
+    gradients. Where an operator of the gradient has no forward derivative, reverse over reverse, from the first call
+    on that finds it.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
@@ -73,13 +89,17 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([1., 4., 1., 4.])}
     """
-    f = sharded_loss(loss_fn, plan)
+    f, ways = sharded_loss(loss_fn, plan), Ways()
 
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
         trained, rest, direction = _split(plan, params, v)
         gradient = grad(lambda p: f(tree.nest({**rest, **p}), batch))
         with _plain_attention():
-            return _filled(plan, forward(gradient, (trained,), (direction,))[1], rest)
+            moved: Flat = ways.run(
+                lambda: forward(gradient, (trained,), (direction,))[1],
+                lambda: vjp(gradient, trained)[1](direction)[0],
+            )
+        return _filled(plan, moved, rest)
 
     return product
 
@@ -107,22 +127,30 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
     {'w': tensor([3., 3., 6., 6.])}
     """
 
+    pushing, bending = Ways(), Ways()
+
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
         trained, rest, direction = _split(plan, params, v)
 
         def outputs(p: Flat) -> Any:
-            return predict(gather_all(plan, {**rest, **p}), batch)
+            with exact():
+                return predict(gather_all(plan, {**rest, **p}), batch)
 
         def share(out: Any) -> Tensor:
-            loss = read_loss(loss_fn(out, batch))
+            with exact():
+                loss = read_loss(loss_fn(out, batch))
             count = torch.as_tensor(1.0 if loss.count is None else loss.count).detach().to(loss.total)
             data = Ranks(plan.mesh, plan.data_axes)
             return loss.total / (apply(count, Sum(data)) if data.size > 1 else count)
 
         with _plain_attention():
-            found: Any = forward(outputs, (trained,), (direction,))
+            found: Any = pushing.run(
+                lambda: forward(outputs, (trained,), (direction,)), lambda: _pushed(outputs, trained, direction)
+            )
             out, moved = found[0], found[1]
-            curved = forward(grad(share), (out,), (moved,))[1]
+            curved = bending.run(
+                lambda: forward(grad(share), (out,), (moved,))[1], lambda: vjp(grad(share), out)[1](moved)[0]
+            )
         (pulled,) = vjp(outputs, trained)[1](curved)
         return _filled(plan, pulled, rest)
 
@@ -162,6 +190,39 @@ def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[A
         return torch.stack(found)
 
     return probes
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Two ways to one product: by forward derivatives, until an operator turns out to have none; then by reverse ones.
+
+    Attributes:
+        missing: what PyTorch said, once it has.
+    """
+
+    missing: list[str] = field(default_factory=list)
+
+    def run(self, by_forward: Callable[[], Any], by_reverse: Callable[[], Any]) -> Any:
+        """The product. All ranks run one program, and find the same operators."""
+        if not self.missing:
+            try:
+                return by_forward()
+            except RuntimeError as error:
+                text = str(error)
+                if not any(part in text for part in _NO_FORWARD):
+                    raise
+                self.missing.append(text)
+        return by_reverse()
+
+
+_NO_FORWARD = ("forward AD", "forward mode AD", "ZeroTensors are immutable", "jvp")
+"""What PyTorch's errors about missing forward derivatives have in common."""
+
+
+def _pushed(f: Callable[[Flat], Any], at: Flat, direction: Flat) -> tuple[Any, Any]:
+    """A function's value and its derivative in a direction, by reverse derivatives alone."""
+    out, pull = vjp(f, at)[:2]
+    return out, vjp(lambda cotangents: pull(cotangents)[0], tree.map(torch.zeros_like, out))[1](direction)[0]
 
 
 def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import expect
 from fshard.errors import BatchError, PlanError, lines
+from fshard.model.remat import exact
 from fshard.runtime.batch import leading_dims
 from fshard.runtime.loss import read_loss
 from fshard.sharding.plan import Plan
@@ -129,7 +130,8 @@ def _each(loss_fn: LossFn, whole: Flat, paths: list[str], batch: Any) -> Flat:
         filled = list(leaves)
         for i, x in zip(at, row, strict=True):
             filled[i] = x.unsqueeze(0)
-        loss = read_loss(loss_fn(tree.nest({**whole, **trained}), tree.unflatten(spec, filled)))
+        with exact():
+            loss = read_loss(loss_fn(tree.nest({**whole, **trained}), tree.unflatten(spec, filled)))
         return loss.total if loss.count is None else loss.total / loss.count
 
     trained = {path: whole[path] for path in paths}
