@@ -15,8 +15,10 @@ from fshard.collectives.group import Group
 from fshard.collectives.linear import Settle, Vary, apply
 from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import check_spec, other_axes
+from fshard.collectives.ties import ties_of
 from fshard.controller import whole
 from fshard.errors import AxisError, CollectiveError
+from fshard.model.remat import exact
 from fshard.runtime.comm import SharedTransport
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
@@ -132,13 +134,15 @@ class Mapped:
             The result's tensors, their specs, and what puts them back into the result.
         """
         args = [self._enter(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        with cutting(self.mesh), bind(self.mesh, self.mesh.axis_names):
+        ties = ties_of(args)
+        with cutting(self.mesh), bind(self.mesh, self.mesh.axis_names, ties), exact():
             result = self.f(*tree.unflatten(structure, args))
         out, form = tree.flatten(result)
         out_specs, names = tree.spread(self.out_specs, result), tree.names(result, "result")
         check = self._checks(leaves, out)
         for number, (leaf, spec, name) in enumerate(zip(out, out_specs, names, strict=True)):
             _check_leaf(leaf, spec, self.mesh, f"shard_map: {name}", False)
+            leaf = leaf if ties is None else ties.tied(leaf)
             out[number] = self._leave(leaf, spec, f"shard_map: {name} with {spec}", check)
         at = [number for number, leaf in enumerate(out) if isinstance(leaf, Tensor)]
 

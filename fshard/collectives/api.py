@@ -10,6 +10,7 @@ from fshard.collectives import build, linear
 from fshard.collectives.build import untraced
 from fshard.collectives.group import Group
 from fshard.collectives.scope import AxisName, resolve
+from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError
 from fshard.sharding.mesh import Mesh
 from fshard.tree import Tree
@@ -275,7 +276,7 @@ def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: 
     """
     group = resolve(axis, mesh)
     op = build.permute(group, perm)
-    return _map("ppermute", x, lambda leaf: linear.apply(leaf, op))
+    return _map("ppermute", x, lambda leaf: applied(leaf, op))
 
 
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
@@ -319,8 +320,8 @@ def _sum(leaf: Any, group: Group, what: str) -> Any:
     if not isinstance(leaf, Tensor):
         return build.number(leaf, what) * group.size
     build.check_addable(leaf, what)
-    total = linear.apply(leaf, linear.Sum(group))
-    return linear.apply(total, linear.Vary(group)) if group.implicit else total
+    total = linear.Sum(group)
+    return applied(leaf, total, linear.Vary(group)) if group.implicit else applied(leaf, total)
 
 
 def _map(what: str, x: Tree, fn: Callable[[Tensor], Tensor]) -> Tree:

@@ -9,7 +9,8 @@ from torch._compile import _disable_dynamo
 
 from fshard.arguments import kind
 from fshard.collectives.group import Group
-from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Ragged, Scatter, apply
+from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Ragged, Scatter
+from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, lines
 
 Args = ParamSpec("Args")
@@ -26,8 +27,8 @@ def gather(x: Tensor, group: Group, dim: int, tiled: bool, invariant: bool) -> T
     if not tiled:
         at = dim_of(x, dim, "all_gather", 1)
         x = x.unsqueeze(x.dim() + 1 + at)
-        return apply(x, gather_op(group, at, invariant))
-    return apply(x, gather_op(group, dim_of(x, dim, "all_gather"), invariant))
+        return applied(x, gather_op(group, at, invariant))
+    return applied(x, gather_op(group, dim_of(x, dim, "all_gather"), invariant))
 
 
 def gather_op(group: Group, dim: int, invariant: bool) -> Collective:
@@ -40,7 +41,7 @@ def scatter(x: Tensor, group: Group, dim: int, tiled: bool) -> Tensor:
     check_addable(x, "psum_scatter")
     at = dim_of(x, dim, "psum_scatter")
     check_divides(x, at, group, tiled, "psum_scatter")
-    out = apply(x, Scatter(group, at))
+    out = applied(x, Scatter(group, at))
     return out if tiled else out.squeeze(at)
 
 
@@ -50,10 +51,10 @@ def exchange(x: Tensor, group: Group, split: int, concat: int, tiled: bool) -> T
     check_divides(x, at, group, tiled, "all_to_all")
     to = dim_of(x, concat, "all_to_all")
     if tiled:
-        return apply(x, Exchange(group, at, to))
+        return applied(x, Exchange(group, at, to))
     # The result has the dims of x without the split one, and the new one among them: as many as x.
     front = x.movedim(at, 0).unsqueeze(x.dim() + to + 1)
-    return apply(front, Exchange(group, -front.dim(), to)).squeeze(0)
+    return applied(front, Exchange(group, -front.dim(), to)).squeeze(0)
 
 
 def ragged(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -70,7 +71,7 @@ def ragged(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int])
             f"ragged_all_to_all: send={list(send)} are {sum(send)} rows, and a tensor of shape {list(x.shape)} must "
             f"have as many in the dim before its last one"
         )
-    return apply(x, Ragged(group, tuple(send), tuple(receive)))
+    return applied(x, Ragged(group, tuple(send), tuple(receive)))
 
 
 def permute(group: Group, perm: Sequence[tuple[int, int]]) -> Permute:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from fshard.arguments import expect, kind
 from fshard.collectives.group import Group
@@ -24,11 +25,12 @@ class Scope:
 
     ``implicit`` names the axes over which every value inside is varying. What a collective makes invariant over them is
     made varying again at once. (JAX inserts the same ``pvary``, but where an invariant value meets a varying one, which
-    its tracer sees and ordinary PyTorch code does not show.)
+    its tracer sees and ordinary PyTorch code does not show.) ``ties`` are those of a ``shard_map`` under way.
     """
 
     mesh: Mesh
     implicit: Axes
+    ties: Any = None
 
 
 # The one context variable of the package: what is bound is a matter of the calls around, in this thread alone.
@@ -36,9 +38,9 @@ SCOPE: ContextVar[Scope | None] = ContextVar("fshard_scope", default=None)
 
 
 @contextmanager
-def bind(mesh: Mesh, implicit: Axes) -> Iterator[None]:
+def bind(mesh: Mesh, implicit: Axes, ties: Any = None) -> Iterator[None]:
     """Bind the axes of a mesh inside, where every value is varying over the ``implicit`` ones."""
-    token = SCOPE.set(Scope(mesh, implicit))
+    token = SCOPE.set(Scope(mesh, implicit, ties))
     try:
         yield
     finally:

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from fshard.arguments import described
 from fshard.collectives.build import tensor, untraced
-from fshard.collectives.linear import Collect, Cut, Gather, apply
+from fshard.collectives.linear import Collect, Cut, Gather
 from fshard.collectives.scope import group_of, in_scope
+from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, unknown_axis
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, axes_of
@@ -39,7 +40,7 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
         if group.implicit:
             x = x.chunk(group.size, dim)[group.index]
         else:
-            x = apply(x, Cut(group, dim - x.dim()))
+            x = applied(x, Cut(group, dim - x.dim()))
     return x
 
 
@@ -67,7 +68,7 @@ def assemble(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
     for dim, axes in _divided(spec):
         group = group_of(axes, mesh, implicit)
         kind = Gather if group.implicit else Collect
-        x = apply(x, kind(group, dim - x.dim()))
+        x = applied(x, kind(group, dim - x.dim()))
     return x
 
 

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard.arguments import expect
-from fshard.errors import PlanError, RematError
+from fshard.errors import PlanError, RematError, TransformError
 from fshard.model.exact import Exact
 from fshard.model.policies import SavePolicy, nothing
 
@@ -150,8 +152,30 @@ class Remat(torch.autograd.Function):
 
 
 def exact() -> AbstractContextManager[Any]:
-    """Where it is entered, operators whose derivatives PyTorch gets wrong are computed by another way: see ``Exact``."""
-    return nullcontext() if torch.compiler.is_compiling() else Exact(by_reverse)
+    """Where it is entered, operators whose derivatives PyTorch gets wrong are computed otherwise: see ``Exact``."""
+    return nullcontext() if torch.compiler.is_compiling() else _exact()
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    try:
+        with Exact(by_reverse):
+            yield
+    except RuntimeError as error:
+        if _functorch.peek_interpreter_stack() is not None and _in_checkpoint(error.__traceback__):
+            raise TransformError(
+                "torch.utils.checkpoint was called under a transform of torch.func, which forbids the hooks that it "
+                "needs: call fs.remat(fn)(*args) in its place, which works under every transform, or fn itself: "
+                "fs.sharded_loss computes each unit again in its backward anyway. (For models of transformers: "
+                "model.gradient_checkpointing_disable().)"
+            ) from error
+        raise
+
+
+def _in_checkpoint(traceback: TracebackType | None) -> bool:
+    """Whether torch.utils.checkpoint itself raised: the innermost frame is its own, or that of the hooks it sets."""
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(traceback)][-3:]
+    return any(file.endswith("checkpoint.py") and "torch" in file for file in files)
 
 
 def by_reverse(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,106 @@
+"""Collectives that take part in derivatives on every rank, whatever each rank does with their results.
+
+Ranks that branch by ``axis_index`` may use the result of a collective on some ranks alone, or give it a constant on
+others. Its adjoint is a collective too, and autograd runs it only where a result depends on an argument through it. So
+inside of a ``shard_map`` that is differentiated, what a collective is given depends on the mapped function's arguments,
+and all that is returned depends on what every collective gave, with derivatives of zero. Autograd runs what was
+recorded last first, so adjoints then run in one order on all ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+from fshard.collectives.linear import Collective, apply
+from fshard.collectives.scope import SCOPE
+
+
+@dataclass(frozen=True)
+class Ties:
+    """What collectives inside of one call are tied to.
+
+    Attributes:
+        anchors: the floating arguments of the mapped function.
+        depth: how many transforms were under way when it was called.
+        results: what its collectives gave.
+    """
+
+    anchors: tuple[Tensor, ...]
+    depth: int
+    results: list[Tensor] = field(default_factory=list)
+
+    def tied(self, x: Any) -> Any:
+        """A result of the mapped function that depends on all of its collectives."""
+        return _tie(x, len(self.anchors), (*self.anchors, *self.results)) if _floating(x) else x
+
+
+class Tie(torch.autograd.Function):
+    """A tensor that depends on others, with derivatives of zero."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, zeros: int, *others: Tensor) -> Tensor:
+        """The tensor. The first of the others, so many, get zeros for gradients."""
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Only the number of the others is kept, and tensors to make zeros of."""
+        x, zeros, *others = inputs
+        ctx.none = len(others) - zeros
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*others[:zeros])
+        ctx.save_for_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Nothing, or zeros. Autograd visits what gets nothing all the same."""
+        return grad, None, *(torch.zeros_like(x) for x in ctx.saved_tensors), *(None,) * ctx.none
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, _: None, *others: Tensor | None) -> Tensor:
+        """The tensor's own tangent, or zero."""
+        return torch.zeros_like(ctx.saved_tensors[0]) if tangent is None else tangent.view_as(tangent)
+
+
+def ties_of(args: Sequence[Any]) -> Ties | None:
+    """The ties for a call with these arguments; None where nothing is differentiated."""
+    anchors = tuple(x for x in args if _floating(x) and _moved(x))
+    return Ties(anchors, len(_functorch.get_interpreter_stack() or ())) if anchors else None
+
+
+def applied(x: Tensor, *ops: Collective) -> Tensor:
+    """Collectives one after the other, of a tensor that user code gave, differentiable."""
+    scope = SCOPE.get()
+    ties: Ties | None = scope.ties if scope is not None else None
+    if ties is None or not _floating(x):
+        for op in ops:
+            x = apply(x, op)
+        return x
+    x = _tie(x, 0, ties.anchors)
+    for op in ops:
+        x = apply(x, op)
+    if _functorch.maybe_get_level(x) <= ties.depth:  # what a transform inside made does not outlive it
+        ties.results.append(x)
+    return x
+
+
+def _tie(x: Tensor, zeros: int, others: Sequence[Tensor]) -> Tensor:
+    tied: Tensor = Tie.apply(x, zeros, *others)  # type: ignore[no-untyped-call]
+    return tied
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _moved(x: Tensor) -> bool:
+    if _functorch.is_functorch_wrapped_tensor(x) or (torch.is_grad_enabled() and x.requires_grad):
+        return True
+    unpack: Any = torch.autograd.forward_ad.unpack_dual
+    return torch.autograd.forward_ad._current_level >= 0 and unpack(x).tangent is not None
