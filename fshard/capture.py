@@ -1,8 +1,9 @@
 """Tensors that a function closes over. Their gradients would miss what specs say about arguments."""
 
+import dis
 import functools
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -52,19 +53,36 @@ def _held(f: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
             except ValueError:  # not assigned yet
                 continue
         yield from _tensors("default argument", (f.__defaults__, f.__kwdefaults__), seen)
-        for name in f.__code__.co_names:
+        for name in _globals(f.__code__):
             value = f.__globals__.get(name)
-            if isinstance(value, Tensor | nn.Module):
-                yield name, value
+            if not isinstance(value, FunctionType):
+                yield from _tensors(name, value, seen)
     elif isinstance(f, nn.Module):
         yield type(f).__name__, f
     elif hasattr(f, "__wrapped__"):
         yield from _held(f.__wrapped__, seen)
 
 
-def _tensors(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+@functools.lru_cache(maxsize=1024)
+def _globals(code: CodeType) -> tuple[str, ...]:
+    """The globals that a function reads; its names of attributes are none."""
+    return tuple({str(one.argval): None for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"})
+
+
+def _tensors(name: str, value: Any, seen: set[int], depth: int = 2) -> Iterator[tuple[str, Any]]:
     for leaf in tree.leaves(value):
         if isinstance(leaf, Tensor | nn.Module):
             yield name, leaf
         elif isinstance(leaf, FunctionType | MethodType | functools.partial):
             yield from ((f"{name}: {inner}", held) for inner, held in _held(leaf, seen))
+        elif depth and id(leaf) not in seen and _plain(leaf):
+            seen.add(id(leaf))
+            for inner, held in vars(leaf).items():
+                yield from _tensors(f"{name}.{inner}", held, seen, depth - 1)
+
+
+def _plain(value: Any) -> bool:
+    """Whether it is an object of a class of the user's."""
+    if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.split(".")[0] not in ("fshard", "torch", "builtins", "functools")

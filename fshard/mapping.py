@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard.arguments import kind
+from fshard.arguments import Want, described, expect, kind
 from fshard.capture import check_captured
 from fshard.collectives.build import untraced
 from fshard.collectives.group import Group
@@ -17,7 +17,7 @@ from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import check_spec, other_axes
 from fshard.collectives.ties import ties_of
 from fshard.controller import whole
-from fshard.errors import AxisError, CollectiveError
+from fshard.errors import AxisError, CollectiveError, TreeError
 from fshard.model.remat import exact
 from fshard.runtime.comm import SharedTransport
 from fshard.sharding.mesh import Mesh
@@ -74,12 +74,13 @@ def shard_map(
     >>> mean(torch.arange(8.0)), torch.func.grad(mean)(torch.arange(8.0))[0]
     (tensor(3.5000), tensor(0.1250))
     """
-    for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
-        wrong = [leaf for leaf in tree.leaves(specs) if not isinstance(leaf, P)]
-        if wrong:
-            raise CollectiveError(
-                f"shard_map: {what} holds {wrong[0]!r}; its leaves are specs such as P('shard') or P()"
-            )
+    wants: list[Want] = [
+        ("f", f, Callable, "a function of slices"),
+        ("mesh", mesh, Mesh, "what fs.make_mesh or fs.virtual_mesh returned"),
+    ]
+    expect("fs.shard_map(f, mesh, in_specs, out_specs)", wants, CollectiveError)
+    _check_specs(in_specs, "in_specs", "argument")
+    _check_specs(out_specs, "out_specs", "result")
     mapped = Mapped(f, mesh, in_specs, out_specs, check)
 
     @functools.wraps(f)
@@ -105,11 +106,13 @@ class Mapped:
         scope = SCOPE.get()
         if scope is not None and scope.implicit:
             raise AxisError(
-                f"a shard_map over {self.mesh} inside of a function over {scope.mesh}: call what it maps itself"
+                f"a shard_map over {self.mesh.axis_names} inside of a function over {scope.mesh.axis_names}: all axes "
+                f"of a mesh are mapped at once, and none is left for another shard_map. Call the inner function "
+                f"itself: what it is given are slices already, and its collectives find their axes"
             )
         check_captured(self.f)
         leaves, structure = tree.flatten(args)
-        specs = tree.spread(self.in_specs, args)
+        specs = _specs_of(self.in_specs, args, "in_specs", "args")
         everywhere = isinstance(self.mesh, VirtualMesh) and self.mesh.transport is None
         for leaf, spec, name in zip(leaves, specs, tree.names(args, "args"), strict=True):
             _check_leaf(leaf, spec, self.mesh, f"shard_map: {name}", everywhere)
@@ -138,7 +141,7 @@ class Mapped:
         with cutting(self.mesh), bind(self.mesh, self.mesh.axis_names, ties), exact():
             result = self.f(*tree.unflatten(structure, args))
         out, form = tree.flatten(result)
-        out_specs, names = tree.spread(self.out_specs, result), tree.names(result, "result")
+        out_specs, names = _specs_of(self.out_specs, result, "out_specs", "result"), tree.names(result, "result")
         check = self._checks(leaves, out)
         for number, (leaf, spec, name) in enumerate(zip(out, out_specs, names, strict=True)):
             _check_leaf(leaf, spec, self.mesh, f"shard_map: {name}", False)
@@ -175,6 +178,51 @@ class Mapped:
         first = kind not in self.checked
         self.checked.add(kind)
         return first
+
+
+def _check_specs(specs: Tree, what: str, one: str) -> None:
+    """Refuse leaves that are no specs. ``None`` stands for arguments that are None themselves, as in JAX."""
+    wrong = [leaf for leaf in tree.leaves(specs) if leaf is not None and not isinstance(leaf, P)]
+    if wrong or specs is None:
+        given = described(wrong[0] if wrong else None)
+        raise CollectiveError(
+            f"shard_map: {what} {'is' if specs is None else 'holds'} {given}: its leaves are specs, fs.P('shard') for "
+            f"what the axis divides and fs.P() for what is the same on all ranks: one for all, or a tuple with one for "
+            f"each {one}"
+        )
+
+
+def _specs_of(specs: Tree, values: Tree, what: str, root: str) -> list[P]:
+    """The spec of each leaf of the arguments, or of the result."""
+    count = len(values) if isinstance(values, tuple) else 1
+    if isinstance(specs, tuple) and not isinstance(values, tuple):
+        values_are = described(values)
+        raise TreeError(f"shard_map: {what} is a tuple of {len(specs)} specs, and the {root} is {values_are}: give one")
+    if isinstance(specs, tuple) and len(specs) != count:
+        raise TreeError(
+            f"shard_map: {what} has {len(specs)} entries, and there are {count} {root}: give one spec for each, or one "
+            f"fs.P for all of them"
+        )
+    try:
+        found = tree.spread(specs, values)
+    except TreeError as error:
+        raise TreeError(
+            f"shard_map: {what}={specs!r} is no prefix of the structure of {root}: {_short(error)}. Give one fs.P for "
+            f"all, a tuple with one entry for each, and for a dict or list one spec or one of the same structure"
+        ) from error
+    leaves, names = tree.leaves(values), tree.names(values, root)
+    for leaf, spec, name in zip(leaves, found, names, strict=True):
+        if spec is None and leaf is not None:
+            raise CollectiveError(
+                f"shard_map: {what} has None for {name}, which is {described(leaf)}: give fs.P() for what is the same "
+                f"on all ranks"
+            )
+    return [P() if spec is None else spec for spec in found]
+
+
+def _short(error: Exception) -> str:
+    """What optree says, without the values."""
+    return str(error.__cause__ or error).split("; tuple:")[0].split("; dict:")[0].split(", got (")[0].rstrip(".")
 
 
 def _check_leaf(leaf: Any, spec: P, mesh: Mesh, label: str, everywhere: bool) -> None:

@@ -203,3 +203,19 @@ def test_moments_of_8_bits_train_like_those_of_32() -> None:
     assert losses["32"][-1] < 0.05 * losses["32"][0]
     for step_number in (20, 60, 149):
         assert losses["8"][step_number] == pytest.approx(losses["32"][step_number], rel=0.1, abs=0.02 * losses["32"][0])
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_single_numbers_beside_a_leaf_without_elements(name: str, tmp_path: Any) -> None:
+    """No rank holds any of such a leaf, so nobody holds what the class keeps of it as a whole: it is saved without."""
+    params = {"w": torch.ones(3), "empty": torch.empty(0)}
+    plan = fs.make_plan(params, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    opt = fs.optim.from_torch(getattr(torch.optim, name))
+    step = fs.make_train_step(lambda p, x: (p["w"] * x).sum() + p["empty"].sum(), opt, plan)
+    state, _ = step(fs.init_state(plan, opt, params=params), torch.ones(3))
+    fs.Checkpointer(tmp_path).save(state)
+    again = fs.Checkpointer(tmp_path).restore(plan, opt)
+    for _ in range(2):
+        state, _ = step(state, torch.ones(3))
+        again, _ = step(again, torch.ones(3))
+    assert torch.equal(state.params["w"], again.params["w"])

@@ -309,7 +309,7 @@ REFUSED = {
     "an axis twice": (CollectiveError, "names an axis twice", refuse(torch.sin, P("a", "a"), P(), EIGHT.view(2, 4))),
     "no spec": (CollectiveError, "in_specs holds 'a'", refuse(torch.sin, "a", P(), EIGHT)),
     "a number": (CollectiveError, r"args\[0\] is a float", refuse(lambda x: x, P("a"), P(), 1.0)),
-    "no prefix": (TreeError, "no prefix", refuse(torch.sin, (P(), P()), P(), EIGHT)),
+    "no prefix": (TreeError, "2 entries, and there are 1 args", refuse(torch.sin, (P(), P()), P(), EIGHT)),
     "shapes": (
         CollectiveError,
         "different shapes",
