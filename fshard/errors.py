@@ -7,6 +7,8 @@ one kind are reported together: builders take all of them and list each on a lin
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from fshard.patterns import glob_meant
+
 
 class ShardError(Exception):
     """Base of every error that fshard raises on purpose."""
@@ -126,9 +128,9 @@ def not_elementwise(name: str, reason: str) -> PlanError:
     )
 
 
-def wrong_leaves(what: str, problems: Iterable[str]) -> TreeError:
+def wrong_leaves(what: str, problems: Iterable[str], remedy: str = "") -> TreeError:
     """A tree whose leaves are not the model's: each problem is ``path: what is wrong with it``."""
-    remedy = "Pass a tree with the model's paths and shapes."
+    remedy = remedy or "Pass a tree with the model's paths and shapes."
     return TreeError(lines(f"{what}: the tree does not fit the model:", problems, remedy))
 
 
@@ -169,8 +171,12 @@ def not_a_module(given: object) -> PlanError:
 def no_such_unit(patterns: Iterable[object], modules: Iterable[tuple[str, str]]) -> PlanError:
     """Patterns in ``units=`` that match no submodule; ``modules`` are the (path, class name) pairs that exist."""
     missing = ", ".join(pattern.__name__ if isinstance(pattern, type) else repr(pattern) for pattern in patterns)
+    modules = list(modules)
+    hints = [glob_meant(one, [path for path, _ in modules]) for one in patterns if isinstance(one, str)]
     remedy = "Give a path or a class from this list. The whole module cannot be a unit of itself."
-    return PlanError(lines(f"units: {missing} matches no submodule. What exists:", _exist(modules), remedy))
+    return PlanError(
+        lines(f"units: {missing} matches no submodule{''.join(hints[:1])}. What exists:", _exist(modules), remedy)
+    )
 
 
 def no_blocks(modules: Iterable[tuple[str, str]]) -> PlanError:

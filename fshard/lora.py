@@ -23,6 +23,7 @@ from fshard.model import adapters as adapted
 from fshard.model import init as inits
 from fshard.model.philox import fold
 from fshard.model.split import Model, split
+from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
@@ -275,8 +276,10 @@ def _chosen(flat: Mapping[str, Any], targets: str | Iterable[str], rank: int) ->
         raise PlanError(f"lora: targets={targets!r}: give a regular expression, or a list of them")
     if not isinstance(rank, int) or rank < 1:
         raise PlanError(f"lora: rank={rank!r} must be an int >= 1")
+    if problems := [problem for pattern in patterns if (problem := bad_regex(pattern))]:
+        raise PlanError(lines("lora: targets that cannot be:", problems, "Write regular expressions for whole paths."))
     hits = {pattern: [path for path in flat if re.fullmatch(pattern, path)] for pattern in patterns}
-    idle = [repr(pattern) for pattern, paths in hits.items() if not paths]
+    idle = [f"{pattern!r}{meant_by(pattern, flat)}" for pattern, paths in hits.items() if not paths]
     if idle or not patterns:
         remedy = f"Targets are regular expressions for whole paths of leaves, such as {next(iter(flat), 'w')!r}."
         raise PlanError(lines("lora: targets match no leaf:", idle or ["none given"], remedy))

@@ -12,7 +12,7 @@ from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
-from fshard.optim.checks import is_rule
+from fshard.optim.checks import is_rule, optimizer_meant
 from fshard.optim.scaling import LossScale, Scale
 from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.backends import make_cache
@@ -24,7 +24,7 @@ from fshard.runtime.decide import Decisions
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.held import cuts_of, holdings
 from fshard.runtime.interrupts import Shield
-from fshard.runtime.options import Options, late_problems, step_problems
+from fshard.runtime.options import Options, flag_problems, late_problems, step_problems
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.remat import read_remat
 from fshard.runtime.rng import seeded
@@ -377,10 +377,11 @@ def make_train_step(
     if not isinstance(plan, Plan) or not is_rule(opt):
         raise PlanError(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
-            f"{described(opt)} and {described(plan)}"
+            f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
         )
     clip = read_clip(clip_norm, plan)
     problems = [
+        *flag_problems(donate=donate, debug=debug),
         *step_problems(loss_fn, plan, clip, accumulate, policy),
         *late_problems(opt, policy, skip_norm, skip),
         *scale_problems(loss_scale, policy),

@@ -75,6 +75,8 @@ class Checkpointer:
         self, directory: str | os.PathLike[str], keep: int | None = 3, every: int | None = None, async_: bool = False
     ) -> None:
         expect("Checkpointer(directory)", [("directory", directory, (str, os.PathLike), "the path of a folder")])
+        if not os.fspath(directory):
+            raise PlanError("Checkpointer(directory=''): give the path of a folder; '.' is the one that you are in")
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise PlanError(f"Checkpointer({name}={value!r}): give an int >= 1, or None")
@@ -186,6 +188,7 @@ class Checkpointer:
         if not isinstance(plan, Plan):
             raise PlanError(f"restore(plan, opt) takes a plan, and was given {kind(plan)}")
         pairs = "a list of (pattern, name in the checkpoint or None)"
+        expect("restore(plan, opt)", [("step", step, (int, type(None)), "an int, or None for the newest")])
         known = ("into", into, (TrainState, type(None)), "a train state")
         expect("restore(plan, opt)", [("rules", rules, (list, tuple, type(None)), pairs), known])
         if into is not None:

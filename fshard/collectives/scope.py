@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from fshard.arguments import expect, kind
+from fshard.arguments import described, expect, kind
 from fshard.collectives.group import Group
 from fshard.errors import AxisError, unbound_axis, unknown_axis
 from fshard.runtime.comm import COLLECTIVES
@@ -104,6 +104,8 @@ def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
     Raises:
         AxisError: no mesh is in scope, or it has no such axis, or an axis is named twice.
     """
+    if not isinstance(axis, str | tuple):
+        raise AxisError(f"axis is {described(axis)}: give the name of a mesh axis; a mesh goes by name, mesh=")
     mesh, implicit = in_scope(axis, mesh)
     axes = axis if isinstance(axis, tuple) else (axis,)
     for name in axes:

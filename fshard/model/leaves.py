@@ -12,6 +12,7 @@ from fshard import errors, tree
 from fshard.arguments import expect, kind
 from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
+from fshard.patterns import bad_regex
 
 
 class LeafOrder:
@@ -73,11 +74,12 @@ class LeafOrder:
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:
         if not isinstance(given, Mapping):
-            raise errors.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"])
+            raise errors.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"], _instead(given))
         found = dict(tree.paths(given))
         known = set(self.paths)
         problems = [f"{path}: missing" for path in self.paths if path not in found]
         problems += [f"{path}: unknown" for path in found if path not in known]
+        remedy = "" if problems else _SHARDS
         for i, path in enumerate(self.paths):
             leaf = found.get(path)
             if not isinstance(leaf, Tensor):
@@ -85,9 +87,25 @@ class LeafOrder:
                     problems.append(f"{path}: {kind(leaf)}, not a tensor")
             elif self._shapes is not None and (shape := _whole(leaf)) not in (None, tuple(self._shapes[i])):
                 problems.append(f"{path}: shape {shape}, expected {tuple(self._shapes[i])}")
+                remedy = remedy if len(shape or ()) == 1 else ""
         if problems:
-            raise errors.wrong_leaves(self._what, problems)
+            raise errors.wrong_leaves(self._what, problems, remedy)
         return [found[path] for path in self.paths]
+
+
+_SHARDS = (
+    "These look like shards, this rank's parts of flat-sharded leaves: call fs.unshard(state.params, plan) for whole "
+    "tensors, or give the loss function to a step or to fs.sharded_loss, which gather them."
+)
+
+
+def _instead(given: Any) -> str:
+    """What somebody who gave this in the place of parameters may have meant."""
+    if isinstance(given, Tensor):
+        return "The parameters come first: model.apply(params, *args)."
+    if hasattr(given, "params"):
+        return "Give the whole tensors of it, model.params or fs.unshard(state.params, plan)."
+    return ""
 
 
 Level = tuple[int, int, Callable[[Any], Sequence[Any]]]
@@ -154,11 +172,10 @@ def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, T
     found: set[int] = set()
     problems = []
     for pattern in patterns:
-        try:
-            hits = [id(leaf) for path, leaf in named.items() if re.fullmatch(pattern, path)]
-        except (re.error, TypeError) as error:
-            problems.append(f"{pattern!r} is not a regular expression: {error}")
+        if problem := bad_regex(pattern):
+            problems.append(problem)
             continue
+        hits = [id(leaf) for path, leaf in named.items() if re.fullmatch(pattern, path)]
         found.update(hits)
         problems += [] if hits else [f"{pattern!r} matches no parameter; paths are like {next(iter(named), 'w')!r}"]
     out = {path: leaf for path, leaf in named.items() if id(leaf) in found}

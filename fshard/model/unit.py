@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fshard import tree
-from fshard.arguments import expect
+from fshard.arguments import described, expect
+from fshard.errors import PlanError
 from fshard.model.casting import Casting
 from fshard.tree import Tree
 
@@ -110,6 +111,9 @@ def unit(fn: Callable[..., Any]) -> Unit:
     """
     if isinstance(fn, Unit):
         return fn
+    if isinstance(fn, type):
+        wanted = "a function (params, *args); modules become units by fs.split(module, units=...)"
+        raise PlanError(f"fs.unit(fn) takes other arguments: fn is {described(fn)}: give {wanted}")
     expect("fs.unit(fn)", [("fn", fn, Callable, "a function (params, *args)")])
     made = Unit("", fn)
     names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(fn, name)]

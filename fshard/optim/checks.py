@@ -1,8 +1,9 @@
 """Arguments out of range, described. Checks return their problems; a constructor reports all at once."""
 
-import re
 from numbers import Real
 from typing import Any
+
+from fshard.patterns import bad_regex
 
 
 def number(name: str, value: Any, interval: str = "[0, inf)") -> list[str]:
@@ -43,16 +44,24 @@ def betas(value: Any) -> list[str]:
 
 def pattern(name: str, value: Any) -> list[str]:
     """No problem when the value is a regular expression."""
-    try:
-        re.compile(value)
-    except (re.error, TypeError) as e:
-        return [f"{name} = {value!r}: not a regular expression: {e}"]
-    return []
+    return [f"{name}: {problem}"] if (problem := bad_regex(value)) else []
 
 
 def is_rule(value: Any) -> bool:
     """Whether a value has what an optimizer has, and is not its class."""
     return all(hasattr(value, part) for part in ("init", "update", "hyper", "lr")) and not isinstance(value, type)
+
+
+def optimizer_meant(value: Any) -> str:
+    """What somebody may have meant by this in the place of an optimizer; or nothing."""
+    kind = value if isinstance(value, type) else type(value)
+    if is_rule(value):
+        return ""
+    if kind.__module__.startswith("torch.optim"):
+        return f": give fs.optim.{kind.__name__.lower()}(lr), or fs.optim.from_torch(torch.optim.{kind.__name__}, ...)"
+    if isinstance(value, type):
+        return f": make one, fs.optim.{kind.__name__}(3e-4)"
+    return ""
 
 
 def rule(name: str, value: Any) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.optim import checks
 from fshard.runtime.comm import Lane, exchange
@@ -63,7 +64,9 @@ def read_clip(value: Any, plan: Plan) -> Clip:
             continue
         problems += checks.pattern(f"{where}[0]", rule[0])
         if rule[1] is not None and checks.number(where, rule[1], "(0, inf)"):
-            problems.append(f"{where}={rule[1]!r} must be positive, or None for no clipping")
+            kind = "" if isinstance(rule[1], int | float) and not isinstance(rule[1], bool) else described(rule[1])
+            told = f"{where}={rule[1]!r}" if not kind else f"{where} is {kind}:"
+            problems.append(f"{told} must be a positive number, or None for no clipping")
     if problems:
         raise PlanError(
             lines("limits of gradient norms that cannot be:", problems, "Give a number, or rules on paths.")

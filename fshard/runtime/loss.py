@@ -60,7 +60,7 @@ def read_loss(result: Any) -> Loss:
         head, aux = result
     total = head.total if isinstance(head, Mean) else head
     if not isinstance(total, Tensor):
-        raise LossError(f"the loss is {type(total).__name__}, not a tensor: return a scalar tensor or fs.Mean")
+        raise LossError(f"the loss is {_instead(head, total)}: return a scalar tensor or fs.Mean")
     if total.ndim or not total.dtype.is_floating_point:
         name = str(total.dtype).removeprefix("torch.")
         raise LossError(
@@ -75,6 +75,20 @@ def read_loss(result: Any) -> Loss:
             f"{list(getattr(bad[0].total, 'shape', []))} and count of shape {list(getattr(bad[0].count, 'shape', []))}"
         )
     return Loss(total, head.count if isinstance(head, Mean) else None, aux)
+
+
+def _instead(head: Any, total: Any) -> str:
+    """What was returned in the place of a loss, and where it may come from."""
+    name = type(total).__name__
+    if isinstance(head, Mean):
+        return f"{name}, not a tensor, in fs.Mean(total, count), whose total comes first"
+    hints = {
+        "NoneType": ". A function without return gives None; .backward() does, too, and is not the loss function's to call",
+        "float": ". Leave out .item() and float()",
+        "dict": ". Values to look at go beside it, (loss, aux)",
+        "list": ". The mean of several losses is one, sum(losses) / len(losses)",
+    }
+    return f"{name}, not a tensor{hints.get(name, '')}"
 
 
 def check_differentiable(loss: Loss) -> None:

@@ -54,6 +54,13 @@ def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy:
         )
 
 
+def flag_problems(**flags: Any) -> Iterator[str]:
+    """Which flags are neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            yield f"{name}={value!r} must be True or False"
+
+
 def late_problems(opt: Any, policy: Policy | Auto, skip_norm: Any, skip: Any) -> Iterator[str]:
     """Which options that decide after the backward whether there is an update cannot be."""
     if skip_norm is not None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fshard.errors import PlanError, RematError, lines
 from fshard.model.opaque import held, opaque
 from fshard.model.policies import SavePolicy, everything, nothing
+from fshard.patterns import bad_regex
 from fshard.schedule.ops import ROOT
 
 
@@ -149,8 +150,6 @@ def _policy(given: Any) -> SavePolicy:
 
 
 def _pattern(given: str) -> str:
-    try:
-        re.compile(given)
-    except re.error as error:
-        raise PlanError(f"remat: {given!r} is no regular expression: {error}") from error
+    if problem := bad_regex(given):
+        raise PlanError(f"remat: {problem}")
     return given

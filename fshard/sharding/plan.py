@@ -171,8 +171,21 @@ class Plan:
         if wrong:
             kind = "whole" if whole else "this rank's"
             head = f"{what} has {len(given)} leaves and is not the plan's parameter tree of {len(self.leaves)}:"
-            raise TreeError(lines(head, wrong, f"Give a nested dict of {kind} tensors with just the plan's paths."))
+            remedy = f"Give a nested dict of {kind} tensors with just the plan's paths."
+            raise TreeError(lines(head, wrong, self._other_kind(given, whole, what) or remedy))
         return {path: given[path] for path in self.leaves}
+
+    def _other_kind(self, given: Mapping[str, Any], whole: bool, what: str) -> str:
+        """What to do with whole tensors in the place of shards, or shards in that of whole ones; or nothing."""
+        places = self.places()
+        for path, leaf in self.leaves.items():
+            group, number = places[path]
+            other = group.local_shape(number, self.mesh) if whole else leaf.shape
+            if tuple(getattr(given.get(path), "shape", ())) != other or len(given) != len(self.leaves):
+                return ""
+        if whole:
+            return f"These are shards, this rank's parts: give fs.unshard({what}, plan), whole tensors."
+        return f"These are whole tensors: give fs.shard({what}, plan), this rank's parts of them."
 
     def __repr__(self) -> str:
         return f"<Plan: {len(self.leaves)} leaves in {len(self.groups)} groups on {dict(self.mesh.shape)}>"

@@ -1,15 +1,16 @@
 """Rules: which spec each leaf gets. ``re.fullmatch`` on paths, the first match wins, nothing is left to chance."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.model.precision import Precision
+from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.kinds import KINDS, SIDES, MemoryKind, Side
-from fshard.sharding.spec import P, Shape, Tactic
+from fshard.sharding.spec import P, Shape, Tactic, fsdp
 
 Align = int | Literal["leaf"] | None
 """Where a flat-sharded leaf may be cut: at multiples of so many elements, nowhere, or anywhere."""
@@ -114,7 +115,7 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
                 "Say where they live: add a rule such as (r'.*', P()) for replicated at the end of the list.",
             )
         )
-    idle = [_idle(i, rule, i in touched) for i, rule in enumerate(full) if not decided[i]]
+    idle = [_idle(i, rule, i in touched, shapes) for i, rule in enumerate(full) if not decided[i]]
     if idle:
         raise PlanError(
             lines(
@@ -126,8 +127,10 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
     return out
 
 
-def _spec(given: P | Tactic, path: str, shape: Shape) -> P:
+def _spec(given: Any, path: str, shape: Shape) -> P:
     """What a rule says of a leaf."""
+    if given is fsdp:
+        raise PlanError("the rules hold the class fs.fsdp itself: name the axis, fs.fsdp('shard')")
     spec = given if isinstance(given, P) else given(shape)
     if not isinstance(spec, P):
         raise PlanError(
@@ -156,13 +159,12 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
         if getattr(rule, name) not in (None, *words):
             known = ", ".join(map(repr, words))
             raise PlanError(f"rules[{number}] {rule.pattern!r}: {name}={getattr(rule, name)!r} must be one of {known}")
-    try:
-        re.compile(rule.pattern)
-    except (re.error, TypeError) as error:
-        raise PlanError(f"rules[{number}]: {rule.pattern!r} is not a regular expression: {error}") from error
+    if problem := bad_regex(rule.pattern):
+        raise PlanError(f"rules[{number}]: {problem}")
     return rule
 
 
-def _idle(number: int, rule: Rule, shadowed: bool) -> str:
-    why = "every leaf it matches is taken by an earlier rule" if shadowed else "its pattern matches no path"
+def _idle(number: int, rule: Rule, shadowed: bool, paths: Collection[str]) -> str:
+    missed = f"its pattern matches no path{meant_by(rule.pattern, paths)}"
+    why = "every leaf it matches is taken by an earlier rule" if shadowed else missed
     return f"rules[{number}] {rule.pattern!r}: {why}"

@@ -86,6 +86,13 @@ class fsdp:  # noqa: N801 - reads as the function it is in a rule
     axis: Entry
     min_size: int = 0
 
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not axes_of(_entry(self.axis)):
+            raise PlanError(f"fs.fsdp(axis={self.axis!r}) names no axis: give one, or write fs.P() for replicated")
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise PlanError(f"fs.fsdp(min_size={self.min_size!r}): give a number of elements, an int >= 0")
+
     def __call__(self, shape: Shape) -> P:
         """The spec for a leaf of this shape."""
         return P(flat=self.axis) if math.prod(shape) >= self.min_size else P()

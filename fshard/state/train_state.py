@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import described
-from fshard.errors import DonatedError, TreeError
+from fshard.errors import DonatedError, TreeError, lines
 from fshard.optim.scaling import Scale
 from fshard.runtime.update import Shard, Update
 from fshard.sharding.layout import Group
@@ -75,6 +75,7 @@ class TrainState:
         self._update = update
         self._params: dict[str, Any] | None = None
         self._opt: dict[str, Any] | None = None
+        self._read: list[tuple[Tensor, int]] = []
 
     def __repr__(self) -> str:
         if self._shards is None:
@@ -86,6 +87,7 @@ class TrainState:
         """This rank's part of the parameters: a nested dict of plain tensors, 1-D where a leaf is flat-sharded."""
         if self._params is None:
             self._params = self._tree(self._param, self.finished())
+            self._read = [(leaf, _version(leaf)) for _, leaf in tree.paths(self._params)]
         self.finished()
         return self._params
 
@@ -128,8 +130,32 @@ class TrainState:
             TreeError: the plans differ.
         """
         self.shards()
+        self._check_unwritten()
         if self.plan is not plan and self.plan != plan:
             raise TreeError("the state was made for another plan: make the step and the state from the same one")
+
+    def _check_unwritten(self) -> None:
+        """Refuse a state whose ``params`` were written to: what is assigned there never reaches its memory."""
+        if self._params is None:
+            return
+        now = dict(tree.paths(self._params))
+        kept = list(zip(self.plan.leaves, self._read, strict=True))
+        wrong = [f"{path}: was replaced" for path, (leaf, _) in kept if now.get(path) is not leaf]
+        wrong += [f"{path}: is not in the plan" for path in now if path not in self.plan.leaves]
+        wrong += [
+            f"{path}, or a leaf beside it in its group: was written to in place"
+            for path, (leaf, n) in kept
+            if not wrong and _version(leaf) != n
+        ]
+        if wrong:
+            raise TreeError(
+                lines(
+                    "state.params is read-only, and it was written to:",
+                    wrong,
+                    "A state is a value: make one of new parameters with fs.init_state(plan, opt, params=whole), where "
+                    "whole = fs.unshard(state.params, plan) with your changes.",
+                )
+            )
 
     @property
     def waiting(self) -> Update | None:
@@ -175,6 +201,10 @@ class TrainState:
         return view.view(form.shape) if end > begin else view
 
 
+def _version(leaf: Tensor) -> int:
+    return 0 if leaf.is_inference() else leaf._version
+
+
 def expect_state(state: Any, call: str) -> None:
     """Refuse what is no state where one belongs.
 
@@ -182,7 +212,17 @@ def expect_state(state: Any, call: str) -> None:
         TreeError: naming what it is.
     """
     if not isinstance(state, TrainState):
-        raise TreeError(f"the first argument is {described(state)}: {call}(state, batch) takes what init_state returns")
+        raise TreeError(
+            f"the first argument is {described(state)}: {call}(state, batch) takes what init_state "
+            f"returns{_meant(state)}"
+        )
+
+
+def _meant(given: Any) -> str:
+    """What somebody who gave this in the place of a state may have meant; or nothing."""
+    if isinstance(given, tuple) and given and isinstance(given[0], TrainState):
+        return ". This is what a step returns: unpack it, state, metrics = step(state, batch)"
+    return ", the state itself and not state.params" if isinstance(given, Mapping) else ""
 
 
 def not_copied(step: Any) -> NoReturn:

@@ -111,6 +111,7 @@ class ValueAndGrad:
         assert lanes is not None
         verdict = raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
         value = self._value(outcome)
+        self.loss.refuse_aux(outcome.aux[0] if outcome.aux else {})
         if self.loss.has_aux:
             return (value, combine_aux(lanes.control, outcome.aux)), self._grads(flat, verdict.scale)
         return value, self._grads(flat, verdict.scale)

@@ -122,12 +122,16 @@ class ShardedLoss:
             raise _written(["a parameter, or a tensor of the batch, that requires grad"]) from error
         if written := versions.written():
             raise _written(written)
-        if loss.aux and not self.has_aux:
+        self.refuse_aux(loss.aux)
+        return loss
+
+    def refuse_aux(self, aux: Any) -> None:
+        """Auxiliary values that nobody asked for are not dropped."""
+        if aux and not self.has_aux:
             raise LossError(
-                f"the loss function returned aux values {list(loss.aux)}, which this function has no place for: pass "
+                f"the loss function returned aux values {list(aux)}, which this function has no place for: pass "
                 f"has_aux=True, as to torch.func.grad, and it returns (loss, aux)"
             )
-        return loss
 
     def _params(
         self, flat: dict[str, Tensor], agree: Callable[[str], None], versions: Versions

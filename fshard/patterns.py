@@ -1,0 +1,88 @@
+"""Patterns that are written in one language and meant in the other: globs of modules, regular expressions of leaves."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Collection, Iterable
+
+
+def bad_regex(pattern: object) -> str | None:
+    """Why something is no regular expression, and what was meant if it is a glob; None if it is one.
+
+    >>> bad_regex("*.weight")
+    "'*.weight' is a glob, and no regular expression: write r'.*\\\\.weight'"
+    >>> bad_regex(r".*\\.weight"), bad_regex(3)
+    (None, '3 is not a regular expression, which is a str')
+    """
+    if not isinstance(pattern, str):
+        return f"{pattern!r} is not a regular expression, which is a str"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        if "*" in pattern and (meant := regex_of(pattern)) != pattern:
+            return f"{pattern!r} is a glob, and no regular expression: write r'{meant}'"
+        return f"{pattern!r} is not a regular expression: {error}"
+    return None
+
+
+def regex_of(glob: str) -> str:
+    """The regular expression that matches what a glob does.
+
+    >>> regex_of("layers.*.weight")
+    'layers\\\\..*\\\\.weight'
+    """
+    parts = re.split(r"(\\.|\.\*|\*|\?|\.)", glob)
+    spelled = {"*": ".*", "?": ".", ".": r"\.", ".*": r"\..*"}
+    return "".join(spelled.get(part, part) for part in parts)
+
+
+def meant_by(pattern: str, paths: Collection[str]) -> str:
+    """What a regular expression that matches none of the paths as a whole may have been meant to be; or nothing.
+
+    >>> meant_by("weight", ["a.weight", "b.weight"])
+    ": r'.*weight.*' matches 2, such as 'a.weight'"
+    """
+    tries = [regex_of(pattern), f".*{pattern}", f"{pattern}.*", f".*{pattern}.*"]
+    for meant in dict.fromkeys(tries):
+        try:
+            hits = [path for path in paths if re.fullmatch(meant, path)]
+        except re.error:
+            continue
+        if hits and meant == f".*{pattern}":
+            meant = f".*{pattern}.*"
+            hits = [path for path in paths if re.fullmatch(meant, path)]
+        if hits:
+            return f": r'{meant}' matches {len(hits)}, such as {hits[0]!r}"
+    return closest(pattern.replace("\\", ""), paths)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like this one, if one is.
+
+    >>> closest("block.*", ["blocks.*", "head"])
+    "; did you mean 'blocks.*'?"
+    """
+    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), 1, 0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def glob_meant(pattern: str, modules: Collection[str]) -> str:
+    """What a glob that matches no module may have been meant to be: one without the escapes of a regular expression, or
+    without the name of a parameter at its end, or one that is spelled another way; or nothing.
+
+    >>> glob_meant(r"blocks\\.\\d+", ["blocks.0", "blocks.1"])
+    "; these are globs, no regular expressions: write 'blocks.*'"
+    """
+    plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\(.*\)|(?<=\\\.)\.[*+]", "*", pattern).replace("\\.", ".")
+    plain = plain.removesuffix("$").removeprefix("^")
+    if plain != pattern and any(_matches(plain, path) for path in modules):
+        return f"; these are globs, no regular expressions: write {plain!r}"
+    above = pattern.rpartition(".")[0]
+    if pattern.endswith((".weight", ".bias")) and any(_matches(above, path) for path in modules):
+        return f"; units are modules, no parameters: write {above!r}"
+    return closest(pattern, [".".join("*" if p.isdigit() else p for p in path.split(".")) for path in modules])
+
+
+def _matches(glob: str, path: str) -> bool:
+    globs, parts = glob.split("."), path.split(".")
+    return len(globs) == len(parts) and all(map(fnmatch.fnmatchcase, parts, globs))
