@@ -2,7 +2,7 @@
 
 The spec says where, the schedule says when, the runtime does it::
 
-    errors, tree, arguments  what every room needs
+    errors, tree, arguments, patterns  what every room needs
     model/          modules as parameter trees and pure functions, units, initial values
     optim/          update rules, fused on flat buffers
     sharding/       WHERE: mesh, spec, rules, layout, plan

@@ -7,8 +7,6 @@ one kind are reported together: builders take all of them and list each on a lin
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fshard.patterns import glob_meant
-
 
 class ShardError(Exception):
     """Base of every error that fshard raises on purpose."""
@@ -168,15 +166,11 @@ def not_a_module(given: object) -> PlanError:
     )
 
 
-def no_such_unit(patterns: Iterable[object], modules: Iterable[tuple[str, str]]) -> PlanError:
+def no_such_unit(patterns: Iterable[object], modules: Iterable[tuple[str, str]], hint: str = "") -> PlanError:
     """Patterns in ``units=`` that match no submodule; ``modules`` are the (path, class name) pairs that exist."""
     missing = ", ".join(pattern.__name__ if isinstance(pattern, type) else repr(pattern) for pattern in patterns)
-    modules = list(modules)
-    hints = [glob_meant(one, [path for path, _ in modules]) for one in patterns if isinstance(one, str)]
     remedy = "Give a path or a class from this list. The whole module cannot be a unit of itself."
-    return PlanError(
-        lines(f"units: {missing} matches no submodule{''.join(hints[:1])}. What exists:", _exist(modules), remedy)
-    )
+    return PlanError(lines(f"units: {missing} matches no submodule{hint}. What exists:", _exist(modules), remedy))
 
 
 def no_blocks(modules: Iterable[tuple[str, str]]) -> PlanError:

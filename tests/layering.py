@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree", "version", "arguments"),
+    ("errors", "tree", "version", "arguments", "patterns"),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),

@@ -41,7 +41,7 @@ ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: O.partition([]), "at least one"),
     (
         lambda: O.partition([("(", O.sgd(0.1)), (".*", 3), ".*"]),
-        r"(?s)rules\[0\]\[0\] = '\('.*rules\[1\]\[1\] = 3.*rules\[2\]",
+        r"(?s)rules\[0\]\[0\]: '\('.*rules\[1\]\[1\] = 3.*rules\[2\]",
     ),  # type: ignore[list-item]
     (lambda: O.partition([(".*", None)]), "none of them has an optimizer"),
     (lambda: O.masked(O.sgd(0.1), "("), "not a regular expression"),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from fshard import errors
+from fshard.patterns import glob_meant
 
 Pattern = str | type[nn.Module]
 
@@ -88,7 +89,8 @@ def _matched(module: nn.Module, patterns: list[Pattern]) -> tuple[str, ...]:
     hits = [[below for path, below in every if _matches(pattern, path, below)] for pattern in patterns]
     unmatched = [pattern for pattern, found in zip(patterns, hits, strict=True) if not found]
     if unmatched:
-        raise errors.no_such_unit(unmatched, [(path, type(below).__name__) for path, below in every])
+        hint = glob_meant(unmatched[0], [path for path, _ in every]) if isinstance(unmatched[0], str) else ""
+        raise errors.no_such_unit(unmatched, [(path, type(below).__name__) for path, below in every], hint)
     picked = {id(below) for found in hits for below in found}
     units = {path: below for path, below in module.named_modules() if path and id(below) in picked}
     idle = {path: type(unit).__name__ for path, unit in units.items() if uncallable(unit)}

@@ -83,7 +83,7 @@ def _instead(head: Any, total: Any) -> str:
     if isinstance(head, Mean):
         return f"{name}, not a tensor, in fs.Mean(total, count), whose total comes first"
     hints = {
-        "NoneType": ". A function without return gives None; .backward() does, too, and is not the loss function's to call",
+        "NoneType": ". A function without return gives None; so does .backward(), which the step calls",
         "float": ". Leave out .item() and float()",
         "dict": ". Values to look at go beside it, (loss, aux)",
         "list": ". The mean of several losses is one, sum(losses) / len(losses)",
