@@ -1,10 +1,20 @@
 """Every place of the package that may wait for a rank, a store, a thread or a lock is known, with what ends it."""
 
 import ast
+import inspect
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import fshard
+from fshard.runtime.comm.bounded import bounded
+from fshard.runtime.comm.watch import STATUS
+from fshard.runtime.whereabouts import whereabouts
 
 ROOT = Path(fshard.__file__).parent
 
@@ -137,3 +147,37 @@ def test_a_new_wait_is_seen() -> None:
         "4: thread.join",
     ]
     assert asks("self.store.check(['a'])") == ["1: self.store.check"]
+
+
+def test_a_call_that_does_not_return_is_left_behind() -> None:
+    done = threading.Event()
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s: a thing did not end"):
+        bounded(done.wait, 0.05, "a thing")
+    done.set()
+    assert bounded(lambda: 3, 5.0, "a thing") == 3
+    with pytest.raises(KeyError):
+        bounded(lambda: {}["a"], 5.0, "a thing")
+
+
+def test_a_thread_that_helps_is_where_its_caller_is() -> None:
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    told = bounded(whereabouts, 5.0, "a look")
+    assert told.endswith(f"test_waits.py:{line}") and "bounded" in told
+
+
+STUCK = """
+import time
+from fshard.runtime.comm.watch import Watch
+watch = Watch(1, 0.5, print)
+watch.start()
+with watch.waiting("all-gather on control(shard)", 0):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_wait_without_an_end_ends_the_process() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50)
+    assert done.returncode == STATUS and time.monotonic() - began < 40
+    assert "CommError: rank 1 has waited 5 s for rank 0 in all-gather on control(shard)" in done.stderr

@@ -179,13 +179,17 @@ class Mail:
 
     def _send(self, at: int, message: bytes, files: Sequence[int] = ()) -> None:
         """Send. While the link is full, read what peers send: they may be waiting for just that."""
-        deadline, to = time.monotonic() + self.timeout, self.peers[at]
-        while not self._sent(to, message, files):
-            for peer in self.peers.values():
-                with suppress(ConnectionError):
-                    self._take(peer, 0.001)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"timed out after {self.timeout:g} s: rank {to.rank} does not read")
+        to = self.peers[at]
+        if self._sent(to, message, files):
+            return
+        deadline = time.monotonic() + self.timeout
+        with self.watch.waiting("sending", to.rank):
+            while not self._sent(to, message, files):
+                for peer in self.peers.values():
+                    with suppress(ConnectionError):
+                        self._take(peer, 0.001)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"timed out after {self.timeout:g} s: rank {to.rank} does not read")
 
     def _sent(self, peer: Peer, message: bytes, files: Sequence[int]) -> bool:
         try:

@@ -132,7 +132,8 @@ class Processes:
     def _make(self, role: str, axes: Axes) -> Lane:
         backend = "gloo" if role.startswith(("control", "checkpoint")) and self.backend != "fake" else self.backend
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
-        fatal = role != COLLECTIVES  # a step whose program fails goes on to its vote
+        # A step whose program fails goes on to its vote; a save that fails in its thread is reported by the next call.
+        fatal = role != COLLECTIVES and not role.startswith("checkpoint")
         if self.backend != "fake":
             # Not by the names of axes: the ranks of two meshes can meet on it, and be told how the meshes differ.
             announce(self._base(), f"making the communicator {role} of {parts}")
@@ -184,6 +185,7 @@ class Processes:
         if self.base is None:
             size = self.mesh.size
             group = self._group(range(size), "gloo")
+            self.watch.name = group.group_name
             self.base = GlooLane("base", size, group, self.watch, range(size), key=group.group_name)
             self.places = list(exchange_text(self.base, place(), 256))
         return self.base

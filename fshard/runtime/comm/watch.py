@@ -57,12 +57,13 @@ class Watch:
 
     Attributes:
         notes: where ranks leave notes.
+        name: of the mesh, equal on its ranks, so that notes of others are not taken for theirs.
         waits: what each thread waits for, by its identity. A wait puts itself there, and takes itself away.
     """
 
     def __init__(self, rank: int, timeout: float, lose: Callable[[str], None], out: TextIO | None = None) -> None:
         self.rank, self.timeout, self.lose, self.out = rank, timeout, lose, out
-        self.notes = Notes()
+        self.notes, self.name = Notes(), "start"
         self.waits: dict[int, Wait] = {}
         self.seen: dict[int, Seen] = {}
         self.told, self.failed = "", False
@@ -113,14 +114,14 @@ class Watch:
             self.lose(f"{type(error).__name__}: {error} (at {own})")
         self._tell(own)
         others = [rank for rank in ranks if rank != self.rank][: MOST - 1]
-        notes = self.notes.collect([_key(rank) for rank in others], GATHERING if stuck else 0.0)
+        notes = self.notes.collect([self._key(rank) for rank in others], GATHERING if stuck else 0.0)
         if not stuck and not any(notes):
             return  # a rank has ended: the others need not wait for what it cannot say
         told = {self.rank: own, **dict(zip(others, notes, strict=True))}
         silent = "the store that would tell does not answer" if self.notes.silent else "frozen, gone or elsewhere"
-        rows = [f"rank {rank}: {told[rank] or f'it did not say: {silent}'}" for rank in told]
+        rows = [f"rank {rank}: {told[rank] or f'it did not say: {silent}'}" for rank in sorted(told)]
         remedy = "All ranks must make the same calls of the library in one order."
-        raise CommError(lines(f"{error}; {ASKED}", sorted(rows), remedy)) from error
+        raise CommError(lines(f"{error}; {ASKED}", rows, remedy)) from error
 
     def _run(self) -> None:
         while not self.closed.wait(self.tick):
@@ -154,17 +155,16 @@ class Watch:
         what, rank = wait
         if rank < 0:
             return f"for other ranks in {what}"
-        note = self.notes.reason_of(_key(rank))
+        note = self.notes.reason_of(self._key(rank))
         return f"for rank {rank} in {what}" + (f" (rank {rank} is at {note})" if note else "")
 
     def _tell(self, text: str) -> None:
         if text != self.told:
             self.told = text
-            self.notes.leave(_key(self.rank), text)
+            self.notes.leave(self._key(self.rank), text)
 
     def _say(self, text: str) -> None:
         print(f"fshard: {text}", file=self.out or sys.stderr, flush=True)
 
-
-def _key(rank: int) -> str:
-    return f"at/{rank}"
+    def _key(self, rank: int) -> str:
+        return f"{self.name}/at/{rank}"
