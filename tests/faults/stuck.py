@@ -247,7 +247,8 @@ class Row:
     def take(self, case: Case, ends: list[Ended]) -> None:
         """Count the ends of a case."""
         self.cases += 1
-        named = f"rank {case.rank}" if not case.cuts and case.step else ""
+        lost = "store" if case.how == "none" else f"rank {case.rank}"
+        named = lost if not case.cuts and case.step else ""
         for rank, end in enumerate(ends):
             if case.how == "stop" and rank == case.rank:
                 continue

@@ -30,6 +30,11 @@ GRACE = 1.5
 DROPPING, PARTING = 1.0, 5.0
 """Seconds to close connections: after a failure, and at the end."""
 
+STORE = (
+    "the store of the job, on the host of rank 0 or of torchrun's first agent, cannot be reached, or ranks did not come"
+)
+"""What errors of the store mean."""
+
 
 class Processes:
     """The ranks of a torch.distributed job. Lanes are made in the same order on all ranks, each at the first call.
@@ -126,6 +131,8 @@ class Processes:
             self.cut(COLLECTIVES)  # as ranks do that are at a step
             raise
         except CommError as error:
+            if isinstance(error.__cause__, dist.DistNetworkError | dist.DistStoreError):
+                raise CommError(f"{error} ({STORE})") from error
             self.watch.explain(error, range(self.mesh.size), fatal=True)
             raise
 
