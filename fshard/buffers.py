@@ -12,6 +12,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
 from fshard.errors import PlanError, TreeError, lines, no_processes
+from fshard.patterns import bad_regex
 from fshard.runtime.comm import enter
 from fshard.sharding.plan import Plan
 
@@ -110,6 +111,8 @@ def _chosen(flat: Mapping[str, Any], rules: Sequence[tuple[str, str]]) -> list[s
     wrong = [f"{pattern!r}: {how!r}" for pattern, how in pairs if how not in HOW]
     if wrong:
         raise PlanError(lines("sync_buffers: rules say what cannot be done:", wrong, "Say 'mean' or 'local'."))
+    if problems := [problem for pattern, _ in rules if (problem := bad_regex(pattern))]:
+        raise PlanError(lines("sync_buffers: patterns that cannot be:", problems, "They are for whole paths."))
     found = {path: next((how for pattern, how in rules if re.fullmatch(pattern, path)), None) for path in flat}
     lost = [path for path, how in found.items() if how is None]
     if lost:

@@ -60,10 +60,10 @@ def closest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like this one, if one is.
 
     >>> closest("block.*", ["blocks.*", "head"])
-    "; did you mean 'blocks.*'?"
+    "; the closest is 'blocks.*'"
     """
     found = difflib.get_close_matches(name, list(dict.fromkeys(known)), 1, 0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f"; the closest is {found[0]!r}" if found else ""
 
 
 def glob_meant(pattern: str, modules: Collection[str]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
+from fshard.patterns import bad_regex
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Rename:
 
     def __post_init__(self) -> None:
         """Check the pattern and the groups that ``to`` names."""
+        if problem := bad_regex(self.pattern):
+            raise PlanError(f"rename rule ({self.pattern!r}, {self.to!r}): {problem}, for a whole name")
         try:
             expression = re.compile(self.pattern)
             if self.to is not None:

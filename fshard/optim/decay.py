@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from fshard.optim.form import LeafInfo
+from fshard.patterns import meant_by
 
 Decay = str | Callable[[str, tuple[int, ...]], bool] | None
 """Which leaves decay: all (``None``), those whose whole path a regex matches, or those a function picks."""
@@ -35,6 +36,5 @@ def idle(name: str, pattern: Decay, leaves: Iterable[LeafInfo]) -> list[str]:
     if not isinstance(pattern, str) or any(re.fullmatch(pattern, path) for path in paths):
         return []
     some = repr(paths[0]) if paths else "none that is trained"
-    return [
-        f"{name} = {pattern!r} matches none of the {len(paths)} leaves: a pattern matches a whole path, such as {some}"
-    ]
+    hint = meant_by(pattern, paths) or f", such as {some}"
+    return [f"{name} = {pattern!r} matches none of the {len(paths)} leaves: a pattern matches a whole path{hint}"]

@@ -14,6 +14,7 @@ from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold
+from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
 from fshard.runtime.places import place_of
 from fshard.runtime.update import start_shard
@@ -231,7 +232,8 @@ def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -
     idle = [f"init[{i}] {pattern!r}" for i, (pattern, _) in enumerate(rules) if i not in used]
     if idle:
         which = "leaf" if paths is None else "missing leaf"
-        raise PlanError(lines(f"rules of init= match no {which}:", idle, "Patterns must match a whole path."))
+        hint = meant_by(rules[min(set(range(len(rules))) - used)][0], plan.leaves)
+        raise PlanError(lines(f"rules of init= match no {which}:", idle, f"Patterns must match a whole path{hint}."))
     shapes = {path: plan.leaves[path].shape for path, initializer in out.items() if isinstance(initializer, Scaled)}
     flat = [f"{path}  {list(shape)}" for path, shape in shapes.items() if len(shape) < 2]
     if flat:
@@ -253,6 +255,8 @@ def _check_rules(rules: Any) -> None:
             wants = [(f"init[{number}] pattern", pair[0], str, "a regular expression for whole paths")]
             wants += [(f"init[{number}]", None if foreign else pair[1], Callable, what)]
         expect("init_state", wants)
+        if problem := bad_regex(pair[0]):
+            raise PlanError(f"init[{number}]: {problem}")
 
 
 def fresh_values(init: Initializer, key: Any, shape: tuple[int, ...], piece: Piece, device: torch.device) -> Tensor:
