@@ -82,7 +82,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.init_state(PLAN, OPT, init=[(3, fs.init.zeros())]), r"init\[0\] pattern is 3, an int"),
     (lambda: fs.init_state(PLAN, OPT, init=[".*"]), r"init\[0\] is '\.\*', a str: give a list"),
     (lambda: _step(Net()), r"loss_fn is Net, not a function \(params, batch\) that calls model\.apply"),
-    (lambda: _step(clip_norm="1"), "clip_norm is '1', a str: must be a positive number"),
+    (lambda: _step(clip_norm="1"), "clip_norm is '1', a str: give a number that is positive"),
     (lambda: fs.make_eval_step(PLAN, _loss), "fn is a Plan: give a function(?s:.*)plan is a function"),
     (lambda: fs.make_eval_step(_loss, PLAN, schedule="auto"), "schedule is 'auto', a str: give fs.Policy"),
     (lambda: fs.load_hf("folder", PLAN, OPT), "plan is 'folder', a str: give what fs.make_plan returned"),

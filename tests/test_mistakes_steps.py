@@ -16,9 +16,14 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "clip str",
         lambda: step(clip_norm="1.0"),
         errors.PlanError,
-        "a str: must be a positive number, or None for no clipping",
+        "a str: give a number that is positive, or None for no clipping",
     ),
-    ("clip neg", lambda: step(clip_norm=-1), errors.PlanError, "must be a positive number, or None for no clipping"),
+    (
+        "clip neg",
+        lambda: step(clip_norm=-1),
+        errors.PlanError,
+        "clip_norm=-1 must be positive, or None for no clipping",
+    ),
     (
         "torch optim step",
         lambda: fs.make_train_step(loss, torch.optim.SGD(NET.parameters(), 0.1), PLAN),

@@ -64,9 +64,11 @@ def read_clip(value: Any, plan: Plan) -> Clip:
             continue
         problems += checks.pattern(f"{where}[0]", rule[0])
         if rule[1] is not None and checks.number(where, rule[1], "(0, inf)"):
-            kind = "" if isinstance(rule[1], int | float) and not isinstance(rule[1], bool) else described(rule[1])
-            told = f"{where}={rule[1]!r}" if not kind else f"{where} is {kind}:"
-            problems.append(f"{told} must be a positive number, or None for no clipping")
+            number = isinstance(rule[1], int | float) and not isinstance(rule[1], bool)
+            told = (
+                f"{where}={rule[1]!r} must be" if number else f"{where} is {described(rule[1])}: give a number that is"
+            )
+            problems.append(f"{told} positive, or None for no clipping")
     if problems:
         raise PlanError(
             lines("limits of gradient norms that cannot be:", problems, "Give a number, or rules on paths.")
