@@ -14,6 +14,7 @@ The spec says where, the schedule says when, the runtime does it::
     checkpoint/     train states on disk: saved whole or not at all, restored on any mesh
     cli/            the command ``fshard ckpt``, which looks at them
     interchange/    states from and to the formats of others, leaf by leaf
+    proof/          a step beside plain PyTorch: fs.verify
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate, metrics  a function, an optimizer and a plan become a step, and what it tells
     elastic         the train loop that resumes, and saves before it is ended
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
     from fshard.interchange.stream import export
     from fshard.mapping import shard_map
+    from fshard.proof.report import Verified, VerifyError
+    from fshard.proof.verify import verify
     from fshard.transform.grad import value_and_grad
     from fshard.transform.loss import sharded_loss
     from fshard.transform.optimizer import differentiable
@@ -92,6 +95,8 @@ _LATER = (
     ("fshard.interchange.state_dicts", "from_state_dict to_optim_state_dict to_state_dict"),
     ("fshard.interchange.stream", "export"),
     ("fshard.mapping", "shard_map"),
+    ("fshard.proof.report", "Verified VerifyError"),
+    ("fshard.proof.verify", "verify"),
     ("fshard.transform.grad", "value_and_grad"),
     ("fshard.transform.loss", "sharded_loss"),
     ("fshard.transform.optimizer", "differentiable"),
@@ -141,6 +146,8 @@ __all__ = [
     "Simulation",
     "TrainState",
     "TrainStep",
+    "Verified",
+    "VerifyError",
     "VirtualMesh",
     "Whole",
     "abstract_mesh",
@@ -196,6 +203,7 @@ __all__ = [
     "unit",
     "unshard",
     "value_and_grad",
+    "verify",
     "view",
     "virtual_mesh",
 ]

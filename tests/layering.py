@@ -35,6 +35,7 @@ LAYERS = (
         "buffers",
     ),
     ("transform",),
+    ("proof",),
     ("",),
 )
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from fshard.errors import unknown_rates
 from fshard.runtime.actions import Actions
 from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
-from fshard.runtime.engine import Engine
+from fshard.runtime.engine import Engine, Sink
 from fshard.runtime.executor import COMPUTE
 from fshard.runtime.held import Segment, most_bytes
 from fshard.runtime.lanes import Lanes
@@ -86,6 +86,7 @@ class Workshop:
     cache: "Cache | None" = None
     remat: Remat = field(default_factory=Remat)
     visiting: dict[int, int] = field(default_factory=dict)
+    engine: Callable[[Plan, Sink], Engine] = Engine
 
     @functools.cached_property
     def infos(self) -> tuple[GroupInfo, ...]:
@@ -214,7 +215,7 @@ class Workshop:
     ) -> Prepared:
         assert self.lanes is not None
         sinks: list[Actions] = []
-        engine = Engine(self.plan, lambda group, numbers, grads: sinks[0].sink(group, numbers, grads))
+        engine = self.engine(self.plan, lambda group, numbers, grads: sinks[0].sink(group, numbers, grads))
         engine.remat = self.remat
         engine.slots.place(arena, offsets, {g: stage_numel(self.plan, self.plan.groups[g]) for g in self.reduced})
         if self.train:

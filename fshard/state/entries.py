@@ -77,6 +77,12 @@ def entries(state: TrainState) -> list[Entry]:
     return out + [entry for name in names for entry in _opt_entries(plan, name, shards)]
 
 
+def gradients(plan: Plan, buffers: Mapping[int, Tensor]) -> list[Entry]:
+    """The entries of gradients, which lie as the optimizer's plain buffers do, by group id."""
+    places = [(path, group, number) for path, (group, number) in _ordered(plan) if group.id in buffers]
+    return [_entry(plan, f"grad.{path}", group.owned, number, buffers[group.id]) for path, group, number in places]
+
+
 def scalars(state: TrainState) -> Scalars:
     """What a state holds beside tensors: step, seed, loss scale, what is carried, and who began late."""
     out: Scalars = {"step": state.step, "seed": state.seed}

@@ -49,6 +49,7 @@ class Leg:
         steps: how many.
         rows: of each data rank; empty for equal ones.
         accumulate: as for ``fs.make_train_step``.
+        proven: whether ``fs.verify`` is asked before the first step.
         specs: for weights, for other leaves and for blocks: keys of ``SPECS``.
         policy: as for ``fs.Policy``, or "auto".
         options: of the train step.
@@ -63,6 +64,7 @@ class Leg:
     specs: tuple[str, str, str]
     policy: Any
     options: tuple[tuple[str, Any], ...]
+    proven: bool
 
     @property
     def ranks(self) -> int:
@@ -159,9 +161,8 @@ def _leg(rng: random.Random, mean: bool, early: bool) -> Leg:
     }
     if rng.random() < 0.15 and not early:
         options["loss_scale"] = (8.0, 3)
-    return Leg(
-        sizes, names, batch, rng.randint(1, 3), rows, accumulate, specs, _policy(rng, early), tuple(options.items())
-    )
+    policy, steps, given = _policy(rng, early), rng.randint(1, 3), tuple(options.items())
+    return Leg(sizes, names, batch, steps, rows, accumulate, specs, policy, given, rng.random() < 0.3)
 
 
 def _policy(rng: random.Random, early: bool) -> Any:

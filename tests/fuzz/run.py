@@ -76,6 +76,8 @@ def train_leg(case: Case, number: int, start: Any, folder: str) -> Any:
         step = fs.make_train_step(loss_of(case, model.apply, cast), opt, plan, **_options(case, leg))
         state = _state(case, plan, opt, module, start, folder)
         told = []
+        if leg.proven:
+            fs.verify(step, state, part(batch(case, state.step), leg, mesh.index(leg.batch)))
         for _ in range(leg.steps):
             mine = part(batch(case, state.step), leg, mesh.index(leg.batch))
             state, metrics = step(state, mine)

@@ -1,0 +1,220 @@
+"""The loss and its gradients by plain PyTorch: ranks take turns, so that one at a time holds all parameters."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.arguments import raised
+from fshard.collectives import raw
+from fshard.collectives.group import Group as Ranks
+from fshard.errors import PeerError, lines
+from fshard.proof.record import Ordinary, Output, gap, tensors_of
+from fshard.proof.report import Tolerance
+from fshard.runtime.batch import microbatches
+from fshard.runtime.comm import Lane, exchange
+from fshard.runtime.comm.exchange import exchange_bytes
+from fshard.runtime.loss import check_differentiable, number, read_loss
+from fshard.runtime.rng import seeded
+from fshard.sharding.layout import Group
+from fshard.sharding.plan import Plan
+from fshard.state.pack import cut_leaves, join_leaves
+from fshard.state.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be run.
+
+    Attributes:
+        fn: the loss function.
+        plan: the plan.
+        state: the parameters, the seed and the step.
+        batch: this rank's batch.
+        accumulate: the microbatches that it is cut into.
+        divided: what gradients are divided by before they are added up, as the step does it.
+        outputs: of units, in the step on this rank.
+        tolerance: how far outputs may be apart.
+        lane: the control lane.
+    """
+
+    fn: Callable[..., Any]
+    plan: Plan
+    state: TrainState
+    batch: Any
+    accumulate: int
+    divided: float
+    outputs: list[Output]
+    tolerance: Tolerance
+    lane: Lane
+
+
+@dataclass
+class Plainly:
+    """What came of it.
+
+    Attributes:
+        loss: the global mean.
+        weighted: whether it is an ``fs.Mean``.
+        count: the elements of the global batch, or the parts.
+        sums: of gradients over the global batch, by group id: what this rank updates of them.
+        first: the first output on this rank that differs: the microbatch, the call, the unit, and how.
+    """
+
+    loss: float = 0.0
+    weighted: bool = False
+    count: float = 0.0
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    first: tuple[int, int, str, str] | None = None
+
+
+def run_plainly(task: Task) -> Plainly:
+    """Run the loss on whole parameters and the batches of all data ranks, one after the other. Collective.
+
+    Raises:
+        PeerError: it failed on another rank; or what it raised on this one.
+    """
+    plan, found = task.plan, Plainly()
+    mine = plan.mesh.index(plan.data_axes)
+    total = count = 0.0
+    for turn in range(plan.data_size):
+        leaves = _collect(plan, task.state, turn == mine)
+        grads: dict[str, Tensor] = {}
+        failure: Exception | None = None
+        if turn == mine:
+            try:
+                total, count, grads = _pass(task, leaves, found)
+            except Exception as error:
+                failure = error
+        _together(task.lane, failure)
+        del leaves
+        _add(plan, grads, turn == mine, found)
+    rows = [[total, count]]
+    if task.lane.size > 1:
+        rows = exchange(task.lane, torch.tensor([total, count], dtype=torch.float64, device="cpu")).tolist()
+    copies = plan.mesh.size // plan.data_size
+    found.count = sum(row[1] for row in rows) / copies
+    found.loss = sum(row[0] for row in rows) / copies / found.count if found.count else float("nan")
+    return found
+
+
+def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
+    """What units read, by path, on the rank whose turn it is: gathered group by group. Collective."""
+    out: dict[str, Tensor] = {}
+    for group, shard in zip(plan.groups, state.finished(), strict=True):
+        chunk = shard.param.detach().to(device=plan.mesh.device, dtype=group.compute_dtype)
+        ranks = Ranks(plan.mesh, group.gather_axes)
+        full = raw.gather(ranks, chunk)().reshape(-1) if ranks.size > 1 else chunk
+        for leaf, tensor in zip(group.leaves, cut_leaves(group, full) if keep else (), strict=keep):
+            copy = tensor.clone(memory_format=torch.contiguous_format)
+            out[leaf.path] = copy.requires_grad_(leaf.trainable)
+    return out
+
+
+def _pass(task: Task, leaves: dict[str, Tensor], found: Plainly) -> tuple[float, float, dict[str, Tensor]]:
+    """The loss and the gradients of this rank's batch: totals, counts and sums over its microbatches."""
+    trained = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
+    places, sums = task.plan.places(), dict[str, Tensor]()
+    total, count, heard = 0.0, 0.0, 0
+    part = task.plan.mesh.index(task.plan.data_axes)
+    torch.clear_autocast_cache()
+    with seeded(task.state.seed, task.state.step, part, task.plan.mesh.device):
+        for batch in microbatches(task.batch, task.accumulate):
+            at = heard
+
+            def hear(call: int, result: Any, at: int = at) -> None:
+                if found.first is None:
+                    found.first = _compared(task, at + call, tensors_of(result))
+
+            ordinary = Ordinary(task.plan, hear)
+            loss = read_loss(task.fn(ordinary.tree(leaves), batch))
+            check_differentiable(loss)
+            ordinary.over, heard = True, heard + ordinary.count
+            found.weighted = loss.count is not None
+            total += number(loss.total)
+            count += 1.0 if loss.count is None else number(loss.count)
+            seed = torch.full_like(loss.total, 1.0 / task.divided)
+            grads = torch.autograd.grad(loss.total, list(trained.values()), seed, allow_unused=True)
+            for path, grad in zip(trained, grads, strict=True):
+                if grad is not None:
+                    _add_up(sums, path, grad, places[path][0])
+    if found.first is None and heard != len(task.outputs):
+        found.first = (
+            0,
+            heard,
+            "(the program)",
+            f"{len(task.outputs)} calls of units in the step, {heard} in plain PyTorch",
+        )
+    return total, count, sums
+
+
+def _add_up(sums: dict[str, Tensor], path: str, grad: Tensor, group: Group) -> None:
+    rounded = grad.resolve_conj().to(group.reduce_dtype).to(group.dtype)
+    sums[path] = sums[path] + rounded if path in sums else rounded
+
+
+def _compared(task: Task, at: int, plain: tuple[Tensor, ...]) -> tuple[int, int, str, str] | None:
+    """How an output differs from that of the step."""
+    if at >= len(task.outputs):
+        return 0, at, "(the program)", f"a call {at} of a unit that the step does not make"
+    own = task.outputs[at]
+    if len(own.tensors) != len(plain):
+        return (
+            own.microbatch,
+            own.call,
+            own.unit,
+            f"{len(own.tensors)} tensors in the step, {len(plain)} in plain PyTorch",
+        )
+    for place, (one, other) in enumerate(zip(own.tensors, plain, strict=True)):
+        far, size = gap(one, other)
+        limit = task.tolerance.limit(size, [one.dtype, other.dtype, *_read_in(task.plan, own.unit)])
+        if far > limit:
+            where = f"output {place} of shape {list(other.shape)} of call {own.call}, microbatch {own.microbatch},"
+            return own.microbatch, own.call, own.unit, f"{where} differs by {far:.3g}; the largest in it is {size:.3g}"
+    return None
+
+
+def _read_in(plan: Plan, unit: str) -> list[torch.dtype]:
+    """The dtypes in which a unit reads its parameters."""
+    return [group.compute_dtype for group in plan.groups if group.unit == unit]
+
+
+def _together(lane: Lane, failure: Exception | None) -> None:
+    """Let all ranks know whether the one whose turn it was has failed."""
+    text = raised(failure) if failure is not None else ""
+    said = [row.decode() for row in exchange_bytes(lane, text.encode())] if lane.size > 1 else [text]
+    if failure is not None:
+        raise failure
+    rows = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    if rows:
+        remedy = (
+            "The step made the same loss of it. See whether the loss function needs other ranks, or anything of a step."
+        )
+        raise PeerError(lines("plain PyTorch failed, so nothing was verified:", rows, remedy))
+
+
+def _add(plan: Plan, grads: dict[str, Tensor], mine: bool, found: Plainly) -> None:
+    """Add what one rank computed to what each rank keeps of the sums. Collective."""
+    for group in plan.groups:
+        if not group.trainable:
+            continue
+        owned = group.owned
+        zeros = [torch.zeros(leaf.compute_shape, dtype=group.dtype, device=plan.mesh.device) for leaf in group.leaves]
+        parts = [grads.get(leaf.path, zero) for leaf, zero in zip(group.leaves, zeros, strict=True)]
+        full = join_leaves(owned, parts if mine else zeros).to(torch.float64)
+        ranks = Ranks(plan.mesh, plan.data_axes)
+        whole = raw.sum_all(ranks, full)() if ranks.size > 1 else full
+        begin = plan.mesh.index(owned.gather_axes) * owned.chunk
+        own = whole[begin : begin + owned.chunk].clone()
+        found.sums[group.id] = found.sums[group.id] + own if group.id in found.sums else own
+
+
+def earliest(lane: Lane, first: tuple[int, int, str, str] | None) -> tuple[int, int, int, str, str] | None:
+    """Of the first outputs of all ranks that differ, the very first. Collective."""
+    text = json.dumps(first).encode()
+    rows = exchange_bytes(lane, text) if lane.size > 1 else [text]
+    found = [(row[0], row[1], number, row[2], row[3]) for number, row in enumerate(map(json.loads, rows)) if row]
+    return min(found) if found else None

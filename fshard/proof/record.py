@@ -1,0 +1,127 @@
+"""The outputs of units: of a step, as its engine runs them, and of plain calls on ordinary tensors."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.model.casting import make_casting
+from fshard.model.unit import Slot, Unit, attach
+from fshard.runtime.engine import Engine, Sink
+from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one call of a unit gave.
+
+    Attributes:
+        unit: its name.
+        microbatch: of this rank.
+        call: the number of the call in the microbatch.
+        tensors: its tensors, on the host.
+    """
+
+    unit: str
+    microbatch: int
+    call: int
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass
+class Record:
+    """The calls of a step on this rank, in order. A program that is run again, on demand, has another engine."""
+
+    calls: list[Output] = field(default_factory=list)
+    engine: Any = None
+
+    def note(self, engine: Engine, unit: str, call: int, result: Any) -> None:
+        """Keep what a call gave."""
+        if engine is not self.engine:
+            self.engine = engine
+            self.calls.clear()
+        microbatch = int(getattr(engine.executor, "microbatch", 0))
+        self.calls.append(Output(unit, microbatch, call, tensors_of(result)))
+
+    def drop(self) -> None:
+        """Let go of the engine."""
+        self.engine = None
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """Copies of a result's tensors, on the host."""
+    found = [x.detach() for x in tree.leaves(result) if isinstance(x, Tensor)]
+    return tuple(x.to("cpu", copy=True) for x in found)
+
+
+class Listening(Engine):
+    """An engine that keeps the outputs of units."""
+
+    def __init__(self, plan: Plan, sink: Sink, record: Record) -> None:
+        super().__init__(plan, sink)
+        self.record = record
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the unit as ever, and note what it gives."""
+        if self.inside or self.differentiating:
+            return super().call(unit, params, args, kwargs)
+        result = super().call(unit, params, args, kwargs)
+        self.record.note(self, self._identify(unit, params)[0], sum(self.counts.values()) - 1, result)
+        return result
+
+
+class Ordinary:
+    """Runs units as the ordinary functions that they are, and tells what they give.
+
+    Args:
+        plan: whose casts around units are made.
+        hear: called with the number of a call and its result.
+    """
+
+    def __init__(self, plan: Plan, hear: Callable[[int, Any], None]) -> None:
+        self.plan, self.hear = plan, hear
+        self.inside = self.over = False
+        self.count = 0
+        self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the unit's function. A unit inside of a unit is part of the outer one."""
+        if self.inside or self.over:
+            return unit.fn(params, *args, **kwargs)
+        self.inside = True
+        try:
+            result = unit.fn(params, *args, **kwargs)
+        finally:
+            self.inside = False
+        self.hear(self.count, result)
+        self.count += 1
+        return result
+
+    def tree(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        """The parameter tree of ordinary tensors, which bring calls of units here."""
+        for path, tensor in leaves.items():
+            attach(tensor, Slot(self, path, self.casting, self.plan.leaves[path].shape))
+        return tree.nest({path: leaves[path] for path in self.plan.leaves})
+
+
+def listening(record: Record) -> Callable[[Plan, Sink], Engine]:
+    """What makes engines that write to a record."""
+    return functools.partial(Listening, record=record)
+
+
+def gap(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors' elements, and the largest magnitude of the second; nan equals nan."""
+    if one.shape != other.shape:
+        return float("inf"), 0.0
+    if not one.numel():
+        return 0.0, 0.0
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    a, b = one.detach().to(wide), other.detach().to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    far = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
+    size = torch.where(b.abs().isfinite(), b.abs(), 0.0)
+    return float(far.max()), float(size.max())

@@ -1,0 +1,152 @@
+"""What a verification tells: rows of a table, and the error that names what differs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fshard.errors import ShardError, lines
+
+RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far numbers may be apart, as a part of the largest magnitude in their tensor: sums over ranks and microbatches
+have another order than in one process, and compiled units round otherwise. What is wrong is further off."""
+
+
+class VerifyError(ShardError, AssertionError):
+    """A train step that does not compute what plain PyTorch computes."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far numbers may be apart: ``atol + rtol * largest``. ``rtol=None`` goes by dtype."""
+
+    rtol: float | None = None
+    atol: float = 0.0
+
+    def limit(self, largest: float, dtypes: Sequence[torch.dtype]) -> float:
+        """The largest difference that is none, for numbers that went through these dtypes."""
+        if self.rtol is not None:
+            return self.atol + self.rtol * largest
+        known = [RTOL[dtype] for dtype in dtypes if dtype in RTOL]
+        if not known:  # codes of eight bits may come out on either side of what they stand for
+            return max(self.atol, 1.0) if any(dtype == torch.uint8 for dtype in dtypes) else self.atol
+        return self.atol + max(known) * largest
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        name: "loss", "grad_norm", or an entry such as ``grad.head.weight``, ``params.head.weight``.
+        plain: the number in plain PyTorch; of a tensor its norm.
+        sharded: the same of the step.
+        difference: the largest of an element.
+        limit: the largest that is none.
+        unit: whose leaf it is.
+        note: what else is wrong with it.
+    """
+
+    name: str
+    plain: float
+    sharded: float
+    difference: float
+    limit: float
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Whether it is equal."""
+        return not self.note and self.difference <= self.limit
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        verdict = "equal" if self.right else self.note or "DIFFERS"
+        return self.name, f"{self.plain:.7g}", f"{self.sharded:.7g}", f"{self.difference:.1e}", verdict
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first output of a unit that differs."""
+
+    microbatch: int
+    call: int
+    rank: int
+    unit: str
+    text: str
+
+
+@dataclass(frozen=True, repr=False)
+class Verified:
+    """What ``fs.verify`` returns: the step computes what plain PyTorch computes. ``print`` it for the table.
+
+    Attributes:
+        rows: the comparisons: loss, norm, gradients, parameters and the optimizer's state.
+        calls: the calls of units whose outputs were compared on this rank.
+        first: the first output of a unit that differs; None in what is returned, since that is an error.
+        notes: what was not compared, and why.
+    """
+
+    rows: tuple[Row, ...]
+    calls: int
+    first: Difference | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        """Whether all is equal."""
+        return self.first is None and all(row.right for row in self.rows)
+
+    def __repr__(self) -> str:
+        heads = ("leaf", "plain", "sharded", "difference", "verdict")
+        table = [heads, *(row.cells() for row in self.rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
+        out = [_aligned(row, widths) for row in table]
+        units = "equal" if self.first is None else f"DIFFER, first of unit {self.first.unit}"
+        return "\n".join([*out, f"outputs of {self.calls} calls of units: {units}", *self.notes])
+
+    def check(self) -> None:
+        """Raise what differs.
+
+        Raises:
+            VerifyError: with the first unit whose output differs, and every leaf that does.
+        """
+        if self.right:
+            return
+        wrong = [row for row in self.rows if not row.right]
+        problems = [f"unit {self.first.unit}: {self.first.text}"] if self.first else ["no output of a unit differs"]
+        problems += [_told(row) for row in wrong]
+        late = [row.unit for row in wrong if row.name.startswith("grad.")]
+        if late and self.first is None:
+            order = list(dict.fromkeys(row.unit for row in self.rows if row.name.startswith("grad.")))
+            last = max(late, key=order.index)
+            problems.append(
+                f"the last unit with wrong gradients is {last}: look at its backward, and at the one after it"
+            )
+        remedy = (
+            "Look at the unit that is named first: try debug=True and compile=None, look at custom backwards and at "
+            "what the unit reads beside its arguments. Give rtol= and atol= if this is rounding."
+        )
+        raise VerifyError(lines("the step does not compute what plain PyTorch computes:", problems, remedy))
+
+
+def _told(row: Row) -> str:
+    why = row.note or f"differs by {row.difference:.3g}, and {row.limit:.1e} is allowed"
+    return f"{row.name}: {row.plain:.7g} in plain PyTorch, {row.sharded:.7g} in the step; {why}"
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest, verdict = row
+    cells = [f"{first:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(rest, widths[1:-1], strict=True)), verdict]
+    return "  ".join(cells)
+
+
+def number_row(name: str, plain: float, sharded: float, tolerance: Tolerance, dtypes: Sequence[torch.dtype]) -> Row:
+    """A row of two numbers."""
+    same = plain == sharded or (math.isnan(plain) and math.isnan(sharded))
+    difference = 0.0 if same else abs(plain - sharded)
+    return Row(
+        name, plain, sharded, math.inf if math.isnan(difference) else difference, tolerance.limit(abs(plain), dtypes)
+    )

@@ -1,0 +1,115 @@
+"""``fs.verify``: one step, run as it is and by plain PyTorch, compared."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fshard.arguments import Want, expect
+from fshard.errors import PlanError, no_processes
+from fshard.optim import checks
+from fshard.proof.compare import Comparison
+from fshard.proof.plain import Task, earliest, run_plainly
+from fshard.proof.report import Difference, Tolerance, Verified
+from fshard.proof.watched import Watched
+from fshard.runtime.attempt import refuse_transforms
+from fshard.runtime.comm import enter
+from fshard.state.train_state import TrainState, expect_state
+from fshard.step import TrainStep
+
+
+def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None = None, atol: float = 0.0) -> Verified:
+    """Run one step as it is, and by plain PyTorch on whole parameters, and compare all that comes of it. Collective.
+
+    Plain PyTorch is the same loss function on ordinary tensors, ``torch.autograd.grad``, and the optimizer on whole
+    leaves. Compared are the outputs of every call of a unit, the loss, the gradient of every leaf, its norm and, given
+    the step's own gradient, every leaf of the updated parameters and of the optimizer's state. Call it once at the
+    start of a run.
+
+    The state, the step and its programs, and random generators are as they were afterwards. Random numbers inside of
+    the loss are those that the step draws. Casts that the plan's precision says are made in plain PyTorch too. Ranks
+    take turns: the one whose turn it is holds all parameters and their gradients, as one plain process would, and every
+    rank keeps the outputs of its units on the host.
+
+    Args:
+        step: what ``fs.make_train_step`` returned.
+        state: the state; it is not donated.
+        batch: this rank's batch.
+        rtol: how far numbers may be apart, as a part of the largest in their tensor; None for 1e-9 in float64, 1e-4 in
+            float32, 1e-2 in float16 and 5e-2 in bfloat16, the largest of these for the dtypes that they went through.
+        atol: added to that.
+
+    Returns:
+        What was compared; its repr is a table.
+
+    Raises:
+        VerifyError: something differs, named alike on all ranks: the first unit whose output does, and all leaves.
+        PlanError: the loss communicates itself, such as tensor-parallel or expert-parallel layers do over their axes:
+            then one rank alone cannot compute it. Verify it on a mesh on which these axes have one rank.
+
+    >>> import torch, fshard as fs
+    >>> w = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> opt = fs.optim.sgd(0.1)
+    >>> step = fs.make_train_step(lambda p, x: (x @ p["w"]).sum(), opt, plan)
+    >>> verify(step, fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))
+    leaf          plain   sharded  difference  verdict
+    loss             10        10     0.0e+00  equal
+    grad_norm         2         2     0.0e+00  equal
+    grad.w            2         2     0.0e+00  equal
+    params.w   5.295281  5.295281     0.0e+00  equal
+    outputs of 0 calls of units: equal
+    """
+    refuse_transforms("fs.verify")
+    wants: list[Want] = [("step", step, TrainStep, "what fs.make_train_step returned")]
+    expect("verify(step, state, batch)", wants)
+    expect_state(state, "verify(step, state, batch): state")
+    problems = checks.number("rtol", 0.0 if rtol is None else rtol, "[0, inf)") + checks.number(
+        "atol", atol, "[0, inf)"
+    )
+    if problems:
+        raise PlanError("; ".join(problems))
+    mesh, transport = step.plan.mesh, step.plan.mesh.transport
+    if transport is None and mesh.size > 1:
+        raise no_processes()
+    state.check_plan(step.plan)
+    enter(mesh, "verify")
+    with untouched():
+        found = _verified(Watched(step), state, batch, Tolerance(rtol, atol))
+    found.check()
+    return found
+
+
+def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolerance) -> Verified:
+    state.finished()
+    following, metrics = watched(state, batch)
+    watched.check_alone()
+    plan, lane, outputs = watched.plan, watched._control(), watched.outputs.calls
+    fn, accumulate = watched._runner.fn, watched.options.accumulate
+    plain = run_plainly(Task(fn, plan, state, batch, accumulate, watched.divided, outputs, tolerance, lane))
+    first = earliest(lane, plain.first)
+    rows = Comparison(watched, state, following, metrics, plain, tolerance, lane).rows()
+    notes = []
+    if metrics.skipped:
+        notes.append("the step was skipped: its gradients were not compared")
+    elif not watched.kept:
+        notes.append(
+            "update='in_backward' keeps no gradients: updates are compared with those of plain PyTorch's gradients"
+        )
+    return Verified(tuple(rows), len(outputs), Difference(*first) if first else None, tuple(notes))
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Put torch's and Python's random generators back."""
+    python, host = random.getstate(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

@@ -1,0 +1,74 @@
+"""A train step that can be looked into."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from fshard.errors import PlanError
+from fshard.optim.scaling import Scale
+from fshard.proof.record import Record, listening
+from fshard.runtime.attempt import Outcome
+from fshard.runtime.commit import Verdict
+from fshard.state.train_state import TrainState
+from fshard.step import TrainStep
+
+
+class Watched(TrainStep):
+    """A step like another one, with its graphs, that leaves the state it is given, and keeps gradients and outputs.
+
+    Attributes:
+        outputs: the outputs of units.
+        seen: what ranks learned at the commit.
+        divided: what gradients were divided by.
+        kept: the sums of gradients, by group id; none with ``update="in_backward"``.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__(step._runner.fn, step.opt, step.plan, replace(step.options, donate=False))
+        theirs, mine = step._runner.workshop, self._runner.workshop
+        self.outputs = Record()
+        mine.engine, mine.choices = listening(self.outputs), dict(theirs.choices)
+        if theirs.cache is not None:
+            report = {unit: dict(runs) for unit, runs in theirs.cache.report.items()}
+            mine.cache = replace(theirs.cache, graphs=dict(theirs.cache.graphs), report=report)
+        self.seen = Verdict((), 0.0, 0.0, 1.0)
+        self.divided, self.at = 1.0, (0, 0.0)
+        self.kept: dict[int, Tensor] = {}
+
+    @property
+    def mean(self) -> float:
+        """What sums of gradients are multiplied by to become those of the mean."""
+        return self._decide.mean(*self.at, self.seen)
+
+    @property
+    def carry(self) -> float:
+        """What they are multiplied by to be carried to a later step."""
+        return self._decide.unit(self.seen, self.divided)
+
+    def check_alone(self) -> None:
+        """Refuse a program that communicates itself.
+
+        Raises:
+            PlanError: naming the axes.
+        """
+        found = self._runner.seen
+        axes = {axis: None for lane in (found.lanes if found is not None else ()) for axis in lane}
+        over = {axis: self.plan.mesh.shape[axis] for axis in axes if self.plan.mesh.shape[axis] > 1}
+        if over:
+            raise PlanError(
+                f"the loss communicates itself over the axes {over}, so one rank alone cannot compute it by plain "
+                f"PyTorch: verify it on a mesh on which these axes have one rank; fs.make_train_step(debug=True) "
+                f"compares copies of leaves along them"
+            )
+
+    def _check_state(self, state: TrainState) -> None:
+        super()._check_state(state)
+        self.at = state.step, state.count
+
+    def _check(self, outcome: Outcome, scale: Scale | None) -> Verdict:
+        verdict = super()._check(outcome, scale)
+        self.seen, self.divided = verdict, outcome.divided
+        self.outputs.drop()
+        if self.options.policy.update == "deferred":
+            self.kept = {group: grad.detach().clone() for group, grad in self._grads.shards.items()}
+        return verdict
