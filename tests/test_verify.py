@@ -119,7 +119,8 @@ def broken(fault: str) -> str:
         x = rows(0, mesh.rank)
         state, _ = step(state, x)
         if fault == "copy" and mesh.rank == 1:
-            state.params["2"]["weight"][2] += 0.5
+            group, number = step.plan.places()["2.weight"]
+            state.finished()[group.id].param[group.shard_range(number, 0)[0] + 2] += 0.5
         with pytest.raises(ShardError) as caught:
             fs.verify(step, state, x)
         return str(caught.value)
