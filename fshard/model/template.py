@@ -22,7 +22,7 @@ from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.conversion import convert_at
 from fshard.model.shared import Shared
 from fshard.model.shell import Below, Held, More, Shell
-from fshard.model.writes import BASE, HOOKS, Flag, Glance, Scene, Surface, View, tables, view
+from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, Scene, Surface, View, tables, view
 
 Numbers = Mapping[tuple[int, str], int]
 """The number of the leaf that belongs into a place, by the identity of the template's dict and the name in it."""
@@ -241,7 +241,7 @@ def _part(
         params=_numbered(module._parameters, params),
         buffers=_numbered(module._buffers, buffers),
         referring=referring,
-        holding=tuple(name for name in attributes if name not in (*BASE, *referring) and holds(attributes[name])),
+        holding=tuple(k for k, v in attributes.items() if k not in (*(BASE - CACHES), *referring) and holds(v)),
         shell=shell,
         signature=inspect.signature(module.forward) if shell else None,
     )

@@ -21,7 +21,10 @@ from fshard.errors import UnitError
 from fshard.model.containers import holds, inside, mapped, matches, outline, take
 from fshard.model.opaque import held, opaque
 
-BASE = frozenset((*vars(nn.Module()), "_apply")) - {"training", "_is_full_backward_hook"}
+CACHES = frozenset(("_flat_weights", "_flat_weight_refs"))
+"""Attributes in which torch's recurrent modules hold their parameters once more. They follow from the parameters."""
+
+BASE = frozenset((*vars(nn.Module()), "_apply", *CACHES)) - {"training", "_is_full_backward_hook"}
 """Attributes in which torch keeps its own account of a module, and what instances put in the place of a method."""
 
 HOOKS = tuple(sorted(name for name in BASE if "hooks" in name and "state_dict" not in name))
@@ -60,6 +63,12 @@ class Gone(enum.Enum):
 
 class Below(str):
     """Stands for a module of the unit: its path."""
+
+    __slots__ = ()
+
+
+class Leaf(str):
+    """Stands for a parameter of the unit: its path."""
 
     __slots__ = ()
 
@@ -210,7 +219,7 @@ class Surface:
                 if tuple(entries[name]) != seen.hooks.get(name, ()):
                     found[_spot(seen.path, name)] = dict(entries[name])
         found |= {spot: self._at(spot) for spot, x, before in self._begun if version(x) != before}
-        paths = {id(module): Below(seen.path) for seen, module in zip(self.scene.views, self.modules, strict=True)}
+        paths = self._paths() if found else {}
         return {spot: mapped(lambda x: paths.get(id(x), x), found[spot]) for spot in sorted(found)}
 
     def write(self, writes: Mapping[str, Any]) -> None:
@@ -221,7 +230,7 @@ class Surface:
                 continue
             path, _, name = spot.rpartition(".")
             entries = below[path].__dict__
-            value = mapped(lambda x: below[x] if type(x) is Below else x, given)
+            value = mapped(lambda x: _meant(x, below), given)
             if value is Gone.GONE:
                 entries.pop(name, None)
             elif name == BUFFERS:
@@ -245,6 +254,15 @@ class Surface:
         self._begun = [
             (spot, x, version(x)) for spot in writes for x in inside(self._at(spot)) if isinstance(x, Tensor)
         ]
+
+    def _paths(self) -> dict[int, Below | Leaf]:
+        """What stands for modules and parameters, which are others in another instance."""
+        found: dict[int, Below | Leaf] = {}
+        for seen, module in zip(self.scene.views, self.modules, strict=True):
+            found[id(module)] = Below(seen.path)
+            leaves = module._parameters.items()
+            found |= {id(leaf): Leaf(_spot(seen.path, name)) for name, leaf in leaves if leaf is not None}
+        return found
 
     def _hooked(self) -> bool:
         return any(
@@ -351,6 +369,16 @@ def written_late(spots: Iterable[str]) -> UnitError:
 def version(x: Tensor) -> int:
     """How often a tensor was written to; 0 for a tensor of inference mode, which does not count."""
     return 0 if x.is_inference() else x._version
+
+
+def _meant(x: Any, below: Mapping[str, nn.Module]) -> Any:
+    """The module or the parameter that something stands for; else the thing itself."""
+    if type(x) is Below:
+        return below[x]
+    if type(x) is Leaf:
+        path, _, name = x.rpartition(".")
+        return below[path]._parameters[name]
+    return x
 
 
 def _own(x: Any) -> Any:

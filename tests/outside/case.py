@@ -23,7 +23,7 @@ class Outside:
     """One model.
 
     Attributes:
-        named: what it is: a class of ``transformers`` or of ``tests/outside_modules.py``.
+        named: what it is: a class of ``transformers`` or of ``images``, ``sequences`` and ``fields``.
         make: the module, from numbers of torch's generator.
         batch: what it is called with at a step, for all ranks together.
         units: as for ``fs.split``.

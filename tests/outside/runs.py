@@ -12,11 +12,12 @@ from fshard import tree
 from fshard.errors import ShardError
 from tests.hf_runs import RATE, STEPS, Outcome, foreseen
 from tests.outside.case import Batch, Outside
-from tests.outside.hf import TRANSFORMERS
+from tests.outside.hf_language import LANGUAGE
+from tests.outside.hf_senses import SENSES
 from tests.outside.own import OWN
 from tests.zoo import cut
 
-CASES: dict[str, Outside] = TRANSFORMERS | OWN
+CASES: dict[str, Outside] = LANGUAGE | SENSES | OWN
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
     "without units": {"units": ()},
