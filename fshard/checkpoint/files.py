@@ -20,8 +20,8 @@ Refusal = Callable[[str, Iterable[str]], CheckpointError]
 STRIDE = 1 << 20
 """Bytes of a text that are read at once."""
 
-THIN = 64
-"""A file that has not one byte in so many on disk is all holes; below ``STRIDE`` times this it does not matter."""
+SMALL, THIN = 16 << 20, 64
+"""A file over so many bytes, of which not one in so many is on disk, is nearly all holes."""
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -99,7 +99,7 @@ class File:
             CheckpointError: it is one.
         """
         held = os.fstat(self.number).st_blocks * 512
-        if self.size > THIN * STRIDE and held < self.size // THIN:
+        if self.size > SMALL and held < self.size // THIN:
             problem = f"{held} of its {self.size} bytes are on disk, and the rest are holes"
             remedy = "restore it into a plan, which takes memory by the plan, or copy it to where zeros are stored"
             raise self.refuse(self.path, [f"{problem}: {remedy}"])

@@ -87,7 +87,7 @@ def find_tensor(file: File, begin: int, length: int) -> tuple[torch.dtype, Shape
     order = members.get("byteorder")
     if order is not None and bytes(file.read(order[0], min(order[1], order[0] + 9))) != b"little":
         raise ValueError("its bytes are not in little-endian order")
-    made = read_pickle(bytes(file.read(at, end)), _known)
+    made = read_pickle(file.read(at, end), _known)
     if not isinstance(made, Made) or made.of not in REBUILD or len(made.args) < 6 or made.state is not None:
         raise ValueError("its pickle holds no plain tensor")
     storage, offset, shape, strides = made.args[:4]

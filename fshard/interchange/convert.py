@@ -135,8 +135,11 @@ def to_state(path: str, kind: Kind, mesh: Mesh) -> TrainState:
         CheckpointError, DamagedError, TreeError: as ``load_hf`` and ``load_dcp``.
     """
     if kind == "hf":
-        return load_hf(_plan(Folder(path), "", mesh), sgd(0.0), path)
+        files = Folder(path)
+        files.check_dense()
+        return load_hf(_plan(files, "", mesh), sgd(0.0), path)
     source = Chunks(Path(path))
+    source.check_dense()
     buffers = {name.rpartition(".")[2] for name in source.tensors if name.startswith("optim.state.")}
     known: dict[str, Optimizer] = {"exp_avg": adamw(0.0), "momentum_buffer": sgd(0.0, momentum=0.9)}
     opt = next((rule for name, rule in known.items() if name in buffers), sgd(0.0))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fshard.arguments import expect
 from fshard.checkpoint.files import File, folder_at, plain_file
+from fshard.checkpoint.folder import telling
 from fshard.checkpoint.problems import printable, unreachable, unusable
 from fshard.checkpoint.ranges import Block, overlap
 from fshard.errors import DamagedError, TreeError
@@ -116,6 +117,18 @@ class Chunks:
                     self._read(name, chunk, boxes)
                 except OSError as error:
                     raise unreachable(str(self.folder / chunk.where.file), "read", error) from error
+
+    def check_dense(self) -> None:
+        """Refuse files that are nearly all holes, before memory is taken for all that they claim.
+
+        Raises:
+            DamagedError: one is.
+        """
+        names = {chunk.where.file for chunks in self.chunks.values() for chunk in chunks}
+        with telling("read", self.name), folder_at(self.name, links=True) as at:
+            for name in names:
+                with plain_file(self.name, name, at, refuse=unusable) as file:
+                    file.check_dense()
 
     def _read(self, name: str, chunk: Chunk, boxes: Sequence[tuple[tuple[Shape, Shape], Block, Tensor]]) -> None:
         with (

@@ -108,8 +108,9 @@ def _unpickled(file: File) -> Made:
     """What the pickle describes, which must be a ``Metadata``."""
     if file.size > LIMIT:
         raise DamagedError(f"{file.path} has {file.size} bytes, and {LIMIT} are the most that are read")
+    file.check_dense()
     try:
-        top = read_pickle(bytes(file.read(0, file.size)), _known)
+        top = read_pickle(file.read(0, file.size), _known)
     except UnknownNameError as error:
         raise CheckpointError(
             f"{file.path} names {printable(str(error))}, which no metadata of a checkpoint needs, and which could run "

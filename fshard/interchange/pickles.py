@@ -47,7 +47,7 @@ class UnknownNameError(ValueError):
     """A pickle mentions a name that its reader does not know."""
 
 
-def read_pickle(text: bytes, known: Callable[[Name], bool]) -> Any:
+def read_pickle(text: bytes | bytearray, known: Callable[[Name], bool]) -> Any:
     """What a pickle describes: None, bools, numbers, strings, tuples, lists, dicts, names and ``Made``.
 
     Dicts have strings or ``Made`` as keys, which are equal only to themselves. Values may share parts, and may contain
@@ -85,7 +85,7 @@ def read_pickle(text: bytes, known: Callable[[Name], bool]) -> Any:
 class _Machine:
     """The stack, the memo and the place in the text."""
 
-    def __init__(self, text: bytes, known: Callable[[Name], bool]) -> None:
+    def __init__(self, text: bytes | bytearray, known: Callable[[Name], bool]) -> None:
         self.text, self.known = text, known
         self.at, self.done = 0, False
         self.value: Any = None
@@ -102,7 +102,7 @@ class _Machine:
             raise ValueError(f"byte {self.at} of {len(self.text)} makes one container more than files of tensors have")
         self.stack.append(value)
 
-    def take(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes | bytearray:
         """The next bytes."""
         end = self.at + count
         if end > len(self.text):
