@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train bench test parity fuzz faults lint format clean
+.PHONY: help train bench test parity fuzz faults hostile lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ fuzz: $(STAMP)  ## Run generated models, meshes and options against one plain pr
 
 faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the table of docs/reliability.md.
 	$(BIN)/python -m tests.faults.matrix --write docs/reliability.md $(ARGS)
+
+hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of memory and time.
+	$(BIN)/python -m tests.hostile --cases 10000 $(ARGS)
 
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check --quiet .

@@ -89,15 +89,22 @@ def child(seed: int, first: int, last: int) -> None:
         shutil.rmtree(root, ignore_errors=True)
 
 
+def forward(lines: Any, to: "queue.SimpleQueue[str]") -> None:
+    """Lines as they come, and an empty one at the end."""
+    with lines:
+        for line in lines:
+            to.put(line)
+    to.put("")
+
+
 def results(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
     """What came of cases, in order; a child that ends or hangs is followed by another one."""
     while first < last:
         command = [sys.executable, "-m", "tests.hostile", "--seed", str(seed), "--child", str(first), str(last)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(
-            target=lambda p=process, q=lines: [q.put(line) for line in [*p.stdout, ""]], daemon=True
-        ).start()
+        reader = threading.Thread(target=forward, args=(process.stdout, lines), daemon=True)
+        reader.start()
         at = first
         try:
             while line := lines.get(timeout=SILENCE + (60 if at == first else 0)):
@@ -111,6 +118,7 @@ def results(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
             ended = "hangs"
         process.kill()
         process.wait()
+        reader.join(SILENCE)
         if first < last:
             yield {"number": at, "kind": "?", "how": "?", "outcomes": [ended], "reason": ended, **NOTHING}
             first = at + 1

@@ -14,7 +14,7 @@ from fshard.checkpoint.convert import load_tensor, to_file, to_folder
 from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder, telling
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.match import typed
-from fshard.checkpoint.problems import empty
+from fshard.checkpoint.problems import empty, printable
 from fshard.checkpoint.verify import verify_step
 from fshard.cli.table import print_table
 from fshard.errors import CheckpointError
@@ -101,7 +101,7 @@ def run_show(args: argparse.Namespace) -> int:
     manifest = read_manifest(folder)
     mesh = " x ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
     print(f"{folder}: step {manifest.step}, {human(manifest.nbytes)} in {len(manifest.files)} files")
-    print(f"written by {', '.join(f'{k} {v}' for k, v in manifest.versions.items())} on {mesh}")
+    print(printable(f"written by {', '.join(f'{k} {v}' for k, v in manifest.versions.items())} on {mesh}"))
     for name in ("scalars", "data", "metadata", "schedule"):
         value = getattr(manifest, name)
         if value is not None:
@@ -183,7 +183,7 @@ def run_diff(args: argparse.Namespace) -> int:
     one, other = find(args.dir, args.step), find(args.other, args.other_step)
     found = list(differences(one, other, args.values))
     for line in found:
-        print(line)
+        print(printable(line, 2000))
     if not found:
         print("no difference" + ("" if args.values else " in what manifests say; --values compares the tensors"))
     return 1 if found else 0

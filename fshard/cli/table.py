@@ -3,9 +3,12 @@
 import sys
 from collections.abc import Sequence
 
+from fshard.checkpoint.problems import printable
+
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under heads; columns of numbers to the right."""
+    """Print rows under heads; columns of numbers to the right. Cells may hold names that strangers chose."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     right = [all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows) for i in range(len(heads))]
     if sys.stdout.isatty() and _rich(heads, rows, right):
         return
