@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import signal
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_what_is_saved_can_be_read_again_or_is_refused_when_saved(
 SPECIAL: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a link to a pipe": lambda path: (os.mkfifo(path.parent / "pipe"), path.symlink_to("pipe")),
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a terminal": lambda path: path.symlink_to("/dev/tty"),
     "a loop": lambda path: path.symlink_to(path.name),
