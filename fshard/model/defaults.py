@@ -59,9 +59,17 @@ def _rules() -> Iterator[tuple[type[nn.Module], str, Rule]]:
 
 def _weighted(module: nn.Module) -> Inits:
     assert isinstance(module, (nn.Linear, _ConvNd))
-    fan_in = math.prod(module.weight.shape[1:])
+    fan_in = _fan_in(module)
     bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
     return {"weight": init.kaiming_uniform(a=math.sqrt(5)), "bias": init.uniform(-bound, bound)}
+
+
+def _fan_in(module: nn.Linear | _ConvNd) -> int:
+    # Where the weight is computed at each read, as by spectral_norm, reading it may move buffers.
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    channels = module.out_channels if module.transposed else module.in_channels
+    return channels // module.groups * math.prod(module.kernel_size)
 
 
 def _embedding(module: nn.Module) -> Inits:

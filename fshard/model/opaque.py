@@ -30,7 +30,12 @@ def held(value: Any) -> tuple[tuple[int, int], ...]:
     >>> held(cache) == before
     False
     """
-    return tuple((id(x), x._version) for x in _tensors(value, set()))
+    return tuple((id(x), 0 if x.is_inference() else x._version) for x in tensors_in(value))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that an object holds, at any depth."""
+    return _tensors(value, set())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from fshard import errors, tree
 from fshard.model.buffers import Place, Tracker
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
+from fshard.model.given import check_given
 from fshard.model.init import Initializer
 from fshard.model.instance import Body
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
@@ -126,8 +127,9 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         The model.
 
     Raises:
-        PlanError: ``module`` is no module, a pattern matches nothing, a unit cannot be called, or lies inside of
-            another one; a parameter that is to be ignored wants to be trained.
+        PlanError: ``module`` is no module, or one that ``torch.compile`` made; a pattern matches nothing, a unit
+            cannot be called, or lies inside of another one; a parameter has hooks; a parameter that is to be ignored
+            wants to be trained.
         UnitError: the module cannot be copied.
 
     >>> model = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), units=("*",))
@@ -136,6 +138,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     """
     if not isinstance(module, nn.Module):
         raise errors.not_a_module(module)
+    check_given(module)
     names = chosen(module, units)
     every = dict(module.named_parameters(remove_duplicate=False))
     out = ignored(every, [ignore] if isinstance(ignore, str) else ignore)
@@ -199,6 +202,8 @@ def _copied(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[Tenso
         if isinstance(below, nn.RNNBase):
             # On CUDA it would move the bound tensors into a buffer of its own, away from where their owner has them.
             vars(below)["flatten_parameters"] = _nothing
+        if isinstance(below, (nn.Embedding, nn.EmbeddingBag)):
+            below.sparse = False  # gradients of leaves are dense
     return twin
 
 

@@ -222,6 +222,9 @@ class Actions:
         group = slots.group
         target = slots.stage if slots.stage is not None else slots.full
         assert target is not None
+        if not group.numel:  # no lane carries nothing
+            self.handles[f"gather {group.name}"] = Done()
+            return
         shard, after = self._readable(group.id), self._now()
         if group.kinds.hosted:
             shard, after = self.offload.fetch(group, target, shard, after)
@@ -266,7 +269,7 @@ class Actions:
         if not lands:
             allocate(shard)
         finish: Handle = Done()
-        if group.scatter_parts == 1:
+        if group.scatter_parts == 1 or not group.numel:
             shard.add_(grad) if add else shard.copy_(grad)
         else:
             sent, spare = grad, slots.reduce_stage

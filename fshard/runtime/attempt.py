@@ -23,6 +23,7 @@ from fshard.errors import (
     PeerError,
     ReplicationError,
     ScheduleError,
+    TransformError,
     lines,
     step_transformed,
 )
@@ -194,10 +195,15 @@ def refuse_transforms(what: str) -> None:
     """Steps work on memory that transforms know nothing of.
 
     Raises:
-        TransformError: a transform of ``torch.func`` is under way.
+        TransformError: a transform of ``torch.func`` is under way, or it is a train step in inference mode.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise step_transformed(what)
+    if "train" in what and torch.is_inference_mode_enabled():
+        raise TransformError(
+            f"{what} was called under torch.inference_mode(), where autograd records nothing: call it outside of that, "
+            f"or evaluate with fs.make_eval_step, which works there"
+        )
 
 
 def request(lane: Lane, text: str) -> None:

@@ -1,7 +1,8 @@
 """A rank's local batch: any pytree. What of it steers the program, how it is cut into microbatches."""
 
+import copy
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import BatchError, lines
+from fshard.model.opaque import held, opaque, tensors_in
 
 STEERING = (bool, int, str, bytes, type(None))
 """Types of batch leaves that Python control flow may depend on. Floats are left out: they change from step to step."""
@@ -138,6 +140,83 @@ def _named(batch: Any) -> list[tuple[str, Any]]:
 
 def _is_array(value: Any) -> bool:
     return not isinstance(value, Tensor) and hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0
+
+
+class Written:
+    """Watches the tensors of a batch while a function of it runs.
+
+    Args:
+        batch: the batch.
+        train: whether gradients flow through what is made of it.
+
+    Raises:
+        BatchError: autograd cannot use a tensor.
+    """
+
+    def __init__(self, batch: Any, train: bool) -> None:
+        self._tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor)]
+        self._batch = batch
+        if any([x.is_inference() for x in self._tensors]):
+            self._tensors = [x for x in self._tensors if not x.is_inference()]
+            if train:
+                made = [name for name, x in _named(batch) if isinstance(x, Tensor) and x.is_inference()]
+                remedy = "Load the data outside of it, or under torch.no_grad(), or give clones of these tensors."
+                head = "the batch holds tensors made under torch.inference_mode(), which autograd cannot use:"
+                raise BatchError(lines(head, made, remedy))
+        self._versions = [x._version for x in self._tensors]
+
+    def check(self) -> None:
+        """Refuse what the function has written to.
+
+        Raises:
+            BatchError: naming the tensors.
+        """
+        if self._versions == [x._version for x in self._tensors]:
+            return
+        now = zip(self._tensors, self._versions, strict=True)
+        written = {id(x) for x, version in now if x._version != version}
+        names = [f"{name} {list(x.shape)}" for name, x in _named(self._batch) if id(x) in written]
+        remedy = "Make new tensors (x = x * y, not x *= y), or clone what is to be changed: a step may run again."
+        raise BatchError(lines("the function of (params, batch) wrote in place to the batch:", names, remedy))
+
+
+def faked(batch: Any, fake: Callable[[Tensor], Tensor]) -> Any:
+    """A batch whose tensors are fake ones, in copies of the containers and objects that hold them.
+
+    Nothing that a function does to it reaches the batch itself. An object that cannot be copied is left as it is;
+    ``check_kept`` tells whether it was written to.
+    """
+    memo: dict[int, Any] = {}
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return fake(x)
+        if not opaque(x):
+            return x
+        memo.update({id(tensor): fake(tensor) for tensor in tensors_in(x)})
+        try:
+            return copy.deepcopy(x, memo)
+        except Exception:  # whatever its class raises
+            return x
+
+    return tree.map(one, batch)
+
+
+def check_kept(batch: Any, before: Sequence[Any]) -> None:
+    """Refuse objects of a batch in which a function that ran on fake tensors left some.
+
+    Args:
+        batch: the batch.
+        before: what ``held`` said of its opaque leaves before.
+
+    Raises:
+        BatchError: naming the objects.
+    """
+    kept = [(name, x) for name, x in _named(batch) if opaque(x)]
+    wrong = [f"{name}: {kind(x)}" for (name, x), was in zip(kept, before, strict=True) if held(x) != was]
+    if wrong:
+        head = "the function writes to objects of the batch, which cannot be copied to find its schedule without that:"
+        raise BatchError(lines(head, wrong, "Give their class a __deepcopy__, or make them inside of the function."))
 
 
 def check_device(batch: Any, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from fshard.errors import LossError, UnitError, written_outside
 from fshard.model.casting import note_dtypes
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit, slot_of
+from fshard.runtime.batch import Written
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.handles import Handle, Mispredicted, make_handle
 from fshard.runtime.reads import Reads, bare
@@ -60,6 +61,7 @@ class Engine:
 
     Attributes:
         inside: the unit whose function is running, if one is.
+        passed: the tensors among its arguments.
         foreign: whether the loss may depend on tensors that require grad and are no parameters.
         inner: the units that the program has differentiated itself.
         graphs: what runs units as compiled graphs; None if nothing does.
@@ -83,6 +85,7 @@ class Engine:
         self.counts: dict[str, int] = {}
         self.storages: set[int] = set()
         self.inside = ""
+        self.passed: Sequence[Tensor] = ()
         self.differentiating = False
         self.under_way = ""
         self.foreign = True
@@ -144,8 +147,12 @@ class Engine:
                 return result
         inputs = _tensors((args, kwargs) if kwargs else args)
         watched = [*inputs, *leaves]
-        versions = [x._version for x in watched]
-        self.inside = name
+        try:
+            versions = [x._version for x in watched]
+        except RuntimeError:  # tensors of inference mode have none
+            watched = [x for x in watched if not x.is_inference()]
+            versions = [x._version for x in watched]
+        self.inside, self.passed = name, inputs
         try:
             result = function(*args, **kwargs)
         except Exception as error:
@@ -155,7 +162,7 @@ class Engine:
             note_dtypes(error, name, inputs, leaves)
             raise
         finally:
-            self.inside = ""
+            self.inside, self.passed = "", ()
         if versions != [x._version for x in watched]:
             raise self._written(name, watched, versions)
         mark = None
@@ -199,7 +206,9 @@ class Engine:
         """
         params = self.params()
         versions = [leaf._version for leaf in self.open.values()]  # handles cannot be written
+        watched = Written(batch, train)
         result = fn(params, batch)
+        watched.check()
         if versions != [leaf._version for leaf in self.open.values()]:
             now = zip(self.open.items(), versions, strict=True)
             changed = [path for (path, leaf), version in now if leaf._version != version]

@@ -197,7 +197,7 @@ class Workshop:
         """What runs a program that is not known yet: every group has a place of its own."""
         offsets, end = {}, 0
         for info in self.infos:
-            if info.gathered and info.full_bytes:
+            if info.gathered:
                 offsets[f"param:{info.name}"], end = end, -(-(end + info.full_bytes) // ALIGN) * ALIGN
         return self._prepare(None, None, self._new_arena(end), offsets)
 

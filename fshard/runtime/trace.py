@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.errors import PlanError, UnitError
+from fshard.model.opaque import held, opaque
 from fshard.model.unit import slot_of
+from fshard.runtime.batch import check_kept, faked
 from fshard.runtime.comm import Processes
 from fshard.runtime.engine import Engine
 from fshard.runtime.executor import OnDemand, Tracing, program_of
@@ -70,31 +72,46 @@ def idle_leaves(found: Found | None) -> tuple[str, ...]:
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees which slot leaves code outside of units reads, and tells the executor before the read happens."""
+    """Sees which slot leaves code outside of units reads, and tells the executor before the read happens.
+
+    An exception cannot leave from here: it would pass through C++ code of torch, some of which ends the process. So the
+    first fault is noted, and raised when the program is over.
+    """
 
     def __init__(self, engine: Engine, executor: Tracing | OnDemand) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.engine, self.executor = engine, executor
         self.places = engine.plan.places()
+        self.fault: BaseException | None = None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self.fault is not None:
+            raise self.fault from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note slot leaves among the arguments, then run the op."""
-        if not self.engine.differentiating:
+        if not self.engine.differentiating and self.fault is None:
             for leaf in tree.leaves((args, kwargs or {})):
                 slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
                 if slot is not None and slot.engine is self.engine:
-                    self._note(slot.path)
+                    try:
+                        self._note(leaf, slot.path)
+                    except BaseException as fault:
+                        self.fault = fault
         return func(*args, **(kwargs or {}))
 
-    def _note(self, path: str) -> None:
+    def _note(self, leaf: Tensor, path: str) -> None:
         unit = self.engine.inside
-        if not unit:
+        if unit and path in self.engine.reads[unit].paths:
+            return
+        if not unit or any(leaf is x for x in self.engine.passed):  # code outside of the unit passed it on
             self.executor.touch(self.places[path][0].id)
-        elif path not in self.engine.reads[unit].paths:
-            raise UnitError(
-                f"unit {unit} reads the parameter {path}, which it was not given: what it needs must come in through "
-                f"its arguments, or the parameter's memory may hold something else by then"
-            )
+            return
+        raise UnitError(
+            f"unit {unit} reads the parameter {path}, which it was not given: what it needs must come in through "
+            f"its arguments, or the parameter's memory may hold something else by then"
+        )
 
 
 def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT) -> Found | None:
@@ -115,10 +132,11 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     engine = Engine(plan, functools.partial(_note_moved, plan, moved))
     engine.remat = remat
     own: dict[Axes, None] = {}
+    objects = [held(x) for x in opaque(batch)]
     try:
         with mode:
             _fake_leaves(engine, plan)
-        fake = tree.map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, batch)
+        fake = faked(batch, mode.from_tensor)
         ledger = Ledger([x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)])
         seen = Tracing(ledger.turn)
         engine.start(seen)
@@ -137,6 +155,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
         return None
     finally:
         engine.stop()
+        check_kept(batch, objects)
     groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
     ledger.turn()
     idle = tuple(path for path, leaf in plan.leaves.items() if train and leaf.trainable and path not in moved)
