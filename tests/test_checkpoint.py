@@ -148,7 +148,8 @@ def test_a_checkpoint_fits_any_mesh(pool: Pools, tmp_path: Path) -> None:
 def saves(root: str, keep: int, steps: list[int]) -> list[int]:
     """Save some steps; what is left."""
     with fs.make_mesh((-1,), ("shard",)) as mesh, fs.Checkpointer(root, keep=keep) as ckpt:
-        state = fs.init_state(plan_on(mesh), OPT, params=weights())
+        begun = ckpt.latest() is not None
+        state = ckpt.restore(plan_on(mesh), OPT) if begun else fs.init_state(plan_on(mesh), OPT, params=weights())
         for step in steps:
             state.step = step
             ckpt.save(state)
@@ -187,7 +188,9 @@ def _other_model(mesh: fs.Mesh, root: str) -> Any:
 
 def _one_rank(mesh: fs.Mesh, root: str, **given: Any) -> Any:
     odd = {name: values[mesh.rank == 1] for name, values in given.items()}
-    return fs.Checkpointer(root).save(_state(mesh, 9), **odd)
+    state = fs.Checkpointer(root).restore(plan_on(mesh), OPT)
+    state.step = 9
+    return fs.Checkpointer(root).save(state, **odd)
 
 
 def _rules(mesh: fs.Mesh, root: str, *rules: Any, into: bool = False) -> Any:
@@ -197,7 +200,9 @@ def _rules(mesh: fs.Mesh, root: str, *rules: Any, into: bool = False) -> Any:
 
 def _locked(mesh: fs.Mesh, root: str) -> Any:
     with fs.Checkpointer(root) as first:
-        first.save(_state(mesh, 8), overwrite=True)
+        state = first.restore(plan_on(mesh), OPT)
+        state.step = 8
+        first.save(state)
         return fs.Checkpointer(root).save(_state(mesh, 9))
 
 
@@ -206,7 +211,8 @@ CASES: dict[str, Case] = {
     "no such step": lambda mesh, root: fs.Checkpointer(root).restore(plan_on(mesh), OPT, 5),
     "another model": _other_model,
     "no optimizer": lambda mesh, root: fs.Checkpointer(root).restore(plan_on(mesh), fs.optim.sgd(0.1)),
-    "there already": lambda mesh, root: fs.Checkpointer(root).save(_state(mesh)),
+    "there already": lambda mesh, root: fs.Checkpointer(root).save(fs.Checkpointer(root).restore(plan_on(mesh), OPT)),
+    "another run": lambda mesh, root: fs.Checkpointer(root).save(_state(mesh, 2), overwrite=True),
     "a file": lambda mesh, root: fs.Checkpointer(root + "/.lock").save(_state(mesh)),
     "other data": lambda mesh, root: _one_rank(mesh, root, data=({"at": 1}, {"at": 2})),
     "no JSON": lambda mesh, root: _one_rank(mesh, root, metadata=(None, {"x": torch.zeros(1)})),
@@ -237,7 +243,8 @@ SAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no optimizer": ("TreeError", ("0 missing, 12 extra, 0 mismatched", "extra  opt.exp_avg.head")),
     "there already": ("CheckpointError", ("step-00000001 is there already", "overwrite=True")),
     "a file": ("CheckpointError", (".lock is no checkpoint of fshard: it is a file", "Give the folder")),
-    "other data": ("CheckpointError", ("differ between ranks", "rank 0: [9,", "Give the same")),
+    "another run": ("CheckpointError", ("holds the checkpoints of another run:", "newest step is 1", "Restore from")),
+    "other data": ("CheckpointError", ('data=: rank 0: {"at": 1}, rank 1: {"at": 2}', "Give the same")),
     "no JSON": ("CheckpointError", ("metadata= cannot be written as JSON", "not JSON serializable", "give dicts")),
     "tuples": ("CheckpointError", ("(1, 2) became [1, 2]", "give lists")),
     "nan": ("CheckpointError", ("data= cannot be written as JSON", "finite numbers")),

@@ -259,8 +259,8 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    edit(save(tmp_path, 5, 7), put(2, "version"))
-    refused(tmp_path, "has format 2, and this fshard reads formats up to 1: update fshard")
+    edit(save(tmp_path, 5, 7), put(3, "version"))
+    refused(tmp_path, "has format 3, and this fshard reads formats up to 2: update fshard")
 
 
 def test_a_leaf_of_another_dtype_does_not_fit(tmp_path: Path) -> None:

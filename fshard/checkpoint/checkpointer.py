@@ -1,7 +1,5 @@
 """``fs.Checkpointer``: saves and restores train states, in Orbax's manner."""
 
-import hashlib
-import json
 import os
 import threading
 import warnings
@@ -12,16 +10,20 @@ from typing import Any, Self
 from fshard.arguments import expect, kind
 from fshard.checkpoint.folder import Folder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.match import Request, TakeRules
-from fshard.checkpoint.meeting import Meeting, meet, only_first, same
+from fshard.checkpoint.meeting import Meeting, meet, only_first
+from fshard.checkpoint.problems import other_folder
 from fshard.checkpoint.restore import restore_step
-from fshard.checkpoint.save import Saving, check_json, head_of, perform, withdraw
+from fshard.checkpoint.save import Saving, check_json, head_of, perform, save_facts, withdraw
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.write import owned
-from fshard.errors import CheckpointWarning, DamagedError, PlanError, TreeError
+from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError, TreeError
 from fshard.runtime.comm import SharedTransport, enter
+from fshard.runtime.equal import compare
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
+from fshard.state.equal import Equal
+from fshard.state.past import Run
 from fshard.state.train_state import TrainState
 
 
@@ -52,7 +54,8 @@ class Checkpointer:
     docs/checkpoints.md.
 
     Args:
-        directory: the folder, which all ranks see; made by the first save. One Checkpointer at a time writes to it.
+        directory: the folder, which all ranks see; made by the first save. One Checkpointer at a time writes to it, and
+            one run: whoever begins anew, and has restored nothing from a folder, cannot save where checkpoints are.
         keep: how many steps to keep, the newest by number; None keeps all.
         every: for ``due``: the number of steps from one checkpoint to the next.
         async_: copy the state in ``save`` and write it while the next steps run. It takes host memory for one more copy
@@ -85,6 +88,7 @@ class Checkpointer:
         self.restored: Restored | None = None
         """Where the last state that was restored came from; None before."""
         self._folder = Folder(self.directory)
+        self._run = Run()
         self._damaged: set[int] = set()
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
@@ -116,8 +120,9 @@ class Checkpointer:
                 anyway.
 
         Raises:
-            CheckpointError: the step is there already, another job writes here, the file system says no, or ``data`` is
-                no JSON; alike on all ranks, and what is on disk is as it was.
+            CheckpointError: the step is there already, another job writes here, the folder is that of another run, the
+                file system says no, ``data`` is no JSON, or ranks differ in what they save, in copies of leaves or in
+                their folders; alike on all ranks, and what is on disk is as it was.
             DonatedError: the state was donated to a step.
         """
         self.wait()
@@ -133,18 +138,24 @@ class Checkpointer:
         later = None
 
         def prepare() -> None:
-            saving = Saving(heads[0]["path"], head_of(state, user), owned(entries(state), meeting.rank))
+            path = self._here(meeting.rank, heads[0]["path"])
+            head = head_of(state, {**user, "run": heads[0]["run"]})
+            saving = Saving(path, head, owned(entries(state), meeting.rank))
             ready.append(saving if later is None else replace(saving, slices=self._snapshot.take(saving.slices)))
 
         try:
             heads = meeting.together(lambda: self._begin(meeting.rank, state, user, overwrite, begun))
-            same("the step, the leaves, data= or metadata=", [row["same"] for row in heads])
+            if mesh.size > 1:
+                facts = save_facts(state, user, {"overwrite": overwrite, "keep": self.keep, "async_": self.async_})
+                compare(meeting.lane, facts, CheckpointError)
             if self.async_ and not isinstance(mesh.transport, SharedTransport):
-                later = meet(mesh, f"checkpoint {self.directory}")
+                later = meet(mesh, f"checkpoint {os.path.dirname(heads[0]['path'])}")
             meeting.together(prepare)
         except BaseException as error:
             withdraw(meeting, "".join(begun) or None, error)
             raise
+        for run in (self._run, state.past.run):
+            run.ids.add(heads[0]["run"])
         if later is None:
             perform(meeting, self._folder, self.keep, ready[0])
         else:
@@ -179,7 +190,8 @@ class Checkpointer:
             into: the state whose values, step and seed are kept where rules take nothing. It is not changed.
 
         Raises:
-            CheckpointError: no checkpoint here, no such step, a newer format, no permission.
+            CheckpointError: no checkpoint here, no such step, a newer format, no permission; ranks see different
+                folders, or ask for different things.
             DamagedError: the bytes are not those that were written.
             TreeError: missing, extra and mismatched leaves, in one report.
             PlanError: rules that cannot be.
@@ -195,12 +207,16 @@ class Checkpointer:
             into.check_plan(plan)
         enter(plan.mesh, "restore")
         meeting = meet(plan.mesh, "control")
-        steps = meeting.together(only_first(meeting.rank, lambda: choose_steps(self.directory, step)))[0]
-        assert steps is not None
+        if plan.mesh.size > 1:
+            said = {"step": step, "fallback": fallback, "cast": cast, "rules": rules, "into": into is not None}
+            compare(meeting.lane, Equal(plan, said, opt).fixed(), CheckpointError)
+        found = meeting.together(only_first(meeting.rank, lambda: (self.directory, choose_steps(self.directory, step))))
+        assert found[0] is not None
+        first, steps = found[0]
         request, skipped = Request(cast, rules, opt is None), []
         for chosen in steps if fallback else steps[:1]:
             try:
-                state, manifest = restore_step(meeting, self.directory, chosen, plan, opt, request, into)
+                state, manifest = restore_step(meeting, self.directory, first, chosen, plan, opt, request, into)
             except DamagedError as error:
                 if not fallback or chosen == steps[-1]:
                     raise
@@ -208,6 +224,7 @@ class Checkpointer:
                 self._damaged.add(chosen)
                 warnings.warn(f"step {chosen} was passed over: {error}", CheckpointWarning, stacklevel=2)
                 continue
+            self._run.ids.add(manifest.run_id)
             folder = step_folder(self.directory, chosen)
             self.restored = Restored(chosen, folder, manifest.data, manifest.metadata, tuple(skipped))
             return state
@@ -269,11 +286,19 @@ class Checkpointer:
         """Check what this rank was given; rank 0 makes the temporary folder, and adds it to ``begun``."""
         for name in ("data", "metadata"):
             check_json(name, user[name])
-        names = [entry.name for entry in entries(state)]
-        text = json.dumps([names, user["data"], user["metadata"]])
+        entries(state)
         if rank == 0:
-            begun.append(self._folder.begin(state.step, overwrite or state.step in self._damaged))
-        return {"path": "".join(begun), "same": [state.step, hashlib.sha256(text.encode()).hexdigest()]}
+            known = self._run.ids | state.past.run.ids
+            begun.append(self._folder.begin(state.step, overwrite or state.step in self._damaged, known))
+        return {"path": "".join(begun), "run": self._folder.run}
+
+    def _here(self, rank: int, path: str) -> str:
+        """The temporary folder of rank 0 as this rank sees it, by its random name: hosts may mount it elsewhere."""
+        first, name = os.path.split(path)
+        here = os.path.join(self.directory, name)
+        if rank and not os.path.isdir(here):
+            raise other_folder(rank, self.directory, first, name)
+        return here
 
     def _start(self, meeting: Meeting, saving: Saving) -> None:
         """Write in a thread of its own. It is no daemon: a script that ends has its checkpoint."""

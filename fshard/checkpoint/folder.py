@@ -16,12 +16,23 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from fshard.checkpoint.files import folder_at, plain_file
 from fshard.checkpoint.manifest import LIMIT, Manifest, parse
-from fshard.checkpoint.problems import damaged, empty, exists, foreign, locked, no_such_step, printable, unreachable
+from fshard.checkpoint.problems import (
+    another_run,
+    damaged,
+    empty,
+    exists,
+    foreign,
+    locked,
+    no_such_step,
+    printable,
+    unreachable,
+)
+from fshard.errors import DamagedError
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,18})")
@@ -102,12 +113,20 @@ class Folder:
     def __init__(self, root: str) -> None:
         self.root = root
         self.lock: int | None = None
+        self.run: str | None = None
 
-    def begin(self, step: int, overwrite: bool) -> str:
+    def begin(self, step: int, overwrite: bool, known: Collection[str] | None = None) -> str:
         """Make the temporary folder of a step; returns its path. The first call takes the lock and clears up.
 
+        Args:
+            step: which one.
+            overwrite: whether it may be there already.
+            known: the runs that the writer goes on with. The first call finds which of them the folder's checkpoints
+                belong to, and notes it as ``run``; an empty folder begins a new one. None writes for no run.
+
         Raises:
-            CheckpointError: the step is there already, another job writes here, or the file system says no.
+            CheckpointError: the step is there already, another job writes here, the folder is that of another run, or
+                the file system says no.
         """
         with telling("write to", self.root):
             if os.path.exists(self.root) and not os.path.isdir(self.root):
@@ -115,6 +134,12 @@ class Folder:
             os.makedirs(self.root, exist_ok=True)
             if self.lock is None:
                 self._take_lock()
+            if known is not None and self.run is None:
+                try:
+                    self.run = self._find_run(known)
+                except BaseException:
+                    self.close()  # the folder is for others
+                    raise
             final = step_folder(self.root, step)
             if os.path.lexists(final) and not overwrite:
                 raise exists(final, step)
@@ -164,10 +189,27 @@ class Folder:
         """Give the lock back."""
         if self.lock is not None:
             os.close(self.lock)
-            self.lock = None
+            self.lock = self.run = None
 
     def __del__(self) -> None:
         self.close()
+
+    def _find_run(self, known: Collection[str]) -> str:
+        """Which of these runs the checkpoints here belong to; a new one if there are none. The lock is held.
+
+        Raises:
+            CheckpointError: they belong to others.
+        """
+        found: dict[str, int] = {}
+        for step in reversed(list_steps(self.root)):
+            with suppress(DamagedError):  # nobody can go on from it
+                run = read_manifest(step_folder(self.root, step)).run_id
+                if run in known:
+                    return run
+                found.setdefault(run, step)
+        if found:
+            raise another_run(self.root, found)
+        return secrets.token_hex(8)
 
     def _take_lock(self) -> None:
         path = os.path.join(self.root, LOCK)

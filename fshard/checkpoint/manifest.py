@@ -24,14 +24,15 @@ from fshard.sharding.layout import Piece
 from fshard.sharding.spec import Shape
 
 FORMAT = "fshard-checkpoint"
-VERSION = 1
-"""The newest format that this code reads, and the one that it writes."""
+VERSION = 2
+"""The newest format that this code reads. It writes 1 where there is no ``run``, which 2 has added, else 2."""
 CHUNK = 1 << 20
 """Bytes of a file that have a SHA-256 of their own."""
 LARGEST_CHUNK = 16 * CHUNK
 """The same at most: what a thread takes memory for."""
 LIMIT = 1 << 30
 """Bytes of a manifest, at most."""
+RUN = re.compile(r"[0-9a-f]{16}")
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,80}\.safetensors")
 
 
@@ -91,6 +92,8 @@ class Manifest:
         metadata: anything else of the user's own.
         schedule: the hash of the train step's schedule, where it was given.
         versions: of fshard and torch.
+        run: the id of the run that it belongs to; None for what was written before there were ids, and what is none of
+            a run.
         seal: its own SHA-256, once it was written.
     """
 
@@ -103,12 +106,18 @@ class Manifest:
     metadata: Any = None
     schedule: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    run: str | None = None
     seal: str = field(default="", compare=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(info.size for info in self.files.values())
+
+    @property
+    def run_id(self) -> str:
+        """The id of its run; of one without an id, the beginning of its seal."""
+        return self.run or self.seal[:16]
 
     def dump(self) -> bytes:
         """The manifest as sealed JSON text.
@@ -118,7 +127,7 @@ class Manifest:
         """
         body = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 1 if self.run is None else VERSION,
             "step": self.step,
             "scalars": dict(self.scalars),
             "mesh": dict(self.mesh),
@@ -126,6 +135,7 @@ class Manifest:
             "metadata": self.metadata,
             "schedule": self.schedule,
             "versions": dict(self.versions),
+            **({} if self.run is None else {"run": self.run}),
             "files": {
                 name: {"size": info.size, "chunk": info.chunk, "sha256": info.sha256, "chunks": list(info.chunks)}
                 for name, info in self.files.items()
@@ -203,6 +213,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "data": lambda value: True,
     "metadata": lambda value: True,
     "schedule": lambda value: value is None or isinstance(value, str),
+    "run": lambda value: value is None or (isinstance(value, str) and RUN.fullmatch(value) is not None),
     "versions": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
     "files": lambda value: isinstance(value, dict),
     "tensors": lambda value: isinstance(value, dict),
@@ -212,7 +223,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
 
 def _read(body: Mapping[str, Any], problems: list[str]) -> Manifest | None:
     """The parts of a manifest, each of the right type; problems are added to the list."""
-    parts = {name: value for name, value in body.items() if name not in ("format", "version")}
+    parts = {"run": None} | {name: value for name, value in body.items() if name not in ("format", "version")}
     problems += [f"{name}: missing" for name in KEYS if name not in parts]
     problems += [f"{name[:80]!r}: unknown" for name in parts if name not in KEYS]
     problems += [

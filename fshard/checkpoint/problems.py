@@ -1,7 +1,7 @@
 """Messages of checkpoints: one builder per failure, each with path, numbers and remedy."""
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fshard.errors import CheckpointError, DamagedError, TreeError, lines
 
@@ -91,6 +91,30 @@ def exists(path: str, step: int) -> CheckpointError:
         f"{path} is there already: step {step} was saved before. Pass overwrite=True to replace it, or give this run "
         f"a folder of its own"
     )
+
+
+def another_run(path: str, found: Mapping[str, int]) -> CheckpointError:
+    """A run that was not begun or resumed from a folder, about to write into it."""
+    rows = [f"run {run}, its newest step is {step}" for run, step in found.items()]
+    remedy = (
+        "Its steps and those of this run would mix. Restore from the folder to go on with its run, or give this run a "
+        "folder of its own. Nothing was written."
+    )
+    return CheckpointError(lines(f"{path} holds the checkpoints of another run:", listed(rows), remedy))
+
+
+def other_folder(rank: int, path: str, first: str, name: str) -> CheckpointError:
+    """A rank whose folder is not that of rank 0."""
+    return CheckpointError(
+        f"rank {rank}: its folder {path} holds no {name}, which is in rank 0's folder {first}: give all ranks one "
+        f"folder, on a file system that all of them see"
+    )
+
+
+def other_checkpoints(step: int, rows: Sequence[str]) -> CheckpointError:
+    """Ranks whose folders hold different checkpoints of one step."""
+    head = f"ranks read different checkpoints of step {step}:"
+    return CheckpointError(lines(head, rows, "Give all ranks one folder, on a file system that all of them see."))
 
 
 def locked(path: str, holder: str) -> CheckpointError:

@@ -1,29 +1,31 @@
 """One restore: a manifest and a plan become a state, and each rank reads what it needs."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from fshard.checkpoint.folder import read_manifest, step_folder, telling
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.match import Request, sources
-from fshard.checkpoint.meeting import Meeting, same
-from fshard.checkpoint.problems import damaged
+from fshard.checkpoint.meeting import Meeting
+from fshard.checkpoint.problems import damaged, other_checkpoints, other_folder
 from fshard.checkpoint.read import Want, read_into
 from fshard.errors import PlanError, ShardError
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, assemble, entries, scalars
-from fshard.state.past import Past
+from fshard.state.past import Past, Run
 from fshard.state.train_state import TrainState
 
 
 def restore_step(
-    meeting: Meeting, root: str, step: int, plan: Plan, opt: Any, request: Request, into: TrainState | None
+    meeting: Meeting, root: str, first: str, step: int, plan: Plan, opt: Any, request: Request, into: TrainState | None
 ) -> tuple[TrainState, Manifest]:
     """The state of one step. Collective.
 
     Args:
         meeting: the ranks.
         root: the folder of all steps.
+        first: the same, as rank 0 calls it.
         step: which one.
         plan: where leaves are to live.
         opt: the optimizer, or None.
@@ -40,17 +42,21 @@ def restore_step(
     folder = step_folder(root, step)
     found: list[tuple[TrainState, Manifest, list[Want]]] = []
 
-    def look() -> str:
+    def look() -> list[str]:
+        if meeting.rank and not os.path.isdir(folder):
+            raise other_folder(meeting.rank, root, first, os.path.basename(folder))
         manifest = read_manifest(folder)
         state, wants = prepared(folder, manifest, plan, opt, request, into)
         found.append((state, manifest, wants))
-        return manifest.seal
+        return [manifest.seal, f"{folder}, of run {manifest.run_id}, sealed {manifest.seal[:16]}"]
 
     def read() -> int:
         with telling("read", folder):
             return read_into(folder, found[0][1], found[0][2])
 
-    same(f"manifests of {folder}", meeting.together(look))
+    looked = meeting.together(look)
+    if any(seal != looked[0][0] for seal, _ in looked):
+        raise other_checkpoints(step, [f"rank {rank}: {text}" for rank, (_, text) in enumerate(looked)])
     meeting.together(read)
     state, manifest, _ = found[0]
     return state, manifest
@@ -64,7 +70,7 @@ def prepared(
     values = scalars(into) if into is not None else manifest.scalars
     blank: list[Entry] = []
     try:
-        state = assemble(plan, opt, blank.append, values, Past(made={}))
+        state = assemble(plan, opt, blank.append, values, Past(made={}, run=Run({manifest.run_id})))
     except ShardError:
         raise
     except (KeyError, TypeError, ValueError) as error:

@@ -12,7 +12,9 @@ from fshard.checkpoint.manifest import Extent, FileInfo, Manifest, extent_row, i
 from fshard.checkpoint.meeting import Meeting, only_first
 from fshard.checkpoint.write import Slice, Written, described, write_files
 from fshard.errors import CheckpointError, CommError, lines
+from fshard.runtime.equal import Facts
 from fshard.state.entries import entries, scalars
+from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
 
@@ -33,11 +35,18 @@ class Saving:
 
 
 def head_of(state: TrainState, user: Mapping[str, Any]) -> Manifest:
-    """What the manifest of a state says before anything is written; ``user`` has data, metadata and schedule."""
+    """What the manifest of a state says before anything is written; ``user`` has data, metadata, schedule and run."""
     held = entries(state)
     mesh = state.plan.mesh
     versions = {"fshard": VERSION, "torch": str(torch.__version__)}
     return Manifest(state.step, scalars(state), described(held), {}, dict(mesh.shape), versions=versions, **user)
+
+
+def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:
+    """What must be equal on all ranks of a save: state, copies, the user's own JSON, and options."""
+    tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in entries(state)}
+    own = {f"{name}=": json.dumps(value) for name, value in user.items()}
+    return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True).of(state)
 
 
 def perform(meeting: Meeting, folder: Folder, keep: int | None, saving: Saving) -> None:

@@ -14,13 +14,13 @@ SAMPLE = 1024
 
 @dataclass
 class Run:
-    """The identity of a run, shared by all states of it, from the first on.
+    """The identity of a run, shared by all states that come one from the other.
 
     Attributes:
-        id: as in the manifests of its checkpoints; empty before the first one.
+        ids: as in the manifests of its checkpoints, one for each folder; none before the first.
     """
 
-    id: str = ""
+    ids: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
