@@ -345,8 +345,9 @@ def make_train_step(
             updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
             first step, by memory and simulated time; ``step.choice`` says what and why.
         donate: reuse the memory of the state that a step takes.
-        debug: fill every freed range with nan, so that a read of freed memory shows; and compare the gradients of
-            leaves that ranks along other than the data axes hold copies of, so that a missing ``pvary`` shows.
+        debug: fill every freed range with nan, so that a read of freed memory shows; compare copies of leaves and of
+            optimizer state before every step; and the gradients of leaves that ranks along other than the data axes
+            hold copies of, so that a missing ``pvary`` shows.
         compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
             and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
             ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that

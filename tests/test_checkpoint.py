@@ -244,7 +244,7 @@ SAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "there already": ("CheckpointError", ("step-00000001 is there already", "overwrite=True")),
     "a file": ("CheckpointError", (".lock is no checkpoint of fshard: it is a file", "Give the folder")),
     "another run": ("CheckpointError", ("holds the checkpoints of another run:", "newest step is 1", "Restore from")),
-    "other data": ("CheckpointError", ('data=: rank 0: {"at": 1}, rank 1: {"at": 2}', "Give the same")),
+    "other data": ("CheckpointError", ("data: rank 0: '{\"at\": 1}', rank 1: '{\"at\": 2}'", "Give the same")),
     "no JSON": ("CheckpointError", ("metadata= cannot be written as JSON", "not JSON serializable", "give dicts")),
     "tuples": ("CheckpointError", ("(1, 2) became [1, 2]", "give lists")),
     "nan": ("CheckpointError", ("data= cannot be written as JSON", "finite numbers")),

@@ -282,6 +282,7 @@ def test_no_file_can_run_code(tmp_path: Path, form: str) -> None:
     folder = save(root, 5, 7)
     (folder / "manifest.json").write_bytes(buffer.getvalue())
     refused(root, "it is no (JSON|text)", DamagedError)
+    root = tmp_path / "other"
     folder = save(root, 9)
     crafted(folder, buffer.getvalue())  # bytes are bytes: they are read as numbers, and as nothing else
     with contextlib.suppress(DamagedError):

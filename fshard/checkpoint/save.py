@@ -45,7 +45,7 @@ def head_of(state: TrainState, user: Mapping[str, Any]) -> Manifest:
 def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:
     """What must be equal on all ranks of a save: state, copies, the user's own JSON, and options."""
     tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in entries(state)}
-    own = {f"{name}=": json.dumps(value) for name, value in user.items()}
+    own = {name: json.dumps(value) for name, value in user.items()}
     return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True).of(state)
 
 
