@@ -151,7 +151,7 @@ def apart(root: str, name: str) -> list[str]:
         other.step = 3
         return [told(lambda: fs.Checkpointer(root).save(other if odd else state))]
     if name == "copies":
-        state.params["b"][1] = float(mesh.rank)
+        state.params["b"].data[1] = float(mesh.rank)
         return [told(lambda: fs.Checkpointer(root).save(state))]
     with fs.Checkpointer(root) as ckpt:
         ckpt.save(state)
