@@ -204,3 +204,25 @@ def test_units_that_never_reach_a_graph_are_told() -> None:
 
     assert "gathered on demand" in trained(demanded, params_of("a"), [rows(0)], "fx")[0].units
     assert "TorchFunctionMode: DeviceContext" in trained(moded, params_of("a"), [rows(0)], "fx")[0].units
+
+
+def _virtual(body: Callable[..., Any], compile: str | None) -> tuple[float, str]:
+    unit, mesh, params = fs.unit(body), fs.make_mesh((2,), ("shard",)), params_of("a")
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"), units=("a",))
+    opt = fs.optim.sgd(0.1)
+    state = fs.init_state(plan, opt, params=fs.tree.map(torch.clone, params))
+    step = fs.make_train_step(lambda p, x: unit(p["a"], x).square().mean(), opt, plan, compile=compile)
+    state, _ = step(state, rows(0))
+    return step(state, rows(1))[1].loss.item(), step.units
+
+
+def test_what_cannot_be_traced_runs_eagerly_on_a_virtual_mesh() -> None:
+    loose = torch.arange(6.0)
+
+    def closing(p: Any, x: Tensor) -> Tensor:
+        return affine(p, x) * loose
+
+    with fs.virtual_mesh((2,), ("shard",)) as mesh:
+        want, got = (mesh.run(_virtual, closing, compile) for compile in (None, "fx"))
+    assert [loss for loss, _ in want] == [loss for loss, _ in got]
+    assert all("reads a tensor of shape [6] that is no argument of it" in text for _, text in got)

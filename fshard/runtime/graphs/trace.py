@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.model.policies import SavePolicy
@@ -25,6 +26,10 @@ from fshard.runtime.lenient import quiet
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on, and that a unit may return."""
+
+
+MAKERS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default))
+"""Operators by which a tensor that is made of numbers comes into being."""
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error: the unit runs eagerly
@@ -178,7 +183,7 @@ def inspect(source: Source) -> Result:
         Untraceable: it cannot be a graph.
     """
     python = random.getstate()
-    with quiet(), FakeTensorMode() as mode:
+    with quiet(), FakeTensorMode() as mode, Strangers():
         leaves = [leaf.fake() for leaf in source.leaves]
         inputs = [value.fake() for value in source.inputs]
         watched = [*leaves, *inputs]
@@ -205,6 +210,19 @@ def inspect(source: Source) -> Result:
             found.append(("out", len(outputs)))
             outputs.append(leaf)
     return Result(spec, tuple(found), tuple(meta_of(out) for out in outputs))
+
+
+class Strangers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses tensors with data. The fake mode would, too, but prints them, which no level of jvp lets it do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on fake tensors."""
+        for x in tree.leaves((args, kwargs or {})):
+            if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and func not in MAKERS:
+                raise Untraceable(
+                    f"it cannot be a graph: it reads a tensor of shape {list(x.shape)} that is no argument of it"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None:
