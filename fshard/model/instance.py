@@ -64,6 +64,10 @@ class Body:
         """Equal for two structures that are the same function: of the same classes, attributes and shape."""
         return self._template.kind(), self.params.paths, self.buffers.paths
 
+    def tables(self) -> list[tuple[type[nn.Module], Mapping[str, Any]]]:
+        """The class and the attributes of each module of the structure."""
+        return self._template.tables()
+
     def instance(self, params: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Instance:
         """The structure with the leaves of a tree: the one that was made of them before, if it can be called again.
 

@@ -308,6 +308,7 @@ def _function(body: Body) -> Callable[..., Any]:
 
     chosen = stateful if body.buffers.paths else plain
     vars(chosen)["kind"] = body.kind  # by which a compiler sees that two units are the same function
+    vars(chosen)["tables"] = body.tables  # and what their Python can read
     return chosen
 
 

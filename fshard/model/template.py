@@ -191,6 +191,10 @@ class Template:
             for part in self._parts
         )
 
+    def tables(self) -> list[tuple[type[nn.Module], Mapping[str, Any]]]:
+        """The class and the attributes of each module."""
+        return [(part.kind, part.attributes) for part in self._parts]
+
     def _hand_over(self, number: int, held: Held, below: Below, module: nn.Module) -> None:
         part = self._parts[number]
         assert part.shell is not None

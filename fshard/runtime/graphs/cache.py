@@ -1,8 +1,6 @@
 """Which graph a call of a unit runs: by the unit's structure and the shapes, strides, dtypes and values it is given."""
 
-import math
-import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +16,8 @@ from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.partition import lazy
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host
-from fshard.runtime.graphs.trace import PLAIN, Meta, Same, Source, Untraceable, meta_of
+from fshard.runtime.graphs.surroundings import NOTHING, Reads, Surroundings, recorded
+from fshard.runtime.graphs.trace import PLAIN, Meta, Same, Source, Untraceable, exact, inspect, meta_of
 from fshard.runtime.remat import Remat
 from fshard.sharding.plan import Plan
 
@@ -26,13 +25,11 @@ MANY = 32
 """Graphs that one unit may need before it is run eagerly: one whose Python arguments change with every step."""
 
 GIVEN_UP = (
-    f"it, its arguments and the numbers that it closes over took {MANY} forms: pass numbers that change as tensors, "
+    f"it, its arguments and the values that its Python reads took {MANY} forms: pass numbers that change as tensors, "
     f"and make units outside of the loss function"
 )
 
 DEMANDED = "as it is: its steps were gathered on demand"
-
-NUMBERS = (bool, int, float, complex, str, bytes)
 
 
 @dataclass(eq=False)
@@ -43,29 +40,39 @@ class Cache:
         compiler: makes code of a graph.
         backend: its name.
         graphs: by what they depend on; a text says why a call has none.
+        count: how many were made.
         report: for each unit, the graphs of its calls, and why calls have none.
     """
 
     compiler: Compiler
     backend: str
-    graphs: dict[Hashable, Graph | str] = field(default_factory=dict)
+    graphs: dict[Hashable, list[tuple[Surroundings, Graph | str]]] = field(default_factory=dict)
+    count: int = 0
     report: dict[str, dict[Graph | str, None]] = field(default_factory=dict)
 
-    def graph(self, key: Hashable, source: Source) -> Graph | str:
-        """The graph of a call, or why it has none."""
-        found = self.graphs.get(key)
-        if found is None:
-            number = sum(isinstance(graph, Graph) for graph in self.graphs.values())
-            try:
-                found = compile_graph(source, self.compiler, number)
-            except Untraceable as reason:
-                found = str(reason)
-            except TransformError:  # collectives raise it, rather than run in the trace and never again
-                found = "it makes collectives of its own, which no graph can hold"
-            except Exception as error:  # whatever a unit's Python, or an operator, raises at tensors without values
-                found = f"it cannot be a graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-            self.graphs[key] = found
-        return found if isinstance(found, str) else found.refused or found
+    def graph(self, key: Hashable, source: Source) -> tuple[Surroundings, Graph | str]:
+        """The graph of a call, or why it has none; and that of its surroundings on which this depends."""
+        known = self.graphs.setdefault(key, [])
+        for around, graph in known:
+            if around.holds():
+                return around, graph if isinstance(graph, str) else graph.refused or graph
+        reads = Reads()
+        try:
+            with recorded(reads):
+                result = inspect(source)
+            found: Graph | str = compile_graph(source, result, self.compiler, self.count)
+            around = Surroundings(source.fn, reads)
+            self.count += 1
+        except Untraceable as reason:
+            found = str(reason)
+        except TransformError:  # collectives raise it, rather than run in the trace and never again
+            found = "it makes collectives of its own, which no graph can hold"
+        except Exception as error:  # whatever a unit's Python, or an operator, raises at tensors without values
+            found = f"it cannot be a graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        if isinstance(found, str):
+            around = NOTHING  # a unit may always run as it is
+        known.append((around, found))
+        return around, found
 
     def text(self) -> str:
         """A line for each unit met so far."""
@@ -91,17 +98,29 @@ class Cache:
 Key = tuple[Any, ...]
 
 
+@dataclass(eq=False)
+class Form:
+    """What calls run in which the arguments and the surroundings are alike.
+
+    Attributes:
+        around: the surroundings.
+        bound: the graph; None for the unit as it is.
+    """
+
+    around: Surroundings
+    bound: Bound | None = None
+
+
 class Site:
     """The calls of one unit: what they ran before."""
 
-    __slots__ = ("around", "bound", "fn", "found", "key")
+    __slots__ = ("count", "form", "found", "key")
 
     def __init__(self) -> None:
-        self.fn: Any = None
-        self.around: Callable[[], Key] = tuple
         self.key: Key | None = None
-        self.bound: Bound | None = None
-        self.found: dict[Key, Bound | None] = {}
+        self.form = Form(NOTHING)
+        self.found: dict[Key, list[Form]] = {}
+        self.count = 0
 
 
 class Graphs:
@@ -160,59 +179,59 @@ class Graphs:
         site = self.sites.get(name)
         if site is None:
             site = self.sites[name] = Site()
-        if site.fn is not unit.fn:
-            site.fn, site.around = unit.fn, surroundings(unit.fn)
-        inputs, key = _quick(args, (unit.fn, *site.around()))
-        if key == site.key:
-            bound = site.bound
-        else:
-            if key not in site.found and len(site.found) < MANY:
-                site.found[key] = self._find(unit, name, params, leaves, paths, args, key)
-            elif key not in site.found:
-                self.cache.note(name, GIVEN_UP)
-            bound = site.bound = site.found.get(key)
+        inputs, key = _quick(args, unit.fn)
+        form = site.form
+        if key != site.key or not form.around.same():
+            form = site.form = self._form(site, key, unit, name, (params, leaves, paths, args))
             site.key = key
-        if bound is not None and bound.graph.waiting:
-            bound = site.bound = site.found[key] = self._proved(bound, paths, inputs)
-        if bound is None:
+        if form.bound is not None and form.bound.graph.waiting:
+            form.bound = self._proved(form, paths, inputs)
+        if form.bound is None:
             return False, None
-        return True, Call(bound, self.host, self.claim, name, index).run(inputs, self.anchored)
+        return True, Call(form.bound, self.host, self.claim, name, index).run(inputs, self.anchored)
 
-    def _proved(self, bound: Bound, paths: Sequence[str], inputs: Sequence[Tensor]) -> Bound | None:
+    def _form(self, site: Site, key: Key, unit: Unit, name: str, call: tuple[Any, ...]) -> Form:
+        for form in site.found.get(key, ()):
+            if form.around.holds():
+                return form
+        if site.count >= MANY:
+            self.cache.note(name, GIVEN_UP)
+            return Form(NOTHING)
+        site.count += 1
+        params, leaves, paths, args = call
+        around, found = self._graph(unit, name, params, leaves, paths, args, key)
+        self.cache.note(name, found)
+        bound = None
+        if not isinstance(found, str):
+            bound = Bound(found, leaves, [self.places[path] for path in paths], self.grads)
+            if found.source.fn is not unit.fn:
+                around = Surroundings(unit.fn, around.reads)  # an equal unit reads the like, of its own
+        site.found.setdefault(key, []).append(Form(around, bound))
+        return site.found[key][-1]
+
+    def _proved(self, form: Form, paths: Sequence[str], inputs: Sequence[Tensor]) -> Bound | None:
         """A graph that computes on these tensors what its unit does; None if it does not, and is never used again."""
+        bound = form.bound
+        assert bound is not None
         graph = bound.graph
         while graph.waiting and not graph.refused:
             found = difference(graph, graph.waiting[0], paths, bound.leaves, inputs)
+            if changed := form.around.changed():
+                found = f"its Python changes what it reads: {changed}"
+                form.around.forget()
             if found:
                 graph.refuse(found)
             else:
                 graph.waiting.pop(0)
         return None if graph.refused else bound
 
-    def _find(
-        self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any, key: Key
-    ) -> Bound | None:
-        found = self._graph(unit, name, params, leaves, paths, args, key)
-        self.cache.note(name, found)
-        if isinstance(found, str):
-            return None
-        return Bound(found, leaves, [self.places[path] for path in paths], self.grads)
-
     def _graph(
         self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any, key: Key
-    ) -> Graph | str:
-        if name in self.inner:
-            return "the program differentiates it itself, inside of the loss"
+    ) -> tuple[Surroundings, Graph | str]:
+        reason = self._reason(name, leaves, paths, args)
+        if reason:
+            return NOTHING, reason
         values, spec = tree.flatten(args)
-        if len(set(paths)) < len(paths) or any(x is leaf for x in values for leaf in leaves):
-            return "it is given a leaf twice, so that gradients would have to be added"
-        odd = [x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)]
-        if odd:
-            name = type(odd[0]).__name__
-            if isinstance(odd[0], Tensor) and any(lazy(odd[0])):
-                return "an argument is conjugated or negated lazily (call resolve_conj() or resolve_neg() on it)"
-            hint = " (call models of transformers with use_cache=False)" if name.endswith("Cache") else ""
-            return f"an argument is a {name}, neither a plain tensor nor a plain Python value{hint}"
         grad = torch.is_grad_enabled()
         metas = [meta_of(leaf) for leaf in leaves]
         shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]
@@ -227,10 +246,26 @@ class Graphs:
             policy=self.remat.of(name) if grad else None,
         )
         kind = getattr(unit.fn, "kind", None)
-        plain = tuple(x if isinstance(x, (Meta, Same)) else _exact(x) for x in source.values)
+        plain = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in source.values)
         code = kind() if kind is not None else unit.fn
         shapes = (source.params, spec, source.leaves, source.shared, plain)
-        return self.cache.graph((code, *key[0][1:], *shapes, source.policy, key[-1]), source)
+        return self.cache.graph((code, *shapes, source.policy, key[-1]), source)
+
+    def _reason(self, name: str, leaves: list[Tensor], paths: Sequence[str], args: Any) -> str:
+        """Why a call cannot be a graph, whatever its unit does; empty if it can."""
+        if name in self.inner:
+            return "the program differentiates it itself, inside of the loss"
+        values = tree.leaves(args)
+        if len(set(paths)) < len(paths) or any(x is leaf for x in values for leaf in leaves):
+            return "it is given a leaf twice, so that gradients would have to be added"
+        odd = next((x for x in values if not isinstance(x, PLAIN) and not _ordinary(x)), None)
+        if odd is None:
+            return ""
+        if isinstance(odd, Tensor) and any(lazy(odd)):
+            return "an argument is conjugated or negated lazily (call resolve_conj() or resolve_neg() on it)"
+        kind = type(odd).__name__
+        hint = " (call models of transformers with use_cache=False)" if kind.endswith("Cache") else ""
+        return f"an argument is a {kind}, neither a plain tensor nor a plain Python value{hint}"
 
 
 def _meta(x: Tensor, grad: bool) -> Meta:
@@ -258,7 +293,7 @@ def _ordinary(x: Any) -> bool:
     return not (x.is_conj() or x.is_neg())
 
 
-def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Key) -> tuple[Sequence[Tensor], Key]:
+def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Any) -> tuple[Sequence[Tensor], Key]:
     """The tensors among the arguments of a call, and all that its graph depends on."""
     flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None, *_settings())
     positional, keywords = args
@@ -273,43 +308,9 @@ def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Key) -> tuple
     values, spec = tree.flatten(args)
     values = _once(values)
     key = [
-        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if _ordinary(x) else _exact(x)
-        for x in values
+        (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if _ordinary(x) else exact(x) for x in values
     ]
     return [x for x in values if isinstance(x, Tensor)], (function, spec, *key, flags)
-
-
-def _exact(value: Any) -> Key:
-    """Equal for values that a program cannot tell apart; of a value that no graph takes, its type."""
-    if isinstance(value, Same):
-        return (Same, value.number)
-    if isinstance(value, float):
-        return (float, value, math.copysign(1.0, value))
-    return (type(value), value) if isinstance(value, PLAIN) else (type(value),)
-
-
-def surroundings(fn: Any) -> Callable[[], Key]:
-    """What a hand-written function reads of plain values outside of its arguments, at the time of the call.
-
-    Its closure and the globals that it names are looked at, not those of functions that it calls.
-    """
-    if not isinstance(fn, types.FunctionType) or hasattr(fn, "kind"):
-        return tuple
-    cells = [cell for cell in fn.__closure__ or () if _plain_cell(cell)]
-    space, names = fn.__globals__, [n for n in fn.__code__.co_names if isinstance(fn.__globals__.get(n), NUMBERS)]
-    if not cells and not names:
-        return tuple
-    return lambda: (
-        *[_exact(cell.cell_contents) if _plain_cell(cell) else None for cell in cells],
-        *[_exact(space.get(name)) for name in names],
-    )
-
-
-def _plain_cell(cell: types.CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, PLAIN)
-    except ValueError:  # nothing is in it yet
-        return False
 
 
 def _settings() -> Key:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard.runtime.graphs.emit import Code
 from fshard.runtime.graphs.partition import Halves, cut
-from fshard.runtime.graphs.trace import Joint, Result, Source, Tangents, Untraceable, inspect, trace
+from fshard.runtime.graphs.trace import Joint, Result, Source, Tangents, Untraceable, trace
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
 """Makes code of a graph: ``(graph, numbers of the leaves with gradients, names of what the forward saves)``."""
@@ -147,18 +147,18 @@ def generators_of(joint: Joint) -> tuple[torch.Generator, ...]:
     return tuple(dict.fromkeys(x for x in arguments if isinstance(x, torch.Generator)))
 
 
-def compile_graph(source: Source, compiler: Compiler, number: int) -> Graph:
+def compile_graph(source: Source, result: Result, compiler: Compiler, number: int) -> Graph:
     """Trace and compile a unit.
 
     Args:
         source: the call.
+        result: what it returns.
         compiler: makes the code.
         number: of this graph.
 
     Raises:
         Untraceable: it cannot be a graph.
     """
-    result = inspect(source)
     joint = trace(source, result, result.tangents)
     halves = cut(joint, source.policy)
     own = [i for i, leaf in enumerate(source.leaves) if i not in source.shared and leaf.requires_grad]

@@ -9,6 +9,7 @@ arrive, across units. A sum made inside of a unit would be another order, so the
 """
 
 import enum
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,15 @@ class Same:
     """Stands for an input that is the same tensor as one before: a unit may ask whether they are."""
 
     number: int
+
+
+def exact(value: Any) -> tuple[Any, ...]:
+    """Equal for values that a program cannot tell apart; of a value that no graph takes, its type."""
+    if isinstance(value, Same):
+        return (Same, value.number)
+    if isinstance(value, float):
+        return (float, value, math.copysign(1.0, value))
+    return (type(value), value) if isinstance(value, PLAIN) else (type(value),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +193,7 @@ def inspect(source: Source) -> Result:
         Untraceable: it cannot be a graph.
     """
     python = random.getstate()
-    with quiet(), FakeTensorMode() as mode, Strangers():
+    with quiet(), FakeTensorMode() as mode, Strangers():  # type: ignore[no-untyped-call]
         leaves = [leaf.fake() for leaf in source.leaves]
         inputs = [value.fake() for value in source.inputs]
         watched = [*leaves, *inputs]

@@ -1,0 +1,287 @@
+"""What a unit's Python reads beside its arguments: globals, closures, defaults, attributes of classes and of objects.
+
+A graph holds what these were when it was traced, so each call must see that they still are. The trace notes which code
+ran; a walk from the unit's function then finds every value that this code can name: globals by name, cells of closures,
+defaults, and attributes, of classes and of all objects reached, whose names occur in the code. Containers are compared
+with copies of them. What is found becomes one generated expression of identity tests, a few nanoseconds each. State
+that no name leads to (iterators, extensions written in C) is not seen; the comparison of a graph's first call sees it
+if it changes by then.
+"""
+
+import functools
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from fshard.model.unit import Unit
+from fshard.runtime.graphs.trace import PLAIN, Untraceable, exact
+
+MOST = 2000
+"""Values that a unit may reach, and that a container may hold; more cannot be compared at every call."""
+
+LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "fshard", "optree", "numpy", "sympy"))
+"""Whose globals and classes are taken to stay as they are."""
+
+MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of modules that are PyTorch's own. Nobody reaches the hooks of the private copy that ``split`` makes."""
+
+HOLDERS = frozenset(("types", "argparse", "enum", "collections", "builtins"))
+"""Modules of the standard library whose objects hold what the user puts into them."""
+
+CONTAINERS = (dict, list, set, deque)
+
+
+@dataclass
+class Reads:
+    """Which code ran in a trace.
+
+    Attributes:
+        codes: code, and the globals that it ran with.
+    """
+
+    codes: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names in code that can read attributes of the user's objects."""
+        own = [code for code, space in self.codes.items() if _users(space) or _module(space).startswith("torch.nn")]
+        return frozenset(name for code in own for name in code.co_names if not name.startswith("__"))
+
+
+@contextmanager
+def recorded(reads: Reads) -> Iterator[None]:
+    """Note which code runs."""
+    before = sys.getprofile()
+
+    def seen(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            reads.codes.setdefault(frame.f_code, frame.f_globals)
+
+    sys.setprofile(seen)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+class Surroundings:
+    """Values around a unit, as they were.
+
+    Args:
+        fn: the unit's function.
+        reads: the code that runs in its calls.
+
+    Attributes:
+        same: tells whether all are the very objects that they were.
+
+    Raises:
+        Untraceable: there are too many of them.
+    """
+
+    def __init__(self, fn: Any, reads: Reads) -> None:
+        self.reads = reads
+        walk = _Walk(reads)
+        walk.run(fn)
+        self.entries = walk.entries
+        self.space = walk.space
+        ours = list(self.entries.items())
+        terms = [f"{read} == v{n}" if kept else f"{read} is v{n}" for n, (read, (_, kept)) in enumerate(ours)]
+        text = f"def same():\n    try:\n        return {' and '.join(terms) or True}\n    except Exception:\n"
+        text += "        return False\n"
+        text += f"def now():\n    return [{', '.join(self.entries)}]\n"
+        exec(compile(text, "<surroundings of a unit>", "exec"), self.space)
+        self.same: Callable[[], bool] = self.space["same"]
+        self._note(self.space["now"]())
+
+    def _note(self, values: list[Any]) -> None:
+        for number, (value, (_, kept)) in enumerate(zip(values, self.entries.values(), strict=True)):
+            self.space[f"v{number}"] = value.copy() if kept else value
+
+    def holds(self) -> bool:
+        """Whether no program could tell the values from what they were; equal numbers may be other objects."""
+        if self.same():
+            return True
+        if self.changed():
+            return False
+        self._note(self.space["now"]())
+        return True
+
+    def forget(self) -> None:
+        """Hold from now on, whatever changes: for a unit that runs as it is."""
+        self.entries.clear()
+        self.same = lambda: True
+
+    def changed(self) -> str:
+        """What changed, in words; empty if nothing did."""
+        for number, (read, (label, kept)) in enumerate(self.entries.items()):
+            try:
+                now, then = eval(read, self.space), self.space[f"v{number}"]
+                alike = bool(now == then) if kept else now is then or _equal(now, then)
+            except Exception:  # it is gone, or holds what cannot be compared
+                alike = False
+            if not alike:
+                return label
+        return ""
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return isinstance(a, PLAIN) and isinstance(b, PLAIN) and exact(a) == exact(b)
+
+
+class _Walk:
+    """Collects expressions that read values, with what they read for people, and whether it is a container."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads = reads
+        self.entries: dict[str, tuple[str, bool]] = {}
+        self.space: dict[str, Any] = {}
+        self.spaces: dict[Any, Mapping[str, Any]] = {}
+        self.known: dict[int, str] = {}
+        self.stack: list[tuple[Any, str]] = []
+
+    def run(self, fn: Any) -> None:
+        for code, space in self.reads.codes.items():
+            for name in code.co_names if _users(space) else ():
+                if name in space:
+                    self.item(space, name, f"the global {name} of {_module(space)}")
+        if {"environ", "getenv"} & self.reads.names:
+            self.keep(os.environ._data, "the environment")  # type: ignore[attr-defined]
+        tables = getattr(fn, "tables", None)
+        for kind, table in tables() if tables is not None else ():
+            # Instances have attributes of their own, which start as these; the objects in them are shared.
+            self.visit(kind, kind.__name__)
+            for name in (self.reads.names & table.keys()) - MACHINERY:
+                self.visit(table[name], f"{kind.__name__}.{name}")
+            for hooks in [table.get("_forward_hooks"), table.get("_forward_pre_hooks")]:
+                for hook in (hooks or {}).values():
+                    self.visit(hook, f"a hook of {kind.__name__}")
+        if tables is None:
+            self.visit(fn, getattr(fn, "__name__", type(fn).__name__))
+        while self.stack:
+            self.inside(*self.stack.pop())
+            if len(self.known) > MOST or len(self.entries) > MOST:
+                raise Untraceable(f"its Python reaches more than {MOST} values outside of its arguments: pass fewer")
+
+    def name(self, thing: Any) -> str:
+        """The name of an object in the generated code."""
+        number = self.known.setdefault(id(thing), f"o{len(self.known)}")
+        self.space[number] = thing
+        return number
+
+    def visit(self, value: Any, label: str) -> None:
+        if not isinstance(value, (*PLAIN, Tensor)) and id(value) not in self.known:
+            self.name(value)
+            self.stack.append((value, label))
+
+    def item(self, entries: Mapping[str, Any], name: str, label: str) -> None:
+        """Surroundings what a dict holds under a name."""
+        if isinstance(entries[name], types.ModuleType) and _module(vars(entries[name])).partition(".")[0] in LIBRARIES:
+            return
+        self.entries[f"{self.name(entries)}[{name!r}]"] = label, False
+        self.visit(entries[name], label)
+
+    def read(self, thing: Any, attribute: str, label: str) -> None:
+        """Surroundings an attribute."""
+        self.entries[f"{self.name(thing)}.{attribute}"] = label, False
+        self.visit(getattr(thing, attribute.partition("(")[0]), label)
+
+    def keep(self, container: Any, label: str) -> None:
+        """Surroundings what a container holds."""
+        if len(container) > MOST:
+            raise Untraceable(
+                f"its Python reads {label}, which holds {len(container)} values: pass what it needs of it"
+            )
+        self.entries[self.name(container)] = label, True
+
+    def inside(self, value: Any, label: str) -> None:
+        """Find what can be read through a value."""
+        if isinstance(value, types.FunctionType):
+            self.function(value, label)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__, label)
+            self.visit(value.__func__, label)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.visit(part, label)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.visit(value.__func__, label)
+        elif isinstance(value, property):
+            self.visit(value.fget, label)
+        elif isinstance(value, ContextVar):
+            self.entries[f"{self.name(value)}.get(None)"] = label, False
+        elif isinstance(value, Unit):
+            self.visit(value.fn, label)
+        elif isinstance(value, (type, types.ModuleType)):
+            self.members(value)
+        elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
+            if isinstance(value, CONTAINERS):
+                self.keep(value, label)
+            for part in value.values() if isinstance(value, dict) else value:
+                self.visit(part, label)
+        else:
+            self.thing(value, label)
+
+    def function(self, value: types.FunctionType, label: str) -> None:
+        if value.__code__ not in self.reads.codes:
+            return
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # nothing is in it yet
+                continue
+            self.entries[f"{self.name(cell)}.cell_contents"] = f"{name}, over which {value.__name__} closes", False
+            self.visit(held, f"{name}, over which {value.__name__} closes")
+        for attribute in ("__defaults__", "__kwdefaults__"):
+            if getattr(value, attribute):
+                self.read(value, attribute, f"the defaults of {value.__name__}")
+
+    def members(self, value: Any) -> None:
+        kinds = value.__mro__ if isinstance(value, type) else (value,)
+        missing = set(self.reads.names)
+        for kind in kinds:
+            name = kind.__module__ if isinstance(kind, type) else kind.__name__
+            if name.partition(".")[0] in LIBRARIES:
+                continue
+            space = self.spaces.setdefault(kind, vars(kind))
+            for attribute in missing & space.keys():
+                self.item(space, attribute, f"{kind.__name__}.{attribute}")
+            missing -= space.keys()
+
+    def thing(self, value: Any, label: str) -> None:
+        kind = type(value)
+        if kind.__module__.partition(".")[0] in LIBRARIES and kind.__module__ not in HOLDERS:
+            if not isinstance(value, nn.Module):
+                return
+        table = getattr(value, "__dict__", None)
+        if isinstance(table, dict):
+            for name in self.reads.names & table.keys():
+                self.item(table, name, f"{label}.{name}")
+        for base in kind.__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in self.reads.names & set((slots,) if isinstance(slots, str) else slots):
+                if hasattr(value, name):
+                    self.read(value, name, f"{label}.{name}")
+        if isinstance(value, nn.Module):
+            for name in value._modules:
+                self.item(value._modules, name, f"{label}.{name}")
+        self.visit(type(value), type(value).__name__)
+
+
+def _module(space: Mapping[str, Any]) -> str:
+    return str(space.get("__name__", ""))
+
+
+def _users(space: Mapping[str, Any]) -> bool:
+    return _module(space).partition(".")[0] not in LIBRARIES
+
+
+NOTHING = Surroundings(None, Reads())
+"""No surroundings."""
