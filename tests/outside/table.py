@@ -6,7 +6,9 @@ python -m tests.outside.table S4D DETR  # some, printed only
 
 import logging
 import sys
+import textwrap
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 
 from tests.hf_runs import Outcome
@@ -46,7 +48,7 @@ def chosen(name: str) -> str:
 def cell(mode: str, result: Outcome | Refusal) -> str:
     """The cell of a run: a verdict, and behind a comma the largest difference of a loss or a parameter."""
     if isinstance(result, Refusal):
-        return f"refused: {result.error}".replace("|", "/")
+        return "refused: " + textwrap.shorten(result.error.replace("|", "/").rstrip(":"), 100, placeholder=" ...")
     if result.differences:
         return f"wrong: {result.differences[0]}"
     return f"{verdict(mode, result)}, {max(result.loss_gap, result.gap):.0e}"
@@ -54,7 +56,7 @@ def cell(mode: str, result: Outcome | Refusal) -> str:
 
 def verdict(mode: str, outcome: Outcome) -> str:
     """How a run went that gave the numbers of one process."""
-    said = graphs(outcome).split(";")[0] if "compile" in mode else "works"
+    said = graphs(replace(outcome, departures=[])).split(";")[0] if "compile" in mode else "works"
     said += "" if outcome.foreseen else "; the first step gathers on demand"
     return said + ("; values decide what runs, and steps leave their schedule" if outcome.departures else "")
 
