@@ -226,3 +226,9 @@ def test_what_cannot_be_traced_runs_eagerly_on_a_virtual_mesh() -> None:
         want, got = (mesh.run(_virtual, closing, compile) for compile in (None, "fx"))
     assert [loss for loss, _ in want] == [loss for loss, _ in got]
     assert all("reads a tensor of shape [6] that is no argument of it" in text for _, text in got)
+
+
+def test_gradients_of_leaves_may_have_other_strides() -> None:
+    unit = fs.unit(lambda p, x: torch.tanh(x @ p["w"].t() + p["b"].sum().expand(6)))
+    step, _, _ = trained(lambda params, x: unit(params["a"], x).mean(), params_of("a"), [rows(0), rows(1)], "fx")
+    assert step.units == "<lambda>(a): fx graph 0"
