@@ -235,3 +235,94 @@ def test_graphs_of_a_step_end_with_it_though_attributes_held_them() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        self.scale, self.terms = 1.0, [0.5]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.side(x)  # for those who listen
+        return self.scale * torch.tanh(self.drop(x)) + sum(self.terms)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(WIDTH, WIDTH), _Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.linear(x))
+
+
+class _Outer(nn.Module):
+    """Code outside of units that writes to modules inside of them at some levels, and may undo it."""
+
+    def __init__(self, write: str, undo: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.write, self.undo = write, undo
+
+    def forward(self, x: Tensor, level: float) -> Tensor:
+        kept: list[Tensor] = []
+        inner = [block.inner for block in self.blocks]
+        undone = [OUTSIDE[self.write](one, level, kept) for one in inner] if level else []
+        for block in self.blocks:
+            x = block(x)
+        for undo in undone if self.undo else ():
+            undo()
+        return x.square().mean() + sum(y.square().mean() for y in kept)
+
+
+def _hook(inner: _Inner, level: float, kept: list[Tensor]) -> Any:
+    handle = inner.side.register_forward_hook(lambda module, args, out: kept.append(level * out))
+    return handle.remove
+
+
+def _set(inner: nn.Module, name: str, level: float) -> Any:
+    before = getattr(inner, name, None)
+    setattr(inner, name, level)
+    return lambda: setattr(inner, name, before) if before is not None else delattr(inner, name)
+
+
+def _append(inner: _Inner, level: float, kept: list[Tensor]) -> Any:
+    inner.terms.append(level)
+    return inner.terms.pop
+
+
+OUTSIDE: dict[str, Any] = {
+    "hook": _hook,
+    "attribute": lambda inner, level, kept: _set(inner, "scale", level),
+    "attribute of a class of torch": lambda inner, level, kept: _set(inner.drop, "p", float(level > 0)),
+    "list": _append,
+}
+LEVELS = (0.0, 0.5, 0.25, 0.0, 0.75, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("compiled", [None, "fx"])
+@pytest.mark.parametrize("undo", [True, False])
+@pytest.mark.parametrize("write", OUTSIDE)
+def test_a_unit_sees_what_code_outside_writes_to_its_modules_in_any_call(write: str, undo: bool, compiled: Any) -> None:
+    root = _Outer(write, undo).double()
+    model = fs.split(root, "blocks.*")
+    mesh = fs.make_mesh((-1,), ("shard",))
+    plan = fs.make_plan(model, mesh, RULES, batch=fs.P("shard"))
+    opt = fs.optim.sgd(0.01)
+    state = fs.init_state(plan, opt, params=model.params)
+    step = fs.make_train_step(
+        lambda params, batch: model.apply(params, *batch), opt, plan, compile=compiled, debug=True
+    )
+    used = copy.deepcopy(root)
+    for i, level in enumerate(LEVELS):
+        state, metrics = step(state, (_x(i), level))
+        called = copy.deepcopy(root)
+        called.load_state_dict(used.state_dict())
+        loss = called(_x(i), level)
+        assert metrics.loss.item() == pytest.approx(loss.item(), abs=1e-12), f"call {i} at level {level}"
+        grads = torch.autograd.grad(loss, list(called.parameters()), allow_unused=True)
+        with torch.no_grad():
+            for leaf, grad in zip(used.parameters(), grads, strict=True):
+                leaf -= 0.01 * (torch.zeros_like(leaf) if grad is None else grad)

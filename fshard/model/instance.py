@@ -30,7 +30,6 @@ from fshard.model.writes import (
     unreturnable,
     version,
     written_in_place,
-    written_late,
 )
 
 
@@ -157,11 +156,7 @@ class Body:
 
     def _still(self, instance: Instance, glance: Glance) -> bool:
         """Whether a call left an instance as it was, of which that is to be expected."""
-        instance.calls += 1
-        if not glance.clean() or (not self.unit and not self._template.shared.clean()):
-            return False
-        # What hardly ever happens, such as a write to a module inside of a unit from outside, is looked for at times.
-        return bool(instance.calls & (instance.calls - 1)) or instance.surface.clean()
+        return glance.clean() and (bool(self.unit) or self._template.shared.clean())
 
     def _seen(self, instance: Instance, out: Any) -> Any:
         """The result of a call after which the instance may not be what it was."""
@@ -189,13 +184,10 @@ class Body:
         shared, surface = self._template.shared, instance.surface
         clean = shared.clean()
         shared.restore()
-        late = instance.held.calm and clean and instance.glance is not None and instance.glance.clean()
         if clean and instance.kept and surface.clean() and self._template.moved(instance) is None:
             self._calm(instance)
             return
         self._retire(instance)
-        if late and (writes := surface.writes()):
-            raise written_late(writes)
 
     def _calm(self, instance: Instance) -> None:
         if instance.kept:

@@ -40,16 +40,14 @@ class Instance:
         glance: a quick look at it, once a call has been seen to write nothing.
         kept: whether more calls are to come.
         busy: whether a call is under way.
-        calls: how many calls there were.
     """
 
-    __slots__ = ("busy", "calls", "glance", "held", "kept", "modules", "surface")
+    __slots__ = ("busy", "glance", "held", "kept", "modules", "surface")
 
     def __init__(self, held: Held, modules: Sequence[nn.Module], surface: Surface) -> None:
         self.held, self.modules, self.surface = held, modules, surface
         self.glance: Glance | None = None
         self.kept = self.busy = False
-        self.calls = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,17 +105,15 @@ class Template:
         ]
         self.views: Sequence[View] = views
         self.scene = Scene(views, sum(sizes))
-        below: dict[int, tuple[Sequence[int], Scene]] = {}
-        inside: set[int] = set()
+        below: dict[int, tuple[Sequence[int], Scene, Scene]] = {}
         for i, part in enumerate(self._parts):
             if part.shell is not None:
                 numbers = [self._number[id(module)] for module in self._originals[i].modules()]
                 unit = part.shell.views
                 seen = [replace(views[n], path=unit[k].path) for k, n in enumerate(numbers)]
-                below[i] = numbers, Scene(seen, sum(sizes[n] for n in numbers))
-                inside.update(numbers[1:])
+                most = sum(sizes[n] for n in numbers)
+                below[i] = numbers, Scene(seen, most), Scene(seen[1:], most - sizes[i])
         self._below = below
-        self._own = [i for i in range(len(views)) if i not in inside]
 
     def make(self, leaves: Sequence[Any]) -> Instance:
         """An instance that holds these tensors, and no buffers yet."""
@@ -140,18 +136,16 @@ class Template:
                     places[i].append((buffers, name))
             table["_apply"] = partial(convert_at, weakref.ref(module))
             object.__setattr__(module, "__dict__", table)
-        for i, (numbers, scene) in self._below.items():
-            self._hand_over(i, held, Below(held, [modules[n] for n in numbers], scene, self.flag, numbers), modules[i])
+        for i, (numbers, scene, rest) in self._below.items():
+            below = Below(held, [modules[n] for n in numbers], scene, rest, self.flag, numbers)
+            self._hand_over(i, held, below, modules[i])
         if any(part.referring for part in self._parts):
             held.more += self._redirect(modules, memo)
         return Instance(held, modules, Surface(self.scene, modules, self.flag, held.more))
 
     def glance(self, instance: Instance) -> Glance:
-        """A look at those modules of an instance that do not stand for parts of units."""
-        place = {number: i for i, number in enumerate(self._own)}
-        more = [(place[i], name, was) for i, name, was in instance.held.more if i in place]
-        views, modules = [self.views[i] for i in self._own], [instance.modules[i] for i in self._own]
-        return Glance(views, modules, self.flag, more)
+        """A quick look at all modules of an instance."""
+        return Glance(self.scene, instance.modules, self.flag, instance.held.more)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in attributes, which all instances share."""

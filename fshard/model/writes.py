@@ -280,10 +280,8 @@ class Surface:
 class Glance:
     """A look at modules that have been seen to be left alone, quick enough for every call.
 
-    What is replaced in a module of a class of torch's own, from outside of it, is seen by ``Surface`` alone.
-
     Args:
-        views: what is watched of each module.
+        scene: what lay in them.
         modules: the modules.
         flag: tells whether tables were written to.
         more: attributes that the instance has for itself.
@@ -292,17 +290,14 @@ class Glance:
     __slots__ = ("_flag", "_holding", "_kept", "_reads", "_size", "_sized")
 
     def __init__(
-        self, views: Sequence[View], modules: Sequence[nn.Module], flag: Flag, more: Sequence[tuple[int, str, Any]]
+        self, scene: Scene, modules: Sequence[nn.Module], flag: Flag, more: Sequence[tuple[int, str, Any]]
     ) -> None:
-        pairs = list(zip(views, modules, strict=True))
-        foreign = [(seen, module.__dict__) for seen, module in pairs if seen.names and not _torchs(type(module))]
-        self._flag = flag
-        self._reads = [(seen.read, entries) for seen, entries in foreign]
-        self._kept = [x for seen, _ in foreign for x in seen.kept]
-        self._holding = [(module.__dict__, name, was) for seen, module in pairs for name, was in seen.holding]
+        pairs = [(seen, module.__dict__) for seen, module in zip(scene.views, modules, strict=True)]
+        self._flag, self._kept, self._size = flag, scene.kept, scene.size
+        self._reads = [(seen.read, entries) for seen, entries in pairs if seen.names]
+        self._holding = [(entries, name, was) for seen, entries in pairs for name, was in seen.holding]
         self._holding += [(modules[i].__dict__, name, was) for i, name, was in more]
-        self._sized = [module.__dict__ for module in modules] + [module._buffers for module in modules]
-        self._size = sum(map(len, self._sized))
+        self._sized = [entries for _, entries in pairs] + [module._buffers for module in modules]
 
     def clean(self) -> bool:
         """Whether everything is as it was when this was made. A flag that was ever raised needs a closer look."""
@@ -315,10 +310,6 @@ class Glance:
             return not self._holding or all([matches(entries[name], was) for entries, name, was in self._holding])
         except KeyError:
             return False
-
-
-def _torchs(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.modules")
 
 
 def refuse(unit: str, writes: Mapping[str, Any], whole: bool = True) -> None:
@@ -355,14 +346,6 @@ def written_in_place(spots: Iterable[str]) -> UnitError:
     return UnitError(
         f"the call wrote in place to {', '.join(spots)}, a tensor that was there at fs.split and that all calls share: "
         f"set the attribute to a new tensor (self.x = self.x + y, not self.x += y), or register it as a buffer"
-    )
-
-
-def written_late(spots: Iterable[str]) -> UnitError:
-    """Attributes of modules inside of units that code outside of them sets, after calls that did not."""
-    return UnitError(
-        f"code outside of units set {', '.join(spots)}, inside of a unit, as no call before did, and the unit may not "
-        f"have seen it: nothing is kept of this call. Set the attribute in all calls, or pass the value to the unit"
     )
 
 
