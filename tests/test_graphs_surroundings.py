@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -191,3 +192,22 @@ def test_equal_numbers_in_other_objects_are_no_change() -> None:
 
     step, _, _ = trained(loss, params_of("a"), [rows(n) for n in range(3)], "fx")
     assert step.units == "<lambda>(a): fx graph 0"
+
+
+def test_a_table_that_makes_what_it_is_asked_for_is_not_asked() -> None:
+    class Making(OrderedDict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return super().__getitem__(key)()
+
+    table = Making(gain=nn.Tanh, other=nn.ReLU)
+    unit = fs.unit(lambda p, x: table["gain"](affine(p, x)))
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        OrderedDict.__setitem__(table, "gain", batch["kind"])
+        return unit(params["a"], batch["x"]).mean()
+
+    batches = [{"x": rows(n), "kind": kind} for n, kind in enumerate((nn.Tanh, nn.Tanh, nn.ReLU))]
+    step, losses, _ = trained(loss, params_of("a"), batches[:2], "fx")
+    assert step.units == "<lambda>(a): fx graph 0"
+    assert trained(loss, params_of("a"), batches, "fx")[1] == trained(loss, params_of("a"), batches, None)[1]
+    assert losses

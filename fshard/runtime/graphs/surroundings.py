@@ -103,7 +103,7 @@ class Surroundings:
 
     def _note(self, values: list[Any]) -> None:
         for number, (value, (_, kept)) in enumerate(zip(values, self.entries.values(), strict=True)):
-            self.space[f"v{number}"] = value.copy() if kept else value
+            self.space[f"v{number}"] = _copied(value) if kept else value
 
     def holds(self) -> bool:
         """Whether no program could tell the values from what they were; equal numbers may be other objects."""
@@ -130,6 +130,11 @@ class Surroundings:
             if not alike:
                 return label
         return ""
+
+
+def _copied(container: Any) -> Any:
+    """What a container holds. A dict whose class makes values when it is asked for them is not asked."""
+    return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -224,7 +229,7 @@ class _Walk:
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
             if isinstance(value, CONTAINERS):
                 self.keep(value, label)
-            for part in value.values() if isinstance(value, dict) else value:
+            for part in dict.values(value) if isinstance(value, dict) else value:
                 self.visit(part, label)
         else:
             self.thing(value, label)
