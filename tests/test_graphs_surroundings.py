@@ -1,6 +1,8 @@
 """What a unit's Python reads beside its arguments: graphs see that it changes between calls, wherever it is."""
 
+import cProfile
 import functools
+import gc
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -211,3 +213,28 @@ def test_a_table_that_makes_what_it_is_asked_for_is_not_asked() -> None:
     assert step.units == "<lambda>(a): fx graph 0"
     assert trained(loss, params_of("a"), batches, "fx")[1] == trained(loss, params_of("a"), batches, None)[1]
     assert losses
+
+
+def test_profilers_and_collections_go_on_while_units_are_traced() -> None:
+    seen: list[str] = []
+
+    def collected(phase: str, info: Any) -> None:
+        seen.append(phase)
+
+    unit = fs.unit(lambda p, x: affine(p, x) * len(phases()))
+    profile = cProfile.Profile()
+    gc.callbacks.append(collected)
+    try:
+        profile.enable()
+        step, _, _ = trained(lambda params, x: unit(params["a"], x).mean(), params_of("a"), [rows(0), rows(1)], "fx")
+        profile.disable()
+    finally:
+        gc.callbacks.remove(collected)
+    assert step.units == "<lambda>(a): fx graph 0" and gc.isenabled() and profile.getstats()
+
+
+def phases() -> list[int]:
+    """Makes enough garbage for the collector to run."""
+    for _ in range(2000):
+        [[] for _ in range(2)].append([])
+    return [1, 2]

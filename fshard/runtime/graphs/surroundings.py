@@ -9,6 +9,7 @@ if it changes by then.
 """
 
 import functools
+import gc
 import os
 import sys
 import types
@@ -58,18 +59,21 @@ class Reads:
 
 @contextmanager
 def recorded(reads: Reads) -> Iterator[None]:
-    """Note which code runs."""
-    before = sys.getprofile()
+    """Note which code runs: that of calls, and not what the garbage collector calls when it happens to run."""
+    before, collecting = sys.gettrace(), gc.isenabled()
 
     def seen(frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call":
             reads.codes.setdefault(frame.f_code, frame.f_globals)
 
-    sys.setprofile(seen)
+    gc.disable()
+    sys.settrace(seen)  # a profiler written in C could not be put back
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.settrace(before)
+        if collecting:
+            gc.enable()
 
 
 class Surroundings:
