@@ -149,7 +149,7 @@ def test_units_of_different_policies_do_not_share_a_graph() -> None:
     [
         ("some", "must be None, 'all', a policy"),
         ([("a", "some")], "'some' is no policy"),
-        ([("(", "all")], "no regular expression"),
+        ([("(", "all")], "not a regular expression"),
         ([("a",)], "must be None, 'all', a policy"),
         (3, "must be None, 'all', a policy"),
     ],
