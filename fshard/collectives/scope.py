@@ -104,9 +104,11 @@ def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
     Raises:
         AxisError: no mesh is in scope, or it has no such axis, or an axis is named twice.
     """
-    if not isinstance(axis, str | tuple):
+    if isinstance(axis, Mesh):
         raise AxisError(f"axis is {described(axis)}: give the name of a mesh axis; a mesh goes by name, mesh=")
     mesh, implicit = in_scope(axis, mesh)
+    if not isinstance(axis, str | tuple):
+        raise unknown_axis(axis, mesh.axis_names)
     axes = axis if isinstance(axis, tuple) else (axis,)
     for name in axes:
         if name not in mesh.axis_names:

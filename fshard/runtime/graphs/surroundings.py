@@ -100,10 +100,10 @@ class Surroundings:
         terms = [f"{read} == v{n}" if kept else f"{read} is v{n}" for n, (read, (_, kept)) in enumerate(ours)]
         text = f"def same():\n    try:\n        return {' and '.join(terms) or True}\n    except Exception:\n"
         text += "        return False\n"
-        text += f"def now():\n    return [{', '.join(self.entries)}]\n"
+        text += f"def read():\n    return [{', '.join(self.entries)}]\n"
         exec(compile(text, "<surroundings of a unit>", "exec"), self.space)
         self.same: Callable[[], bool] = self.space["same"]
-        self._note(self.space["now"]())
+        self._note(self.space["read"]())
 
     def _note(self, values: list[Any]) -> None:
         for number, (value, (_, kept)) in enumerate(zip(values, self.entries.values(), strict=True)):
@@ -115,7 +115,7 @@ class Surroundings:
             return True
         if self.changed():
             return False
-        self._note(self.space["now"]())
+        self._note(self.space["read"]())
         return True
 
     def forget(self) -> None:
