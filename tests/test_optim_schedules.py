@@ -99,7 +99,7 @@ BAD = [
             "betas[1] = -0.1: must lie in [0, 1)",
             "eps = 0.0: must lie in (0, inf)",
             "weight_decay = -0.1: must lie in [0, inf)",
-            "decay = '(': not a regular expression",
+            "decay: '(' is not a regular expression",
         ],
     ),
     (
