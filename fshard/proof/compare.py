@@ -125,7 +125,8 @@ class Comparison:
             old = {e.name: self._whole(e, where[e.name]) for e in before if e.name in names}
             new = {name: self._whole(after[name], where[name]) for name in names}
             want = {name: value.clone() for name, value in old.items()}
-            if (entry := grads.get(f"grad.{path}")) is not None:
+            entry = grads.get(f"grad.{path}")
+            if entry is not None and want[f"params.{path}"].numel():  # no rank holds state of an empty leaf
                 self._apply(path, want, whole_entry(plan.mesh, entry, where[entry.name]))
             for name in names:
                 far, _ = gap(new[name], want[name])

@@ -130,8 +130,6 @@ def draw(seed: int, number: int, real: float = 0.0) -> Case:
     through = rng.choice(["entries", "checkpoint"])
     opt = rng.choice(list(kinds))
     model = models.draw(rng)
-    if "empty" in model.kinds and opt in ("NAdam", "ASGD", "adafactor"):
-        opt = "sgd"  # numbers of a leaf without elements are on no rank
     return Case(number, model, opt, every, mean, clip, compute, through, rng.random() < real, legs)
 
 
