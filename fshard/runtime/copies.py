@@ -42,6 +42,11 @@ class Copy:
     exact: bool = True
     first: int = 0
 
+    @property
+    def loose(self) -> bool:
+        """Whether values may differ by rounding."""
+        return self.tensor.dtype.is_floating_point and not self.exact
+
 
 def bits(tensor: Tensor) -> int:
     """A hash of a tensor's bits, made where it lies: 64 bits that differ for any change of one element.
@@ -74,7 +79,7 @@ def unequal_copies(lane: Lane, copies: Sequence[Copy]) -> list[tuple[str, dict[i
 
     Args:
         lane: the control lane over the whole mesh.
-        copies: as many on all ranks, of the same names in the same order.
+        copies: those of this rank. Other ranks may have others, or none.
     """
     hashes = [bits(copy.tensor) for copy in copies]
     whole: dict[str, int] = {}
@@ -84,16 +89,18 @@ def unequal_copies(lane: Lane, copies: Sequence[Copy]) -> list[tuple[str, dict[i
     rows = [json.loads(row) for row in exchange_bytes(lane, json.dumps(whole).encode())]
     if not _apart(rows):
         return []
+    own = {copy.name: copy for copy in copies}
     pairs = zip(copies, hashes, strict=True)
-    said = {copy.name: [number, copy.holders, len(copy.tensor), copy.first] for copy, number in pairs}
+    said = {copy.name: [number, copy.holders, len(copy.tensor), copy.first, copy.loose] for copy, number in pairs}
     told = exchange_bytes(lane, zlib.compress(json.dumps(said).encode()))
     tables = [json.loads(zlib.decompress(row)) for row in told]
     out = []
-    for copy in copies:
-        parts = [table[copy.name] for table in tables]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        parts = [table[name] for table in tables if name in table]
         if _apart([{" ".join(map(str, holders)): number} for number, holders, *_ in parts]):
-            firsts = {tuple(holders): first for _, holders, _, first in parts}
-            out += _look(lane, copy, firsts, max(size for _, _, size, _ in parts))
+            firsts = {tuple(holders): first for _, holders, _, first, _ in parts}
+            size, loose = max(part[2] for part in parts), any(part[4] for part in parts)
+            out += _look(lane, name, own.get(name), firsts, size, loose)
             if len(out) >= MOST:
                 break
     return out
@@ -105,13 +112,15 @@ def _apart(rows: Sequence[Mapping[str, int]]) -> bool:
     return any(found.setdefault(key, number) != number for row in rows for key, number in row.items())
 
 
-def _look(lane: Lane, copy: Copy, firsts: Mapping[tuple[int, ...], int], size: int) -> list[tuple[str, dict[int, str]]]:
-    """The first element in which copies differ, among all ranks that hold the same part."""
-    loose = copy.tensor.dtype.is_floating_point and not copy.exact
-    real = copy.tensor.abs() if copy.tensor.is_complex() else copy.tensor
+def _look(
+    lane: Lane, name: str, copy: Copy | None, firsts: Mapping[tuple[int, ...], int], size: int, loose: bool
+) -> list[tuple[str, dict[int, str]]]:
+    """The first element in which copies differ, among all ranks that hold the same part. Ranks without one look on."""
+    held = copy.tensor.detach() if copy is not None else torch.empty(0)
+    real = held.abs() if held.is_complex() else held
     for begin in range(0, size, BLOCK):
         mine = torch.zeros(min(BLOCK, size - begin), dtype=torch.float64)
-        part = real[begin : begin + BLOCK].detach()
+        part = real[begin : begin + BLOCK]
         mine[: len(part)] = part.to("cpu", torch.float64)
         rows = exchange(lane, mine)
         for ranks, first in firsts.items():
@@ -121,5 +130,5 @@ def _look(lane: Lane, copy: Copy, firsts: Mapping[tuple[int, ...], int], size: i
                 near |= (some - some[0]).abs() <= RELATIVE * some.abs().max()
             if not near.all():
                 at = int((~near).any(0).nonzero()[0])
-                return [(f"{copy.name}, element {first + begin + at}", {r: f"{float(rows[r, at]):.9g}" for r in ranks})]
-    return [] if loose else [(copy.name, dict.fromkeys(next(iter(firsts)), "equal values of different bits"))]
+                return [(f"{name}, element {first + begin + at}", {r: f"{float(rows[r, at]):.9g}" for r in ranks})]
+    return [] if loose else [(name, dict.fromkeys(next(iter(firsts)), "equal values of different bits"))]

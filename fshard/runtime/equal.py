@@ -32,12 +32,13 @@ class Facts:
     Attributes:
         number: equal on two ranks if their items are.
         items: the items, asked for only if numbers differ.
-        copies: tensors of which other ranks hold copies, compared if numbers agree.
+        copies: gives the tensors of which other ranks hold copies, compared if numbers agree; None on all ranks where
+            they are not compared.
     """
 
     number: int = 0
     items: Callable[[], Tiers] = nothing
-    copies: Callable[[], Sequence[Copy]] = nothing
+    copies: Callable[[], Sequence[Copy]] | None = None
 
 
 def facts_of(*tiers: Mapping[str, str]) -> Facts:
@@ -72,8 +73,7 @@ def settle(lane: Lane, numbers: Sequence[int], facts: Facts, error: type[ShardEr
         rows = [json.loads(zlib.decompress(row)) for row in exchange_bytes(lane, said)]
         found = next(filter(None, (differences(tiers) for tiers in _by_tier(rows))), ["(what differs has no text)"])
         raise error(lines("ranks differ in what must be equal:", found, REMEDY))
-    copies = facts.copies()
-    unequal = unequal_copies(lane, copies) if copies else []
+    unequal = unequal_copies(lane, facts.copies()) if facts.copies is not None else []
     if unequal:
         told = [f"{name}: {by_rank(values)}" for name, values in unequal]
         raise error(lines("ranks differ in values of which each has a copy:", told, COPIES))

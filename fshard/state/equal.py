@@ -76,7 +76,7 @@ class Equal:
 
         fresh = made is not None
         exact = fresh and state.past.exact
-        return Facts(number, items, lambda: copies(state, exact) if fresh or self.always else ())
+        return Facts(number, items, (lambda: copies(state, exact)) if fresh or self.always else None)
 
 
 def optimizer_texts(opt: Any) -> Texts:
