@@ -1,5 +1,6 @@
 """The virtual mesh: the product on it gives the numbers of real ranks, and what cannot go on says so at once."""
 
+import contextlib
 import math
 import random
 import threading
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fshard as fs
 from fshard import collectives as c
@@ -199,3 +201,22 @@ def test_a_run_inside_of_a_run() -> None:
         return FOUR.rank, here, c.psum(1, "shard", mesh=FOUR)
 
     assert FOUR.run(nested) == [(rank, [2, 4], 4) for rank in range(4)]
+
+
+def test_each_rank_has_its_own_attention_kernels() -> None:
+    """A process has one set of these switches, and a context puts back what it found: ranks take turns inside of it."""
+    mesh = fs.virtual_mesh((3,), ("any",))
+
+    def plain() -> list[bool]:
+        seen = []
+        with fs.make_mesh((3,), ("any",)) as mine:
+            for _ in range(2):
+                with sdpa_kernel(SDPBackend.MATH) if mine.rank else contextlib.nullcontext():
+                    c.psum(torch.ones(1), "any", mesh=mine)
+                    seen.append(torch.backends.cuda.flash_sdp_enabled())
+                seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return seen
+
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert mesh.run(plain) == [[True] * 4, [False, True] * 2, [False, True] * 2]
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()

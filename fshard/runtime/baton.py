@@ -1,8 +1,8 @@
 """Ranks as threads of one process, of which one runs at a time.
 
 The thread that holds the *baton* runs until it must wait for other ranks; then it hands the baton on. So a run is
-deterministic, needs no locks, and knows at once when nobody can go on. Each rank has random generators of its own, as a
-process would.
+deterministic, needs no locks, and knows at once when nobody can go on. Each rank has random generators of its own, and
+its own choice of attention kernels, as a process would.
 """
 
 import contextvars
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.backends import cuda
 
 from fshard.errors import CommError, PeerError, lines
 from fshard.runtime.whereabouts import whereabouts
@@ -145,24 +146,42 @@ def playing() -> RankThread | None:
     return thread if isinstance(thread, RankThread) else None
 
 
+ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+)
+"""Which kernels attention may use, on any device: whether each is, and what says so."""
+
+
 @dataclass(frozen=True)
 class Randomness:
-    """The state of random generators."""
+    """The state of random generators, and of the other switches that a process has once: those of attention kernels.
+
+    ``torch.nn.attention.sdpa_kernel`` puts back what it found. Ranks that enter and leave it in turns would leave the
+    switches of one rank to all others.
+    """
 
     torch: Any
     python: Any
     numpy: Any
+    attention: tuple[bool, ...]
 
 
 def randomness() -> Randomness:
-    """The state of the random generators: PyTorch's, Python's, and numpy's if it is there."""
+    """The state of the random generators: PyTorch's, Python's, and numpy's if it is there; and of attention kernels."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
-    return Randomness(torch.get_rng_state(), random.getstate(), state)
+    kernels = tuple([enabled() for enabled, _ in ATTENTION])
+    return Randomness(torch.get_rng_state(), random.getstate(), state, kernels)
 
 
 def draw_from(state: Randomness) -> None:
-    """Set the random generators."""
+    """Set the random generators and the switches of attention kernels."""
+    for (enabled, enable), wanted in zip(ATTENTION, state.attention, strict=True):
+        if enabled() != wanted:
+            enable(wanted)
     torch.set_rng_state(state.torch)
     random.setstate(state.python)
     if state.numpy is not None:
