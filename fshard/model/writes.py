@@ -8,11 +8,14 @@ an argument of the unit (``Given``) where it is not what the module held when it
 """
 
 import enum
+import functools
+import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -166,6 +169,25 @@ class Scene:
         self.kept = [x for seen in views for x in seen.kept]
         self.holding = [(i, name, was) for i, seen in enumerate(views) for name, was in seen.holding]
 
+    @functools.cached_property
+    def comparison(self) -> CodeType:
+        """The source of ``same()``, which compares attribute by attribute: a loop would take three times as long."""
+        numbers = itertools.count()
+        terms = [f"m{i}[{name!r}] is x{next(numbers)}" for i, seen in enumerate(self.views) for name in seen.names]
+        return compile(f"def same():\n    return {' and '.join(terms) or True}\n", "<attributes of modules>", "exec")
+
+    def same(self, entries: Sequence[dict[str, Any]]) -> Callable[[], bool]:
+        """Tells whether modules with these dicts hold what lay there, containers left out.
+
+        Raises:
+            KeyError: when it is called, for an attribute that is gone.
+        """
+        space: dict[str, Any] = {f"m{i}": table for i, table in enumerate(entries)}
+        space |= {f"x{i}": value for i, value in enumerate(self.kept)}
+        exec(self.comparison, space)
+        same: Callable[[], bool] = space["same"]
+        return same
+
 
 class Surface:
     """What calls may write of the modules of an instance.
@@ -287,14 +309,14 @@ class Glance:
         more: attributes that the instance has for itself.
     """
 
-    __slots__ = ("_flag", "_holding", "_kept", "_reads", "_size", "_sized")
+    __slots__ = ("_flag", "_holding", "_same", "_size", "_sized")
 
     def __init__(
         self, scene: Scene, modules: Sequence[nn.Module], flag: Flag, more: Sequence[tuple[int, str, Any]]
     ) -> None:
         pairs = [(seen, module.__dict__) for seen, module in zip(scene.views, modules, strict=True)]
-        self._flag, self._kept, self._size = flag, scene.kept, scene.size
-        self._reads = [(seen.read, entries) for seen, entries in pairs if seen.names]
+        self._flag, self._size = flag, scene.size
+        self._same = scene.same([entries for _, entries in pairs])
         self._holding = [(entries, name, was) for seen, entries in pairs for name, was in seen.holding]
         self._holding += [(modules[i].__dict__, name, was) for i, name, was in more]
         self._sized = [entries for _, entries in pairs] + [module._buffers for module in modules]
@@ -304,10 +326,9 @@ class Glance:
         if self._flag.raised or sum(map(len, self._sized)) != self._size:
             return False
         try:
-            found = chain.from_iterable([read(entries) for read, entries in self._reads])
-            if not all(map(operator.is_, found, self._kept)):
-                return False
-            return not self._holding or all([matches(entries[name], was) for entries, name, was in self._holding])
+            return self._same() and (
+                not self._holding or all([matches(x[name], was) for x, name, was in self._holding])
+            )
         except KeyError:
             return False
 
