@@ -65,7 +65,7 @@ def _held(f: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _globals(code: CodeType) -> tuple[str, ...]:
-    """The globals that a function reads; its names of attributes are none."""
+    """The globals that a function reads, without the attributes that it names."""
     return tuple({str(one.argval): None for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"})
 
 

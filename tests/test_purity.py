@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import tree
 from fshard.errors import UnitError
+from fshard.model.writes import Flag, tables
 from tests.impure import WIDTH, Root
 from tests.workers import Pools
 
@@ -291,6 +293,17 @@ def _set(inner: nn.Module, name: str, level: float) -> Any:
 def _append(inner: _Inner, level: float, kept: list[Tensor]) -> Any:
     inner.terms.append(level)
     return inner.terms.pop
+
+
+@pytest.mark.parametrize("base", [OrderedDict, dict])
+@pytest.mark.parametrize("write", ["x.clear()", "x.pop(1)", "x.popitem()", "x.setdefault(2, 3)", "x.update({2: 3})"])
+def test_tables_of_modules_tell_every_way_of_writing(base: type, write: str) -> None:
+    flag = Flag()
+    made = next(kind for kind in tables(flag) if issubclass(kind, OrderedDict) is (base is OrderedDict))()
+    base.__setitem__(made, 1, 2)
+    assert not flag.raised
+    exec(write, {"x": made})
+    assert flag.raised
 
 
 OUTSIDE: dict[str, Any] = {

@@ -85,32 +85,24 @@ class Flag:
         self.raised = False
 
 
+WRITES = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
+"""The methods of dicts that write."""
+
+
 def tables(flag: Flag) -> tuple[type[OrderedDict[Any, Any]], type[dict[Any, Any]]]:
     """Kinds of dicts that raise a flag when they are written to: for hooks, and for parts of modules."""
 
-    class Hooks(OrderedDict[Any, Any]):
-        __slots__ = ()
-
-        def __setitem__(self, key: Any, value: Any) -> None:
+    def raising(write: Callable[..., Any]) -> Callable[..., Any]:
+        def raised(self: Any, *args: Any, **kwargs: Any) -> Any:
             flag.raised = True
-            super().__setitem__(key, value)
+            return write(self, *args, **kwargs)
 
-        def __delitem__(self, key: Any) -> None:
-            flag.raised = True
-            super().__delitem__(key)
+        return raised
 
-    class Parts(dict[Any, Any]):
-        __slots__ = ()
+    def watched(base: type[Any]) -> type[Any]:
+        return type(base.__name__, (base,), {"__slots__": ()} | {name: raising(getattr(base, name)) for name in WRITES})
 
-        def __setitem__(self, key: Any, value: Any) -> None:
-            flag.raised = True
-            super().__setitem__(key, value)
-
-        def __delitem__(self, key: Any) -> None:
-            flag.raised = True
-            super().__delitem__(key)
-
-    return Hooks, Parts
+    return watched(OrderedDict), watched(dict)
 
 
 @dataclass(frozen=True, slots=True)

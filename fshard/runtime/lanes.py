@@ -38,7 +38,7 @@ class Lanes:
         self.opened = True
 
     def senders(self) -> "Senders":
-        """Over which each group of which ranks update but a part is made whole again, by group id."""
+        """The communicators that all-gather partially updated groups, by group id."""
         cut = {g.id: g.opt_axes for g in self.plan.groups if g.opt_parts > 1 and g.trainable}
         return Senders(self.spread, cut)
 
