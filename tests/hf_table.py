@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.hf_models import CASES
@@ -73,25 +74,25 @@ def _last(error: Exception) -> str:
     return lines[-1].strip()[:160].replace("|", "/") if lines else str(error)[:160]
 
 
-def main() -> None:
-    """Write the table."""
-    cli = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+def make_table(about: str | None, names: Iterable[str], row: Callable[[str, Pool], str], begin: str, head: str) -> None:
+    """Run the models that the command line names and print their lines; without any, run all and write the page."""
+    cli = ArgumentParser(description=about, formatter_class=ArgumentDefaultsHelpFormatter)
     cli.add_argument("names", nargs="*", help="models; without any, all are run and the page is written")
     cli.add_argument("--ranks", type=int, default=2, help="gloo processes")
     args = cli.parse_args()
     logging.disable()
     pool, made = Pool(args.ranks), []
     try:
-        for name in args.names or CASES:
+        for name in args.names or names:
             made.append(row(name, pool))
             print(made[-1], file=sys.stderr, flush=True)
     finally:
         pool.close()
     if not args.names:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
+        before, _, rest = PAGE.read_text().partition(begin)
         _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n{HEAD}{''.join(line + chr(10) for line in made)}{END}{after}")
+        PAGE.write_text(f"{before}{begin}\n{head}{''.join(line + chr(10) for line in made)}{END}{after}")
 
 
 if __name__ == "__main__":
-    main()
+    make_table(__doc__, CASES, row, BEGIN, HEAD)

@@ -4,20 +4,15 @@ python -m tests.outside.table           # all of them, on two ranks
 python -m tests.outside.table S4D DETR  # some, printed only
 """
 
-import logging
-import sys
 import textwrap
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from dataclasses import replace
-from pathlib import Path
 
 from tests.hf_runs import Outcome
-from tests.hf_table import graphs
+from tests.hf_table import END, PAGE, graphs, make_table
 from tests.outside.runs import CASES, MODES, Refusal, attempt
 from tests.workers import Pool, WorkerError
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- begin: python -m tests.outside.table -->", "<!-- end -->"
+BEGIN = "<!-- begin: python -m tests.outside.table -->"
 HEAD = f"| model | class | units | {' | '.join(MODES)} |\n|---|---|---|{'---|' * len(MODES)}\n"
 
 
@@ -61,25 +56,5 @@ def verdict(mode: str, outcome: Outcome) -> str:
     return said + ("; values decide what runs, and steps leave their schedule" if outcome.departures else "")
 
 
-def main() -> None:
-    """Write the table."""
-    cli = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
-    cli.add_argument("names", nargs="*", help="models; without any, all are run and the page is written")
-    cli.add_argument("--ranks", type=int, default=2, help="gloo processes")
-    args = cli.parse_args()
-    logging.disable()
-    pool, made = Pool(args.ranks), []
-    try:
-        for name in args.names or CASES:
-            made.append(row(name, pool))
-            print(made[-1], file=sys.stderr, flush=True)
-    finally:
-        pool.close()
-    if not args.names:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n{HEAD}{''.join(line + chr(10) for line in made)}{END}{after}")
-
-
 if __name__ == "__main__":
-    main()
+    make_table(__doc__, CASES, row, BEGIN, HEAD)
