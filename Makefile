@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train bench test parity fuzz faults hostile lint format clean
+.PHONY: help map train bench test parity fuzz faults hostile lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the ta
 
 hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of memory and time.
 	$(BIN)/python -m tests.hostile --cases 10000 $(ARGS)
+
+map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--against OTHER_CHECKOUT" beside another.
+	$(BIN)/python -m tests.map $(ARGS)
 
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check --quiet .
