@@ -38,7 +38,7 @@ faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the ta
 	$(BIN)/python -m tests.faults.matrix --write docs/reliability.md $(ARGS)
 
 hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of memory and time.
-	$(BIN)/python -m tests.hostile --cases 10000 $(ARGS)
+	$(BIN)/python -m tests.security.hostile --cases 10000 $(ARGS)
 
 map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--against OTHER_CHECKOUT" beside another.
 	$(BIN)/python -m tests.map $(ARGS)

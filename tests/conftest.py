@@ -10,7 +10,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.workers import Pools  # noqa: E402
+from tests.shared.workers import Pools  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:

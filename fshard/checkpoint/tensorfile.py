@@ -2,7 +2,7 @@
 
 Headers are read here, and not by the safetensors library, since a checkpoint is written and verified chunk by chunk as
 its bytes pass, and since an error must name the path and the number that is wrong. What is written here is read by that
-library, and the other way round (``tests/test_checkpoint_format.py``).
+library, and the other way round (``tests/checkpoint/test_format.py``).
 """
 
 import json

@@ -6,8 +6,8 @@ The ``jvp`` of a custom ``torch.autograd.Function`` has the same fault under a s
 a wrong forward derivative, or none. They are computed in other operators (``formulas``), or with forward derivatives
 that are taken by two reverse ones, which are right: the pullback of a pullback is the pushforward.
 
-``tests/test_derivatives.py`` compares operators in every order of derivatives with reverse over reverse, and tells
-which ones belong in the table below.
+``tests/model/test_derivatives.py`` compares operators in every order of derivatives with reverse over reverse, and
+tells which ones belong in the table below.
 """
 
 from collections.abc import Callable, Mapping

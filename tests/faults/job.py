@@ -20,7 +20,7 @@ import torch
 
 import fshard as fs
 from tests.faults.program import Fault, batch, make_loss, snapshot, start
-from tests.workers import PRELOAD
+from tests.shared.workers import PRELOAD
 
 TIMEOUT = 40.0
 """Seconds that ranks wait for each other."""

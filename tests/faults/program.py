@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import tree
-from tests.bad import weights
+from tests.shared.bad import weights
 
 ROWS = 4
 """Rows of a rank's batch."""

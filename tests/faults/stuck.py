@@ -28,7 +28,7 @@ import torch
 import fshard as fs
 from benchmarks.lab import DEVICE, Lab, obstacle
 from tests.faults.program import Fault, batch, make_loss, start
-from tests.workers import PRELOAD
+from tests.shared.workers import PRELOAD
 
 TIMEOUT, GRACE = 5.0, 5.0
 """Seconds that ranks wait for each other, and how much later their errors may come."""

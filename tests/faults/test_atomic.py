@@ -9,7 +9,7 @@ import pytest
 
 import fshard as fs
 from tests.faults.program import KINDS, PHASES, Fault, batch, differing, make_loss, snapshot, start
-from tests.workers import Pools
+from tests.shared.workers import Pools
 
 TIMEOUT = 25.0
 """Seconds that ranks wait for each other. Nobody has to."""

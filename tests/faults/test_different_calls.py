@@ -13,8 +13,8 @@ import torch
 
 import fshard as fs
 from fshard import collectives as fc
-from tests.bad import Raised, attempt, place, rule, weights
-from tests.workers import Pool, Pools
+from tests.shared.bad import Raised, attempt, place, rule, weights
+from tests.shared.workers import Pool, Pools
 
 TIMEOUT, LONG = 2.0, 30.0
 """Seconds that ranks wait where no message can tell them, and where one does."""

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from tests.bad import Raised, attempt, weights
 from tests.faults.program import Fault, batch, make_loss, start
-from tests.workers import Pool, Pools, WorkerError
+from tests.shared.bad import Raised, attempt, weights
+from tests.shared.workers import Pool, Pools, WorkerError
 
 TIMEOUT, LONG = 3.0, 25.0
 """Seconds that ranks wait for one that hangs; and for others, which are found out at once."""

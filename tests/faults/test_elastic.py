@@ -15,9 +15,9 @@ import torch
 
 import fshard as fs
 from fshard import tree
-from tests.bad import attempt
 from tests.faults.program import Fault, batch, make_loss, start
-from tests.workers import Pools
+from tests.shared.bad import attempt
+from tests.shared.workers import Pools
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.runtime.comm import exchange_text
 from tests.faults.program import Fault, batch, differing, make_loss, snapshot, start
 from tests.faults.test_atomic import STYLES, interruptible
-from tests.workers import Pools
+from tests.shared.workers import Pools
 
 
 class Press:

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import tree
 from fshard.runtime.attempt import starved
 from tests.faults.program import differing
-from tests.workers import Pools
+from tests.shared.workers import Pools
 
 SIDE = 1024
 """Of three square matrices, 4 MB each."""

@@ -9,9 +9,9 @@ import torch
 
 import fshard as fs
 from fshard.collectives import psum
-from tests.bad import Raised, attempt
 from tests.faults.program import Fault, batch, make_loss, start
-from tests.workers import Pool, Pools
+from tests.shared.bad import Raised, attempt
+from tests.shared.workers import Pool, Pools
 
 LONG = 25.0
 """Seconds that ranks wait. Nobody has to."""

@@ -10,7 +10,7 @@ import torch
 
 from tests.fuzz.draw import draw
 from tests.fuzz.run import check
-from tests.workers import Pools
+from tests.shared.workers import Pools
 
 
 def main() -> int:

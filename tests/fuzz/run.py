@@ -16,8 +16,8 @@ from fshard.state.entries import assemble, entries, scalars
 from fshard.state.init import take
 from tests.fuzz import models
 from tests.fuzz.draw import ROWS, WHOLE, Case, Leg, spec
-from tests.plain import Plain, difference
-from tests.workers import Pools
+from tests.shared.plain import Plain, difference
+from tests.shared.workers import Pools
 
 TIGHT, LOOSE = 1e-9, 2e-3
 

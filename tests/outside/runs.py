@@ -10,12 +10,12 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import tree
 from fshard.errors import ShardError
-from tests.hf_runs import RATE, STEPS, Outcome, foreseen
 from tests.outside.case import Batch, Outside
 from tests.outside.hf_language import LANGUAGE
+from tests.outside.hf_runs import RATE, STEPS, Outcome, foreseen
 from tests.outside.hf_senses import SENSES
 from tests.outside.own import OWN
-from tests.zoo import cut
+from tests.shared.zoo import cut
 
 CASES: dict[str, Outside] = LANGUAGE | SENSES | OWN
 MODES: dict[str, dict[str, Any]] = {

@@ -7,10 +7,10 @@ python -m tests.outside.table S4D DETR  # some, printed only
 import textwrap
 from dataclasses import replace
 
-from tests.hf_runs import Outcome
-from tests.hf_table import END, PAGE, graphs, make_table
+from tests.outside.hf_runs import Outcome
+from tests.outside.hf_table import END, PAGE, graphs, make_table
 from tests.outside.runs import CASES, MODES, Refusal, attempt
-from tests.workers import Pool, WorkerError
+from tests.shared.workers import Pool, WorkerError
 
 BEGIN = "<!-- begin: python -m tests.outside.table -->"
 HEAD = f"| model | class | units | {' | '.join(MODES)} |\n|---|---|---|{'---|' * len(MODES)}\n"

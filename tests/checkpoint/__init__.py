@@ -1,0 +1,1 @@
+"""Train states on disk, and the ``fshard`` command."""

@@ -1,0 +1,1 @@
+"""Communication between processes, and the pools of processes that tests use."""

@@ -1,0 +1,48 @@
+"""A share of the generated runs, and that the comparison would tell a wrong one."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P
+from tests.fuzz import run
+from tests.fuzz.draw import draw
+from tests.shared.workers import Pools
+
+CASES = 12
+
+
+@pytest.mark.filterwarnings("ignore:.*left their schedule")
+def test_generated_runs_are_those_of_one_process(pool: Pools) -> None:
+    verdicts = {number: run.check(draw(7, number, real=0.1), pool) for number in range(CASES)}
+    wrong = {number: verdict.why for number, verdict in verdicts.items() if verdict.kind == "wrong"}
+    assert not wrong, f"python -m tests.fuzz --seed 7 --real 0.1 --case {next(iter(wrong))}"
+    assert sum(verdict.kind == "refused" for verdict in verdicts.values()) <= CASES / 3
+
+
+def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
+    assert draw(3, 5) == draw(3, 5) != draw(3, 6) != draw(4, 6)
+
+
+def test_the_comparison_tells_a_run_that_trains_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(c for c in (draw(7, n) for n in range(CASES)) if run.check(c).kind == "right" and c.every == 1)
+    plain = run.plain(dataclasses.replace(case, mean=not case.mean, opt="sgd" if case.opt != "sgd" else "adamw"))
+    monkeypatch.setattr(run, "plain", lambda case: plain)
+    assert run.check(case).kind == "wrong"
+
+
+def test_copies_along_a_model_axis_are_compared_where_ranks_update_parts() -> None:
+    def train() -> Any:
+        with fs.make_mesh((2, 2), ("data", "model")) as mesh:
+            params = {"w": torch.ones(7, 3), "b": torch.ones(1)}
+            plan = fs.make_plan(params, mesh, [fs.Rule(r".*", P(), opt=fs.fsdp("data"))], batch=P("data"))
+            opt = fs.optim.sgd(0.1)
+            step = fs.make_train_step(lambda p, x: (x @ p["w"] + p["b"]).square().mean(), opt, plan, debug=True)
+            state, _ = step(fs.init_state(plan, opt, params=params), torch.ones(2, 7))
+            return state.params["w"]
+
+    results = fs.virtual_mesh((4,), ("any",)).run(train)
+    assert all(torch.equal(result, results[0]) for result in results) and not torch.equal(results[0], torch.ones(7, 3))

@@ -1,0 +1,1 @@
+"""Units that run as graphs."""

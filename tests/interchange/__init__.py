@@ -1,0 +1,1 @@
+"""Formats of others, in and out."""

@@ -1,0 +1,1 @@
+"""What users get wrong, and what they are told."""

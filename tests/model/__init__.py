@@ -1,0 +1,1 @@
+"""Modules as trees and pure functions, units, initial values and random numbers."""

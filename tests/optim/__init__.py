@@ -1,0 +1,1 @@
+"""Optimizers, their schedules and states, and LoRA."""

@@ -1,0 +1,1 @@
+"""Tensor, sequence, expert and context parallelism."""

@@ -1,0 +1,1 @@
+"""The project as a whole: layering, public names, docs, examples and benchmarks."""

@@ -1,0 +1,213 @@
+"""What the benchmarks compute with their numbers, and that the peers in other runtimes train the same model."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("lab", "model", "common", "report", "turns", "peers", "jax_fsdp", "balance", "hsdp", "gpu", "pictures")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The modules of the folder, which is no package: its files are scripts."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        names = [name for name in NAMES if (FOLDER / f"{name}.py").exists()]
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in {name for name in set(sys.modules) - before if (FOLDER / f"{name}.py").exists()}:
+            del sys.modules[name]
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_each_round(bench: Any) -> None:
+    # The machine is ten times slower in the last round: a ratio of medians or of sums would show it.
+    row = bench.common.ratio("a / b", "wall", [1.0, 2.0, 30.0], [2.0, 4.0, 30.0], target=0.5)
+    assert row.value == 0.5 and not row.short and row.verdict == "ok"
+    assert row.low == 0.5 and row.high == 1.0
+
+
+def test_a_missed_target_says_by_how_much(bench: Any) -> None:
+    row = bench.common.Row("a / b", "wall", 0.75, target=0.6)
+    assert row.short and row.verdict == "+25%"
+    assert bench.common.Row("a", "wall", float("nan"), target=0.6).short
+    assert bench.common.Row("a", "wall", 3.0).verdict == ""
+
+
+@pytest.mark.parametrize(("flags", "status"), [(["--strict"], 1), ([], 0)])
+def test_only_strict_runs_fail_on_a_shortfall(
+    bench: Any, flags: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--results", str(tmp_path), *flags])
+    report = bench.common.Report("thing", "A claim.", {"ranks": 2})
+    report.rows = [bench.common.Row("a", "wall", 2.0, target=1.0)]
+    assert report.finish(bench.common.arguments("A claim.")) == status
+    written = json.loads((tmp_path / "thing.json").read_text())
+    assert written["rows"][0]["verdict"] == "+100%"
+    assert {"commit", "torch", "device", "load", "load_after"} <= written["environment"].keys()
+    report.rows = [bench.common.Row("a", "s", 2.0, target=1.0, strict=False)]
+    assert report.finish(bench.common.arguments("A claim.")) == 0, "an absolute time is not judged"
+
+
+def test_the_page_holds_what_was_measured(bench: Any, tmp_path: Path) -> None:
+    report = bench.common.Report("thing", "A claim.", {}, notes=["a note"])
+    report.rows = [bench.common.ratio("a / b", "wall", [1.0], [2.0], 0.4), bench.common.Row("bytes", "MiB", 3.0)]
+    report.environment["load_after"] = [0.0, 0.0]
+    report.finish(SimpleNamespace(quick=False, strict=False, results=tmp_path))
+    text = "\n".join(bench.report.section(json.loads((tmp_path / "thing.json").read_text())))
+    assert "| a / b | wall | **0.500** | 0.500 .. 0.500 | ≤ 0.4 | +25% |" in text
+    assert "| bytes | MiB | 3.000 |  |  |  |" in text and text.rstrip().endswith("a note")
+
+
+def test_a_peer_that_is_not_there_leaves_a_note(bench: Any) -> None:
+    notes: list[str] = []
+    assert bench.peers.select(["eager", "nosuch"], notes) == ["eager"]
+    assert len(notes) == 1 and notes[0].startswith("nosuch: skipped: there is no such peer; known: eager, ")
+
+
+def test_a_process_that_dies_ends_the_turns(bench: Any) -> None:
+    dies = [sys.executable, "-c", "input(); raise SystemExit(3)"]
+    with (
+        pytest.raises(SystemExit, match="family: no answer to 'step a 1'"),
+        bench.turns.Family("family", [dies], {}) as f,
+    ):
+        f.ask("step a 1")
+    assert [process.poll() for process in f.processes] == [3]
+
+
+def test_a_process_that_is_silent_ends_the_turns(bench: Any) -> None:
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(SystemExit, match="no answer"), bench.turns.Family("family", [sleeps], {}, timeout=0.2) as f:
+        f.ask("step a 1")
+    assert f.processes[0].poll() is not None
+
+
+@pytest.mark.parametrize("form", ["jax", pytest.param("jax scan", marks=pytest.mark.slow)])
+def test_jax_trains_the_same_model(bench: Any, form: str, tmp_path: Path) -> None:
+    if bench.jax_fsdp.obstacle():
+        pytest.skip("JAX is not installed")
+    size = bench.model.Size(depth=2, width=32, heads=2, tokens=8, batch=2, vocabulary=16)
+    bench.jax_fsdp.write_data(tmp_path / "data.npz", size, ranks=1, numbers=4)
+    plain, ours = bench.peers.Torch(bench.model.make(size)), []
+    for number in range(4):
+        plain.step(bench.model.rows(size, number))
+        ours.append(float(plain.loss))
+    command = bench.jax_fsdp.jax_command(tmp_path / "data.npz", size, bench.jax_fsdp.FORMS[form])
+    with bench.turns.Family(form, [command], bench.jax_fsdp.JAX, timeout=150) as family:
+        theirs = [family.step(form, number)["loss"] for number in range(4)]
+    assert theirs == pytest.approx(ours, rel=1e-5)
+
+
+def test_gaps_are_what_no_kernel_covers(bench: Any) -> None:
+    # Two that overlap, one inside of another, a gap of 3, one that comes out of order.
+    assert bench.gpu.exposed([(0, 4), (2, 6), (3, 5), (11, 12), (9, 11)]) == (12, 3)
+    assert bench.gpu.exposed([]) == (0, 0)
+
+
+def test_balance_divides_by_the_longer_of_the_two(bench: Any) -> None:
+    samples = {"full": [1.1, 2.2, 1.1], "compute": [1.0, 2.0, 1.0], "wire": [0.5, 1.0, 3.0]}
+    first, second, *_ = bench.balance.describe("x", samples, least=0.25)
+    assert "compute" in first.case and first.value == pytest.approx(1.1) and first.target == 1.1
+    assert second.value == pytest.approx(1.1 / 1.5)
+
+
+def test_a_mute_lane_leaves_no_uninitialized_memory(bench: Any) -> None:
+    lane = bench.balance.MuteLane(2, control=False)
+    out = torch.full((4,), float("nan"))
+    lane.all_gather(out, torch.tensor([1.0, 2.0])).wait()
+    assert out.tolist() == [1, 2, 1, 2]
+    lane.all_gather(out, torch.tensor([3.0, 4.0])).wait()
+    assert out.tolist() == [1, 2, 1, 2], "later gathers move nothing"
+
+
+def test_the_page_counts_what_is_missed_and_says_what_was_not_measured(bench: Any) -> None:
+    rows = [vars(bench.common.Row(f"case {i}", "wall", 0.5 + i, target=1.0)) for i in range(3)]
+    around = {"date": "", "commit": "", "changed": False, "torch": "", "python": "", "cores": 1, "processor": ""}
+    content = {"name": "wire", "claim": "Claim.", "rows": rows, "notes": []}
+    found = {"wire": {**content, "environment": {**around, "load": [0], "load_after": [0]}}}
+    text = bench.report.page(f"before\n{bench.report.BEGIN}\nold\n{bench.report.END}\nafter\n", found)
+    assert "**1 of 3 targets are met.**" in text and "| `wire.py` | case 2 | wall | 2.500 | ≤ 1 | +150% |" in text
+    assert "### gpu.py\n\nNot measured yet." in text and "old" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert bench.report.page(text, found) == text, "written twice, it is the same"
+
+
+def test_pictures_show_the_ratios_to_fsdp2(bench: Any, tmp_path: Path) -> None:
+    rows = [
+        vars(bench.common.ratio("2 ranks: fshard / fsdp2", "wall", [1.0, 2.0], [2.0, 4.0])),
+        vars(bench.common.ratio("2 ranks: fshard / fsdp2", "cpu", [9.0], [1.0])),
+        vars(bench.common.ratio("4 ranks: fshard / fsdp2", "wall", [9.0], [1.0])),
+        vars(bench.common.ratio("2 ranks: fshard / ddp", "wall", [9.0], [1.0])),
+    ]
+    (tmp_path / "step_time.json").write_text(json.dumps({"rows": rows}))
+    panels = bench.pictures.collect(tmp_path)
+    assert panels == {"loopback, 2 ranks": {"fshard": (0.5, 0.5, 0.5)}}
+    bench.pictures.draw(panels, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_lab_whose_process_is_gone_is_removed(bench: Any) -> None:
+    why = bench.lab.obstacle()
+    if why:
+        pytest.skip(why)
+    mine, theirs = f"fslab-{os.getpid()}-{bench.lab.started(os.getpid())}-0", f"fslab-{os.getpid()}-1-0"
+    try:
+        for name in (mine, theirs):
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        gone = bench.lab.clean()
+        assert theirs in gone and mine not in gone
+    finally:
+        for name in (mine, theirs):
+            bench.lab.remove(name)
+
+
+def test_a_lab_that_cannot_be_says_so(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(bench.lab.LabError, match="3 ranks cannot be put on hosts of 2"):
+        bench.lab.Lab(3, "1gbit", together=2)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    if sys.platform.startswith("linux"):
+        with pytest.raises(bench.lab.LabError, match="needs root"), bench.lab.Lab(2, "1gbit"):
+            pass
+
+
+def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
+    kinds = (
+        "agree",
+        "gather",
+        "wait",
+        "forward",
+        "backward",
+        "reduce",
+        "collect",
+        "sum",
+        "gather",
+        "backward",
+        "total",
+    )
+    ops = tuple(SimpleNamespace(kind=kind) for kind in kinds)
+    issued = (0, 0, 0, 1, 2, 4, 4, 5, 5, 5, 8)
+    ends = (0, 1, 1, 2, 4, 5, 5, 9, 7, 8, 9)  # the sum lasts from 5 to 9, a gather beside it from 5 to 7
+    run = SimpleNamespace(schedule=ops, issued=issued, starts=issued, ends=ends, seconds=10)
+    found = bench.hsdp.overlap(run)
+    assert found == {
+        "beside gathers or reductions": 0.5,
+        "beside reductions": 0.0,
+        "beside gathers": 0.5,
+        "beside compute": 0.75,
+        "waited for, of the step": 0.1,
+    }
+    groups = (SimpleNamespace(name="a", shard_bytes=10_000_000), SimpleNamespace(name="alone", shard_bytes=7))
+    summed = type("Ops", (tuple,), {"groups": groups})([SimpleNamespace(kind="sum", target="a")])
+    assert bench.hsdp.link_seconds(SimpleNamespace(schedule=summed), "200mbit") == pytest.approx(0.8)
+    assert bench.hsdp.overlap(SimpleNamespace(schedule=(), issued=(), starts=(), ends=(), seconds=1)) == {}

@@ -1,0 +1,125 @@
+"""What the README and docs/ show is true: code runs, errors read as quoted, links lead somewhere."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fshard import errors
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, int]]:
+    """The code blocks of a page: info string, text, line number."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        yield found[1], found[2], text[: found.start()].count("\n") + 2
+
+
+def quoted(excerpt: str, whole: str) -> bool:
+    """Whether a text holds an excerpt: its lines in a row, except where a line of three dots leaves some out."""
+    at = 0
+    for part in re.split(r"^\.\.\.\n", excerpt, flags=re.MULTILINE):
+        at = whole.find(part.strip("\n"), at)
+        if at < 0:
+            return False
+        at += len(part.strip("\n"))
+    return True
+
+
+def run(page: Path) -> int:
+    """Run the python blocks of a page in order, in one namespace; returns how many there were."""
+    names: dict[str, Any] = {}
+    count, raised = 0, ""
+    for info, text, line in blocks(page):
+        language, *words = info.split() or [""]
+        if language == "python":
+            count += 1
+            code = compile("\n" * (line - 1) + text, str(page), "exec")
+            raised = ""
+            if words[:1] == ["raises"]:
+                with pytest.raises(getattr(errors, words[1])) as caught:
+                    exec(code, names)
+                raised = str(caught.value)
+            else:
+                exec(code, names)
+        elif raised:
+            assert quoted(text, raised), f"{page.name}:{line}: the message is\n{raised}"
+    return count
+
+
+def test_models_of_others() -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "models.md") > 0
+
+
+def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "writing-models.md") > 10
+    assert "tensor" in capsys.readouterr().out
+
+
+def test_transforms() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "transforms.md") > 9
+
+
+def test_parallel() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "parallel.md") > 6
+
+
+def test_memory_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ROOT / "docs" / "memory-kinds.md") == 1
+    assert "in host memory" in capsys.readouterr().out
+
+
+def test_checkpoints() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "checkpoints.md") > 3
+
+
+def test_interchange() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "interchange.md") > 6
+
+
+def test_collectives() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "collectives.md") > 8
+
+
+def test_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "optimizers.md") > 7
+    assert "0/1: 16.0 KiB of padding" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    missing = [link for link in links if not _leads(page, link)]
+    assert not missing
+
+
+def _leads(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    if not target.exists() or not anchor:
+        return target.exists()
+    titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+    return anchor in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_an_excerpt_is_held_against_the_whole() -> None:
+    whole = "a\nb\nc\nd\n"
+    assert quoted("a\n...\nc\nd\n", whole) and quoted("b\nc\n", whole)
+    assert not quoted("c\n...\na\n", whole) and not quoted("a\nc\n", whole)

@@ -1,0 +1,47 @@
+"""The examples run, briefly: alone, and one of them on two ranks. What they reach is told in examples/README.md."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BRIEF = {
+    "dp_sgd": (["--steps", "3"], "epsilon"),
+    "influence": (["--steps", "3", "--solve", "2"], "Area under the ROC curve"),
+    "maml": (["--steps", "2", "--tasks", "2"], "right from learned start values"),
+    "energy": (["--steps", "3", "--depth", "1"], "slope of the energy"),
+    "train_tp": (["--steps", "3", "--depth", "1", "--debug"], "in one process"),
+    "train_moe": (["--steps", "3", "--depth", "1", "--debug"], "bits per byte of held-out text; balance"),
+    "train_vit": (["--steps", "3", "--depth", "1"], "held-out digits are right"),
+    "finetune_lora": (
+        ["--steps", "3", "--pretrain", "2", "--depth", "1", "--out", "FOLDER"],
+        "merged and loaded by transformers",
+    ),
+}
+
+
+def run(*command: str) -> str:
+    """What a command printed."""
+    around = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BRIEF)
+def test_examples_run(name: str, tmp_path: Path) -> None:
+    options, words = BRIEF[name]
+    options = [str(tmp_path) if option == "FOLDER" else option for option in options]
+    assert words in run(sys.executable, f"examples/{name}.py", *options)
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert words in run(*launch, f"examples/{name}.py", *options)
+
+
+@pytest.mark.parametrize("name", BRIEF)
+def test_examples_have_help(name: str) -> None:
+    source = (ROOT / "examples" / f"{name}.py").read_text()
+    assert "ArgumentDefaultsHelpFormatter" in source and "tqdm" in source and "fshard[examples]" in source

@@ -1,0 +1,57 @@
+"""The script of the README runs as it stands, and what the README says that it prints is what it prints."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.project.test_docs import blocks, quoted
+
+README = Path(__file__).parents[2] / "README.md"
+MESH = 'fs.make_mesh((-1,), ("shard",))'
+
+
+def _script() -> str:
+    return next(text for info, text, _ in blocks(README) if info == "python")
+
+
+def _text(first: str) -> str:
+    return next(text for _, text, _ in blocks(README) if text.startswith(first))
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    """What the script has made before its loop, on a mesh of two ranks without processes."""
+    script = _script()
+    assert MESH in script
+    names: dict[str, Any] = {}
+    exec(script.replace(MESH, 'fs.abstract_mesh((2,), ("shard",))').partition("    for i in range")[0], names)
+    return names
+
+
+def test_the_script_is_short() -> None:
+    assert len(_script().splitlines()) < 40
+
+
+def test_the_script_runs_and_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(_script(), str(README), "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line for line in _text("step 20").splitlines() if line != "..."]
+    assert len(printed) == 5 and len(shown) == 2
+    for mine, theirs in zip(printed, shown, strict=False):
+        values = [[float(x) for x in re.findall(r"[\d.]+", line)] for line in (mine, theirs)]
+        assert values[0] == pytest.approx(values[1], rel=0.05), mine
+    assert names["full"]["blocks"]["0"]["1"]["weight"].shape == (64, 64)
+
+
+def test_the_plan_is_the_one_shown(planned: dict[str, Any]) -> None:
+    assert quoted(_text("mesh shard=2"), str(planned["plan"]))
+
+
+def test_the_schedule_is_the_one_shown(planned: dict[str, Any]) -> None:
+    schedule = planned["step"].trace({"x": torch.zeros(60, 2), "y": torch.zeros(60)})
+    without_comments = re.sub(r" # .*", "", str(schedule))
+    assert quoted(_text("fshard schedule"), without_comments)

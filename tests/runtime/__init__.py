@@ -1,0 +1,1 @@
+"""Tracing, recomputation, memory and communicators of running steps."""

@@ -1,0 +1,127 @@
+"""What a step allocates, seen from outside: the arena once, as large as the schedule says, and then nothing like it."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.profiler import ProfilerActivity, profile
+
+import fshard as fs
+from fshard import P
+from tests.shared.workers import Pools
+
+WIDTH = 256
+LAYERS = 6
+UNIT_BYTES = WIDTH * WIDTH * 4
+"""A unit's one leaf. Activations are a hundredth of it, so what is as large must hold parameters or gradients."""
+
+SLACK = 24 * 1024
+"""Bytes: activations, and other small things."""
+
+
+@fs.unit
+def layer(p: Any, x: Tensor) -> Tensor:
+    """A linear map and tanh."""
+    return torch.tanh(F.linear(x, p["w"]))
+
+
+def loss(p: Any, b: Any) -> Tensor:
+    """A stack of layers."""
+    x = b
+    for number in range(LAYERS):
+        x = layer(p[str(number)], x)
+    return x.square().mean()
+
+
+def _params() -> dict[str, Any]:
+    return {str(number): {"w": torch.ones(WIDTH, WIDTH) / WIDTH} for number in range(LAYERS)}
+
+
+class Peak:
+    """The allocations of the host's allocator while it is entered, as the profiler saw them."""
+
+    def __enter__(self) -> "Peak":
+        # What an earlier test left for the collector must not be freed inside of the measurement.
+        gc.collect()
+        gc.disable()
+        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.profile.__exit__(*exc)
+        gc.enable()
+        events = self.profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+        self.sizes = [size for size in sizes if size > 0]
+        level = self.above = 0
+        for size in sizes:
+            level += size
+            self.above = max(self.above, level)
+
+
+def measured(policy: fs.Policy, accumulate: int, spec: P) -> dict[str, Any]:
+    """On a rank: what three steps allocated."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = fs.make_plan(_params(), mesh, [(".*", spec)], units=("*",))
+        rule = fs.optim.adamw(1e-3)
+        state = fs.init_state(plan, rule, params=_params())
+        step = fs.make_train_step(loss, rule, plan, schedule=policy, accumulate=accumulate)
+        batch = torch.ones(2 * accumulate, WIDTH)
+        memory = step.trace(batch).memory
+        peaks = []
+        for _ in range(3):
+            with Peak() as peak:
+                state, _ = step(state, batch)
+            peaks.append(peak)
+        shard = sum(group.chunk * 4 for group in plan.groups)
+        kept = sum(t.untyped_storage().nbytes() for t in (step._runner.workshop.arena,) if t is not None)
+        return {
+            "arena": memory.arena_bytes,
+            "peak": memory.peak_bytes,
+            "shard": shard,
+            "kept": kept,
+            "pending": sum(g.untyped_storage().nbytes() for g in step._runner.workshop.grads.values()),
+            "first_above": peaks[0].above,
+            "above": max(peak.above for peak in peaks[1:]),
+            "largest": max(size for peak in peaks[1:] for size in peak.sizes),
+        }
+
+
+CASES = {
+    "prefetch 1": (fs.Policy(), 1, P(flat="shard")),
+    "prefetch 0": (fs.Policy(prefetch=0, reduces=1), 1, P(flat="shard")),
+    "prefetch 3": (fs.Policy(prefetch=3, reduces=3), 1, P(flat="shard")),
+    "keep": (fs.Policy(reshard=False), 1, P(flat="shard")),
+    "accumulate": (fs.Policy(), 3, P(flat="shard")),
+    "rows": (fs.Policy(), 1, P("shard")),
+    "replicated": (fs.Policy(), 1, P()),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_allocates_its_arena_once_and_holds_what_it_said(pool: Pools, world: int, name: str) -> None:
+    summing = UNIT_BYTES if not CASES[name][2].axes else 0  # what an all-reduce takes for itself, while it lasts
+    for rank, seen in enumerate(pool(world).run(measured, *CASES[name])):
+        text = f"rank {rank}: {seen}"
+        assert seen["kept"] == seen["arena"], text
+        assert seen["largest"] <= 2 * UNIT_BYTES, text
+        if world == 1:  # gradients are no items: they stay, and beside them is what autograd makes for one leaf
+            assert seen["shard"] <= seen["first_above"] <= seen["shard"] + UNIT_BYTES + SLACK, text
+            assert seen["above"] <= UNIT_BYTES + SLACK, text
+        else:
+            assert 0.98 * seen["peak"] <= seen["first_above"] <= 1.02 * seen["peak"] + SLACK + summing, text
+            assert seen["above"] + seen["arena"] + seen["pending"] <= 1.02 * seen["peak"] + SLACK + summing, text
+
+
+def test_prefetch_costs_what_the_schedule_says() -> None:
+    sizes = []
+    plan = fs.make_plan(_params(), fs.abstract_mesh((4,), ("shard",)), [(".*", fs.fsdp("shard"))], units=("*",))
+    for prefetch in range(4):
+        step = fs.make_train_step(loss, fs.optim.adamw(1e-3), plan, schedule=fs.Policy(prefetch=prefetch))
+        sizes.append(step.trace(torch.ones(2, WIDTH)).memory.arena_bytes)
+    assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [UNIT_BYTES] * 3

@@ -1,0 +1,159 @@
+"""Units computed again in their backward: the same bits, less memory, with and without graphs, on several ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import fshard as fs
+from fshard import tree
+from fshard.errors import PlanError, RematError
+from tests.runtime.test_memory_measured import Peak
+from tests.shared import zoo
+from tests.shared.workers import Pools
+
+STEPS = 3
+RULES = {
+    "all": "all",
+    "dots": fs.policies.dots,
+    "tanh": fs.policies.saving(torch.ops.aten.tanh, torch.ops.aten.gelu),
+    "everything": fs.policies.everything,
+    "some": [(r".*[02bc].*", "all"), (r".*1.*", fs.policies.dots), (r".*", None)],
+}
+
+
+def train(name: str, mesh: fs.Mesh, remat: Any, **options: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    """Losses and norms of some steps, and the parameters after them."""
+    example = zoo.build(name)
+    plan = example.plan(mesh)
+    opt = fs.optim.adamw(1e-2)
+    state = fs.init_state(plan, opt, params=example.params())
+    step = fs.make_train_step(example.loss_fn, opt, plan, clip_norm=example.clip, remat=remat, **options)
+    seen = []
+    for number in range(STEPS):
+        state, metrics = step(state, zoo.cut(example.batch(number), mesh.rank, mesh.size))
+        seen.append((metrics.loss.item(), metrics.grad_norm.item()))
+        assert name == "branching" or tuple(step.record) == step.schedule.ops
+    return seen, dict(tree.paths(fs.unshard(state.params, plan)))
+
+
+def differences(name: str, mesh: fs.Mesh, which: str, **options: Any) -> list[str]:
+    """What differs with remat from without."""
+    losses, want = train(name, mesh, None)
+    again, got = train(name, mesh, RULES[which], **options)
+    found = [f"{name} {which}: {losses} and {again}"] if losses != again else []
+    return found + [f"{name} {which}: {path}" for path, leaf in want.items() if not torch.equal(leaf, got[path])]
+
+
+@pytest.mark.parametrize("compile", [None, "fx"])
+@pytest.mark.parametrize(("name", "which"), [*(("gpt", which) for which in RULES), ("translator", "all")])
+def test_remat_keeps_every_bit(name: str, which: str, compile: str | None) -> None:
+    mesh = fs.make_mesh((1,), ("shard",))
+    assert not differences(name, mesh, which, compile=compile, debug=True)
+
+
+@pytest.mark.parametrize("compile", [None, "fx"])
+@pytest.mark.parametrize("name", sorted((zoo.EXAMPLES | zoo.TRICKY).keys() - {"gpt", "translator"}))
+def test_remat_keeps_every_bit_of_any_program(name: str, compile: str | None) -> None:
+    mesh = fs.make_mesh((1,), ("shard",))
+    if name == "differentiated" and compile is None:
+        with pytest.raises(RematError, match="unit inner.* takes gradients by torch.func"):
+            differences(name, mesh, "all")
+    else:
+        assert not differences(name, mesh, "all", compile=compile)
+
+
+def _on_ranks(names: list[str]) -> list[str]:
+    mesh = fs.make_mesh((-1,), ("shard",))
+    found = []
+    for name in names:
+        for compile in (None, "fx"):
+            found += differences(name, mesh, "all", compile=compile, debug=True)
+    return found
+
+
+@pytest.mark.parametrize("world", [3])
+def test_remat_reads_what_was_gathered_again(pool: Pools, world: int) -> None:
+    for problems in pool(world).run(_on_ranks, ["gpt", "twice", "handwritten"], timeout=110.0):
+        assert not problems, "\n".join(problems)
+
+
+class Block(nn.Module):
+    """A residual perceptron with dropout, whose inside is eight times as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 128), nn.Linear(128, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(F.gelu(F.dropout(self.up(x), 0.25))))
+
+
+def stack(compile: str | None, remat: Any) -> tuple[list[float], list[Tensor], int, str]:
+    """Train eight blocks: losses, parameters, the peak of a step's allocations, and what units ran as."""
+    torch.manual_seed(0)
+    model = fs.split(nn.Sequential(*(Block() for _ in range(8))), units=("*",))
+    mesh = fs.make_mesh((1,), ("shard",))
+    plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    opt = fs.optim.sgd(0.1)
+    state = fs.init_state(plan, opt, params=model.params)
+    step = fs.make_train_step(lambda p, x: model.apply(p, x).square().mean(), opt, plan, compile=compile, remat=remat)
+    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        with Peak() as peak:
+            state, metrics = step(state, x)
+        losses.append(metrics.loss.item())
+    return losses, tree.leaves(state.params), peak.above, step.units
+
+
+@pytest.mark.parametrize("compile", [None, "fx"])
+def test_memory_falls_and_dropout_stays(compile: str | None) -> None:
+    wide = 512 * 128 * 4
+    none, dots, every = (stack(compile, remat) for remat in (None, fs.policies.dots, "all"))
+    for other in (dots, every):
+        assert other[0] == none[0] and all(map(torch.equal, other[1], none[1]))
+    # Kept of each block without: a mask, its product, tanh. With dots: the matrix product, and in a graph the mask.
+    # With all: only that mask.
+    assert none[2] > 8 * 3 * wide
+    assert dots[2] < none[2] - 6 * wide
+    assert every[2] < dots[2] - 4 * wide
+
+
+def test_the_footprint_knows_of_remat() -> None:
+    model = fs.split(nn.Sequential(*(Block() for _ in range(8))), units=("*",))
+    mesh = fs.make_mesh((1,), ("shard",))
+    plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    peaks = []
+    for remat in (None, fs.policies.dots, "all"):
+        step = fs.make_train_step(lambda p, x: model.apply(p, x).square().mean(), fs.optim.sgd(0.1), plan, remat=remat)
+        peaks.append(step.footprint(torch.zeros(512, 16)).activation_bytes)
+    wide = 512 * 128 * 4
+    assert peaks[1] < peaks[0] - 6 * wide and peaks[2] < peaks[1] - 4 * wide
+
+
+def test_units_of_different_policies_do_not_share_a_graph() -> None:
+    units = stack("fx", [("[0-3]", "all"), ("4", fs.policies.dots)])[3]
+    assert [line.split(": ")[1] for line in units.splitlines()] == [
+        *["fx graph 0"],
+        *["fx graph 1"] * 3,
+        "fx graph 2",
+        *["fx graph 3"] * 3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("remat", "message"),
+    [
+        ("some", "must be None, 'all', a policy"),
+        ([("a", "some")], "'some' is no policy"),
+        ([("(", "all")], "not a regular expression"),
+        ([("a",)], "must be None, 'all', a policy"),
+        (3, "must be None, 'all', a policy"),
+    ],
+)
+def test_what_is_no_remat_is_refused(remat: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        stack(None, remat)

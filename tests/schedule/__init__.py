@@ -1,0 +1,1 @@
+"""Schedules as data: built, checked, simulated, printed, accounted and drawn."""

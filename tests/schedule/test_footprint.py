@@ -1,0 +1,108 @@
+"""What a step needs, read off fake tensors: exact for a program that a hand can follow, and true of a real step."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+import fshard as fs
+from fshard.errors import PlanError
+from fshard.runtime.batch import microbatches
+from fshard.runtime.trace import trace
+from fshard.schedule import GroupInfo, Policy, build
+from fshard.schedule.footprint import Footprint, Need, footprint
+from tests.runtime.test_memory_measured import Peak
+from tests.schedule.cases import program
+from tests.shared.workers import Pools
+
+WIDTH, ROWS, LAYERS = 64, 128, 4
+X, W = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH
+
+
+@fs.unit
+def layer(p: Any, x: Tensor) -> Tensor:
+    """A linear map and tanh."""
+    return torch.tanh(F.linear(x, p["w"]))
+
+
+def loss(p: Any, b: Any) -> Tensor:
+    """A stack of layers."""
+    for number in range(LAYERS):
+        b = layer(p[str(number)], b)
+    return b.square().mean()
+
+
+def make(mesh: fs.Mesh, policy: fs.Policy, accumulate: int = 1) -> tuple[Any, fs.TrainStep]:
+    """State and step of the stack."""
+    params = {str(number): {"w": torch.eye(WIDTH)} for number in range(LAYERS)}
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("*",), batch=fs.P("shard"))
+    rule = fs.optim.sgd(1e-3)
+    step = fs.make_train_step(loss, rule, plan, schedule=policy, accumulate=accumulate)
+    return (fs.init_state(plan, rule, params=params) if mesh.transport is not None else None), step
+
+
+def test_needs_of_a_stack_of_layers() -> None:
+    _, step = make(fs.abstract_mesh((2,), ("shard",)), fs.Policy())
+    found = trace(loss, step.plan, torch.ones(ROWS, WIDTH), True)
+    assert found is not None
+    root, *forward = found.needs[: LAYERS + 1]
+    backward, last = found.needs[LAYERS + 1 : -1], found.needs[-1]
+    assert root == Need(0, 0, 0)
+    for number, need in enumerate(forward[:-1]):
+        assert need == Need((number + 2) * X, (number + 1) * X, 2 * ROWS * WIDTH * WIDTH)  # tanh keeps its output alone
+    for number, need in enumerate(backward):
+        inputs = 2 if number < LAYERS - 1 else 1  # nobody asks for the gradient of the batch
+        assert need.flops == inputs * 2 * ROWS * WIDTH * WIDTH
+        assert W < need.peak <= (LAYERS - number + 3) * X + W
+        assert (LAYERS - number - 1) * X <= need.after <= (LAYERS - number + 1) * X
+    assert last.after <= 8 and last.flops == 0  # the loss
+
+
+def test_the_peak_is_where_items_and_activations_are_most_together() -> None:
+    group = GroupInfo("a", 1024, 512, 1024, 512, True, True, True)
+    schedule = build(program(("a",), {"a": (0,)}), [group], Policy())
+    needs = [Need(0, 0, 0), Need(10_000, 9_000, 0), Need(11_000, 50, 0), Need(60, 0, 0)]
+    found = footprint(schedule, needs)
+    assert found == Footprint(1024 + 11_000, found.op, "backward a", 1024, 0, 11_000)
+    late = footprint(schedule, [Need(0, 0, 0), Need(10, 10, 0), Need(100, 50, 0), Need(40, 0, 0)])
+    assert (late.where, late.gradient_bytes) == ("reduce a", 1024 + 512 + 512)
+    assert str(late).startswith("at most 3.0 KiB beside the state, at op ")
+
+
+@pytest.mark.parametrize("policy", [fs.Policy(), fs.Policy(0, 1), fs.Policy(reshard=False), fs.Policy(2, 3)], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_microbatches_need_their_part(policy: fs.Policy, accumulate: int) -> None:
+    _, step = make(fs.abstract_mesh((2,), ("shard",)), policy, accumulate)
+    batch = torch.ones(ROWS, WIDTH)
+    said = step.footprint(batch)
+    found = trace(loss, step.plan, microbatches(batch, accumulate)[0], True)
+    assert found is not None and said == footprint(step.trace(batch), found.needs)
+    assert said.peak_bytes == said.arena_bytes + said.gradient_bytes + said.activation_bytes
+
+
+def test_what_only_a_real_step_finds_has_no_footprint() -> None:
+    _, step = make(fs.abstract_mesh((2,), ("shard",)), fs.Policy())
+    branching = fs.make_train_step(lambda p, b: loss(p, b) * b.sum().item(), step.opt, step.plan)
+    with pytest.raises(PlanError, match="cannot be foreseen"):
+        branching.footprint(torch.ones(ROWS, WIDTH))
+
+
+def measured(policy: fs.Policy, accumulate: int) -> tuple[int, int]:
+    """On a rank: the peak of the first step above what was there before, and what was said of it."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        state, step = make(mesh, policy, accumulate)
+        batch = torch.ones(16 * ROWS, WIDTH)
+        step.trace(batch)
+        said = step.footprint(batch).peak_bytes
+        with Peak() as peak:
+            step(state, batch)
+        return peak.above, said
+
+
+@pytest.mark.parametrize("policy", [fs.Policy(), fs.Policy(0, 1), fs.Policy(reshard=False)], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_holds_what_was_said(pool: Pools, policy: fs.Policy, accumulate: int) -> None:
+    for above, said in pool(2).run(measured, policy, accumulate):
+        assert 0.98 * said <= above <= 1.02 * said

@@ -1,0 +1,218 @@
+"""The memory of a schedule: lifetimes and ranges against definitions spelled out op by op."""
+
+import re
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fshard.errors import ScheduleError
+from fshard.schedule import Op, Policy, Schedule, build
+from fshard.schedule.pack import pack, stack
+from tests.schedule.cases import CASES, POLICIES, encoder_decoder, gpt, info, program, recipes
+
+Span = tuple[int, int]
+
+
+def alive_at(schedule: Schedule) -> list[dict[str, int]]:
+    """The items alive at each op, and their bytes, from the definition."""
+    rows: list[dict[str, int]] = []
+    now: dict[str, int] = {}
+    if schedule.policy.update == "deferred":  # the gradients of the step before
+        for g in schedule.groups if schedule.train else ():
+            part = g.own_bytes > 0 and g.sum_sent > 0
+            now |= (
+                {f"own:{g.name}" if part else f"shard:{g.name}": g.own_bytes if part else g.shard_bytes}
+                if g.reduced
+                else {}
+            )
+    for op in schedule:
+        done: list[str] = []
+        group = next((g for g in schedule.groups if g.name == op.target), None)
+        if op.kind == "backward" and schedule.train:
+            for g in (schedule.groups[i] for i in schedule.program.reads[op.target]):
+                if g.trainable and g.reduced:
+                    now[f"grad:{g.name}"] = g.grad_bytes
+        elif op.kind == "gather" and group:
+            now[f"param:{op.target}"] = group.full_bytes
+        elif op.kind == "reduce" and group:
+            if f"grad:{op.target}" in now:
+                once = schedule.accumulate == 1 or schedule.policy.accumulation == "full"
+                new = group.stage_bytes + group.shard_bytes * (once and not group.lands)
+                now[f"leaf:{op.target}"] = max(group.grad_bytes - new, 0)
+                done = [f"leaf:{op.target}"]
+            now[f"grad:{op.target}"] = group.grad_bytes
+            if not group.lands:
+                now[f"shard:{op.target}"] = group.shard_bytes
+            if group.stage_bytes:
+                now[f"stage:{op.target}"] = group.stage_bytes
+        elif op.kind == "sum" and group:
+            extra = {f"sum:{op.target}": group.sum_bytes, f"own:{op.target}": group.own_bytes}
+            now |= {item: size for item, size in extra.items() if size}
+        elif op.kind in ("free", "collect", "update", "total"):
+            parted = ("own",) if group and group.own_bytes and group.sum_sent else ("shard",)
+            ends = {"free": ("param",), "collect": ("grad", "stage"), "update": parted, "total": ("sum",)}
+            kinds = ends[op.kind] + (("shard",) if op.kind == "total" and parted == ("own",) else ())
+            done = [f"{part}:{op.target}" for part in kinds]
+        rows.append({item: -(-size // 256) * 256 for item, size in now.items()})
+        for item in done:
+            now.pop(item, None)
+        if op.kind == "collect" and group:
+            now[f"shard:{op.target}"] = group.shard_bytes
+    return rows
+
+
+def agrees(schedule: Schedule) -> None:
+    """Everything that memory claims, against the definition."""
+    memory, rows = schedule.memory, alive_at(schedule)
+    inside = [{item: size for item, size in row.items() if item.startswith("param:")} for row in rows]
+    beside = [sum(row.values()) - sum(part.values()) for row, part in zip(rows, inside, strict=True)]
+    assert set(memory.offsets) == {item for row in inside for item in row}
+    assert set(memory.lifetimes) == set(memory.sizes) == {item for row in rows for item in row}
+    assert memory.profile == tuple(sum(row.values()) for row in rows)
+    assert [memory.peak(i) for i in range(len(schedule))] == [memory.arena_bytes + size for size in beside]
+    assert memory.peak_bytes == memory.arena_bytes + max(beside)
+    assert memory.lower_bound == max(sum(part.values()) for part in inside)
+    assert memory.lower_bound <= memory.arena_bytes <= sum(memory.sizes[item] for item in memory.offsets)
+    for row in inside:
+        ranges = sorted((memory.offset(item), memory.offset(item) + size) for item, size in row.items() if size)
+        assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        assert all(start % 256 == 0 and end <= memory.arena_bytes for start, end in ranges)
+    for item, lives in memory.lifetimes.items():
+        assert [i for i, row in enumerate(rows) if item in row] == [
+            i for first, last in lives for i in range(first, last + 1)
+        ]
+
+
+@settings(max_examples=120, deadline=None)
+@given(recipes())
+def test_memory_is_what_the_ops_say(recipe: Any) -> None:
+    agrees(build(*recipe))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_memory_of_the_cases(case: str, policy: Policy) -> None:
+    for accumulate, train in ((1, True), (3, True), (1, False)):
+        agrees(build(*CASES[case](), policy, accumulate, train))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("blocks", [4, 24])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_arenas_are_close_to_the_bound(policy: Policy, blocks: int, accumulate: int) -> None:
+    for made, groups in (gpt(blocks), gpt(blocks, root=50 * 2**20), encoder_decoder()):
+        memory = build(made, groups, policy, accumulate).memory
+        assert memory.arena_bytes <= 1.07 * memory.lower_bound
+
+
+def test_a_few_slots_carry_a_chain_of_any_length() -> None:
+    made, groups = gpt(50, root=0)
+    resident = [replace(group, grad_bytes=0, stage_bytes=0) for group in groups]
+    for prefetch in (0, 1, 2, 3):
+        assert build(made, resident, Policy(prefetch)).memory.arena_bytes == (prefetch + 1) * 2**20
+    assert build(made, resident, Policy(reshard=False)).memory.arena_bytes == 50 * 2**20
+
+
+def test_gradients_live_from_their_first_backward_to_the_collect() -> None:
+    schedule = build(*CASES["twice"](), Policy(prefetch=0), accumulate=1)
+    at = {str(op): i for i, op in enumerate(schedule)}
+    assert schedule.memory.lifetimes["grad:a"] == ((at["backward a #1"], at["collect a"]),)
+    assert schedule.memory.lifetimes["stage:a"] == ((at["reduce a"], at["collect a"]),)
+    assert len(schedule.memory.lifetimes["param:a"]) == 3  # call 0, call 1 with its backward, backward of call 0
+
+
+def test_gradients_nobody_fills_live_from_reduce_to_collect() -> None:
+    schedule = build(program(("a",), {"a": (0,)}), [info("a"), info("idle")], Policy())
+    at = {str(op): i for i, op in enumerate(schedule)}
+    assert schedule.memory.lifetimes["grad:idle"] == ((at["reduce idle"], at["collect idle"]),)
+    assert "param:idle" not in schedule.memory.offsets
+
+
+def test_shards_wait_for_the_update_of_the_next_step() -> None:
+    schedule = build(*gpt(2), Policy(), accumulate=2)
+    at = {str(op): i for i, op in enumerate(schedule)}
+    last = len(schedule) - 1
+    assert schedule.memory.lifetimes["shard:blocks.1"] == ((0, at["update blocks.1"]), (at["reduce blocks.1"], last))
+    schedule = build(*gpt(2), Policy(update="in_backward"), accumulate=2)
+    at = {str(op): i for i, op in enumerate(schedule)}
+    assert schedule.memory.lifetimes["shard:blocks.1"] == ((at["reduce blocks.1"], at["update blocks.1"]),)
+
+
+@pytest.mark.parametrize("sent", [2 * 2**20 - 2**18, 0])
+def test_a_shard_takes_memory_when_its_flat_gradient_has_gone(sent: int) -> None:
+    made = program(("a",), {"a": (0,)})
+    schedule = build(made, [replace(info("a"), reduce_sent=sent)], Policy(accumulation="sharded"), accumulate=2)
+    at, last = {str(op): i for i, op in enumerate(schedule)}, len(schedule) - 1
+    # Where something else than the shard's dtype travels, the sum cannot be made where it is received.
+    born = at["collect a"] + 1 if sent else at["reduce a"]
+    assert schedule.memory.lifetimes["shard:a"] == ((0, at["update a"]), (born, last))
+
+
+def test_resident_and_unreduced_groups_have_no_items() -> None:
+    groups = [info("a", gathered=False, reduced=False), info("b", gathered=False)]
+    schedule = build(program(("a", "b"), {"a": (0,), "b": (1,)}), groups, Policy())
+    assert not schedule.memory.offsets
+    assert set(schedule.memory.sizes) == {"grad:b", "leaf:b", "stage:b", "shard:b"}
+
+
+def test_memory_prints() -> None:
+    lines = str(build(*gpt(1), Policy()).memory).splitlines()
+    assert re.fullmatch(
+        r"at most [\d.]+ MiB, at op \d+; arena [\d.]+ MiB, of which at most [\d.]+ MiB are alive", lines[0]
+    )
+    assert any(line.split()[:2] == ["beside", "grad:blocks.0"] for line in lines[1:])
+    assert any(line.split()[1] == "param:blocks.0" and "ops 4-" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("ops", "words"),
+    [
+        ([Op("gather", "a"), Op("gather", "a")], "param:a at op 1, 'gather a': it is alive since op 0"),
+        ([Op("free", "a")], "param:a at op 0, 'free a': no lifetime of it has begun"),
+        ([Op("gather", "a")], "param:a at op 0, 'gather a': its lifetime never ends"),
+    ],
+)
+def test_ops_out_of_turn_have_no_memory(ops: list[Op], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        _ = Schedule(tuple(ops), (info("a"),), program((), {"u": (0,)}), Policy()).memory
+
+
+SPANS = st.lists(st.integers(0, 60), min_size=2, max_size=6, unique=True).map(
+    lambda cuts: [(a, b) for a, b in zip(sorted(cuts)[::2], sorted(cuts)[1::2], strict=False)]
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), SPANS), max_size=25))
+def test_packing_any_lifetimes(items: list[tuple[int, list[Span]]]) -> None:
+    sizes, spans = [size for size, _ in items], [lives for _, lives in items]
+    bound = max((sum(s for s, lives in items if any(a <= t <= b for a, b in lives)) for t in range(61)), default=0)
+    offsets = pack(sizes, spans, bound)
+    disjoint(sizes, spans, offsets)
+
+
+def test_many_long_lifetimes_are_stacked() -> None:
+    count = 300
+    spans = [[(i, 3 * count - i)] for i in range(count)] + [[(count + i, count + i + 2)] for i in range(count)]
+    sizes = [4] * count + [1] * count
+    assert len(stack(sizes, spans)) > 50
+    offsets = pack(sizes, spans, bound=4 * count + 3)
+    disjoint(sizes, spans, offsets)
+    assert max(o + s for o, s in zip(offsets, sizes, strict=True)) == 4 * count + 3
+
+
+def test_stacks_leave_out_what_crosses() -> None:
+    short = [[(i, i)] for i in range(1000)]
+    spans = [[(0, 600)], [(300, 900)], [(100, 500)], [(610, 990)], *short]
+    assert set(stack([1] * len(spans), spans)) & {0, 1, 2, 3} == {0, 2, 3}
+
+
+def disjoint(sizes: list[int], spans: list[list[Span]], offsets: list[int]) -> None:
+    """Items alive at the same time have disjoint ranges."""
+    for i, j in combinations(range(len(sizes)), 2):
+        if sizes[i] and sizes[j] and any(a <= d and c <= b for a, b in spans[i] for c, d in spans[j]):
+            assert offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i]

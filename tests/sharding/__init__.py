@@ -1,0 +1,1 @@
+"""Meshes, specs, rules, layouts and plans, as values."""

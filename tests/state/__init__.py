@@ -1,0 +1,1 @@
+"""Train states, and their ways in and out of whole tensors."""

@@ -1,0 +1,1 @@
+"""Whole train and eval steps against one plain process."""

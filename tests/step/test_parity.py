@@ -1,0 +1,300 @@
+"""Training on 1 to 4 ranks equals one plain PyTorch process on the global batch, under every schedule.
+
+One call of a pool runs one model on one world under many configurations. A failure names world, model and
+configuration.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard import tree
+from fshard.schedule.policy import Keep
+from tests.shared import reference, zoo
+from tests.shared.workers import Pools
+
+STEPS = 20
+SHORT = 8
+"""Steps of most runs: what goes wrong does so in the first few, and 20 steps of every program take minutes."""
+LOSS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
+PARAM_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-5
+ON_DEMAND = ("branching",)
+"""Programs that no schedule foresees: values decide which units run."""
+FLAT = ((-1,), ("shard",))
+WORLDS = (1, 2, 3, 4)
+PROGRAMS = sorted(zoo.EXAMPLES.keys() - {"gpt"})
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a step is made. Those with equal ``values`` must agree in every bit, whatever their schedule."""
+
+    opt: str
+    clip: bool = False
+    accumulate: int = 1
+    reshard: bool | Keep = True
+    prefetch: int = 1
+    reduces: int = 1
+    update: str = "deferred"
+    accumulation: str = "sharded"
+    donate: bool = True
+    debug: bool = False
+
+    @property
+    def values(self) -> tuple[str, bool, int, str]:
+        """What may change the order of float sums."""
+        return self.opt, self.clip, self.accumulate, self.accumulation
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank saw. ``params`` are whole, after the last step; ``problems`` are what it found itself."""
+
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, Tensor]
+    problems: list[str]
+
+
+def _product() -> list[Config]:
+    options = itertools.product(("sgd", "adamw"), (False, True), (True, False), range(4))
+    return [Config(opt, clip, reshard=reshard, prefetch=ahead) for opt, clip, reshard, ahead in options]
+
+
+EVERY = [
+    *_product(),
+    Config("sgd", True, 2, reshard=True, prefetch=1),
+    Config("sgd", True, 2, reshard=False, prefetch=2, debug=True),
+    Config("adamw", True, 2, reshard=True, prefetch=3),
+    Config("sgd", debug=True),
+    Config("adamw", True, 1, reshard=False, prefetch=3, debug=True),
+    Config("sgd", reduces=4),
+    Config("sgd", reduces=2),
+    Config("adamw", donate=False),
+    Config("sgd", reshard=fs.keep(last=1)),
+    Config("adamw", True, 2, reshard=fs.keep(last=2), prefetch=0, debug=True),
+    Config("sgd", True, 2, accumulation="full"),
+    Config("sgd", True, 2, reshard=False, prefetch=2, accumulation="full", debug=True),
+    Config("adamw", True, 2, reduces=1, accumulation="full"),
+]
+
+SOME = [  # every pair of (reshard, prefetch), with every other option on and off
+    Config("sgd", False, reshard=True, prefetch=0),
+    Config("sgd", False, reshard=False, prefetch=1),
+    Config("sgd", True, reshard=True, prefetch=3),
+    Config("sgd", True, reshard=False, prefetch=2, debug=True),
+    Config("adamw", False, reshard=True, prefetch=2, debug=True),
+    Config("adamw", False, reshard=False, prefetch=3),
+    Config("adamw", True, reshard=True, prefetch=1),
+    Config("adamw", True, reshard=False, prefetch=0, donate=False),
+    Config("sgd", True, 2, True, 1, debug=True),
+    Config("sgd", True, 2, False, 2),
+    Config("sgd", True, 2, fs.keep(last=1), 0, debug=True),
+    Config("adamw", True, 2, prefetch=2, accumulation="full", debug=True),
+]
+
+
+FEW = [
+    Config("sgd", reshard=True, prefetch=1, debug=True),
+    Config("sgd", reshard=True, prefetch=1),
+    Config("adamw", True, reshard=False, prefetch=2),
+    Config("sgd", True, 2, reshard=True, prefetch=3, debug=True),
+    Config("sgd", True, 2, reshard=fs.keep(last=2), prefetch=1, accumulation="full", debug=True),
+]
+
+
+def train(name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tuple[str, ...]], steps: int) -> list[Run]:
+    """On a rank: train an example under each configuration."""
+    example = zoo.build(name)
+    with fs.make_mesh(*axes) as mesh:
+        return [_train(name, example, mesh, config, steps) for config in configs]
+
+
+def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config, steps: int) -> Run:
+    plan = example.plan(mesh)
+    rule = fs.optim.sgd(**reference.SGD) if config.opt == "sgd" else fs.optim.adamw(**reference.ADAMW)
+    state = fs.init_state(plan, rule, params=example.params())
+    step = fs.make_train_step(
+        example.loss_fn,
+        rule,
+        plan,
+        clip_norm=example.clip if config.clip else None,
+        accumulate=config.accumulate,
+        schedule=fs.Policy(config.prefetch, config.reduces, config.reshard, config.update, config.accumulation),
+        donate=config.donate,
+        debug=config.debug,
+    )
+    losses, norms, problems = [], [], []
+    for number in range(steps):
+        batch = zoo.cut(example.batch(number), mesh.rank, mesh.size)
+        state, metrics = step(state, batch)
+        losses.append(metrics.loss.item())
+        norms.append(metrics.grad_norm.item())
+        if name not in ON_DEMAND and tuple(step.record) != tuple(step.schedule.ops):
+            problems.append(f"step {number}: {_departure(step.record, step.schedule.ops)}")
+    whole = {path: leaf.clone() for path, leaf in tree.paths(fs.unshard(state.params, plan))}
+    return Run(losses, norms, whole if mesh.rank == 0 else {}, problems)
+
+
+def _departure(record: Sequence[Any], ops: Sequence[Any]) -> str:
+    pairs = enumerate(itertools.zip_longest(record, ops))
+    at, (ran, said) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    return f"op {at} of {len(ops)} was {ran}, the schedule says {said}"
+
+
+@functools.cache
+def _expected(name: str, opt: str, clip: bool, steps: int) -> reference.Result:
+    example = zoo.build(name)
+    return reference.train(example, opt, example.clip if clip else None, steps)
+
+
+def _compare(name: str, config: Config, ranks: Sequence[Run]) -> list[str]:
+    """How the runs of one configuration differ from the reference, or from each other."""
+    want, got = _expected(name, config.opt, config.clip, len(ranks[0].losses)), ranks[0]
+    out = [f"rank {i}: {problem}" for i, run in enumerate(ranks) for problem in run.problems[:2]]
+    out += [f"rank {i} saw other losses or norms than rank 0" for i, run in enumerate(ranks) if not _same(run, got)]
+    out += _far("loss", got.losses, want.losses, LOSS_TOLERANCE[config.opt])
+    out += _far("grad_norm", got.norms, want.norms, NORM_TOLERANCE * max(want.norms))
+    if got.params.keys() != want.params.keys():
+        return [*out, f"paths {sorted(got.params)}, expected {sorted(want.params)}"]
+    for path, leaf in want.params.items():
+        mine = got.params[path]
+        gap = (mine - leaf).abs().max().item() if mine.shape == leaf.shape else math.nan
+        if not gap <= PARAM_TOLERANCE:
+            out.append(f"{path} {list(mine.shape)} differs from {list(leaf.shape)} by {gap:.2e}")
+    return out
+
+
+def _same(a: Run, b: Run) -> bool:
+    return (a.losses, a.norms) == (b.losses, b.norms)
+
+
+def _far(what: str, got: list[float], want: list[float], tolerance: float) -> list[str]:
+    gaps = [(i, g, w) for i, (g, w) in enumerate(zip(got, want, strict=True)) if not abs(g - w) <= tolerance]
+    if not gaps:
+        return []
+    step, mine, right = gaps[0]
+    return [f"{what} of step {step} is {mine:.8f}, expected {right:.8f} (and {len(gaps) - 1} steps more)"]
+
+
+def _unlike(config: Config, run: Run, first: Run) -> list[str]:
+    """Where a run differs in any bit from the first of equal ``values``."""
+    if not _same(run, first):
+        seen = [zip(one.losses, one.norms, strict=True) for one in (run, first)]
+        at = next(i for i, (mine, other) in enumerate(zip(*seen, strict=True)) if mine != other)
+        return [f"values change with the schedule, from step {at}"]
+    leaves = [path for path, leaf in run.params.items() if not torch.equal(leaf, first.params[path])]
+    return [f"values change with the schedule: {leaves}"] if leaves else []
+
+
+def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT) -> None:
+    ranks = pool(world).run(train, name, configs, axes, steps, timeout=110.0)
+    problems: list[str] = []
+    first: dict[tuple[str, bool, int, str], Run] = {}
+    for number, config in enumerate(configs):
+        run = ranks[0][number]
+        found = _compare(name, config, [results[number] for results in ranks])
+        found += _unlike(config, run, first.setdefault(config.values, run))
+        problems += [f"world={world} model={name} {config}\n    {line}" for line in found]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
+def test_clipping_bites(name: str) -> None:
+    example = zoo.build(name)
+    assert max(_expected(name, "sgd", True, SHORT).norms) > example.clip
+
+
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))])
+@pytest.mark.parametrize("opt", ["sgd", "adamw"])
+def test_every_schedule_equals_one_process(pool: Pools, world: int, opt: str) -> None:
+    _check(pool, world, "gpt", [config for config in EVERY if config.opt == opt], steps=STEPS if world != 3 else SHORT)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_some_schedules_equal_one_process(pool: Pools, world: int) -> None:
+    _check(pool, world, "gpt", SOME)
+
+
+def _share(configs: Sequence[Config], world: int, number: int) -> list[Config]:
+    """The part of ``configs`` that program ``number`` runs on one world: its four worlds together run all of them.
+
+    Every pair of (program, world, configuration) is run, which takes a quarter of the product. Configurations of equal
+    ``values`` stay together, since their runs are compared bit for bit.
+    """
+    families = list(dict.fromkeys(config.values for config in configs))
+    return [c for c in configs if (families.index(c.values) + number) % len(WORLDS) == WORLDS.index(world)]
+
+
+def test_each_pair_of_program_world_and_configuration_is_run() -> None:
+    runs = [
+        (name, world, config)
+        for name in PROGRAMS
+        for world in WORLDS
+        for config in _share(SOME, world, PROGRAMS.index(name))
+    ]
+    choices = (PROGRAMS, WORLDS, SOME)
+    for a, b in itertools.combinations(range(3), 2):
+        assert {(run[a], run[b]) for run in runs} == set(itertools.product(choices[a], choices[b]))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_equals_one_process(pool: Pools, world: int, name: str) -> None:
+    _check(pool, world, name, _share(SOME, world, PROGRAMS.index(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_under_some_schedules(pool: Pools, world: int, name: str) -> None:
+    _check(pool, world, name, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("opt", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_under_every_schedule(pool: Pools, name: str, opt: str, world: int) -> None:
+    _check(pool, world, name, [config for config in EVERY if config.opt == opt], steps=STEPS)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(zoo.TRICKY))
+def test_hard_programs_equal_one_process(pool: Pools, world: int, name: str) -> None:
+    _check(pool, world, name, FEW)
+
+
+@pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 4), ("conv", 4), ("skipping", 4)])
+def test_replicas_of_shards_equal_one_process(pool: Pools, world: int, name: str) -> None:
+    _check(pool, world, name, SOME, ((2, -1), ("replica", "shard")))
+
+
+IN_BACKWARD = list(
+    dict.fromkeys(
+        replace(c, update="in_backward", clip=False, accumulate=2 if c.accumulation == "full" else 1) for c in SOME
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [("gpt", 1), ("gpt", 3), ("twice", 2), ("skipping", 3), ("conv", 4), ("adapted", 2)]
+)
+def test_update_in_backward_equals_one_process(pool: Pools, world: int, name: str) -> None:
+    _check(pool, world, name, IN_BACKWARD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["gpt", "twice", "skipping", "conv", "adapted"])
+def test_update_in_backward_of_every_program(pool: Pools, world: int, name: str) -> None:
+    _check(pool, world, name, IN_BACKWARD)

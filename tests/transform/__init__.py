@@ -1,0 +1,1 @@
+"""Losses of shards under torch.func, and tools on them."""
