@@ -12,7 +12,9 @@ from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import NonFiniteError, PlanError, TreeError
 from fshard.metrics import Metrics, combine_aux
-from fshard.optim.checks import is_rule, optimizer_meant
+from fshard.optim.base import Optimizer
+from fshard.optim.checks import is_optimizer, optimizer_meant
+from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale, Scale
 from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.backends import make_cache
@@ -53,18 +55,19 @@ class TrainStep:
     may have updated some groups already.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], opt: Any, plan: Plan, options: Options) -> None:
+    def __init__(self, loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> None:
         self.opt, self.plan, self.options = opt, plan, options
+        self._rule = contract(opt)
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
-        self._kept = {g.id: holdings(g.owned, plan.mesh, opt) for g in plan.groups if g.trainable}
-        self._grads = workshop.gradients(cuts_of(plan, opt, options.clip.number), opt)
+        self._kept = {g.id: holdings(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
+        self._grads = workshop.gradients(cuts_of(plan, self._rule, options.clip.number), self._rule)
         self._wide = widened([group.dtype for group in plan.groups if group.trainable])
         self._since: dict[str, int] = {}
         self._rounded = rounded_groups(plan)
         self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)
-        self._decide = Decisions(opt, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
+        self._decide = Decisions(self._rule, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
         self._equal = Equal(plan, options.told(), opt, always=options.debug)
         self._last: weakref.ref[Update] | None = None
         self._traced: Schedule | None = None
@@ -117,7 +120,7 @@ class TrainStep:
         if self.options.policy.update == "in_backward":
             shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
             # Not for a later step to finish: what this one does not update has no gradient.
-            own = update = Update(self.opt, state.step, shards, self._grads, rounding=self._rounding(state))
+            own = update = Update(self._rule, state.step, shards, self._grads, rounding=self._rounding(state))
         randomness = functools.partial(seeded, state.seed, state.step, self._part, self.plan.mesh.device)
         scale = self._scale_of(state)
         boost = scale.value if scale else 1.0
@@ -266,7 +269,7 @@ class TrainStep:
             shards[group].held = kept  # the same object, so that the next comparison is over at once
         if state.late != self._since:
             check_late(self.opt, state.late)
-            self._since, cuts = state.late, cuts_of(self.plan, self.opt, self.options.clip.number, state.late)
+            self._since, cuts = state.late, cuts_of(self.plan, self._rule, self.options.clip.number, state.late)
             self._grads = replace(self._grads, cuts=cuts, views={})
             self._decide = replace(self._decide, grads=self._grads)
 
@@ -285,7 +288,7 @@ class TrainStep:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
 
     def _update(self, state: TrainState, shards: list[Shard], scale: list[float | None]) -> Update:
-        update = Update(self.opt, state.step, shards, self._grads, scale, self._rounding(state), state.waiting)
+        update = Update(self._rule, state.step, shards, self._grads, scale, self._rounding(state), state.waiting)
         self._last = weakref.ref(update)
         return update
 
@@ -314,7 +317,7 @@ class TrainStep:
 
 def make_train_step(
     loss_fn: Callable[..., Any],
-    opt: Any,
+    opt: Optimizer,
     plan: Plan,
     *,
     clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
@@ -375,7 +378,7 @@ def make_train_step(
     policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
     if not isinstance(policy, Policy | Auto):
         raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
-    if not isinstance(plan, Plan) or not is_rule(opt):
+    if not isinstance(plan, Plan) or not is_optimizer(opt):
         raise PlanError(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
             f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"

@@ -17,6 +17,7 @@ from fshard.checkpoint.save import Saving, check_json, head_of, perform, save_fa
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError, TreeError
+from fshard.optim.base import Optimizer
 from fshard.runtime.comm import SharedTransport, enter
 from fshard.runtime.equal import compare
 from fshard.schedule.schedule import Schedule
@@ -165,7 +166,7 @@ class Checkpointer:
     def restore(
         self,
         plan: Plan,
-        opt: Any,
+        opt: Optimizer | None,
         step: int | None = None,
         *,
         fallback: bool = False,

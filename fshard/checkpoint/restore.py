@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from fshard.checkpoint.folder import read_manifest, step_folder, telling
 from fshard.checkpoint.manifest import Manifest
@@ -11,6 +10,7 @@ from fshard.checkpoint.meeting import Meeting
 from fshard.checkpoint.problems import damaged, other_checkpoints, other_folder
 from fshard.checkpoint.read import Want, read_into
 from fshard.errors import PlanError, ShardError
+from fshard.optim.base import Optimizer
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, assemble, entries, scalars
 from fshard.state.past import Past, Run
@@ -18,7 +18,14 @@ from fshard.state.train_state import TrainState
 
 
 def restore_step(
-    meeting: Meeting, root: str, first: str, step: int, plan: Plan, opt: Any, request: Request, into: TrainState | None
+    meeting: Meeting,
+    root: str,
+    first: str,
+    step: int,
+    plan: Plan,
+    opt: Optimizer | None,
+    request: Request,
+    into: TrainState | None,
 ) -> tuple[TrainState, Manifest]:
     """The state of one step. Collective.
 
@@ -63,7 +70,7 @@ def restore_step(
 
 
 def prepared(
-    folder: str, manifest: Manifest, plan: Plan, opt: Any, request: Request, into: TrainState | None
+    folder: str, manifest: Manifest, plan: Plan, opt: Optimizer | None, request: Request, into: TrainState | None
 ) -> tuple[TrainState, list[Want]]:
     """A state that holds everything that the checkpoint does not give, and what to read into the rest. Local."""
     kept: Mapping[str, Entry] = {entry.name: entry for entry in entries(into)} if into is not None else {}

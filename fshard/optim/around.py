@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import State, unscale
+from fshard.optim.base import Optimizer, State, unscale
 from fshard.optim.compose import Inner
 from fshard.optim.form import Form
 
@@ -43,14 +43,14 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        problems = checks.rule("opt", self.opt) + checks.number("decay", self.decay, "[0, 1)")
-        problems += _nested(self.opt, "ema")
+        problems = checks.optimizer("opt", self.opt) + checks.number("decay", self.decay, "[0, 1)")
+        problems += ["opt: it keeps an average already"] if isinstance(self.opt, ema) else []
         if problems:
             raise errors.bad_arguments("ema", problems)
 
     def init(self, param: Tensor, hyper: Any) -> State:
         """The optimizer's own buffers, and the parameters as they are."""
-        return {**super().init(param, hyper), EMA: param.to(_wide(param.dtype), copy=True)}
+        return {**super().init(param, hyper), EMA: param.to(torch.promote_types(param.dtype, torch.float32), copy=True)}
 
     def forms(self, hyper: Any) -> dict[str, Form]:
         """What the optimizer keeps, and the average."""
@@ -98,12 +98,17 @@ class every(Inner):  # noqa: N801
 
     steps: int
 
-    def __init__(self, steps: int, opt: Any) -> None:
-        problems = checks.count("steps", steps, least=1) + checks.rule("opt", opt) + _nested(opt, "every")
+    def __init__(self, steps: int, opt: Optimizer) -> None:
+        problems = checks.count("steps", steps, least=1) + checks.optimizer("opt", opt)
         if problems:
             raise errors.bad_arguments("every", problems)
         object.__setattr__(self, "opt", opt)
         object.__setattr__(self, "steps", steps)
+
+    @property
+    def steps_per_update(self) -> int:
+        """How many steps there are to an update."""
+        return self.steps
 
     def init(self, param: Tensor, hyper: Any) -> State:
         """The optimizer's own buffers, and no gradient."""
@@ -143,15 +148,3 @@ class every(Inner):  # noqa: N801
         number = self.number(step)
         self.opt.update(params, grads, states, step=number, hyper=hyper, grad_scale=grad_scale, late=self.number(late))
         torch._foreach_zero_(carried)
-
-
-def _nested(opt: Any, name: str) -> list[str]:
-    if getattr(opt, "steps", None) is not None:
-        return [f"opt = {opt!r}: fs.optim.every must be the outermost optimizer, since the whole step takes part in it"]
-    if name == "ema" and isinstance(opt, ema):
-        return ["opt: it keeps an average already"]
-    return []
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -21,6 +21,13 @@ State = dict[str, Tensor]
 class Optimizer(Protocol):
     """Two pure functions, ``init`` and ``update``, and the hyper-parameters they are frozen with.
 
+    An optimizer such as ``sgd`` keeps buffers of a parameter's length and updates each element by itself. Others have
+    one or more of these methods besides:
+
+    * ``forms(hyper) -> dict[str, Form]``: what it keeps of a leaf; its ``init`` then takes ``(param, hyper)``.
+    * ``grain(hyper) -> Grain``: how much of a leaf one rank must hold in one piece.
+    * ``problems(leaves) -> list[str]``: which of its arguments do not fit the leaves of a plan.
+
     The split is that of Optax (``init``/``update``), except that ``update`` owns its arguments, as a donated
     argument of a jitted JAX function is owned: it writes the new values where the old ones lay. Seen from
     outside that is the pure function ``(params, grads, states, step) -> (params, states)``, whose inputs no
@@ -32,8 +39,9 @@ class Optimizer(Protocol):
     def lr(self) -> Rate:
         """The learning rate, or the function that gives it for a step."""
 
-    def init(self, param: Tensor) -> State:
-        """The state before the first update.
+    @property
+    def init(self) -> Callable[..., State]:
+        """The state before the first update: a method that takes ``(param)``, or ``(param, hyper)`` with ``forms``.
 
         Args:
             param: a flat shard, 1-D, on any device; only its length, dtype and device matter, meta will do.

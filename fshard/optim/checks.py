@@ -1,8 +1,10 @@
 """Arguments out of range, described. Checks return their problems; a constructor reports all at once."""
 
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
+from fshard.optim.base import Optimizer
+from fshard.optim.contract import contract
 from fshard.patterns import bad_regex
 
 
@@ -47,7 +49,7 @@ def pattern(name: str, value: Any) -> list[str]:
     return [f"{name}: {problem}"] if (problem := bad_regex(value)) else []
 
 
-def is_rule(value: Any) -> bool:
+def is_optimizer(value: Any) -> TypeGuard[Optimizer]:
     """Whether a value has what an optimizer has, and is not its class."""
     return all(hasattr(value, part) for part in ("init", "update", "hyper", "lr")) and not isinstance(value, type)
 
@@ -55,7 +57,7 @@ def is_rule(value: Any) -> bool:
 def optimizer_meant(value: Any) -> str:
     """What somebody may have meant by this in the place of an optimizer; or nothing."""
     kind = value if isinstance(value, type) else type(value)
-    if is_rule(value):
+    if is_optimizer(value):
         return ""
     if kind.__module__.startswith("torch.optim"):
         return f": give fs.optim.{kind.__name__.lower()}(lr), or fs.optim.from_torch(torch.optim.{kind.__name__}, ...)"
@@ -64,10 +66,12 @@ def optimizer_meant(value: Any) -> str:
     return ""
 
 
-def rule(name: str, value: Any) -> list[str]:
-    """No problem when the value is an optimizer."""
-    if is_rule(value):
-        return []
+def optimizer(name: str, value: Any) -> list[str]:
+    """No problem when the value is an optimizer that may be inside of another one."""
+    if is_optimizer(value):
+        if contract(value).steps is None:
+            return []
+        return [f"{name} = {value!r}: fs.optim.every must be the outermost optimizer: the whole step takes part in it"]
     return [f"{name} = {value!r}: must be an optimizer, such as fs.optim.adamw(3e-4)"]
 
 

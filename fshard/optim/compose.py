@@ -1,7 +1,7 @@
 """Optimizers made of optimizers: different rules for different leaves, and changes of gradients in front of a rule."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from fshard import errors
 from fshard.arguments import expect
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, rate, unscale
-from fshard.optim.form import Form, Grain, LeafInfo, forms_of, grain_of, problems_of, start_of
+from fshard.optim.base import Optimizer, Rate, State, rate, unscale
+from fshard.optim.contract import Contract, contract
+from fshard.optim.form import Form, Grain, LeafInfo
 
 ANY = r"(?s:.*)"
 """Matches every path; without an optimizer, it may be left with no leaf."""
@@ -44,9 +45,9 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
     ((0, 0.0), (1, 0.1))
     """
 
-    rules: tuple[tuple[str, Any], ...]
+    rules: tuple[tuple[str, Optimizer | None], ...]
 
-    def __init__(self, rules: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, rules: Sequence[tuple[str, Optimizer | None]]) -> None:
         expect("fs.optim.partition(rules)", [("rules", rules, (list, tuple), "a list of (pattern, optimizer) pairs")])
         problems = [] if rules else ["rules = []: give at least one (pattern, optimizer)"]
         for i, entry in enumerate(rules):
@@ -54,7 +55,7 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
                 problems.append(f"rules[{i}] = {entry!r}: must be a pair (pattern, optimizer)")
                 continue
             problems += checks.pattern(f"rules[{i}][0]", entry[0])
-            problems += [] if entry[1] is None else checks.rule(f"rules[{i}][1]", entry[1]) + _every(entry[1])
+            problems += [] if entry[1] is None else checks.optimizer(f"rules[{i}][1]", entry[1])
         if not problems and all(opt is None for _, opt in rules):
             problems.append("rules: none of them has an optimizer")
         if problems:
@@ -69,21 +70,24 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
 
     def init(self, param: Tensor, hyper: Choice) -> State:
         """The buffers of the leaf's own optimizer."""
-        return {} if hyper[0] == REST else start_of(self.rules[hyper[0]][1], param, hyper[1])
+        own = self._own(hyper[0])
+        return {} if own is None else own.init(param, hyper[1])
 
     def hyper(self, path: str, shape: tuple[int, ...]) -> Choice:
         """The number of the leaf's rule, and what its optimizer says."""
         number = self._number(path)
-        opt = None if number == REST else self.rules[number][1]
-        return (REST, None) if opt is None else (number, opt.hyper(path, shape))
+        own = self._own(number)
+        return (REST, None) if own is None else (number, own.hyper(path, shape))
 
     def forms(self, hyper: Choice) -> dict[str, Form]:
         """What the leaf's own optimizer keeps."""
-        return {} if hyper[0] == REST else forms_of(self.rules[hyper[0]][1], hyper[1])
+        own = self._own(hyper[0])
+        return {} if own is None else own.forms(hyper[1])
 
     def grain(self, hyper: Choice) -> Grain:
         """What the leaf's own optimizer needs."""
-        return 1 if hyper[0] == REST else grain_of(self.rules[hyper[0]][1], hyper[1])
+        own = self._own(hyper[0])
+        return 1 if own is None else own.grain(hyper[1])
 
     def problems(self, leaves: list[LeafInfo]) -> list[str]:
         """Leaves without a rule, rules without a leaf, and what each optimizer says of its own leaves."""
@@ -98,7 +102,7 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
             if not own and (pattern, opt) != (ANY, None):
                 out.append(f"partition: rules[{number}] {pattern!r} {_why(hits)}")
             elif opt is not None:
-                out += problems_of(opt, own)
+                out += contract(opt).problems(own)
         return out
 
     def update(
@@ -114,16 +118,22 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         late: int = 0,
     ) -> None:
         """One update by the leaves' own optimizer; see ``Optimizer.update``."""
-        if hyper[0] != REST:
-            self.rules[hyper[0]][1].update(
+        opt = None if hyper[0] == REST else self.rules[hyper[0]][1]
+        if opt is not None:
+            opt.update(
                 params, grads, states, step=step, hyper=hyper[1], grad_scale=grad_scale, found_inf=found_inf, late=late
             )
 
     def _number(self, path: str) -> int:
         return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path)), REST)
 
+    def _own(self, number: int) -> Contract | None:
+        """The optimizer of a rule; None for leaves that stay as they are."""
+        opt = None if number == REST else self.rules[number][1]
+        return None if opt is None else contract(opt)
 
-def masked(opt: Any, pattern: str) -> partition:
+
+def masked(opt: Optimizer, pattern: str) -> partition:
     """An optimizer for the leaves that a pattern matches; the others stay as they are (``optax.masked``).
 
     They still get gradients, which count in the global norm: ``fs.Rule(..., trainable=False)`` freezes leaves for good.
@@ -212,33 +222,32 @@ class add_decay:  # noqa: N801
 class Inner:
     """What optimizers around one other have in common: they are like it in everything that they do not change."""
 
-    opt: Any
+    opt: Optimizer
 
     @property
     def lr(self) -> Rate:
         """The optimizer's own learning rate."""
-        own: Rate = self.opt.lr
-        return own
+        return self.opt.lr
 
     def init(self, param: Tensor, hyper: Any) -> State:
         """The optimizer's own buffers."""
-        return start_of(self.opt, param, hyper)
+        return contract(self.opt).init(param, hyper)
 
-    def hyper(self, path: str, shape: tuple[int, ...]) -> Any:
+    def hyper(self, path: str, shape: tuple[int, ...]) -> Hashable:
         """What the optimizer says."""
         return self.opt.hyper(path, shape)
 
     def forms(self, hyper: Any) -> dict[str, Form]:
         """What the optimizer keeps."""
-        return forms_of(self.opt, hyper)
+        return contract(self.opt).forms(hyper)
 
     def grain(self, hyper: Any) -> Grain:
         """What the optimizer needs."""
-        return grain_of(self.opt, hyper)
+        return contract(self.opt).grain(hyper)
 
     def problems(self, leaves: list[LeafInfo]) -> list[str]:
         """What the optimizer finds."""
-        return problems_of(self.opt, leaves)
+        return contract(self.opt).problems(leaves)
 
 
 @dataclass(frozen=True)
@@ -260,7 +269,7 @@ class chain(Inner):  # noqa: N801
     changes: tuple[Change, ...]
 
     def __init__(self, *parts: Any) -> None:
-        problems = checks.rule("the last part", parts[-1]) + _every(parts[-1]) if parts else ["no parts were given"]
+        problems = checks.optimizer("the last part", parts[-1]) if parts else ["no parts were given"]
         problems += [f"part {i} = {p!r}: has no apply()" for i, p in enumerate(parts[:-1]) if not hasattr(p, "apply")]
         if problems:
             raise errors.bad_arguments("chain", problems)
@@ -286,13 +295,6 @@ class chain(Inner):  # noqa: N801
         for change in self.changes:
             change.apply(params, grads, step)
         self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=None, found_inf=found_inf, late=late)
-
-
-def _every(opt: Any) -> list[str]:
-    """No problem unless an optimizer that carries gradients is inside of another one."""
-    if getattr(opt, "steps", None) is None:
-        return []
-    return [f"{opt!r}: fs.optim.every must be the outermost optimizer, since the whole step takes part in it"]
 
 
 def _why(hits: list[LeafInfo]) -> str:

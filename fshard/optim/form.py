@@ -1,16 +1,8 @@
-"""What optimizers whose buffers are not like parameters, or whose rule is not elementwise, say of themselves.
-
-An optimizer such as ``sgd`` keeps buffers of a parameter's length and updates each element by itself, so it need not
-say anything. Others have one or more of these methods besides those of ``Optimizer``:
-
-* ``forms(hyper) -> dict[str, Form]``: what it keeps of a leaf; its ``init`` then takes ``(param, hyper)``.
-* ``grain(hyper) -> Grain``: how much of a leaf one rank must hold in one piece.
-* ``problems(leaves) -> list[str]``: what of its arguments does not fit the leaves of a plan.
-"""
+"""What an optimizer keeps of a leaf, and how much of the leaf it needs on one rank."""
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -66,26 +58,3 @@ class LeafInfo:
     path: str
     shape: tuple[int, ...]
     trainable: bool = True
-
-
-def forms_of(opt: Any, hyper: Any) -> dict[str, Form]:
-    """What an optimizer keeps of a leaf of which its ``hyper`` is this."""
-    if hasattr(opt, "forms"):
-        return dict(opt.forms(hyper))
-    return dict.fromkeys(opt.init(torch.empty(0)), Form())
-
-
-def start_of(opt: Any, param: torch.Tensor, hyper: Any) -> dict[str, torch.Tensor]:
-    """The state of a slice before its first update."""
-    return dict(opt.init(param, hyper) if hasattr(opt, "forms") else opt.init(param))
-
-
-def grain_of(opt: Any, hyper: Any) -> Grain:
-    """How much of a leaf an optimizer must see in one piece."""
-    grain: Grain = opt.grain(hyper) if hasattr(opt, "grain") else 1
-    return grain
-
-
-def problems_of(opt: Any, leaves: list[LeafInfo]) -> list[str]:
-    """What of an optimizer's arguments does not fit the leaves that it is given."""
-    return list(opt.problems(leaves)) if hasattr(opt, "problems") else []

@@ -1,27 +1,28 @@
 """Optimizers as differentiable functions of tensors: new values instead of new contents, in ordinary operators."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fshard.errors import PlanError
 from fshard.optim.adamw import adamw
-from fshard.optim.base import State, rate
+from fshard.optim.base import Optimizer, State, rate
 from fshard.optim.sgd import sgd
 
 
-def check_pure(opt: Any) -> None:
-    """Refuse an optimizer that has no differentiable form.
+def check_pure(opt: Optimizer) -> sgd | adamw:
+    """The optimizer, if it has a differentiable form.
 
     Raises:
         PlanError: it is neither ``sgd`` nor ``adamw``.
     """
     if not isinstance(opt, sgd | adamw):
         raise PlanError(f"{opt!r} has no differentiable form: use fs.optim.sgd or fs.optim.adamw")
+    return opt
 
 
-def pure_update(opt: Any, param: Tensor, grad: Tensor, state: State, step: int, hyper: float) -> tuple[Tensor, State]:
+def pure_update(
+    opt: sgd | adamw, param: Tensor, grad: Tensor, state: State, step: int, hyper: float
+) -> tuple[Tensor, State]:
     """One update of one leaf, equal to ``opt.update`` up to rounding; nothing is written.
 
     Args:
@@ -31,11 +32,7 @@ def pure_update(opt: Any, param: Tensor, grad: Tensor, state: State, step: int, 
         state: its buffers, as ``opt.init`` names them.
         step: the number of the update, counted from 1.
         hyper: what ``opt.hyper`` says of the leaf.
-
-    Raises:
-        PlanError: another optimizer.
     """
-    check_pure(opt)
     lr = rate(opt.lr, step)
     if isinstance(opt, sgd):
         direction = grad + hyper * param

@@ -7,6 +7,7 @@ from typing import Any
 from fshard.errors import LossError, unlike_skips
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
+from fshard.optim.contract import Contract
 from fshard.runtime.attempt import raise_failure
 from fshard.runtime.clip import Clip, norms_by_rule, skipped
 from fshard.runtime.commit import FAILED, OK, Verdict
@@ -27,7 +28,7 @@ class Decisions:
         grads: the gradients of a step.
     """
 
-    opt: Any
+    opt: Contract
     clip: Clip
     skip_norm: float | None
     skip: Callable[[Any], bool] | None
@@ -37,7 +38,7 @@ class Decisions:
     @property
     def every(self) -> int:
         """How many steps there are to an update."""
-        return int(getattr(self.opt, "steps", 1))
+        return self.opt.steps or 1
 
     def updates(self, step: int) -> bool:
         """Whether this step, counted from 0, updates; with ``fs.optim.every`` most carry their gradients."""

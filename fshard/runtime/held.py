@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.optim.form import Form, forms_of, grain_of, start_of
+from fshard.optim.contract import Contract
+from fshard.optim.form import Form
 from fshard.sharding.layout import ALIGN, Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -58,7 +59,7 @@ class Held:
         return (self.ranges[first][0], self.ranges[last][1]) if first in self.ranges else None
 
 
-def holdings(group: Group, mesh: Mesh, opt: Any, part: int | None = None) -> dict[str, Held]:
+def holdings(group: Group, mesh: Mesh, opt: Contract, part: int | None = None) -> dict[str, Held]:
     """The buffers of an optimizer beside one group's shard. Equal leaves that lie together stay together.
 
     Args:
@@ -71,12 +72,12 @@ def holdings(group: Group, mesh: Mesh, opt: Any, part: int | None = None) -> dic
     spans = [group.shard_range(number, part) for number in range(len(group.leaves))]
     found: dict[str, dict[int, Form]] = {}
     for number, leaf in enumerate(group.leaves):
-        for name, form in forms_of(opt, opt.hyper(leaf.path, leaf.shape)).items():
+        for name, form in opt.forms(opt.hyper(leaf.path, leaf.shape)).items():
             found.setdefault(name, {})[number] = form
     return {name: _hold(group, spans, forms) for name, forms in found.items()}
 
 
-def most_bytes(group: Group, mesh: Mesh, opt: Any) -> int:
+def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
     """Of all buffers beside one group's shard, on the rank that has most: the same on every rank."""
     own = holdings(group, mesh, opt)
     every = [own] if all(held.plain for held in own.values()) else []
@@ -148,15 +149,15 @@ def segments(
 def segments_of(
     group: Group,
     mesh: Mesh,
-    opt: Any,
+    opt: Contract,
     limit: Callable[[str], int] = lambda path: 0,
     late: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Segment, ...]:
     """The segments that an optimizer updates."""
 
     def step(hyper: Any) -> int | None:
-        grain = grain_of(opt, hyper)
-        own = any(form.shape is not None for form in forms_of(opt, hyper).values())
+        grain = opt.grain(hyper)
+        own = any(form.shape is not None for form in opt.forms(hyper).values())
         return None if own or not isinstance(grain, int) else grain
 
     return segments(group, mesh, opt.hyper, step, limit, late)
@@ -164,7 +165,7 @@ def segments_of(
 
 def cuts_of(
     plan: Plan,
-    opt: Any,
+    opt: Contract,
     limit: Callable[[str], int] = lambda path: 0,
     late: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[int, tuple[Segment, ...]]:
@@ -173,14 +174,14 @@ def cuts_of(
     return {group.id: segments_of(group.owned, plan.mesh, opt, limit, late) for group in trained}
 
 
-def start_buffers(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> tuple[dict[str, Tensor], dict[str, Held]]:
+def start_buffers(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> tuple[dict[str, Tensor], dict[str, Held]]:
     """An optimizer's buffers for a shard before the first update, and how they lie."""
     held = holdings(group, mesh, opt)
-    if not hasattr(opt, "forms"):
-        return dict(opt.init(param)), held
+    if opt.uniform:
+        return dict(opt.init(param, None)), held
     buffers = {name: torch.zeros(h.length, dtype=h.dtype, device=param.device) for name, h in held.items()}
     for segment in segments_of(group, mesh, opt):
-        for name, value in start_of(opt, param[segment.begin : segment.end], segment.hyper).items():
+        for name, value in opt.init(param[segment.begin : segment.end], segment.hyper).items():
             span = held[name].part(segment)
             assert span is not None, name
             buffers[name][span[0] : span[1]] = value.reshape(-1)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from fshard.optim import checks
+from fshard.optim.base import Optimizer
+from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.runtime.clip import Clip
 from fshard.runtime.remat import Remat
@@ -61,11 +63,13 @@ def flag_problems(**flags: Any) -> Iterator[str]:
             yield f"{name}={value!r} must be True or False"
 
 
-def late_problems(opt: Any, policy: Policy | Auto, skip_norm: Any, skip: Any) -> Iterator[str]:
+def late_problems(opt: Optimizer, policy: Policy | Auto, skip_norm: Any, skip: Any) -> Iterator[str]:
     """Which options that decide after the backward whether there is an update cannot be."""
     if skip_norm is not None:
         yield from checks.number("skip_norm", skip_norm, "(0, inf)")
     if skip is not None and not callable(skip):
         yield f"skip={skip!r} must be a function of the step's metrics, or None"
-    if policy.update == "in_backward" and (skip_norm is not None or skip is not None or hasattr(opt, "steps")):
+    if policy.update == "in_backward" and (
+        skip_norm is not None or skip is not None or contract(opt).steps is not None
+    ):
         yield "skip_norm=, skip= and fs.optim.every decide when the gradient is whole: not with update='in_backward'"

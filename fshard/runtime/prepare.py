@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import unknown_rates
+from fshard.optim.contract import Contract
 from fshard.runtime.actions import Actions
 from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
@@ -108,7 +109,7 @@ class Workshop:
         """The groups that are updated on the host, where their gradients stay in memory."""
         return frozenset(group.id for group in self.plan.groups if group.offloaded)
 
-    def gradients(self, cuts: Mapping[int, tuple[Segment, ...]], opt: Any) -> Gradients:
+    def gradients(self, cuts: Mapping[int, tuple[Segment, ...]], opt: Contract) -> Gradients:
         """What becomes of gradients after a step.
 
         Args:

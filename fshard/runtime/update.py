@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import half_updated
+from fshard.optim.contract import Contract
 from fshard.runtime.clock import marks
 from fshard.runtime.comm import Handle, Lane
 from fshard.runtime.held import Held, Segment, segments, segments_of, start_buffers
@@ -58,7 +59,7 @@ class Shard:
         return Shard(same_memory(self.param), opt, self.held, self.part)
 
 
-def start_shard(group: Group, mesh: Mesh, opt: Any, param: Tensor) -> Shard:
+def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard:
     """A shard before its first update. A frozen group has no optimizer state."""
     if not group.trainable:
         return Shard(param, {})
@@ -139,7 +140,7 @@ class Update:
 
     def __init__(
         self,
-        opt: Any,
+        opt: Contract,
         number: int,
         shards: list[Shard],
         grads: Gradients,

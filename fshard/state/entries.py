@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import StateError, TreeError
+from fshard.optim.base import Optimizer
 from fshard.optim.form import Form
 from fshard.optim.scaling import Scale
 from fshard.runtime.places import place_of
@@ -93,7 +94,11 @@ def scalars(state: TrainState) -> Scalars:
 
 
 def assemble(
-    plan: Plan, opt: Any, fill: Callable[[Entry], None], values: Mapping[str, Any], past: Past | None = None
+    plan: Plan,
+    opt: Optimizer | None,
+    fill: Callable[[Entry], None],
+    values: Mapping[str, Any],
+    past: Past | None = None,
 ) -> TrainState:
     """A state from its entries: the inverse of ``entries`` and ``scalars``. Local.
 
@@ -110,16 +115,15 @@ def assemble(
     """
     if values.get("count"):
         raise _unknown_units(int(values["step"]))
-    if opt is not None:
-        check_optimizer(plan, opt)
+    made = None if opt is None else check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
         shards.append(Shard(place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype), {}))
     for entry in entries(TrainState(plan, 0, 0, shards)):
         fill(entry)
-    if opt is not None:
+    if made is not None:
         # What starts from the parameters, such as an average of them, starts from these.
-        shards = [start_shard(group, plan.mesh, opt, shards[group.id].param) for group in plan.groups]
+        shards = [start_shard(group, plan.mesh, made, shards[group.id].param) for group in plan.groups]
     scale, count = None, float(values.get(CARRIED, 0.0))
     if values.get("loss_scale") is not None:
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))

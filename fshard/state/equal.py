@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fshard.optim.base import Optimizer
+from fshard.optim.contract import contract
 from fshard.runtime.batch import digest
 from fshard.runtime.copies import Copy
 from fshard.runtime.equal import Facts, Tiers
@@ -32,7 +34,7 @@ class Equal:
 
     plan: Plan
     settings: Mapping[str, Any]
-    opt: Any = None
+    opt: Optimizer | None = None
     always: bool = False
 
     @functools.cached_property
@@ -62,7 +64,7 @@ class Equal:
 
     def of(self, state: TrainState) -> Facts:
         """The facts of a step that is given this state."""
-        step = state.step // int(getattr(self.opt, "steps", 1))
+        step = state.step if self.opt is None else state.step // (contract(self.opt).steps or 1)
         rates = [sampled(value, step) for _, value in self.rates]
         made = state.past.made
         values = state.step, state.seed, state.count, state.scale, rates, made is None
@@ -79,12 +81,12 @@ class Equal:
         return Facts(number, items, (lambda: copies(state, exact)) if fresh or self.always else None)
 
 
-def optimizer_texts(opt: Any) -> Texts:
+def optimizer_texts(opt: Optimizer | None) -> Texts:
     """The class of an optimizer, and its hyper-parameters."""
     return {} if opt is None else {_named(name): text(value) for name, value in walk("optimizer", opt)}
 
 
-def hyper_texts(opt: Any, plan: Plan) -> Texts:
+def hyper_texts(opt: Optimizer | None, plan: Plan) -> Texts:
     """What an optimizer says of each leaf, where its own functions decide."""
     if opt is None:
         return {}

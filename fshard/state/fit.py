@@ -2,20 +2,21 @@
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from fshard.arguments import alike, described
 from fshard.errors import PlanError, lines
-from fshard.optim.checks import is_rule
-from fshard.optim.form import Grain, LeafInfo, grain_of, problems_of
+from fshard.optim.base import Optimizer
+from fshard.optim.checks import is_optimizer
+from fshard.optim.contract import Contract, contract
+from fshard.optim.form import Grain, LeafInfo
 from fshard.sharding.layout import Leaf
 from fshard.sharding.plan import Plan
 
 
-def check_optimizer(plan: Plan, opt: Any) -> None:
-    """Refuse an optimizer that names leaves which are not there, or needs more of one than a rank holds.
+def check_optimizer(plan: Plan, opt: Optimizer) -> Contract:
+    """The contract of an optimizer that names leaves of the plan, and needs no more of one than a rank holds.
 
     What it finds does not depend on how many ranks an axis has: what works on one mesh works on all.
 
@@ -23,14 +24,15 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
         PlanError: patterns that match nothing, frozen leaves that are to be trained, and rules that are not elementwise
             on leaves that are cut.
     """
-    if not is_rule(opt):
+    if not is_optimizer(opt):
         named = f"fs.optim.from_torch(torch.optim.{type(opt).__name__}, ...)"
         remedy = named if isinstance(opt, torch.optim.Optimizer) else "such as fs.optim.adamw(1e-3)"
         raise PlanError(f"opt is {described(opt)}, not an optimizer of fs.optim: give one, {remedy}")
     infos = [LeafInfo(leaf.path, leaf.shape, leaf.trainable) for leaf in plan.leaves.values()]
-    problems = problems_of(opt, infos)
+    made = contract(opt)
+    problems = [*made.problems(infos)]
     grains = [
-        (leaf, grain_of(opt, opt.hyper(leaf.path, leaf.shape)))
+        (leaf, made.grain(opt.hyper(leaf.path, leaf.shape)))
         for group in plan.groups
         for leaf in group.owned.leaves
         if leaf.trainable
@@ -49,9 +51,10 @@ def check_optimizer(plan: Plan, opt: Any) -> None:
                 "Change the plan's rules or the optimizer.",
             )
         )
+    return made
 
 
-def check_late(opt: Any, late: Mapping[str, int]) -> None:
+def check_late(opt: Optimizer, late: Mapping[str, int]) -> None:
     """Refuse an optimizer that cannot be told that a leaf has had fewer updates than others.
 
     Raises:

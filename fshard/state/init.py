@@ -14,6 +14,7 @@ from fshard.collectives.linear import Collect, Cut, apply
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold
+from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
 from fshard.runtime.places import place_of
@@ -31,7 +32,7 @@ Inits = Sequence[tuple[str, Initializer]]
 
 def init_state(
     plan: Plan,
-    opt: Any,
+    opt: Optimizer,
     seed: int = 0,
     *,
     params: Mapping[str, Any] | None = None,
@@ -95,7 +96,7 @@ def init_state(
 
 
 def start(
-    plan: Plan, opt: Any, value: Callable[[str, Piece], Tensor], step: int, seed: int, past: Past | None = None
+    plan: Plan, opt: Optimizer, value: Callable[[str, Piece], Tensor], step: int, seed: int, past: Past | None = None
 ) -> TrainState:
     """A state whose optimizer starts from given parameters. Local.
 
@@ -110,11 +111,11 @@ def start(
     Raises:
         PlanError: an optimizer that does not fit.
     """
-    check_optimizer(plan, opt)
+    made = check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
         param = _shard_of(plan, group, value)
-        shards.append(start_shard(group, plan.mesh, opt, param))
+        shards.append(start_shard(group, plan.mesh, made, param))
     late = [path for path, leaf in plan.leaves.items() if leaf.trainable and step]
     return TrainState(plan, step, seed, shards, late=dict.fromkeys(late, step), past=past or Past(made={}))
 

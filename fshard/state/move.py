@@ -10,6 +10,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
 from fshard.errors import PlanError, TreeError, lines
+from fshard.optim.base import Optimizer
 from fshard.runtime.comm import enter
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
@@ -22,7 +23,7 @@ Pieces = dict[str, list[Piece]]
 """What each rank holds of some entries."""
 
 
-def reshard_state(state: TrainState, plan: Plan, opt: Any) -> TrainState:
+def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     """Carry a state over to another plan, such as one with fewer frozen leaves. Collective.
 
     Parameters keep their values; so does the optimizer state of leaves that are trained before and after. A leaf that

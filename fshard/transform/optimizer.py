@@ -8,7 +8,10 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import TreeError
+from fshard.optim.adamw import adamw
+from fshard.optim.base import Optimizer
 from fshard.optim.pure import check_pure, pure_update
+from fshard.optim.sgd import sgd
 from fshard.sharding.plan import Plan
 
 State = dict[str, Any]
@@ -18,7 +21,7 @@ State = dict[str, Any]
 class Differentiable:
     """``update(params, grads, state) -> (params, state)``. Made by ``fs.differentiable``."""
 
-    opt: Any
+    opt: sgd | adamw
     plan: Plan
 
     def init(self, params: Any) -> State:
@@ -61,7 +64,7 @@ class Differentiable:
         return tree.nest(flat), {"step": state["step"] + 1, **{name: tree.nest(buffers[name]) for name in names}}
 
 
-def differentiable(opt: Any, plan: Plan) -> Differentiable:
+def differentiable(opt: Optimizer, plan: Plan) -> Differentiable:
     """An optimizer as a pure function, for gradients through its updates (MAML; Finn, Abbeel and Levine, 2017).
 
     It gives what the train step's fused update gives, up to rounding, in ordinary operators: slower, and each update
@@ -82,5 +85,4 @@ def differentiable(opt: Any, plan: Plan) -> Differentiable:
     >>> params["w"], state["step"]
     (tensor([0.5000, 0.5000]), 1)
     """
-    check_pure(opt)
-    return Differentiable(opt, plan)
+    return Differentiable(check_pure(opt), plan)

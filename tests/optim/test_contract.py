@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fshard as fs
 from fshard.errors import PlanError
-from fshard.optim import Optimizer, State, adamw, linear, lion, matrices, sgd, warmup_cosine
+from fshard.optim import Optimizer, State, adafactor, adamw, adamw8bit, linear, lion, matrices, sgd, warmup_cosine
+from fshard.optim.contract import contract
 
 SCHEDULE = warmup_cosine(0.1, warmup=2, total=8, floor=0.01)
 OPTIMIZERS = [
@@ -266,3 +269,35 @@ def test_updates_count_from_one(make: Callable[..., Optimizer]) -> None:
     opt = make(0.1)
     with pytest.raises(PlanError, match="step = 0: updates count from 1"):
         opt.update(params, draw(1, 3), [opt.init(params[0])], step=0, hyper=0.0)
+
+
+class Quiet:
+    """An optimizer that asks another one for everything, by attribute, and has a ``steps`` of its own meaning."""
+
+    steps = 5
+
+    def __init__(self, opt: Any) -> None:
+        self.opt = opt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opt, name)
+
+
+@pytest.mark.parametrize("opt", [sgd(0.1, momentum=0.9), adamw8bit(0.1, block=64), adafactor(0.1)], ids=repr)
+def test_what_has_the_methods_is_an_optimizer(opt: Any) -> None:
+    weight = torch.linspace(-1, 1, 128).view(16, 8)
+    plan = fs.make_plan({"w": weight}, fs.make_mesh((1,), ("shard",)), [(".*", fs.P())])
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (params["w"] * x).square().mean()
+
+    found = []
+    for rule in (opt, Quiet(opt)):
+        state = fs.init_state(plan, rule, params={"w": weight})
+        step = fs.make_train_step(loss, rule, plan)
+        for number in range(3):
+            state, _ = step(state, torch.tensor(float(number + 1)))
+        found.append([state.params["w"], *(leaf for _, leaf in fs.tree.paths(state.opt_state))])
+    assert same(*found) and len(found[0]) > 1
+    made = contract(Quiet(opt))
+    assert (made.steps, made.grain(opt.hyper("w", (16, 8)))) == (None, contract(opt).grain(opt.hyper("w", (16, 8))))

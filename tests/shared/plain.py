@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
-from fshard.optim.form import start_of
+from fshard.optim.contract import contract
 
 
 class Plain:
@@ -37,7 +37,7 @@ class Plain:
         self.params = {path: leaf.detach().clone() for path, leaf in params.items()}
         self.trained = [path for path in params if path not in frozen]
         self.hypers = {path: self.opt.hyper(path, tuple(params[path].shape)) for path in self.trained}
-        self.states = {path: start_of(self.opt, self.params[path].view(-1), h) for path, h in self.hypers.items()}
+        self.states = {path: contract(self.opt).init(self.params[path].view(-1), h) for path, h in self.hypers.items()}
         self.sums = {path: torch.zeros_like(self.params[path]) for path in self.trained}
         self.weight, self.number, self.norm = 0.0, 0, 0.0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
-from fshard.optim.form import start_of
+from fshard.optim.contract import contract
 from tests.shared.workers import Pools
 from tests.step import leaf_rows
 from tests.step.leaf_rows import SHARDED
@@ -235,7 +235,7 @@ def test_what_is_late_is_as_old_as_its_updates(opt: Any) -> None:
     found = []
     for late in (0, 4):
         w = torch.linspace(-1, 1, 128)
-        state = start_of(opt, w, hyper)
+        state = contract(opt).init(w, hyper)
         for number in range(1, 5):
             more = {"late": late} if late else {}
             opt.update([w], [torch.sin(w * number)], [state], step=number + late, hyper=hyper, **more)

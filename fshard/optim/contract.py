@@ -1,0 +1,68 @@
+"""What the library asks of an optimizer, with the defaults of what an optimizer may leave out."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.optim.base import Optimizer, Rate, State
+from fshard.optim.form import Form, Grain, LeafInfo
+
+
+@dataclass(frozen=True)
+class Contract:
+    """An optimizer with every part of the contract. Made by ``contract``.
+
+    Attributes:
+        opt: the optimizer itself.
+        hyper: its own ``hyper``.
+        update: its own ``update``.
+        init: the state of a slice before the first update, from ``(param, hyper)``.
+        forms: the buffers of a leaf, by name, from its ``hyper``.
+        grain: how much of a leaf an update must see in one piece, from its ``hyper``.
+        problems: which arguments of the optimizer do not fit the leaves of a plan.
+        uniform: whether all buffers are like the parameters, so that ``init`` takes a whole shard.
+        steps: the number of steps to an update, for an optimizer that carries gradients between steps; else None.
+    """
+
+    opt: Optimizer
+    hyper: Callable[[str, tuple[int, ...]], Hashable]
+    update: Callable[..., None]
+    init: Callable[[Tensor, Any], State]
+    forms: Callable[[Any], dict[str, Form]]
+    grain: Callable[[Any], Grain]
+    problems: Callable[[list[LeafInfo]], list[str]]
+    uniform: bool
+    steps: int | None
+
+    @property
+    def lr(self) -> Rate:
+        """The optimizer's own learning rate."""
+        return self.opt.lr
+
+
+def contract(opt: Optimizer) -> Contract:
+    """Complete an optimizer: what it leaves out has the defaults of a rule that updates each element by itself.
+
+    Its own ``forms(hyper) -> dict[str, Form]``, ``grain(hyper) -> Grain`` and ``problems(leaves) -> list[str]`` count
+    where it has them. With ``forms``, its ``init`` takes ``(param, hyper)``.
+
+    >>> from fshard.optim.sgd import sgd
+    >>> made = contract(sgd(0.1, momentum=0.9))
+    >>> list(made.forms(0.0)), made.grain(0.0), made.uniform
+    (['momentum_buffer'], 1, True)
+    """
+    forms = getattr(opt, "forms", None)
+    return Contract(
+        opt=opt,
+        hyper=opt.hyper,
+        update=opt.update,
+        init=(lambda param, hyper: opt.init(param)) if forms is None else opt.init,
+        forms=forms or (lambda hyper: dict.fromkeys(opt.init(torch.empty(0)), Form())),
+        grain=getattr(opt, "grain", lambda hyper: 1),
+        problems=getattr(opt, "problems", lambda leaves: []),
+        uniform=forms is None,
+        steps=getattr(opt, "steps_per_update", None),
+    )
