@@ -41,7 +41,7 @@ hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of mem
 	$(BIN)/python -m tests.security.hostile --cases 10000 $(ARGS)
 
 map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--against OTHER_CHECKOUT" beside another.
-	$(BIN)/python -m tests.map $(ARGS)
+	$(BIN)/python -m tests.project.map $(ARGS)
 
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check --quiet .

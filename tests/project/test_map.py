@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests import map as house
+from tests.project import map as house
 
 TOY = {
     "__init__.py": "from toy.low.a import f\n",

@@ -1,6 +1,6 @@
 """The map of the package: rooms, imports between them, and the places where its shape is worst.
 
-``python -m tests.map`` prints it, ``--json`` as data, and ``--against OTHER`` beside the same numbers of another tree.
+``python -m tests.project.map`` prints it, ``--json`` as data, and ``--against OTHER`` beside the same numbers of another tree.
 Source is read, never imported, so any tree will do.
 
 Complexity is McCabe's: one, and one more for each branch: ``if``, ``for``, ``while``, ``except``, ``assert``, ``case``,
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.layering import LAYERS, Function, Module, Modules, edges, load
+from tests.project.layering import LAYERS, Function, Module, Modules, edges, load
 
 ATTRIBUTES, COMPLEXITY, FILE_LINES, FUNCTION_LINES = 15, 15, 400, 40
 """The most that a class, a function and a file should have."""
@@ -260,7 +260,7 @@ def main() -> None:
     """Print the map."""
     parser = argparse.ArgumentParser(description="The shape of the package, in numbers.")
     parser.add_argument(
-        "tree", nargs="?", type=Path, default=Path(__file__).parents[1], help="a checkout, or a package"
+        "tree", nargs="?", type=Path, default=Path(__file__).parents[2], help="a checkout, or a package"
     )
     parser.add_argument("--against", type=Path, help="another checkout, whose numbers are printed beside")
     parser.add_argument("--json", action="store_true", help="print data")
