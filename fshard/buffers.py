@@ -12,7 +12,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
 from fshard.errors import PlanError, TreeError, lines, no_processes
-from fshard.patterns import bad_regex
+from fshard.patterns import bad_regexes
 from fshard.runtime.comm import enter
 from fshard.sharding.plan import Plan
 
@@ -107,15 +107,19 @@ def _joined(path: str, leaf: Any, count: int) -> Any:
 
 def _chosen(flat: Mapping[str, Any], rules: Sequence[tuple[str, str]]) -> list[str]:
     """The paths of the buffers to average."""
-    pairs = [rule if isinstance(rule, tuple) and len(rule) == 2 else (rule, None) for rule in rules]
-    wrong = [f"{pattern!r}: {how!r}" for pattern, how in pairs if how not in HOW]
-    if wrong:
-        raise PlanError(lines("sync_buffers: rules say what cannot be done:", wrong, "Say 'mean' or 'local'."))
-    if problems := [problem for pattern, _ in rules if (problem := bad_regex(pattern))]:
-        raise PlanError(lines("sync_buffers: patterns that cannot be:", problems, "They are for whole paths."))
+    _check_rules(rules)
     found = {path: next((how for pattern, how in rules if re.fullmatch(pattern, path)), None) for path in flat}
     lost = [path for path, how in found.items() if how is None]
     if lost:
         raise PlanError(lines("sync_buffers: no rule matches:", lost, "Add a rule such as ('.*', 'mean') at the end."))
     floating = {path for path, leaf in flat.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()}
     return [path for path, how in found.items() if how == "mean" and path in floating]
+
+
+def _check_rules(rules: Sequence[Any]) -> None:
+    pairs = [rule if isinstance(rule, tuple) and len(rule) == 2 else (rule, None) for rule in rules]
+    wrong = [f"{pattern!r}: {how!r}" for pattern, how in pairs if how not in HOW]
+    if wrong:
+        raise PlanError(lines("sync_buffers: invalid rules:", wrong, "Say 'mean' or 'local'."))
+    if problems := bad_regexes(pattern for pattern, _ in rules):
+        raise PlanError(lines("sync_buffers: invalid patterns:", problems, "Patterns match whole paths."))

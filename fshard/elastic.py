@@ -150,11 +150,8 @@ def _loop(
     fallback: bool,
 ) -> Iterator[tuple[TrainState, Metrics]]:
     with preemption:
-        state = None
-        if checkpoints is not None and _exists(checkpoints, step):
-            state = checkpoints.restore(step.plan, step.opt, fallback=fallback)
-            source.restore(checkpoints.restored.data if checkpoints.restored else None)
-        state = start() if state is None else state
+        restored = _restored(step, source, checkpoints, fallback)
+        state = start() if restored is None else restored
         expect("train_loop", [("what start() returned", state, TrainState, "a state, of fs.init_state(plan, opt)")])
         while state.step < steps:
             batch = source.take(state.step)
@@ -171,6 +168,15 @@ def _loop(
                 raise Preempted(preemption.asked or preemption.signals[0], state.step)
         if checkpoints is not None:
             checkpoints.wait()
+
+
+def _restored(step: TrainStep, source: "Source", checkpoints: Checkpointer | None, fallback: bool) -> TrainState | None:
+    """The state of the newest checkpoint, with the batches where it was saved; None if there is none."""
+    if checkpoints is None or not _exists(checkpoints, step):
+        return None
+    state = checkpoints.restore(step.plan, step.opt, fallback=fallback)
+    source.restore(checkpoints.restored.data if checkpoints.restored else None)
+    return state
 
 
 def _exists(checkpoints: Checkpointer, step: TrainStep) -> bool:

@@ -23,7 +23,7 @@ from fshard.model import adapters as adapted
 from fshard.model import init as inits
 from fshard.model.philox import fold
 from fshard.model.split import Model, split
-from fshard.patterns import bad_regex, meant_by
+from fshard.patterns import bad_regexes, meant_by
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
@@ -270,31 +270,46 @@ def adapters(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(flat: Mapping[str, Any], targets: str | Iterable[str], rank: int) -> list[str]:
-    """The paths that get adapters."""
-    patterns = [targets] if isinstance(targets, str) else targets
-    if not isinstance(patterns, Collection) or any(not isinstance(pattern, str) for pattern in patterns):
-        raise PlanError(f"lora: targets={targets!r}: give a regular expression, or a list of them")
+    """The paths of the leaves that get adapters."""
     if not isinstance(rank, int) or rank < 1:
         raise PlanError(f"lora: rank={rank!r} must be an int >= 1")
-    if problems := [problem for pattern in patterns if (problem := bad_regex(pattern))]:
-        raise PlanError(lines("lora: targets that cannot be:", problems, "Write regular expressions for whole paths."))
+    wanted = _hits(_patterns(targets), flat)
+    chosen = [path for path in flat if path in wanted]
+    wrong = [f"{path}{problem}" for path in chosen for problem in _unfit(path, flat)]
+    if wrong:
+        remedy = "Adapters belong to floating-point leaves of two or more dims that have none: narrow the targets."
+        raise PlanError(lines("lora: targets match leaves that cannot have adapters:", wrong, remedy))
+    return chosen
+
+
+def _hits(patterns: Collection[str], flat: Mapping[str, Any]) -> set[str]:
+    """The paths that patterns match."""
     hits = {pattern: [path for path in flat if re.fullmatch(pattern, path)] for pattern in patterns}
     idle = [f"{pattern!r}{meant_by(pattern, flat)}" for pattern, paths in hits.items() if not paths]
     if idle or not patterns:
         remedy = f"Targets are regular expressions for whole paths of leaves, such as {next(iter(flat), 'w')!r}."
         raise PlanError(lines("lora: targets match no leaf:", idle or ["none given"], remedy))
-    wanted = {path for paths in hits.values() for path in paths}
-    wrong = [
-        f"{path}  {list(leaf.shape)}  {leaf.dtype}"
-        for path, leaf in flat.items()
-        if path in wanted and (leaf.ndim < 2 or not leaf.dtype.is_floating_point)
-    ]
-    wrong += [f"{path}: has adapters already" for path in flat if path in wanted and path + adapted.A in flat]
-    wrong += [f"{path}: is an adapter itself" for path in flat if path in wanted and re.fullmatch(PATHS, path)]
-    if wrong:
-        remedy = "Adapters belong to floating-point leaves of two or more dims that have none: narrow the targets."
-        raise PlanError(lines("lora: targets match leaves that cannot have adapters:", wrong, remedy))
-    return [path for path in flat if path in wanted]
+    return {path for paths in hits.values() for path in paths}
+
+
+def _patterns(targets: str | Iterable[str]) -> Collection[str]:
+    patterns = [targets] if isinstance(targets, str) else targets
+    if not isinstance(patterns, Collection) or any(not isinstance(pattern, str) for pattern in patterns):
+        raise PlanError(f"lora: targets={targets!r}: give a regular expression, or a list of them")
+    if problems := bad_regexes(patterns):
+        raise PlanError(lines("lora: invalid targets:", problems, "Write regular expressions for whole paths."))
+    return patterns
+
+
+def _unfit(path: str, flat: Mapping[str, Any]) -> Iterator[str]:
+    """Why a leaf cannot have adapters."""
+    leaf = flat[path]
+    if leaf.ndim < 2 or not leaf.dtype.is_floating_point:
+        yield f"  {list(leaf.shape)}  {leaf.dtype}"
+    if path + adapted.A in flat:
+        yield ": has adapters already"
+    if re.fullmatch(PATHS, path):
+        yield ": is an adapter itself"
 
 
 def _inits(path: str, leaf: Tensor) -> dict[str, inits.Initializer]:

@@ -25,6 +25,11 @@ def bad_regex(pattern: object) -> str | None:
     return None
 
 
+def bad_regexes(patterns: Iterable[object]) -> list[str]:
+    """What ``bad_regex`` says of each of these that is no regular expression."""
+    return [problem for pattern in patterns if (problem := bad_regex(pattern))]
+
+
 def regex_of(glob: str) -> str:
     """The regular expression that matches what a glob does.
 
@@ -75,14 +80,15 @@ def glob_meant(pattern: str, modules: Collection[str]) -> str:
     """
     plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\(.*\)|(?<=\\\.)\.[*+]", "*", pattern).replace("\\.", ".")
     plain = plain.removesuffix("$").removeprefix("^")
-    if plain != pattern and any(_matches(plain, path) for path in modules):
+    if plain != pattern and any(glob_matches(plain, path) for path in modules):
         return f"; these are globs, no regular expressions: write {plain!r}"
     above = pattern.rpartition(".")[0]
-    if pattern.endswith((".weight", ".bias")) and any(_matches(above, path) for path in modules):
+    if pattern.endswith((".weight", ".bias")) and any(glob_matches(above, path) for path in modules):
         return f"; units are modules, no parameters: write {above!r}"
     return closest(pattern, [".".join("*" if p.isdigit() else p for p in path.split(".")) for path in modules])
 
 
-def _matches(glob: str, path: str) -> bool:
+def glob_matches(glob: str, path: str) -> bool:
+    """Whether a glob matches a path, component by component."""
     globs, parts = glob.split("."), path.split(".")
     return len(globs) == len(parts) and all(map(fnmatch.fnmatchcase, parts, globs))

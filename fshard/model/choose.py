@@ -1,12 +1,12 @@
 """Which submodules are units: by path, by class, or the repeated blocks, found by themselves."""
 
-import fnmatch
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
 from fshard import errors
-from fshard.patterns import glob_meant
+from fshard.patterns import glob_matches, glob_meant
 
 Pattern = str | type[nn.Module]
 
@@ -22,9 +22,13 @@ def chosen(module: nn.Module, units: Pattern | Iterable[Pattern]) -> tuple[str, 
     """
     if isinstance(units, str) and units == AUTO:
         return repeated(module)
-    if not isinstance(units, (str, type)) and not isinstance(units, Iterable):
+    if not isinstance(units, (str, type, Iterable)):
         raise errors.bad_unit_pattern(units)
-    return _matched(module, [units] if isinstance(units, (str, type)) else list(units))
+    patterns = [units] if isinstance(units, (str, type)) else list(units)
+    for pattern in patterns:
+        if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
+            raise errors.bad_unit_pattern(pattern)
+    return _matched(module, patterns)
 
 
 def repeated(module: nn.Module) -> tuple[str, ...]:
@@ -52,14 +56,7 @@ def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[str]:
     if id(module) in seen:
         return
     seen.add(id(module))
-    whole = [child for child in module.children() if any(True for _ in child.parameters())]
-    if isinstance(module, nn.ModuleList):
-        taken = {id(child) for child in whole if not uncallable(child)}
-    elif isinstance(module, nn.Sequential):
-        composed = {id(child) for child in whole if any(True for _ in child.children()) and not uncallable(child)}
-        taken = composed if len(composed) > 1 else set()
-    else:
-        taken = set()
+    taken = {id(child) for child in _held(module)}
     for name, child in module.named_children():
         if id(child) in taken:
             if id(child) not in seen:
@@ -69,40 +66,50 @@ def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[str]:
             yield from _blocks(child, f"{prefix}{name}.", seen)
 
 
+def _held(module: nn.Module) -> list[nn.Module]:
+    """The children of a container that are blocks."""
+    whole = [child for child in module.children() if any(True for _ in child.parameters()) and not uncallable(child)]
+    if isinstance(module, nn.ModuleList):
+        return whole
+    composed = [child for child in whole if any(True for _ in child.children())]
+    return composed if isinstance(module, nn.Sequential) and len({*map(id, composed)}) > 1 else []
+
+
 def uncallable(module: nn.Module) -> bool:
     """Whether a module has no forward, like a list of modules."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
-    if isinstance(pattern, str):
-        globs, parts = pattern.split("."), path.split(".")
-        return len(globs) == len(parts) and all(map(fnmatch.fnmatchcase, parts, globs))
-    return isinstance(module, pattern)
+    return glob_matches(pattern, path) if isinstance(pattern, str) else isinstance(module, pattern)
 
 
 def _matched(module: nn.Module, patterns: list[Pattern]) -> tuple[str, ...]:
+    picked = {id(below) for below in _hits(module, patterns)}
+    units = {path: below for path, below in module.named_modules() if path and id(below) in picked}
+    idle = {path: type(unit).__name__ for path, unit in units.items() if uncallable(unit)}
+    if idle:
+        raise errors.uncallable_unit(idle)
+    if nested := list(_nested(units)):
+        raise errors.nested_units(nested)
+    return tuple(units)
+
+
+def _nested(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """Pairs of units of which the first contains the second."""
+    first = {id(unit): path for path, unit in units.items()}
+    for path, unit in units.items():
+        for below in unit.modules():
+            if below is not unit and id(below) in first:
+                yield path, first[id(below)]
+
+
+def _hits(module: nn.Module, patterns: list[Pattern]) -> Iterator[nn.Module]:
+    """The submodules that patterns match."""
     every = [(path, below) for path, below in module.named_modules(remove_duplicate=False) if path]
-    for pattern in patterns:
-        if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
-            raise errors.bad_unit_pattern(pattern)
     hits = [[below for path, below in every if _matches(pattern, path, below)] for pattern in patterns]
     unmatched = [pattern for pattern, found in zip(patterns, hits, strict=True) if not found]
     if unmatched:
         hint = glob_meant(unmatched[0], [path for path, _ in every]) if isinstance(unmatched[0], str) else ""
         raise errors.no_such_unit(unmatched, [(path, type(below).__name__) for path, below in every], hint)
-    picked = {id(below) for found in hits for below in found}
-    units = {path: below for path, below in module.named_modules() if path and id(below) in picked}
-    idle = {path: type(unit).__name__ for path, unit in units.items() if uncallable(unit)}
-    if idle:
-        raise errors.uncallable_unit(idle)
-    first = {id(unit): path for path, unit in units.items()}
-    nested = [
-        (path, first[id(below)])
-        for path, unit in units.items()
-        for below in unit.modules()
-        if below is not unit and id(below) in first
-    ]
-    if nested:
-        raise errors.nested_units(nested)
-    return tuple(units)
+    return itertools.chain.from_iterable(hits)

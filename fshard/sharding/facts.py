@@ -59,13 +59,17 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
     if isinstance(value, (list, tuple)):
         plain = all(isinstance(inner, PLAIN) for inner in value)
         return None if plain else [(f"{name}[{i}]", inner) for i, inner in enumerate(value)]
+    held = _attributes(value)
+    return None if held is None else [(f"{name}.{key}", inner) for key, inner in held.items()]
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object; None for one that is a text of its own."""
     if dataclasses.is_dataclass(value):
-        kept = [field.name for field in dataclasses.fields(value) if field.compare]
-        return [(f"{name}.{field}", getattr(value, field)) for field in kept]
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
     if callable(value) or ADDRESS.search(repr(value)) is None:
         return None
-    public = {key: inner for key, inner in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
-    return [(f"{name}.{key}", inner) for key, inner in public.items()]
+    return {key: inner for key, inner in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
 
 
 def text(value: Any) -> str:

@@ -147,6 +147,27 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None)
     Raises:
         PlanError: no mesh of these sizes and names exists over ``world`` ranks.
     """
+    sizes = _checked(sizes, names)
+    known = math.prod(n for n in sizes if n != -1)
+    if -1 not in sizes:
+        if world is not None and known != world:
+            raise PlanError(
+                f"mesh sizes {sizes} multiply to {known}, but the world has {world} ranks: start {known} ranks "
+                f"(torchrun --nproc-per-node {known}), or write -1 for one axis"
+            )
+        return sizes
+    if world is None or sizes.count(-1) > 1:
+        why = "there is no world to divide" if world is None else "only one axis can be left open"
+        raise PlanError(f"mesh sizes {sizes} hold -1 {sizes.count(-1)} times, but {why}: give the sizes")
+    if world % known:
+        raise PlanError(
+            f"mesh sizes {sizes} over {world} ranks: {world} is not a multiple of {known}, so no size fits the -1 "
+            f"of axis {names[sizes.index(-1)]!r}; start a multiple of {known} ranks or change the other sizes"
+        )
+    return tuple(world // known if n == -1 else n for n in sizes)
+
+
+def _checked(sizes: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
     shape = "one size an axis, such as (2, 4) or (-1,)"
     axes = 'one name an axis, such as ("replica", "shard") or ("shard",)'
     expect("a mesh", [("sizes", sizes, (tuple, list), shape), ("axis_names", names, (tuple, list), axes)])
@@ -156,20 +177,4 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None)
         raise PlanError(f"a mesh needs one distinct name an axis: got sizes {sizes} and names {names}")
     if any(not isinstance(n, int) or isinstance(n, bool) or (n < 1 and n != -1) for n in sizes):
         raise PlanError(f"mesh sizes {sizes}: each is a positive int, or -1 once for what is left of the world")
-    known, open_ = math.prod(n for n in sizes if n != -1), sizes.count(-1)
-    if open_ > 1 or (open_ and world is None):
-        why = "there is no world to divide" if world is None else "only one axis can be left open"
-        raise PlanError(f"mesh sizes {sizes} hold -1 {open_} times, but {why}: give the sizes")
-    if open_ and world is not None:
-        if world % known:
-            raise PlanError(
-                f"mesh sizes {sizes} over {world} ranks: {world} is not a multiple of {known}, so no size fits the -1 "
-                f"of axis {names[sizes.index(-1)]!r}; start a multiple of {known} ranks or change the other sizes"
-            )
-        return tuple(world // known if n == -1 else n for n in sizes)
-    if world is not None and known != world:
-        raise PlanError(
-            f"mesh sizes {sizes} multiply to {known}, but the world has {world} ranks: start {known} ranks "
-            f"(torchrun --nproc-per-node {known}), or write -1 for one axis"
-        )
     return sizes

@@ -154,20 +154,12 @@ class Plan:
         if not isinstance(params, Mapping):
             raise TreeError(f"{what} is {described(params)}, not a nested dict of tensors: {_instead(params)}")
         given = dict(tree.paths(params))
-        places = self.places()
         wrong = [f"missing  {path}  {list(leaf.shape)}" for path, leaf in self.leaves.items() if path not in given]
         wrong += [f"unknown  {path}" for path in given if path not in self.leaves]
-        for path, leaf in self.leaves.items():
-            value = given.get(path)
-            if path in given and not isinstance(value, torch.Tensor):
-                wrong.append(f"no tensor  {path}: {type(value).__name__}")
-            elif isinstance(value, torch.Tensor):
-                group, number = places[path]
-                shape = leaf.shape if whole else group.local_shape(number, self.mesh)
-                if tuple(value.shape) != shape:
-                    wrong.append(f"misshapen  {path}: {list(value.shape)}, the plan has {list(shape)}")
-                elif value.device.type == "meta":
-                    wrong.append(f"no values  {path}: on the meta device; init_state without params= makes values")
+        shapes = self._shapes(whole)
+        wrong += [
+            found for path, shape in shapes.items() if path in given and (found := _misfit(path, given[path], shape))
+        ]
         if wrong:
             kind = "whole" if whole else "this rank's"
             head = f"{what} has {len(given)} leaves and is not the plan's parameter tree of {len(self.leaves)}:"
@@ -175,14 +167,17 @@ class Plan:
             raise TreeError(lines(head, wrong, self._other_kind(given, whole, what) or remedy))
         return {path: given[path] for path in self.leaves}
 
+    def _shapes(self, whole: bool) -> dict[str, Shape]:
+        """The shape of each leaf: the whole one, or this rank's."""
+        if whole:
+            return {path: leaf.shape for path, leaf in self.leaves.items()}
+        return {path: group.local_shape(number, self.mesh) for path, (group, number) in self.places().items()}
+
     def _other_kind(self, given: Mapping[str, Any], whole: bool, what: str) -> str:
         """What to do with whole tensors in the place of shards, or shards in that of whole ones; or nothing."""
-        places = self.places()
-        for path, leaf in self.leaves.items():
-            group, number = places[path]
-            other = group.local_shape(number, self.mesh) if whole else leaf.shape
-            if tuple(getattr(given.get(path), "shape", ())) != other or len(given) != len(self.leaves):
-                return ""
+        found = {path: tuple(getattr(value, "shape", ())) for path, value in given.items()}
+        if found != self._shapes(not whole):
+            return ""
         if whole:
             return f"These are shards, this rank's parts: give fs.unshard({what}, plan), whole tensors."
         return f"These are whole tensors: give fs.shard({what}, plan), this rank's parts of them."
@@ -265,6 +260,17 @@ class Modelled(Protocol):
 
     params: Any
     units: Any
+
+
+def _misfit(path: str, value: Any, shape: Shape) -> str:
+    """Why a value cannot be the leaf of this path and shape; or nothing."""
+    if not isinstance(value, torch.Tensor):
+        return f"no tensor  {path}: {type(value).__name__}"
+    if tuple(value.shape) != shape:
+        return f"misshapen  {path}: {list(value.shape)}, the plan has {list(shape)}"
+    if value.device.type == "meta":
+        return f"no values  {path}: on the meta device; init_state without params= makes values"
+    return ""
 
 
 def _instead(given: Any) -> str:

@@ -52,33 +52,39 @@ def render(
     precision: Precision,
 ) -> str:
     """The table of a plan: path, typed shape, group, bytes on this rank; then the totals."""
+    held = {
+        path: group.piece(number, mesh).numel * group.leaves[number].dtype.itemsize
+        for path, (group, number) in places.items()
+    }
     rows = [("path", "leaf", "group", "bytes a rank")]
-    total = hosted = 0
     for path, leaf in leaves.items():
-        group, number = places[path]
-        held = group.piece(number, mesh).numel * leaf.dtype.itemsize
-        total += held
-        hosted += held if leaf.kinds.hosted else 0
         tied = "".join(f" (= {alias})" for alias in leaf.aliases)
-        kind = ("" if leaf.trainable else " frozen") + (f" align={leaf.align}" if leaf.align else "")
-        kind += f" {leaf.kinds}".rstrip()
-        rows.append((path + tied, typed_shape(leaf) + kind, group.name, f"{held:,}"))
+        rows.append((path + tied, _described(leaf), places[path][0].name, f"{held[path]:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     text = [_row(row, widths) for row in rows]
     text.insert(1, "  ".join("-" * width for width in widths))
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     groups = len({group.id for group, _ in places.values()})
-    axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    head = f"mesh {axes}, batch {batch}, rank {mesh.rank}, {mesh.device.type}"
-    if precision != Precision():
-        chosen = {name: getattr(precision, name) for name in ("compute", "reduce", "output", "buffers")}
-        head += "".join(f", {what} in {SHORT[dtype]}" for what, dtype in chosen.items() if dtype is not None)
+    hosted = sum(held[path] for path, leaf in leaves.items() if leaf.kinds.hosted)
     foot = (
         f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {human(whole)} whole, "
-        f"{human(total)} on rank {mesh.rank}" + (f", of which {human(hosted)} in host memory" if hosted else "")
+        f"{human(sum(held.values()))} on rank {mesh.rank}"
+        + (f", of which {human(hosted)} in host memory" if hosted else "")
     )
-    return "\n".join([head, *text, foot, *_paddings(places)])
+    return "\n".join([_head(mesh, batch, precision), *text, foot, *_paddings(places)])
+
+
+def _described(leaf: Leaf) -> str:
+    kind = ("" if leaf.trainable else " frozen") + (f" align={leaf.align}" if leaf.align else "")
+    return typed_shape(leaf) + kind + f" {leaf.kinds}".rstrip()
+
+
+def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
+    axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    chosen = {name: getattr(precision, name) for name in ("compute", "reduce", "output", "buffers")}
+    dtypes = [f", {what} in {SHORT[dtype]}" for what, dtype in chosen.items() if dtype is not None]
+    return f"mesh {axes}, batch {batch}, rank {mesh.rank}, {mesh.device.type}{''.join(dtypes)}"
 
 
 def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:

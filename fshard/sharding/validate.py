@@ -1,5 +1,6 @@
 """What leaves and specs must satisfy before anything is laid out. Every problem of every leaf, in one report."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -89,7 +90,7 @@ def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
     """
     problems: list[tuple[str, str]] = []
     for leaf in leaves:
-        found = _opt_problems(leaf, mesh, data_axes) if leaf.opt is not None else []
+        found = [] if leaf.opt is None else _opt_problems(leaf, leaf.opt, mesh, data_axes)
         told = [f"  {leaf.at_rest}, opt={leaf.opt}: {text}" for text in found]
         problems += [(f"{leaf.path}  {list(leaf.shape)}", text) for text in told]
     if problems:
@@ -97,29 +98,36 @@ def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
         raise PlanError(lines(head, alike(problems), "Mend the rules that give these specs, or leave opt= out."))
 
 
-def _opt_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> list[str]:
-    assert leaf.opt is not None
-    found = _problems(leaf.opt, leaf.shape, mesh, leaf.compute.axes)
+def _opt_problems(leaf: Leaf, opt: P, mesh: Mesh, data_axes: Axes) -> list[str]:
+    found = _problems(opt, leaf.shape, mesh, leaf.compute.axes)
     if found:
         return found
     if not leaf.trainable:
         return ["the leaf is frozen, so there is no optimizer state; give frozen leaves a rule of their own without it"]
-    flat, more = axes_of(leaf.at_rest.flat), axes_of(leaf.opt.flat)
-    width = max(len(leaf.at_rest.dims), len(leaf.opt.dims))
-    pad = (None,) * width
-    if (leaf.at_rest.dims + pad)[:width] != (leaf.opt.dims + pad)[:width] or more[: len(flat)] != flat:
+    flat, more = axes_of(leaf.at_rest.flat), axes_of(opt.flat)
+    if not _same_dims(leaf.at_rest, opt) or more[: len(flat)] != flat:
         example = P(*leaf.at_rest.dims, flat=(*flat, *(a for a in data_axes if a not in leaf.at_rest.axes)))
         return [f"it must be the leaf's own spec with further axes behind its flat ones, such as {example}"]
     extra = more[len(flat) :]
     foreign = [axis for axis in extra if axis not in data_axes]
     if foreign:
         return [f"{foreign[0]!r} is no data axis (batch= names {data_axes}), so no gradients are reduced over it"]
-    ordered = tuple(axis for axis in mesh.axis_names if axis in extra)
+    ordered = _ordered(extra, mesh)
     if extra != ordered:
         return [f"the further axes {extra} stand in another order in the mesh: name them as {ordered}"]
     if extra and leaf.gather_dim is not None:
         return [f"dim {leaf.gather_dim} is gathered for compute, and such a leaf cannot be cut further; use flat="]
     return []
+
+
+def _same_dims(a: P, b: P) -> bool:
+    """Whether two specs cut the same tensor dims over the same axes."""
+    return all(x == y for x, y in itertools.zip_longest(a.dims, b.dims))
+
+
+def _ordered(axes: Axes, mesh: Mesh) -> Axes:
+    """Axes in the order of the mesh."""
+    return tuple(axis for axis in mesh.axis_names if axis in axes)
 
 
 def check_kinds(leaves: Iterable[Leaf], rules: Mapping[str, Rule], mesh: Mesh) -> None:
@@ -188,9 +196,7 @@ def _problems(spec: P, shape: Shape, mesh: Mesh, local: Axes) -> list[str]:
 
 def _compute_problems(at_rest: P, compute: P) -> list[str]:
     left = at_rest.without(tuple(a for a in at_rest.axes if a not in compute.axes))
-    width = max(len(left.dims), len(compute.dims))
-    pad = (None,) * width
-    if (left.dims + pad)[:width] != (compute.dims + pad)[:width] or compute.flat is not None:
+    if not _same_dims(left, compute) or compute.flat is not None:
         return [f"compute={compute} is not what is left of the spec after gathering some of its axes, {left}"]
     return []
 
@@ -220,7 +226,7 @@ def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> lis
             f"it is gathered for compute over {foreign[0]!r}, which is no data axis, so nothing says how its "
             f"gradients add up; keep it local on that axis, or name the axis in batch="
         ]
-    ordered = tuple(axis for axis in mesh.axis_names if axis in gathered)
+    ordered = _ordered(gathered, mesh)
     if gathered != ordered:
         # Process groups number their members by rank.
         return [f"it is gathered over {gathered}, but the mesh lists these axes as {ordered}; name them in that order"]

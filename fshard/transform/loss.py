@@ -1,7 +1,7 @@
 """``fs.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -257,12 +257,8 @@ def _agree(
         if failure is not None:
             raise failure
         return
-    dims = leading_dims(batch)
-    weighted, means = loss is not None and loss.count is not None, fingerprint(loss.aux) if loss else (0, 0)
-    plain = loss is not None and not weighted
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-    mine = [status, digest(place), weighted, *means, digest(dims) if plain else 0, dims[0] if dims else -1]
-    mine.append(facts.number)
+    mine = [status, digest(place), *_loss_facts(loss, leading_dims(batch)), facts.number]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = announce(lane, "sharded loss", [int(x) for x in mine])
         if any(row[0] for row in rows):
@@ -270,10 +266,23 @@ def _agree(
         settle(lane, [row[-1] for row in rows], facts)
         if any(row[1] != rows[0][1] for row in rows):
             raise diverged(exchange_text(lane, f"{place} ({whereabouts()})"))
-    if any(row[2:5] != rows[0][2:5] for row in rows):
-        raise unlike_losses([(bool(row[2]), row[3], row[4]) for row in rows])
-    if any(row[5] != rows[0][5] for row in rows):
-        raise uneven_rows([row[6] for row in rows])
+    _check_losses([row[2:7] for row in rows])
+
+
+def _check_losses(rows: Sequence[Sequence[int]]) -> None:
+    """Refuse losses that have no common mean, by the ``_loss_facts`` of all ranks."""
+    if any(row[:3] != rows[0][:3] for row in rows):
+        raise unlike_losses([(bool(row[0]), row[1], row[2]) for row in rows])
+    if any(row[3] != rows[0][3] for row in rows):
+        raise uneven_rows([row[4] for row in rows])
+
+
+def _loss_facts(loss: Loss | None, dims: Sequence[int]) -> list[int]:
+    """What ranks compare of their losses: kind, two numbers for the means, leading dims of a plain loss, rows."""
+    if loss is None:
+        return [False, 0, 0, 0, dims[0] if dims else -1]
+    weighted = loss.count is not None
+    return [weighted, *fingerprint(loss.aux), 0 if weighted else digest(dims), dims[0] if dims else -1]
 
 
 def _written(what: list[str]) -> UnitError:

@@ -1,7 +1,7 @@
 """The map of the package: rooms, imports between them, and the places where its shape is worst.
 
-``python -m tests.project.map`` prints it, ``--json`` as data, and ``--against OTHER`` beside the same numbers of another tree.
-Source is read, never imported, so any tree will do.
+``python -m tests.project.map`` prints it, ``--json`` as data, and ``--against OTHER`` beside the same numbers of
+another tree. Source is read, never imported, so any tree will do.
 
 Complexity is McCabe's: one, and one more for each branch: ``if``, ``for``, ``while``, ``except``, ``assert``, ``case``,
 conditional expressions, each ``and`` and ``or``, each loop and condition of a comprehension. A function inside of
