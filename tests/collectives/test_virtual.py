@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fshard as fs
 from fshard import collectives as c
 from fshard.errors import CommError, TransformError
+from tests.shared.parity import Run
 from tests.shared.workers import Pools
-from tests.step.test_parity import FEW, SHORT, Run, train
+from tests.step.test_parity import FEW, SHORT, train
 
 FOUR = fs.virtual_mesh((4,), ("shard",))
 

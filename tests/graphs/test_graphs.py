@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
-from tests.shared import zoo
+from tests.shared import parity, zoo
 from tests.shared.workers import Pools
 
 STEPS = 3
@@ -27,28 +27,23 @@ RARE = frozenset(("branching",))
 """Programs that leave their schedule, in which the order of calls changes."""
 
 
-def train(name: str, compile: str | None, mesh: fs.Mesh, **options: Any) -> tuple[Any, dict[str, Tensor], Any]:
-    """Losses and norms of some steps, whole parameters after them, and the step."""
+def train(name: str, compile: str | None, mesh: fs.Mesh, **options: Any) -> tuple[parity.Run, fs.TrainStep]:
+    """Some steps of an example of the zoo, and the step."""
     example = zoo.build(name)
     plan = example.plan(mesh)
     opt = fs.optim.adamw(1e-2)
     state = fs.init_state(plan, opt, params=example.params())
     step = fs.make_train_step(example.loss_fn, opt, plan, compile=compile, clip_norm=example.clip, **options)
-    seen = []
-    for number in range(STEPS):
-        state, metrics = step(state, zoo.cut(example.batch(number), mesh.rank, mesh.size))
-        seen.append((metrics.loss.item(), metrics.grad_norm.item()))
-    return seen, dict(tree.paths(fs.unshard(state.params, plan))), step
+    first = None if name in RARE else 0
+    run, _ = parity.sharded(step, state, plan, example.batches(mesh, STEPS), scheduled_from=first)
+    return run, step
 
 
 def differences(name: str, mesh: fs.Mesh, **options: Any) -> list[str]:
     """How training with graphs differs from training without."""
-    plain, want, first = train(name, None, mesh, **options)
-    graphs, got, step = train(name, "fx", mesh, **options)
-    found = [f"step {n}: {a} and {b}" for n, (a, b) in enumerate(zip(plain, graphs, strict=True)) if a != b]
-    found += [path for path, leaf in want.items() if not torch.equal(leaf, got[path])]
-    if name not in RARE and tuple(step.record) != step.schedule.ops:
-        found.append("the step left its schedule")
+    want, first = train(name, None, mesh, **options)
+    got, step = train(name, "fx", mesh, **options)
+    found = want.problems + got.problems + parity.other_bits(got, want)
     if name not in RARE and step.schedule.ops != first.schedule.ops:
         found.append("the schedules differ")
     known = EAGER.get(name, "no unit of this kind")

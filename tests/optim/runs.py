@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard import P, tree
+from tests.shared import parity
+from tests.shared.parity import Run
 
 STEPS, ROWS, WIDTH = 10, 24, 16
 FLAT = ((r".*", fs.fsdp("shard")),)
@@ -78,7 +80,6 @@ class Case:
         reference: makes what has ``step()`` from the parameters by path.
         rules: as for ``fs.make_plan``.
         options: of the train step, and of the reference loop: ``clip_norm``.
-        check: compares states too: from the whole states by name, and the reference.
     """
 
     opt: Callable[[], Any]
@@ -87,38 +88,29 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Run:
-    """Losses, and the parameters after the last step; for fshard also the trees of optimizer state that are whole."""
-
-    losses: list[float]
-    params: dict[str, Tensor]
-    ema: dict[str, Tensor] = field(default_factory=dict)
-
-
 def plain(case: Case, narrow: int = 0) -> Run:
     """The reference's run; with ``narrow``, cast to bfloat16 as so many ranks do it."""
     module = net()
-    rule = case.reference(dict(module.named_parameters()))
-    losses = []
-    for step in range(STEPS):
-        module.zero_grad()
-        loss = _in_bfloat16(module, batch(step), narrow) if narrow else loss_of(module, batch(step))
-        if not narrow:
-            loss.backward()
-        if "clip_norm" in case.options:
-            nn.utils.clip_grad_norm_(module.parameters(), case.options["clip_norm"])
-        rule.step()
-        losses.append(loss.item())
-    ema = {path: value.clone() for path, value in getattr(rule, "ema", {}).items()}
-    return Run(losses, {path: leaf.detach().clone() for path, leaf in module.named_parameters()}, ema)
+    named = dict(module.named_parameters())
+    rule = case.reference(named)
+
+    def backward(step: int) -> float:
+        if narrow:
+            return _in_bfloat16(module, batch(step), narrow)
+        return parity.backward(loss_of(module, batch(step)))
+
+    run = parity.plain(named, rule, backward, STEPS, case.options.get("clip_norm"))
+    return _averaged(run, getattr(rule, "ema", {}))
 
 
-def _in_bfloat16(module: Net, x: Tensor, ranks: int) -> Tensor:
+def _averaged(run: Run, ema: Mapping[str, Tensor]) -> Run:
+    """The run, with averages of leaves among its parameters."""
+    return replace(run, params=run.params | {f"average of {path}": leaf.clone() for path, leaf in ema.items()})
+
+
+def _in_bfloat16(module: Net, x: Tensor, ranks: int) -> float:
     """The mean loss of all ranks; gradients of cast leaves are added up in float32, in the order of ranks."""
     named, losses = dict(module.named_parameters()), []
-    for leaf in named.values():
-        leaf.grad = torch.zeros_like(leaf)
     for part in x.chunk(ranks):
         cast = {path: leaf.detach().bfloat16().requires_grad_() for path, leaf in named.items()}
         loss = loss_of(lambda x, cast=cast: torch.func.functional_call(module, cast, x.bfloat16()), part)  # type: ignore[misc]
@@ -126,7 +118,7 @@ def _in_bfloat16(module: Net, x: Tensor, ranks: int) -> Tensor:
             assert leaf.grad is not None
             leaf.grad += grad.float() / ranks
         losses.append(loss.detach())
-    return torch.stack(losses).mean()
+    return torch.stack(losses).mean().item()
 
 
 def sharded(names: Sequence[str], axes: Any = ((-1,), ("shard",)), narrow: bool = False) -> dict[str, Run]:
@@ -148,17 +140,10 @@ def run(case: Case, mesh: fs.Mesh, narrow: bool = False) -> Run:
     step = fs.make_train_step(
         lambda params, x: loss_of(lambda x: model.apply(params, x.to(cast)), x), opt, plan, **dict(case.options)
     )
-    losses = []
-    for number in range(STEPS):
-        state, metrics = step(state, batch(number).chunk(mesh.size)[mesh.rank])
-        losses.append(metrics.loss.item())
+    batches = (batch(number).chunk(mesh.size)[mesh.rank] for number in range(STEPS))
+    seen, state = parity.sharded(step, state, plan, batches)
     ema = fs.unshard(fs.averaged(state).params, plan) if "ema" in state.opt_state else {}
-    return Run(losses, whole(fs.unshard(state.params, plan)), whole(ema))
-
-
-def whole(nested: Any) -> dict[str, Tensor]:
-    """The leaves of a tree by path, in memory of their own."""
-    return {path: leaf.clone() for path, leaf in tree.paths(nested)}
+    return _averaged(seen, dict(tree.paths(ema)))
 
 
 def of_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Callable[[Named], Any]:

@@ -1,13 +1,16 @@
 """Every optimizer on 1, 2 and 4 ranks equals one plain PyTorch process."""
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import fshard as fs
 from tests.optim import runs as optims
-from tests.optim.runs import CASES, Run
+from tests.optim.runs import CASES
+from tests.shared import parity
+from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
 TOLERANCE = 1e-5
@@ -18,21 +21,12 @@ def reference(name: str) -> Run:
     return optims.plain(CASES[name])
 
 
-def departures(name: str, got: Run, narrow: int = 0) -> list[str]:
+def departures(name: str, runs: Sequence[Run], narrow: int = 0) -> list[str]:
     """Where a run is not the reference's, or not that of the same casts on so many ranks."""
     want = optims.plain(CASES[name], narrow) if narrow else reference(name)
     # Muon makes 1e-2 of a relative change of 1e-7 here, in one process too: small directions count like large ones.
     near = 2e-2 if narrow and name.startswith("muon") else TOLERANCE
-    out = [
-        f"{name}: loss {i}: {a} for {b}"
-        for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True))
-        if not abs(a - b) <= near
-    ]
-    for kind, mine, theirs in (("params", got.params, want.params), ("ema", got.ema, want.ema)):
-        assert mine.keys() == theirs.keys(), (name, kind)
-        gaps = {path: (mine[path] - theirs[path]).abs().max().item() for path in theirs}
-        out += [f"{name}: {kind} {path} by {gap:.1e}" for path, gap in gaps.items() if not gap <= near]
-    return out
+    return [f"{name}: {line}" for line in parity.differences(runs, want, parity.Near(near, near, near))]
 
 
 def test_the_references_train() -> None:
@@ -40,21 +34,21 @@ def test_the_references_train() -> None:
     for name in CASES:
         run = reference(name)
         assert run.losses[-1] != run.losses[0], name
-        moved = [path for path, leaf in run.params.items() if not torch.equal(leaf, start[path])]
+        moved = [path for path, leaf in start.items() if not torch.equal(leaf, run.params[path])]
         assert len(moved) >= 6, name
 
 
 @pytest.mark.parametrize("name", optims.ONE_AXIS)
 def test_one_rank_equals_plain_pytorch(name: str) -> None:
     with fs.make_mesh((1,), ("shard",)) as mesh:
-        problems = departures(name, optims.run(CASES[name], mesh))
+        problems = departures(name, [optims.run(CASES[name], mesh)])
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_equal_plain_pytorch(pool: Pools, world: int) -> None:
     ranks = pool(world).run(optims.sharded, optims.ONE_AXIS, timeout=110.0)
-    problems = [line for name in optims.ONE_AXIS for line in departures(name, ranks[0][name])]
+    problems = [line for name in optims.ONE_AXIS for line in departures(name, [rank[name] for rank in ranks])]
     assert not problems, "\n".join(problems)
 
 
@@ -62,14 +56,14 @@ def test_ranks_equal_plain_pytorch(pool: Pools, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_in_bfloat16_equal_plain_pytorch(pool: Pools, world: int) -> None:
     ranks = pool(world).run(optims.sharded, optims.ONE_AXIS, ((-1,), ("shard",)), True, timeout=250.0)
-    problems = [line for name in optims.ONE_AXIS for line in departures(name, ranks[0][name], world)]
+    problems = [line for name in optims.ONE_AXIS for line in departures(name, [rank[name] for rank in ranks], world)]
     assert not problems, "\n".join(problems)
 
 
 def test_optimizers_over_replicas_equal_plain_pytorch(pool: Pools) -> None:
     names = [*optims.TWO_AXES, "muon", "partition"]
     ranks = pool(4).run(optims.sharded, names, ((2, 2), ("replica", "shard")), timeout=110.0)
-    problems = [line for name in names for line in departures(name, ranks[0][name])]
+    problems = [line for name in names for line in departures(name, [rank[name] for rank in ranks])]
     assert not problems, "\n".join(problems)
 
 

@@ -12,6 +12,8 @@ import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
 from tests.outside.hf_models import CASES, Batch, Case
+from tests.shared import parity
+from tests.shared.parity import Run
 from tests.shared.zoo import cut
 
 STEPS = 5
@@ -23,19 +25,17 @@ class Outcome:
     """What became of a model.
 
     Attributes:
-        losses: of each step, sharded.
-        plain: the same in one plain process.
+        found: by a rank.
+        wanted: the same in one plain process.
         gap: the largest difference of any parameter after the last step.
-        departures: steps whose record is not their schedule; ``-1`` stands for none at all.
         foreseen: whether the program was found before the first step; else that one gathered on demand.
         names: of the units.
         units: for each unit how it ran; empty without ``compile``.
     """
 
-    losses: list[float]
-    plain: list[float]
+    found: Run
+    wanted: Run
     gap: float
-    departures: list[int]
     foreseen: bool
     names: list[str]
     units: dict[str, str]
@@ -43,7 +43,7 @@ class Outcome:
     @property
     def problems(self) -> list[str]:
         """Where this is not what one process does, or not what the schedule said."""
-        return self.differences + [f"step {i} left its schedule" for i in self.departures]
+        return self.differences + self.found.problems
 
     @property
     def differences(self) -> list[str]:
@@ -57,7 +57,7 @@ class Outcome:
         return max(abs(a - b) for _, (a, b) in self._pairs())
 
     def _pairs(self) -> Iterator[tuple[int, tuple[float, float]]]:
-        return enumerate(zip(self.losses, self.plain, strict=True))
+        return enumerate(zip(self.found.losses, self.wanted.losses, strict=True))
 
 
 def run(name: str, compile: str | None = None, **options: Any) -> Outcome:
@@ -85,17 +85,12 @@ def _compare(
     state = fs.init_state(plan, opt, params=tree.map(torch.clone, model.params))
     step = fs.make_train_step(_objective(case, model.apply), opt, plan, compile=compile, debug=True, **options)
     early = foreseen(step, cut(batches[0], mesh.rank, mesh.size))
-    losses, departures = [], []
-    for number, batch in enumerate(batches):
-        state, metrics = step(state, cut(batch, mesh.rank, mesh.size))
-        losses.append(metrics.loss.item())
-        if (early or number) and tuple(step.record) != tuple(step.schedule.ops):
-            departures.append(number)
-    plain, params = _plain(case, copy.deepcopy(module), batches)
-    whole = dict(tree.paths(fs.unshard(state.params, plan)))
-    gap = max((whole[path] - leaf).abs().max().item() for path, leaf in params.items())
+    parts = (cut(batch, mesh.rank, mesh.size) for batch in batches)
+    found, _ = parity.sharded(step, state, plan, parts, scheduled_from=0 if early else 1)
+    wanted = _plain(case, copy.deepcopy(module), batches)
+    gap = max((found.params[path] - leaf).abs().max().item() for path, leaf in wanted.params.items())
     units = dict(line.split(": ", 1) for line in str(step.units).splitlines()) if compile else {}
-    return Outcome(losses, plain, gap, departures, early, list(model.units), units)
+    return Outcome(found, wanted, gap, early, list(model.units), units)
 
 
 def foreseen(step: Any, batch: Batch) -> bool:
@@ -112,13 +107,7 @@ def _objective(case: Case, apply: Callable[..., Any]) -> Callable[[Any, Batch], 
     return lambda params, batch: case.loss(apply(params, **batch))
 
 
-def _plain(case: Case, module: nn.Module, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
+def _plain(case: Case, module: nn.Module, batches: list[Batch]) -> Run:
     rule = torch.optim.SGD(module.parameters(), lr=RATE)
-    losses = []
-    for batch in batches:
-        rule.zero_grad()
-        value = case.loss(module(**batch))
-        value.backward()
-        rule.step()
-        losses.append(value.item())
-    return losses, {path: leaf.detach() for path, leaf in module.named_parameters()}
+    leaves = dict(module.named_parameters())
+    return parity.plain(leaves, rule, lambda step: parity.backward(case.loss(module(**batches[step]))), len(batches))

@@ -15,6 +15,8 @@ from tests.outside.hf_language import LANGUAGE
 from tests.outside.hf_runs import RATE, STEPS, Outcome, foreseen
 from tests.outside.hf_senses import SENSES
 from tests.outside.own import OWN
+from tests.shared import parity
+from tests.shared.parity import Run
 from tests.shared.zoo import cut
 
 CASES: dict[str, Outside] = LANGUAGE | SENSES | OWN
@@ -77,26 +79,27 @@ def _objective(case: Outside, model: fs.Model) -> Any:
 
 def _train(case: Outside, model: fs.Model, plan: fs.Plan, step: fs.TrainStep, state: Any, microbatches: int) -> Outcome:
     mesh, buffers = plan.mesh, model.buffers
-    losses, departures, early = [], [], True
+    losses, norms, departures, early = [], [], [], True
     for number in range(STEPS):
         batch = cut(case.at(number), mesh.rank, mesh.size)
         batch |= {"buffers": fs.Whole(buffers)} if case.buffers else {}
         early = early and (number > 0 or foreseen(step, batch))
         state, metrics = step(state, batch)
         losses.append(metrics.loss.item())
+        norms.append(metrics.grad_norm.item())
         if (early or number) and tuple(step.record) != tuple(step.schedule.ops):
-            departures.append(number)
+            departures.append(f"step {number}: {parity.departure(step)}")
         if case.buffers:
             buffers = fs.sync_buffers(metrics.aux["buffers"], plan, microbatches=microbatches)
     wanted, module = _plain(case, mesh.size * microbatches if case.parts else 1)
-    found = dict(tree.paths(fs.unshard(state.params, plan)))
-    pairs = [(found[path], leaf.detach()) for path, leaf in module.named_parameters()]
+    found = Run(losses, norms, parity.whole(fs.unshard(state.params, plan)), departures)
+    pairs = [(found.params[path], leaf) for path, leaf in wanted.params.items()]
     if case.buffers:
         moved = dict(tree.paths(buffers))
         pairs += [(moved[path], leaf) for path, leaf in module.named_buffers() if leaf.is_floating_point()]
     gap = max((_far(a, b) for a, b in pairs), default=0.0)
     units = dict(line.split(": ", 1) for line in str(step.units).splitlines())
-    return Outcome(losses, wanted, gap, departures, early, list(model.units), units)
+    return Outcome(found, wanted, gap, early, list(model.units), units)
 
 
 def _far(found: Tensor, wanted: Tensor) -> float:
@@ -104,24 +107,22 @@ def _far(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1)).item() if wanted.numel() else 0.0
 
 
-def _plain(case: Outside, parts: int) -> tuple[list[float], nn.Module]:
+def _plain(case: Outside, parts: int) -> tuple[Run, nn.Module]:
     """The same training in one plain process, of so many parts of each batch by themselves."""
     module = case.build()
-    rule = torch.optim.SGD(module.parameters(), lr=RATE)
-    losses = []
-    for number in range(STEPS):
-        rule.zero_grad()
-        before, after, values = _held(module), [], []
+    leaves = dict(module.named_parameters())
+
+    def backward(number: int) -> float:
+        before, after, total = _held(module), [], 0.0
         for part in range(parts):
             module.load_state_dict(before, strict=False)
-            loss = case.objective(module, cut(case.at(number), part, parts)) / parts
-            loss.backward()
-            values.append(loss.item())
+            total += parity.backward(case.objective(module, cut(case.at(number), part, parts)) / parts)
             after.append(_held(module))
         module.load_state_dict(_mean(after), strict=False)
-        rule.step()
-        losses.append(sum(values))
-    return losses, module
+        return total
+
+    rule = torch.optim.SGD(module.parameters(), lr=RATE)
+    return parity.plain(leaves, rule, backward, STEPS), module
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:

@@ -51,9 +51,9 @@ def cell(mode: str, result: Outcome | Refusal) -> str:
 
 def verdict(mode: str, outcome: Outcome) -> str:
     """How a run went that gave the numbers of one process."""
-    said = graphs(replace(outcome, departures=[])).split(";")[0] if "compile" in mode else "works"
+    said = graphs(replace(outcome, found=replace(outcome.found, problems=[]))).split(";")[0] if "compile" in mode else "works"
     said += "" if outcome.foreseen else "; the first step gathers on demand"
-    return said + ("; values decide what runs, and steps leave their schedule" if outcome.departures else "")
+    return said + ("; values decide what runs, and steps leave their schedule" if outcome.found.problems else "")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import P, parallel, tree
 from fshard import collectives as c
+from tests.shared import parity
+from tests.shared.parity import Run
 
 ROWS, TIME, VOCAB, WIDTH, HEADS, DEPTH, EXPERTS = 16, 16, 48, 16, 4, 2, 4
 HEAD = WIDTH // HEADS
@@ -277,13 +279,13 @@ class Config:
     compute: torch.dtype = torch.float32
 
 
-def train(case: Case, configs: Sequence[Config]) -> list[tuple[list[float], list[float], dict[str, Tensor], list[str]]]:
-    """On a rank: losses, norms, whole parameters after the last step, and what was wrong, of each configuration."""
+def train(case: Case, configs: Sequence[Config]) -> list[Run]:
+    """On a rank: train under each configuration."""
     with fs.make_mesh(case.sizes, case.names) as mesh:
         return [_train(case, config, mesh) for config in configs]
 
 
-def _train(case: Case, config: Config, mesh: fs.Mesh) -> Any:
+def _train(case: Case, config: Config, mesh: fs.Mesh) -> Run:
     kit = case.kit()
     kit.aux = config.accumulate == 1
     start = tree.nest(whole(case.moe))
@@ -301,55 +303,35 @@ def _train(case: Case, config: Config, mesh: fs.Mesh) -> Any:
         compile=config.compile,
         remat=config.remat,
     )
-    losses, norms, problems = [], [], []
-    for number in range(STEPS):
-        state, metrics = step(state, case.cut(batch(number), mesh))
-        losses.append(metrics.loss.item())
-        norms.append(metrics.grad_norm.item())
-        if tuple(step.record) != tuple(step.schedule.ops):
-            problems.append(f"step {number} left its schedule")
+    batches = (case.cut(batch(number), mesh) for number in range(STEPS))
+    run, _ = parity.sharded(step, state, plan, batches)
     if config.compile:
         blocks = [line for line in step.units.splitlines() if line.startswith("block(")]
-        problems += [line for line in blocks if "as it is" not in line or "collective" not in line]
-    params = dict(tree.paths(fs.unshard(state.params, plan)))
-    return losses, norms, {path: leaf.clone() for path, leaf in params.items()} if mesh.rank == 0 else {}, problems
+        run.problems.extend(line for line in blocks if "as it is" not in line or "collective" not in line)
+    return run
 
 
 @functools.cache
-def expected(
-    kind: str, aux: bool, compute: torch.dtype = torch.float32
-) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def expected(kind: str, aux: bool, compute: torch.dtype = torch.float32) -> Run:
     """One plain process on the global batch, with torch.optim.SGD. It computes with casts of its parameters."""
     case = Case(kind, (1,), ("shard",))
     kit = case.plain()
     kit.aux = aux
     params = {path: leaf.requires_grad_() for path, leaf in whole(case.moe).items()}
     loss_fn = program(kit)
-    rule = torch.optim.SGD(params.values(), **SGD)
-    losses, norms = [], []
-    for number in range(STEPS):
-        rule.zero_grad()
-        loss = loss_fn(tree.nest({path: leaf.to(compute) for path, leaf in params.items()}), batch(number))
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(params.values(), float("inf")).item())
-        rule.step()
-        losses.append(loss.item())
-    return losses, norms, {path: leaf.detach() for path, leaf in params.items()}
+
+    def backward(step: int) -> float:
+        cast = tree.nest({path: leaf.to(compute) for path, leaf in params.items()})
+        return parity.backward(loss_fn(cast, batch(step)))
+
+    return parity.plain(params, torch.optim.SGD(params.values(), **SGD), backward, STEPS)
 
 
-def differences(case: Case, configs: Sequence[Config], ranks: Sequence[Any]) -> list[str]:
+def differences(case: Case, configs: Sequence[Config], ranks: Sequence[Sequence[Run]]) -> list[str]:
     """How runs differ from one plain process, or ranks from each other."""
     out = []
     for number, config in enumerate(configs):
-        losses, norms, params = expected(case.kind, config.accumulate == 1)
-        for rank, results in enumerate(ranks):
-            mine = results[number]
-            out += [f"{config} rank {rank}: {problem}" for problem in mine[3][:3]]
-            far = max(abs(a - b) for a, b in zip(mine[0], losses, strict=True))
-            out += [f"{config} rank {rank}: losses off by {far}"] * (not far <= 1e-5)
-            far = max(abs(a - b) for a, b in zip(mine[1], norms, strict=True))
-            out += [f"{config} rank {rank}: norms off by {far}"] * (not far <= 1e-5 * max(norms))
-        for path, leaf in params.items():
-            far = (ranks[0][number][2][path] - leaf).abs().max().item()
-            out += [f"{config}: {path} off by {far}"] * (not far <= 1e-5)
+        want = expected(case.kind, config.accumulate == 1)
+        found = parity.differences([results[number] for results in ranks], want)
+        out += [f"{config}: {line}" for line in found]
     return out

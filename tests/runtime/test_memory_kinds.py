@@ -6,18 +6,17 @@ On a mesh of processors the memory of the "device" and of its "host" is one, so 
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fshard as fs
-from fshard import P, tree
-from tests.shared import reference, zoo
+from fshard import P
+from tests.shared import parity, reference, zoo
+from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
 HOST = "unpinned_host"
@@ -71,17 +70,6 @@ HERE = ["all on the host", "kept on the host", "state on the host, updated there
 """The kinds under which every configuration is run: the host updates, the device does, and what is copied for it."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one rank saw."""
-
-    losses: list[float]
-    norms: list[float]
-    params: dict[str, Tensor]
-    state: dict[str, Tensor]
-    problems: list[str]
-
-
 def hosted(rules: Sequence[Any], kinds: Mapping[str, Any]) -> list[Any]:
     """The rules, with leaves in other memory."""
     full = [rule if isinstance(rule, fs.Rule) else fs.Rule(*rule) for rule in rules]
@@ -123,25 +111,16 @@ def _train(mesh: fs.Mesh, config: Config, kinds: Mapping[str, Any], steps: int) 
     state = fs.init_state(plan, rule, params=example.params())
     options = {"debug": True, **config.options}
     step = fs.make_train_step(example.loss_fn, rule, plan, schedule=config.policy, **options)
-    losses, norms, problems = [], [], []
-    for number in range(steps):
-        state, metrics = step(state, zoo.cut(example.batch(number), mesh.rank, mesh.size))
-        losses.append(metrics.loss.item())
-        norms.append(metrics.grad_norm.item())
-        if config.name != "branching" and step.record != step.schedule.ops:
-            pairs = enumerate(itertools.zip_longest(step.record, step.schedule.ops))
-            problems.append(f"step {number}: {next((i, pair) for i, pair in pairs if pair[0] != pair[1])}")
+    run, _ = parity.sharded(
+        step, state, plan, example.batches(mesh, steps), scheduled_from=None if config.name == "branching" else 0
+    )
     left = [g for g, grad in step._runner.workshop.landed.items() if grad.untyped_storage().nbytes()]
-    problems += [f"the gradient of group {g} is still on the device" for g in left]
-    moments = {
-        f"{name}.{path}": leaf.clone() for name, held in state.opt_state.items() for path, leaf in tree.paths(held)
-    }
-    whole = {path: leaf.clone() for path, leaf in tree.paths(fs.unshard(state.params, plan))}
-    return Run(losses, norms, whole, moments, problems)
+    run.problems.extend(f"the gradient of group {g} is still on the device" for g in left)
+    return run
 
 
 @functools.cache
-def _expected(name: str, opt: str) -> reference.Result:
+def _expected(name: str, opt: str) -> Run:
     return reference.train(zoo.build(name), opt, None, STEPS)
 
 
@@ -151,13 +130,8 @@ def check(pool: Pools, world: int, name: str) -> None:
     runs = pool(world).run(train, [(Config(opt, name), KINDS[kinds]) for opt, kinds in cases], timeout=280.0)
     problems = []
     for number, (opt, kinds) in enumerate(cases):
-        want, mine = _expected(name, opt), [rank[number] for rank in runs]
-        problems += [f"{kinds}: {text}" for run in mine for text in run.problems]
-        gap = max(abs(a - b) for run in mine for a, b in zip(run.losses, want.losses, strict=True))
-        norm = max(abs(a - b) for run in mine for a, b in zip(run.norms, want.norms, strict=True))
-        off = max((leaf - want.params[path]).abs().max().item() for path, leaf in mine[0].params.items())
-        if not max(gap, norm, off) <= 1e-5:
-            problems.append(f"{opt}, {kinds}: losses off by {gap:.1e}, norms by {norm:.1e}, parameters by {off:.1e}")
+        found = parity.differences([rank[number] for rank in runs], _expected(name, opt))
+        problems += [f"{opt}, {kinds}: {text}" for text in found]
     assert not problems, "\n".join(problems)
 
 

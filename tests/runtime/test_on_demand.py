@@ -4,7 +4,7 @@ A case is a loss that also gets the step and the rank, as Python state would: wh
 know. The reference runs it for every rank in one process, on whole parameters, where units are plain functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import tree
+from tests.shared import parity
 from tests.shared.bad import Raised, alike, attempt
+from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
 STEPS = 5
@@ -225,15 +227,6 @@ CONFIGS = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a rank saw."""
-
-    losses: list[float]
-    params: dict[str, Tensor]
-    scheduled: tuple[bool, ...]
-
-
 def setup(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
     """The plan, the optimizer and the first state."""
     plan = fs.make_plan(start(), mesh, [(".*", fs.fsdp("shard"))], units=(*NAMES, "spare"))
@@ -241,7 +234,7 @@ def setup(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
     return plan, rule, fs.init_state(plan, rule, params=start())
 
 
-def train(name: str) -> list[Run]:
+def train(name: str) -> list[tuple[Run, tuple[bool, ...]]]:
     """On a rank: a case under every configuration."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         return [_train(CASES[name], mesh, config) for config in CONFIGS if _possible(name, config)]
@@ -252,7 +245,7 @@ def _possible(name: str, config: Config) -> bool:
     return config.update == "deferred" or name not in ("checkpointed_later", "weighted")
 
 
-def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
+def _train(case: Any, mesh: fs.Mesh, config: Config) -> tuple[Run, tuple[bool, ...]]:
     plan, rule, state = setup(mesh)
     now = Now(step=0, rank=mesh.rank)
     step = fs.make_train_step(
@@ -264,31 +257,33 @@ def _train(case: Any, mesh: fs.Mesh, config: Config) -> Run:
         schedule=fs.Policy(config.prefetch, reshard=config.reshard, update=config.update),
         debug=True,
     )
-    losses, scheduled = [], []
-    for number in range(STEPS):
-        now.step = number
-        state, metrics = step(state, cut(batch_of(number), mesh.rank, mesh.size))
-        losses.append(metrics.loss.item())
-        try:
-            scheduled.append(step.record == step.schedule.ops)
-        except fs.errors.PlanError:
-            scheduled.append(False)
-    return Run(losses, dict(tree.paths(fs.unshard(state.params, plan))), tuple(scheduled))
+    scheduled = []
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for number in range(STEPS):
+            now.step = number
+            yield cut(batch_of(number), mesh.rank, mesh.size)
+            scheduled.append(_kept(step))
+
+    run, _ = parity.sharded(step, state, plan, batches(), scheduled_from=None)
+    return run, tuple(scheduled)
+
+
+def _kept(step: fs.TrainStep) -> bool:
+    """Whether the last step ran its schedule; one that gathers on demand has none."""
+    try:
+        return step.record == step.schedule.ops
+    except fs.errors.PlanError:
+        return False
 
 
 def _expected(name: str, world: int, config: Config) -> Run:
     own = {path: leaf.clone().requires_grad_() for path, leaf in tree.paths(start())}
-    rule, params, losses = torch.optim.SGD(own.values(), **SGD), tree.nest(own), []
-    for number in range(STEPS):
-        for leaf in own.values():
-            leaf.grad = torch.zeros_like(leaf)
-        loss = _global_loss(CASES[name], params, number, world, config.accumulate)
-        loss.backward()
-        if config.clip is not None:
-            torch.nn.utils.clip_grad_norm_(own.values(), config.clip)
-        rule.step()
-        losses.append(loss.item())
-    return Run(losses, {path: leaf.detach() for path, leaf in own.items()}, ())
+
+    def backward(number: int) -> float:
+        return parity.backward(_global_loss(CASES[name], tree.nest(own), number, world, config.accumulate))
+
+    return parity.plain(own, torch.optim.SGD(own.values(), **SGD), backward, STEPS, config.clip)
 
 
 def _global_loss(case: Any, params: Any, number: int, world: int, accumulate: int) -> Tensor:
@@ -307,18 +302,12 @@ def test_values_are_those_of_one_process(pool: Pools, world: int, name: str) -> 
     ranks = pool(world).run(train, name)
     problems = []
     for number, config in enumerate(config for config in CONFIGS if _possible(name, config)):
-        want, runs = _expected(name, world, config), [rank[number] for rank in ranks]
-        for rank, run in enumerate(runs):
-            far = [i for i, (a, b) in enumerate(zip(run.losses, want.losses, strict=True)) if not abs(a - b) < 1e-5]
-            off = [
-                path
-                for path, leaf in want.params.items()
-                if not torch.allclose(run.params[path], leaf, rtol=0, atol=1e-5)
-            ]
-            if far or off:
-                problems.append(f"{config} rank {rank}: losses of steps {far}, leaves {off}")
-            if name in SCHEDULED and run.scheduled != SCHEDULED[name] and config.accumulate == 1:
-                problems.append(f"{config} rank {rank}: scheduled {run.scheduled}")
+        runs = [rank[number] for rank in ranks]
+        found = parity.differences([run for run, _ in runs], _expected(name, world, config))
+        problems += [f"{config}: {line}" for line in found]
+        for rank, (_, scheduled) in enumerate(runs):
+            if name in SCHEDULED and scheduled != SCHEDULED[name] and config.accumulate == 1:
+                problems.append(f"{config} rank {rank}: scheduled {scheduled}")
     assert not problems, "\n".join(problems)
 
 

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError, RematError
 from tests.runtime.test_memory_measured import Peak
-from tests.shared import zoo
+from tests.shared import parity, zoo
 from tests.shared.workers import Pools
 
 STEPS = 3
@@ -24,27 +24,22 @@ RULES = {
 }
 
 
-def train(name: str, mesh: fs.Mesh, remat: Any, **options: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    """Losses and norms of some steps, and the parameters after them."""
+def train(name: str, mesh: fs.Mesh, remat: Any, **options: Any) -> parity.Run:
+    """Some steps with the given policy of recomputation."""
     example = zoo.build(name)
     plan = example.plan(mesh)
     opt = fs.optim.adamw(1e-2)
     state = fs.init_state(plan, opt, params=example.params())
     step = fs.make_train_step(example.loss_fn, opt, plan, clip_norm=example.clip, remat=remat, **options)
-    seen = []
-    for number in range(STEPS):
-        state, metrics = step(state, zoo.cut(example.batch(number), mesh.rank, mesh.size))
-        seen.append((metrics.loss.item(), metrics.grad_norm.item()))
-        assert name == "branching" or tuple(step.record) == step.schedule.ops
-    return seen, dict(tree.paths(fs.unshard(state.params, plan)))
+    first = None if name == "branching" else 0
+    run, _ = parity.sharded(step, state, plan, example.batches(mesh, STEPS), scheduled_from=first)
+    return run
 
 
 def differences(name: str, mesh: fs.Mesh, which: str, **options: Any) -> list[str]:
     """What differs with remat from without."""
-    losses, want = train(name, mesh, None)
-    again, got = train(name, mesh, RULES[which], **options)
-    found = [f"{name} {which}: {losses} and {again}"] if losses != again else []
-    return found + [f"{name} {which}: {path}" for path, leaf in want.items() if not torch.equal(leaf, got[path])]
+    want, got = train(name, mesh, None), train(name, mesh, RULES[which], **options)
+    return [f"{name} {which}: {line}" for line in want.problems + got.problems + parity.other_bits(got, want)]
 
 
 @pytest.mark.parametrize("compile", [None, "fx"])

@@ -6,7 +6,7 @@ equal parts, of two equal microbatches each.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,10 @@ class Example:
         names = mesh.axis_names
         spec = P(names[0] if len(names) == 1 else names)
         return fs.make_plan(self.model, mesh, self.rules, batch=spec, units=self.units)
+
+    def batches(self, mesh: fs.Mesh, steps: int) -> Iterator[Batch]:
+        """A rank's part of the first batches."""
+        return (cut(self.batch(step), mesh.rank, mesh.size) for step in range(steps))
 
     def params(self) -> dict[str, Any]:
         """A fresh copy of the start values, as a nested dict."""

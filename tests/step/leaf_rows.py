@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
-from fshard import P, tree
-from tests.shared import modules
+from fshard import P
+from tests.shared import modules, parity
+from tests.shared.parity import Run
 
 STEPS, ROWS, LENGTH, VOCAB = 10, 8, 16, 64
 LR, MOMENTUM = 0.1, 0.9
@@ -47,16 +48,6 @@ class Row:
     later: tuple[Sequence[Any], str] | None = None
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a rank saw."""
-
-    losses: list[float]
-    params: dict[str, Tensor]
-    states: list[str]
-    problems: list[str]
-
-
 def module() -> modules.GPT:
     """The model with its first values."""
     with torch.random.fork_rng(devices=[]):
@@ -81,28 +72,25 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def run(row: Row) -> Ran:
-    """On a rank: train."""
+def run(row: Row) -> list[Run]:
+    """On a rank: train under each of the row's rules."""
     model = fs.split(module(), units=("blocks.*",))
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         plan = fs.make_plan(model, mesh, row.rules, precision=row.precision)
         opt = fs.optim.sgd(LR, momentum=MOMENTUM)
         state = fs.init_state(plan, opt, params=model.params)
-        losses: list[float] = []
-        problems: list[str] = []
-        for rules in (row.rules, row.later[0]) if row.later else (row.rules,):
-            if losses:
+        runs: list[Run] = []
+        phases = (row.rules, row.later[0]) if row.later else (row.rules,)
+        for number, rules in enumerate(phases):
+            if runs:
                 plan = plan.replace(rules=rules)
                 state = fs.reshard_state(state, plan, opt)
             step = fs.make_train_step(loss_fn(model), opt, plan, debug=True, **row.step)
-            for _ in range(STEPS // (2 if row.later else 1)):
-                state, metrics = step(state, part(len(losses), mesh.rank, mesh.size))
-                losses.append(float(metrics.loss))
-                if step.record != step.schedule.ops:
-                    problems.append(f"step {len(losses)}: the record is not the schedule")
-        whole = dict(tree.paths(fs.unshard(state.params, plan)))
-        states = [path for path, _ in tree.paths(state.opt_state.get("momentum_buffer", {}))]
-        return Ran(losses, whole, states, problems)
+            steps = STEPS // len(phases)
+            batches = (part(i, mesh.rank, mesh.size) for i in range(number * steps, (number + 1) * steps))
+            run, state = parity.sharded(step, state, plan, batches)
+            runs.append(run)
+        return runs
 
 
 def loss_fn(model: fs.Model) -> Callable[[Any, Any], Tensor]:

@@ -1,22 +1,19 @@
 """Training on meshes of several axes equals one plain process: HSDP, ZeRO-1 and 2, optimizers over all ranks."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import fshard as fs
 from fshard import P, tree
-from tests.shared import reference, zoo
+from tests.shared import parity, reference, zoo
+from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
 STEPS = 10
-LOSS = {"sgd": 1e-5, "adamw": 1e-4}
-PARAM = 1e-5
+NEAR = {"sgd": parity.Near(norm=1e-4), "adamw": parity.Near(1e-4, 1e-4, 1e-3)}
 
 FLAT = ((-1,), ("shard",))
 HSDP = ((2, -1), ("replica", "shard"))
@@ -75,17 +72,6 @@ CONFIGS = [
 ]
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one rank saw."""
-
-    losses: list[float]
-    norms: list[float]
-    params: dict[str, Tensor]
-    problems: list[str]
-    local: dict[str, Tensor]
-
-
 def train(name: str, rules: Sequence[Any], axes: Any, configs: Sequence[Config]) -> list[Run]:
     """On a rank: train an example under each configuration."""
     example = zoo.build(name)
@@ -97,7 +83,6 @@ def _train(example: zoo.Example, rules: Sequence[Any], mesh: fs.Mesh, config: Co
     batch = P(mesh.axis_names[0] if len(mesh.axis_names) == 1 else mesh.axis_names)
     plan = fs.make_plan(example.model, mesh, rules, batch=batch, units=example.units)
     rule = fs.optim.sgd(**reference.SGD) if config.opt == "sgd" else fs.optim.adamw(**reference.ADAMW)
-    state = fs.init_state(plan, rule, params=example.params())
     clip = example.clip if config.update == "deferred" else None
     policy = fs.Policy(config.prefetch, config.reduces, config.reshard, config.update, config.accumulation)
     step = fs.make_train_step(
@@ -110,19 +95,12 @@ def _train(example: zoo.Example, rules: Sequence[Any], mesh: fs.Mesh, config: Co
         donate=config.donate,
         debug=True,
     )
-    losses, norms, problems = [], [], []
-    for number in range(STEPS):
-        state, metrics = step(state, zoo.cut(example.batch(number), mesh.rank, mesh.size))
-        losses.append(metrics.loss.item())
-        norms.append(metrics.grad_norm.item())
-        if step.record != step.schedule.ops:
-            pairs = enumerate(itertools.zip_longest(step.record, step.schedule.ops))
-            problems.append(f"step {number}: {next((i, pair) for i, pair in pairs if pair[0] != pair[1])}")
+    state = fs.init_state(plan, rule, params=example.params())
+    run, state = parity.sharded(step, state, plan, example.batches(mesh, STEPS))
     for name, held in state.opt_state.items():
         wrong = [path for path, buffer in tree.paths(held) if buffer.numel() != _held(plan, path)]
-        problems += [f"{name} of {path} is not of the optimizer's own part" for path in wrong]
-    whole = {path: leaf.clone() for path, leaf in tree.paths(fs.unshard(state.params, plan))}
-    return Run(losses, norms, whole if mesh.rank == 0 else {}, problems, {})
+        run.problems.extend(f"{name} of {path} is not of the optimizer's own part" for path in wrong)
+    return run
 
 
 def _held(plan: fs.Plan, path: str) -> int:
@@ -136,27 +114,8 @@ def check(pool: Pools, world: int, name: str, rules: Sequence[Any], axes: Any, c
     problems: list[str] = []
     example = zoo.build(name)
     for number, config in enumerate(configs):
-        runs = [rank[number] for rank in ranks]
         want = reference.train(example, config.opt, example.clip if config.update == "deferred" else None, STEPS)
-        found = [text for run in runs for text in run.problems[:2]]
-        if any(run.losses != runs[0].losses or run.norms != runs[0].norms for run in runs):
-            found.append("ranks saw different losses or norms")
-        found += [
-            f"loss {a} of step {i}, expected {b}"
-            for i, (a, b) in enumerate(zip(runs[0].losses, want.losses, strict=True))
-            if not abs(a - b) <= LOSS[config.opt]
-        ][:1]
-        found += [
-            f"norm {a} of step {i}, expected {b}"
-            for i, (a, b) in enumerate(zip(runs[0].norms, want.norms, strict=True))
-            if not abs(a - b) <= 1e-4 * max(1, b)
-        ][:1]
-        if config.opt == "sgd":
-            found += [
-                f"{path} is off by {(leaf - want.params[path]).abs().max():.2e}"
-                for path, leaf in runs[0].params.items()
-                if not torch.allclose(leaf, want.params[path], rtol=0, atol=PARAM)
-            ][:2]
+        found = parity.differences([rank[number] for rank in ranks], want, NEAR[config.opt])
         problems += [f"{world} ranks, {name}, {config}: {text}" for text in found]
     assert not problems, "\n".join(problems)
 

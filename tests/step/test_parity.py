@@ -6,27 +6,22 @@ configuration.
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import fshard as fs
-from fshard import tree
 from fshard.schedule.policy import Keep
-from tests.shared import reference, zoo
+from tests.shared import parity, reference, zoo
+from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
 STEPS = 20
 SHORT = 8
 """Steps of most runs: what goes wrong does so in the first few, and 20 steps of every program take minutes."""
-LOSS_TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
-PARAM_TOLERANCE = 1e-5
-NORM_TOLERANCE = 1e-5
+NEAR = {"sgd": parity.Near(), "adamw": parity.Near(loss=1e-4)}
 ON_DEMAND = ("branching",)
 """Programs that no schedule foresees: values decide which units run."""
 FLAT = ((-1,), ("shard",))
@@ -53,16 +48,6 @@ class Config:
     def values(self) -> tuple[str, bool, int, str]:
         """What may change the order of float sums."""
         return self.opt, self.clip, self.accumulate, self.accumulation
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one rank saw. ``params`` are whole, after the last step; ``problems`` are what it found itself."""
-
-    losses: list[float]
-    norms: list[float]
-    params: dict[str, Tensor]
-    problems: list[str]
 
 
 def _product() -> list[Config]:
@@ -122,7 +107,6 @@ def train(name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tup
 def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config, steps: int) -> Run:
     plan = example.plan(mesh)
     rule = fs.optim.sgd(**reference.SGD) if config.opt == "sgd" else fs.optim.adamw(**reference.ADAMW)
-    state = fs.init_state(plan, rule, params=example.params())
     step = fs.make_train_step(
         example.loss_fn,
         rule,
@@ -133,67 +117,15 @@ def _train(name: str, example: zoo.Example, mesh: fs.Mesh, config: Config, steps
         donate=config.donate,
         debug=config.debug,
     )
-    losses, norms, problems = [], [], []
-    for number in range(steps):
-        batch = zoo.cut(example.batch(number), mesh.rank, mesh.size)
-        state, metrics = step(state, batch)
-        losses.append(metrics.loss.item())
-        norms.append(metrics.grad_norm.item())
-        if name not in ON_DEMAND and tuple(step.record) != tuple(step.schedule.ops):
-            problems.append(f"step {number}: {_departure(step.record, step.schedule.ops)}")
-    whole = {path: leaf.clone() for path, leaf in tree.paths(fs.unshard(state.params, plan))}
-    return Run(losses, norms, whole if mesh.rank == 0 else {}, problems)
-
-
-def _departure(record: Sequence[Any], ops: Sequence[Any]) -> str:
-    pairs = enumerate(itertools.zip_longest(record, ops))
-    at, (ran, said) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-    return f"op {at} of {len(ops)} was {ran}, the schedule says {said}"
+    state = fs.init_state(plan, rule, params=example.params())
+    first = None if name in ON_DEMAND else 0
+    return parity.sharded(step, state, plan, example.batches(mesh, steps), scheduled_from=first)[0]
 
 
 @functools.cache
-def _expected(name: str, opt: str, clip: bool, steps: int) -> reference.Result:
+def _expected(name: str, opt: str, clip: bool, steps: int) -> Run:
     example = zoo.build(name)
     return reference.train(example, opt, example.clip if clip else None, steps)
-
-
-def _compare(name: str, config: Config, ranks: Sequence[Run]) -> list[str]:
-    """How the runs of one configuration differ from the reference, or from each other."""
-    want, got = _expected(name, config.opt, config.clip, len(ranks[0].losses)), ranks[0]
-    out = [f"rank {i}: {problem}" for i, run in enumerate(ranks) for problem in run.problems[:2]]
-    out += [f"rank {i} saw other losses or norms than rank 0" for i, run in enumerate(ranks) if not _same(run, got)]
-    out += _far("loss", got.losses, want.losses, LOSS_TOLERANCE[config.opt])
-    out += _far("grad_norm", got.norms, want.norms, NORM_TOLERANCE * max(want.norms))
-    if got.params.keys() != want.params.keys():
-        return [*out, f"paths {sorted(got.params)}, expected {sorted(want.params)}"]
-    for path, leaf in want.params.items():
-        mine = got.params[path]
-        gap = (mine - leaf).abs().max().item() if mine.shape == leaf.shape else math.nan
-        if not gap <= PARAM_TOLERANCE:
-            out.append(f"{path} {list(mine.shape)} differs from {list(leaf.shape)} by {gap:.2e}")
-    return out
-
-
-def _same(a: Run, b: Run) -> bool:
-    return (a.losses, a.norms) == (b.losses, b.norms)
-
-
-def _far(what: str, got: list[float], want: list[float], tolerance: float) -> list[str]:
-    gaps = [(i, g, w) for i, (g, w) in enumerate(zip(got, want, strict=True)) if not abs(g - w) <= tolerance]
-    if not gaps:
-        return []
-    step, mine, right = gaps[0]
-    return [f"{what} of step {step} is {mine:.8f}, expected {right:.8f} (and {len(gaps) - 1} steps more)"]
-
-
-def _unlike(config: Config, run: Run, first: Run) -> list[str]:
-    """Where a run differs in any bit from the first of equal ``values``."""
-    if not _same(run, first):
-        seen = [zip(one.losses, one.norms, strict=True) for one in (run, first)]
-        at = next(i for i, (mine, other) in enumerate(zip(*seen, strict=True)) if mine != other)
-        return [f"values change with the schedule, from step {at}"]
-    leaves = [path for path, leaf in run.params.items() if not torch.equal(leaf, first.params[path])]
-    return [f"values change with the schedule: {leaves}"] if leaves else []
 
 
 def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT) -> None:
@@ -201,9 +133,10 @@ def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: 
     problems: list[str] = []
     first: dict[tuple[str, bool, int, str], Run] = {}
     for number, config in enumerate(configs):
-        run = ranks[0][number]
-        found = _compare(name, config, [results[number] for results in ranks])
-        found += _unlike(config, run, first.setdefault(config.values, run))
+        runs = [results[number] for results in ranks]
+        want = _expected(name, config.opt, config.clip, steps)
+        found = parity.differences(runs, want, NEAR[config.opt])
+        found += parity.other_bits(runs[0], first.setdefault(config.values, runs[0]))
         problems += [f"world={world} model={name} {config}\n    {line}" for line in found]
     assert not problems, "\n".join(problems)
 

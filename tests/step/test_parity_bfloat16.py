@@ -12,7 +12,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, tree
-from tests.shared import reference, zoo
+from tests.shared import parity, reference, zoo
+from tests.shared.parity import Run
 from tests.shared.reference import SGD
 from tests.shared.workers import Pools
 
@@ -30,8 +31,8 @@ def narrow(batch: zoo.Batch) -> zoo.Batch:
     return tree.map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
 
 
-def train(name: str, policies: list[str]) -> list[tuple[list[float], dict[str, Tensor], list[int]]]:
-    """On a rank: for each policy losses, last parameters, and the steps whose record is not their schedule."""
+def train(name: str, policies: list[str]) -> list[Run]:
+    """On a rank: train under each policy."""
     out = []
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         for policy, compile in (POLICIES[word] for word in policies):
@@ -42,43 +43,32 @@ def train(name: str, policies: list[str]) -> list[tuple[list[float], dict[str, T
             opt = fs.optim.sgd(**SGD)
             step = fs.make_train_step(example.loss_fn, opt, plan, schedule=policy, compile=compile, debug=True)
             state = fs.init_state(plan, opt, params=example.params())
-            losses, departures = [], []
-            for number in range(STEPS):
-                state, metrics = step(state, narrow(zoo.cut(example.batch(number), mesh.rank, mesh.size)))
-                losses.append(float(metrics.loss))
-                departures += [number] if step.record != step.schedule.ops else []
-            out.append((losses, dict(tree.paths(fs.unshard(state.params, plan))), departures))
+            out.append(parity.sharded(step, state, plan, map(narrow, example.batches(mesh, STEPS)))[0])
     return out
 
 
 @functools.cache
-def plain(name: str, world: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The same in one process: losses and last parameters."""
+def plain(name: str, world: int) -> Run:
+    """The same in one process."""
     example = zoo.build(name)
     leaves = example.plain.parameters
-    kept = {path: leaf.clone() for path, leaf in example.start.items()}
-    trained = [path for path, leaf in leaves.items() if leaf.requires_grad]
-    moments = {path: torch.zeros_like(kept[path]) for path in trained}
-    losses = []
-    for number in range(STEPS):
-        parts = [narrow(zoo.cut(example.batch(number), rank, world)) for rank in range(world)]
-        grads = {path: torch.zeros_like(kept[path]) for path in trained}
-        values = []
+    kept = {path: leaf.clone().requires_grad_(leaves[path].requires_grad) for path, leaf in example.start.items()}
+    trained = {path: leaf for path, leaf in kept.items() if leaf.requires_grad}
+
+    def backward(step: int) -> float:
+        parts = [narrow(zoo.cut(example.batch(step), rank, world)) for rank in range(world)]
+        total = 0.0
         for part in parts:
             for path, leaf in leaves.items():
-                leaf.data, leaf.grad = kept[path].bfloat16(), None
+                leaf.data, leaf.grad = kept[path].detach().bfloat16(), None
             value, share = _loss(example, part, parts)
-            value.backward()
-            values.append(value.item() * share)
-            for path in trained:
+            total += parity.backward(value) * share
+            for path, leaf in trained.items():
                 own = leaves[path].grad
-                grads[path] += 0 if own is None else own.float() * share
-        losses.append(sum(values))
-        for path, grad in grads.items():
-            grad += SGD["weight_decay"] * kept[path]
-            moments[path] = SGD["momentum"] * moments[path] + grad
-            kept[path] = kept[path] - SGD["lr"] * moments[path]
-    return losses, kept
+                leaf.grad += 0 if own is None else own.float() * share
+        return total
+
+    return parity.plain(kept, torch.optim.SGD(trained.values(), **SGD), backward, STEPS)
 
 
 def _loss(example: zoo.Example, part: zoo.Batch, parts: list[zoo.Batch]) -> tuple[Tensor, float]:
@@ -98,19 +88,19 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "world", "words"), RUNS)
 def test_training_in_bfloat16_equals_one_process(pool: Pools, name: str, world: int, words: list[str]) -> None:
-    want, params = plain(name, world)
-    for results in pool(world).run(train, name, words, timeout=110.0):
-        for losses, whole, departures in results:
-            assert not departures
-            assert losses == pytest.approx(want, rel=2**-7)  # two units in the last place of what units compute
-            for path, leaf in params.items():
-                torch.testing.assert_close(whole[path], leaf, rtol=0, atol=2e-5, msg=lambda m, p=path: f"{p}: {m}")
+    ranks = pool(world).run(train, name, words, timeout=110.0)
+    want = plain(name, world)
+    for runs in zip(*ranks, strict=True):
+        # Losses: two units in the last place of what units compute.
+        near = parity.Near(loss=2**-7 * min(want.losses), norm=2**-6, param=2e-5)
+        problems = parity.differences(runs, want, near)
+        assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_rounding_shows(name: str) -> None:
     """Another cast, or another cut of the batch, leads further away than a run may differ."""
-    one, other = plain(name, 2)[1], plain(name, 4)[1]
+    one, other = plain(name, 2).params, plain(name, 4).params
     exact = reference.train(zoo.build(name), "sgd", None, STEPS).params
     for far in (other, exact):
         assert max(float((leaf - far[path]).abs().max()) for path, leaf in one.items()) > 1e-4

@@ -13,6 +13,7 @@ from fshard import P, tree
 from fshard.errors import BatchError, LossError, PeerError, PlanError
 from tests.optim import runs as optims
 from tests.optim.runs import net
+from tests.shared import parity
 from tests.shared.workers import Pools
 
 LENGTHS = [5, 3, 8, 1, 2, 7, 4, 6, 6, 1, 3, 2]
@@ -101,7 +102,7 @@ def run(kind: str, axes: Any = ((-1,), ("shard",)), rules: Any = optims.NORMS) -
         for batch in batches:
             state, metrics = step(state, batch)
             norms.append(metrics.grad_norm.item())
-        return optims.whole(fs.unshard(state.params, plan)), norms
+        return parity.whole(fs.unshard(state.params, plan)), norms
 
 
 def clip_by_rule(module: nn.Module) -> None:
@@ -148,7 +149,7 @@ def plain_means() -> dict[str, Tensor]:
         state, step, plan = setup(mesh, fs.optim.every(3, sgd()), weighted=False, clip_norm=CLIP)
         for number in range(12):
             state, _ = step(state, optims.batch(number).chunk(mesh.size)[mesh.rank])
-        return optims.whole(fs.unshard(state.params, plan))
+        return parity.whole(fs.unshard(state.params, plan))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -174,7 +175,7 @@ def skip(spikes: bool) -> tuple[dict[str, Tensor], list[bool], list[int], bool]:
             state = following
             said.append(metrics.skipped)
             numbers.append(state.step)
-        return optims.whole(fs.unshard(state.params, plan)), said, numbers, kept
+        return parity.whole(fs.unshard(state.params, plan)), said, numbers, kept
 
 
 @pytest.mark.parametrize("world", [1, 2])
