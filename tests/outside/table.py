@@ -51,7 +51,8 @@ def cell(mode: str, result: Outcome | Refusal) -> str:
 
 def verdict(mode: str, outcome: Outcome) -> str:
     """How a run went that gave the numbers of one process."""
-    said = graphs(replace(outcome, found=replace(outcome.found, problems=[]))).split(";")[0] if "compile" in mode else "works"
+    kept = replace(outcome, found=replace(outcome.found, problems=[]))
+    said = graphs(kept).split(";")[0] if "compile" in mode else "works"
     said += "" if outcome.foreseen else "; the first step gathers on demand"
     return said + ("; values decide what runs, and steps leave their schedule" if outcome.found.problems else "")
 
