@@ -23,7 +23,6 @@ from fshard.model.unit import Slot, slot_of
 from fshard.model.writes import (
     OBJECTS,
     Given,
-    Glance,
     Written,
     WrittenObject,
     refuse,
@@ -126,8 +125,9 @@ class Body:
             now = zip(self._tensors.items(), versions, strict=True)
             self._retire(instance)
             raise written_in_place([spot for (spot, x), before in now if version(x) != before])
-        if instance.glance is not None and instance.held.calm and self._still(instance, instance.glance):
-            return out
+        if instance.glance is not None and instance.held.calm and instance.glance():
+            if self.unit or self._template.shared.clean():
+                return out
         return self._seen(instance, out)
 
     def run(
@@ -153,10 +153,6 @@ class Body:
             # A region that is computed again in the backward must start from the same values, and write elsewhere.
             instance.held.bind(i, given[i].clone())
         return out, changed
-
-    def _still(self, instance: Instance, glance: Glance) -> bool:
-        """Whether a call left an instance as it was, of which that is to be expected."""
-        return glance.clean() and (bool(self.unit) or self._template.shared.clean())
 
     def _seen(self, instance: Instance, out: Any) -> Any:
         """The result of a call after which the instance may not be what it was."""

@@ -1,22 +1,16 @@
 """Shells: what stands for a unit in the code around it."""
 
-import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fshard.model.buffers import Place
-from fshard.model.containers import matches
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit
-from fshard.model.writes import Flag, Given, Glance, Scene, Surface, View, Written
-
-More = tuple[int, str, Any]
-"""An attribute that each instance has for itself: the number of its module, its name, and its outline."""
+from fshard.model.writes import Flag, Given, Glance, More, Scene, Surface, View, Written
 
 
 class Held:
@@ -69,19 +63,19 @@ class Shell:
         """The forward of the module in an instance."""
         unit, buffers = self.unit, self.buffers
         order, numbers = self.params
-        params = order.tree([held.leaves[i] for i in numbers])
+        call = unit.on(order.tree([held.leaves[i] for i in numbers]))
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             if not (held.calm and below.quiet()):
                 args = (*below.given(), *args)
-            out = unit(params, *args, **kwargs)
+            out = call(args, kwargs)
             return below.written(out) if type(out) is Written else out
 
         def stateful(*args: Any, **kwargs: Any) -> Any:
             now = {path: held.bound(i) for path, i in buffers.items()}
             if not (held.calm and below.quiet()):
                 args = (*below.given(), *args)
-            out, changed = unit(params, now, *args, **kwargs)
+            out, changed = call((now, *args), kwargs)
             for path, buffer in changed.items():
                 held.bind(buffers[path], buffer)
             return below.written(out) if type(out) is Written else out
@@ -94,38 +88,30 @@ class Below:
 
     Args:
         held: what the instance holds.
-        modules: the modules. The first gets a forward that refers to this, so it is not referred to from here.
+        modules: the modules. The first gets a forward that refers to this, so it is referred to weakly.
         scene: what lies in them at ``split``.
-        rest: what lies in all but the first.
         flag: tells whether tables were written to.
         numbers: the number of each module in the instance.
     """
 
-    __slots__ = ("_first", "_flag", "_glance", "_held", "_numbers", "_rest", "_scene", "_seen")
+    __slots__ = ("_first", "_flag", "_glance", "_held", "_numbers", "_rest", "_scene")
 
     def __init__(
-        self, held: Held, modules: Sequence[nn.Module], scene: Scene, rest: Scene, flag: Flag, numbers: Sequence[int]
+        self, held: Held, modules: Sequence[nn.Module], scene: Scene, flag: Flag, numbers: Sequence[int]
     ) -> None:
         self._held, self._scene, self._flag, self._numbers = held, scene, flag, numbers
-        self._first, self._rest = weakref.ref(modules[0]), (rest, modules[1:])
-        self._seen = scene.views[0].read, scene.views[0].kept, scene.size - rest.size
-        self._glance: tuple[Glance, list[tuple[str, Any]]] | None = None
+        self._first, self._rest = weakref.ref(modules[0]), modules[1:]
+        self._glance: Glance | None = None
 
     def quiet(self) -> bool:
-        """Whether nothing was written to the modules, by a look that is quick enough for every call."""
-        module = self._first()
-        if module is None:
-            return True
+        """Whether nothing was written to the modules, by a look that is quick enough for every call.
+
+        It refers to the first module, so it is for instances that are kept.
+        """
         if self._glance is None:
-            own = [(name, was) for _, name, was in self._more(self._numbers[:1])]
-            others = Glance(*self._rest, self._flag, self._more(self._numbers[1:]))
-            self._glance = others, [*self._scene.views[0].holding, *own]
-        (others, holding), (read, kept, size) = self._glance, self._seen
-        entries = module.__dict__
-        with suppress(KeyError):
-            same = len(entries) + len(entries["_buffers"]) == size and all(map(operator.is_, read(entries), kept))
-            if same and others.clean() and all([matches(entries[name], was) for name, was in holding]):
-                return True
+            self._glance = self._scene.glance(self._modules(), self._flag, self._more())
+        if self._glance():
+            return True
         self._held.calm = False
         return False
 
@@ -142,11 +128,14 @@ class Below:
         return result.value
 
     def _surface(self) -> Surface:
+        return Surface(self._scene, self._modules(), self._flag, self._more())
+
+    def _modules(self) -> Sequence[nn.Module]:
         first = self._first()
         assert first is not None  # its forward runs
-        return Surface(self._scene, (first, *self._rest[1]), self._flag, self._more(self._numbers))
+        return (first, *self._rest)
 
-    def _more(self, numbers: Sequence[int]) -> list[More]:
-        """The attributes that the instance has for itself, of the modules with these numbers, by their place there."""
-        place = {number: i for i, number in enumerate(numbers)}
+    def _more(self) -> list[More]:
+        """The attributes that the instance has for itself, by the place of their modules here."""
+        place = {number: i for i, number in enumerate(self._numbers)}
         return [(place[i], name, was) for i, name, was in self._held.more if i in place]

@@ -21,8 +21,8 @@ from fshard.model.buffers import Place
 from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.conversion import convert_at
 from fshard.model.shared import Shared
-from fshard.model.shell import Below, Held, More, Shell
-from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, Scene, Surface, View, tables, view
+from fshard.model.shell import Below, Held, Shell
+from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, View, tables, view
 
 Numbers = Mapping[tuple[int, str], int]
 """The number of the leaf that belongs into a place, by the identity of the template's dict and the name in it."""
@@ -105,14 +105,13 @@ class Template:
         ]
         self.views: Sequence[View] = views
         self.scene = Scene(views, sum(sizes))
-        below: dict[int, tuple[Sequence[int], Scene, Scene]] = {}
+        below: dict[int, tuple[Sequence[int], Scene]] = {}
         for i, part in enumerate(self._parts):
             if part.shell is not None:
                 numbers = [self._number[id(module)] for module in self._originals[i].modules()]
                 unit = part.shell.views
                 seen = [replace(views[n], path=unit[k].path) for k, n in enumerate(numbers)]
-                most = sum(sizes[n] for n in numbers)
-                below[i] = numbers, Scene(seen, most), Scene(seen[1:], most - sizes[i])
+                below[i] = numbers, Scene(seen, sum(sizes[n] for n in numbers))
         self._below = below
 
     def make(self, leaves: Sequence[Any]) -> Instance:
@@ -136,8 +135,8 @@ class Template:
                     places[i].append((buffers, name))
             table["_apply"] = partial(convert_at, weakref.ref(module))
             object.__setattr__(module, "__dict__", table)
-        for i, (numbers, scene, rest) in self._below.items():
-            below = Below(held, [modules[n] for n in numbers], scene, rest, self.flag, numbers)
+        for i, (numbers, scene) in self._below.items():
+            below = Below(held, [modules[n] for n in numbers], scene, self.flag, numbers)
             self._hand_over(i, held, below, modules[i])
         if any(part.referring for part in self._parts):
             held.more += self._redirect(modules, memo)
@@ -145,7 +144,7 @@ class Template:
 
     def glance(self, instance: Instance) -> Glance:
         """A quick look at all modules of an instance."""
-        return Glance(self.scene, instance.modules, self.flag, instance.held.more)
+        return self.scene.glance(instance.modules, self.flag, instance.held.more)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in attributes, which all instances share."""

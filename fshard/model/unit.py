@@ -79,12 +79,16 @@ class Unit:
     buffers: bool = False
 
     def __call__(self, params: Tree, /, *args: Any, **kwargs: Any) -> Any:
+        return self.on(params)(args, kwargs)
+
+    def on(self, params: Tree) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """The unit as a function of ``(args, kwargs)``, for as long as the tree holds the same tensors."""
         slot = _first_slot(params)
-        if slot is not None:
-            if slot.casting is not None:
-                return slot.casting.call(self, slot, params, args, kwargs)
-            return slot.engine.call(self, params, args, kwargs)
-        return self.fn(params, *args, **kwargs)
+        if slot is None:
+            return lambda args, kwargs: self.fn(params, *args, **kwargs)
+        if slot.casting is not None:
+            return functools.partial(slot.casting.call, self, slot, params)
+        return functools.partial(slot.engine.call, self, params)
 
     def __repr__(self) -> str:
         return f"unit({self.name or getattr(self.fn, '__name__', type(self.fn).__name__)})"

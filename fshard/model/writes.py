@@ -41,6 +41,14 @@ OBJECTS = "{}"
 """Stands for objects in attributes, which are one and the same for all instances."""
 
 
+More = tuple[int, str, Any]
+"""An attribute that each instance has for itself: the number of its module, its name, and its outline."""
+
+
+Glance = Callable[[], bool]
+"""Tells whether modules hold what they held when it was made."""
+
+
 class WrittenObject:
     """Tells that a call wrote to such an object. No graph can return one."""
 
@@ -163,22 +171,35 @@ class Scene:
 
     @functools.cached_property
     def comparison(self) -> CodeType:
-        """The source of ``same()``, which compares attribute by attribute: a loop would take three times as long."""
+        """The source of a ``Glance``, which compares attribute by attribute: a loop would take three times as long."""
         numbers = itertools.count()
         terms = [f"m{i}[{name!r}] is x{next(numbers)}" for i, seen in enumerate(self.views) for name in seen.names]
-        return compile(f"def same():\n    return {' and '.join(terms) or True}\n", "<attributes of modules>", "exec")
+        sizes = "+".join(f"len(m{i})+len(b{i})" for i in range(len(self.views)))
+        test = " and ".join(["not flag.raised", f"{sizes} == size", *terms, "(not holding or all(map(same, holding)))"])
+        body = f"  try:\n    return {test}\n  except KeyError:\n    return False\n"
+        return compile(f"def glance():\n{body}", "<attributes of modules>", "exec")
 
-    def same(self, entries: Sequence[dict[str, Any]]) -> Callable[[], bool]:
-        """Tells whether modules with these dicts hold what lay there, containers left out.
+    def glance(self, modules: Sequence[nn.Module], flag: Flag, more: Sequence[More]) -> Glance:
+        """A look at modules that have been seen to be left alone, quick enough for every call.
 
-        Raises:
-            KeyError: when it is called, for an attribute that is gone.
+        Args:
+            modules: the modules.
+            flag: tells whether tables were written to. One that was ever raised needs a closer look.
+            more: attributes that the instance has for itself.
         """
-        space: dict[str, Any] = {f"m{i}": table for i, table in enumerate(entries)}
+        space: dict[str, Any] = {"flag": flag, "size": self.size, "same": _same_container}
+        space["holding"] = [(modules[i].__dict__, name, was) for i, name, was in (*self.holding, *more)]
+        for i, module in enumerate(modules):
+            space |= {f"m{i}": module.__dict__, f"b{i}": module._buffers}
         space |= {f"x{i}": value for i, value in enumerate(self.kept)}
         exec(self.comparison, space)
-        same: Callable[[], bool] = space["same"]
-        return same
+        made: Glance = space["glance"]
+        return made
+
+
+def _same_container(held: tuple[dict[str, Any], str, Any]) -> bool:
+    entries, name, was = held
+    return matches(entries[name], was)
 
 
 class Surface:
@@ -188,14 +209,12 @@ class Surface:
         scene: what lay there before.
         modules: the modules.
         flag: tells whether tables were written to.
-        more: attributes that each instance has for itself: numbers of their modules, names and outlines.
+        more: attributes that each instance has for itself.
     """
 
     __slots__ = ("_begun", "_entries", "_flag", "_more", "modules", "scene")
 
-    def __init__(
-        self, scene: Scene, modules: Sequence[nn.Module], flag: Flag, more: Sequence[tuple[int, str, Any]] = ()
-    ) -> None:
+    def __init__(self, scene: Scene, modules: Sequence[nn.Module], flag: Flag, more: Sequence[More] = ()) -> None:
         self.scene, self.modules, self._flag, self._more = scene, modules, flag, more
         self._entries = [module.__dict__ for module in modules]
         self._begun: list[tuple[str, Tensor, int]] = []
@@ -289,40 +308,6 @@ class Surface:
         path, _, name = spot.rpartition(".")
         number = next(i for i, seen in enumerate(self.scene.views) if seen.path == path)
         return self._entries[number].get(name)
-
-
-class Glance:
-    """A look at modules that have been seen to be left alone, quick enough for every call.
-
-    Args:
-        scene: what lay in them.
-        modules: the modules.
-        flag: tells whether tables were written to.
-        more: attributes that the instance has for itself.
-    """
-
-    __slots__ = ("_flag", "_holding", "_same", "_size", "_sized")
-
-    def __init__(
-        self, scene: Scene, modules: Sequence[nn.Module], flag: Flag, more: Sequence[tuple[int, str, Any]]
-    ) -> None:
-        pairs = [(seen, module.__dict__) for seen, module in zip(scene.views, modules, strict=True)]
-        self._flag, self._size = flag, scene.size
-        self._same = scene.same([entries for _, entries in pairs])
-        self._holding = [(entries, name, was) for seen, entries in pairs for name, was in seen.holding]
-        self._holding += [(modules[i].__dict__, name, was) for i, name, was in more]
-        self._sized = [entries for _, entries in pairs] + [module._buffers for module in modules]
-
-    def clean(self) -> bool:
-        """Whether everything is as it was when this was made. A flag that was ever raised needs a closer look."""
-        if self._flag.raised or sum(map(len, self._sized)) != self._size:
-            return False
-        try:
-            return self._same() and (
-                not self._holding or all([matches(x[name], was) for x, name, was in self._holding])
-            )
-        except KeyError:
-            return False
 
 
 def refuse(unit: str, writes: Mapping[str, Any], whole: bool = True) -> None:

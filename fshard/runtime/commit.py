@@ -108,4 +108,7 @@ def scalar(value: float, dtype: torch.dtype) -> Tensor:
     >>> scalar(1e300, torch.float64), scalar(1e300, torch.float32)
     (tensor(1.0000e+300, dtype=torch.float64), tensor(inf))
     """
-    return torch.scalar_tensor(value, dtype=torch.float64, device="cpu").to(dtype)
+    try:
+        return torch.scalar_tensor(value, dtype=dtype, device="cpu")
+    except RuntimeError:  # it is too large
+        return torch.scalar_tensor(value, dtype=torch.float64, device="cpu").to(dtype)

@@ -14,6 +14,7 @@ exist: one runs a schedule, one gathers on demand, and one, on fake tensors, onl
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -81,6 +82,8 @@ class Engine:
         self.trees: dict[Unit, tuple[Any, Called]] = {}
         self.handed: dict[str, Tensor] = {}
         self.given: list[Tensor] = []
+        self.tree: dict[str, Any] = {}
+        self.guarded: set[int] = set()
         self.open: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.storages: set[int] = set()
@@ -117,12 +120,18 @@ class Engine:
             held = self.slots.by_path | self.handed
             self.given = [held[path] for path in self.layout.paths]
             self.open = {path: leaf for path, leaf in held.items() if type(leaf) is not Handle}
-        return self.layout.tree(self.given)
+            self.tree = {}
+        # A loss function may have written to the tree of the step before. Looking takes half the time of making one.
+        found = self.layout.read(self.tree)
+        if found is None or not all(map(operator.is_, found, self.given)):
+            self.tree = self.layout.tree(self.given)
+        return self.tree
 
     def guard(self, root: Sequence[int]) -> None:
         """From now on, hand out handles for all leaves but those of the groups that code outside of units reads."""
         for slots in self.slots.groups:
             if slots.group.id not in root:
+                self.guarded.add(slots.group.id)
                 for leaf, tensor in zip(slots.group.leaves, slots.leaves, strict=True):
                     slot = slot_of(tensor)
                     assert slot is not None
@@ -242,7 +251,7 @@ class Engine:
         self._leave()
         self.executor.reach("backward", name, index)
         for group, numbers, leaves in self.reads[name].sinks:
-            if not bare(leaves):
+            if group not in self.guarded and not bare(leaves):
                 self._collect_outside(group, numbers, leaves)
         self.under_way = name
         return True

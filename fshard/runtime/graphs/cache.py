@@ -297,14 +297,14 @@ def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Any) -> tuple
     """The tensors among the arguments of a call, and all that its graph depends on."""
     flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None, *_settings())
     positional, keywords = args
-    if (
-        not keywords
-        and all([type(x) is Tensor and x.layout is torch.strided for x in positional])
-        and not any([x.is_conj() or x.is_neg() for x in positional])
-        and (len(positional) < 2 or len(set(map(id, positional))) == len(positional))
-    ):
-        shapes = [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in positional]
-        return positional, (function, *shapes, flags)
+    if not keywords and (len(positional) < 2 or len(set(map(id, positional))) == len(positional)):
+        shapes: list[Any] = [function]
+        for x in positional:
+            if type(x) is not Tensor or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+                break
+            shapes.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
+        else:
+            return positional, (*shapes, flags)
     values, spec = tree.flatten(args)
     values = _once(values)
     key = [

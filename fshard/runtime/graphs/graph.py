@@ -22,14 +22,18 @@ class Variant:
         code: it, with the forward.
         edges: for each edge of the autograd node the number of the part that goes there, or -1.
         extra: parts beyond the edges, and the edge that each is added to.
+        straight: whether the parts are the gradients of the edges, in their order.
     """
 
     code: Code
     edges: tuple[int, ...]
     extra: tuple[tuple[int, int], ...]
+    straight: bool
 
-    def arrange(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+    def arrange(self, parts: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradient of each edge."""
+        if self.straight:
+            return parts
         found = [parts[i] if i >= 0 else None for i in self.edges]
         for part, edge in self.extra:
             held = found[edge]
@@ -78,11 +82,9 @@ class Graph:
         self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)
         self.differentiable = bool(self.edges or self.own) and bool(self.wanted)
 
-    def variant(self, grads: Sequence[Tensor | None]) -> tuple[Variant, Sequence[Tensor | None]]:
-        """The backward for these gradients, and the gradients in the form that it takes."""
-        if any([grad is not None and (grad.is_conj() or grad.is_neg()) for grad in grads]):
-            grads = [None if grad is None else grad.resolve_conj().resolve_neg() for grad in grads]
-        found = self.variants[pattern_of(grads)]
+    def variant(self, grads: Sequence[Tensor | None], pattern: Tangents) -> tuple[Variant, Sequence[Tensor | None]]:
+        """The backward for gradients of this pattern, and the gradients in the form that it takes."""
+        found = self.variants[pattern]
         if found is not None:
             return found, [grad for grad in grads if grad is not None]
         usual = self.variants[self.usual]
@@ -123,6 +125,14 @@ class Graph:
         return made
 
 
+def resolved(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """These gradients, none of them conjugated or negated lazily."""
+    for grad in grads:
+        if grad is not None and (grad.is_conj() or grad.is_neg()):
+            return [None if x is None else x.resolve_conj().resolve_neg() for x in grads]
+    return grads
+
+
 def pattern_of(grads: Sequence[Tensor | None]) -> Tangents:
     """What a backward depends on of the gradients that come in."""
     return tuple([None if grad is None else grad.stride() for grad in grads])
@@ -138,7 +148,8 @@ def match(code: Code, joint: Joint, edges: Sequence[tuple[str, int]]) -> Variant
         if part >= 0:
             free.remove(part)
     extra = [(i, max(n for n, edge in enumerate(edges) if edge == joint.places[i])) for i in free]
-    return Variant(code, tuple(taken), tuple(extra))
+    straight = not extra and taken == list(range(len(joint.places)))
+    return Variant(code, tuple(taken), tuple(extra), straight)
 
 
 def generators_of(joint: Joint) -> tuple[torch.Generator, ...]:

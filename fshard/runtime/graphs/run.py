@@ -10,7 +10,8 @@ from fshard import tree
 from fshard.errors import UnitError
 from fshard.runtime.graphs.below import quiet
 from fshard.runtime.graphs.compare import strays
-from fshard.runtime.graphs.graph import Graph, Variant, pattern_of
+from fshard.runtime.graphs.graph import Graph, Variant, pattern_of, resolved
+from fshard.runtime.graphs.trace import Tangents
 from fshard.runtime.handles import Mispredicted
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
@@ -132,7 +133,7 @@ class Call:
             whole[i] = out
         return whole
 
-    def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The gradients for the edges of the node."""
         if torch.is_grad_enabled() or not self.host.enter_backward(self.name, self.index):
             raise Mispredicted(f"the program differentiates unit {self.name} itself")
@@ -148,19 +149,21 @@ class Call:
                 )
         self.watched.clear()
         graph = self.bound.graph
-        if pattern_of(grads) not in graph.variants:
-            self._learn(saved, grads)
-        variant, tangents = graph.variant(grads)
+        grads = resolved(grads)
+        pattern = pattern_of(grads)
+        if pattern not in graph.variants:
+            self._learn(saved, grads, pattern)
+        variant, tangents = graph.variant(grads, pattern)
         parts = self._run(variant, saved, tangents)
         self.host.leave_backward(self.bound.shared)
         return variant.arrange(parts)
 
-    def _learn(self, saved: list[Any], grads: tuple[Tensor | None, ...]) -> None:
+    def _learn(self, saved: list[Any], grads: Sequence[Tensor | None], pattern: Tangents) -> None:
         """Trace a backward for gradients of strides that were not met before."""
         graph = self.bound.graph
-        variant = graph.learn(pattern_of(grads))
+        variant = graph.learn(pattern)
         if variant is not None and strays(graph, variant, (self.bound.params(self.host.epoch), saved, grads)):
-            graph.refuse("a backward for gradients of other strides gives other numbers", pattern_of(grads))
+            graph.refuse("a backward for gradients of other strides gives other numbers", pattern)
 
     def _run(self, variant: Variant, saved: list[Any], tangents: Sequence[Any]) -> Sequence[Tensor]:
         bound = self.bound
