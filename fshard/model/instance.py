@@ -66,18 +66,12 @@ class Body:
         """The class and the attributes of each module of the structure."""
         return self._template.tables()
 
-    def instance(self, params: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Instance:
+    def instance(self, params: Mapping[str, Any]) -> Instance:
         """The structure with the leaves of a tree: the one that was made of them before, if it can be called again.
-
-        Args:
-            params: the tree.
-            args: those of the call. A unit that is ``Given`` what was written to it before starts anew.
 
         Raises:
             TreeError: leaves are missing, unknown, no tensors or misshapen.
         """
-        if self.unit and args and type(args[0]) is Given:
-            return self._template.make(self.params.leaves(params))
         leaves = self.params.read(params)
         slot = slot_of(leaves[0]) if leaves else None
         kept: Instance | None = None if slot is None else slot.instances.get(self)
@@ -90,16 +84,23 @@ class Body:
             made.kept = True
         return made
 
+    def begun(self, params: Mapping[str, Any], given: Given) -> Instance:
+        """A new instance, in which lies what was written to the unit before."""
+        made = self._template.make(self.params.leaves(params))
+        made.surface.begin(given.writes)
+        return made
+
     def prepared(self, params: Mapping[str, Any]) -> Callable[..., Any]:
         """The function of the arguments alone, for a tree whose leaves stay the same objects."""
         kept = self.instance(params)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal kept
+            if args and type(args[0]) is Given:
+                return self.call(self.begun(params, args[0]), args[1:], kwargs)
             if kept.busy or not kept.kept:
                 kept = self.instance(params)
-            given = args and type(args[0]) is Given
-            return self.call(self.instance(params, args) if given else kept, args, kwargs)
+            return self.call(kept, args, kwargs)
 
         return call
 
@@ -109,9 +110,6 @@ class Body:
         Returns:
             What the module returns; for a unit whose call wrote to its modules, ``Written``.
         """
-        if self.unit and args and type(args[0]) is Given:
-            instance.surface.begin(args[0].writes)
-            args = args[1:]
         instance.busy = True
         versions = list(map(version, self._tensors.values())) if self._tensors else None
         try:

@@ -25,6 +25,7 @@ from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
 from fshard.model.unit import Unit
+from fshard.model.writes import Given
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -300,11 +301,15 @@ def _function(body: Body) -> Callable[..., Any]:
     """The pure function of a unit; one with buffers takes them after the parameters and returns those that changed."""
 
     def plain(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        return body.call(body.instance(params, args), args, kwargs)
+        if args and type(args[0]) is Given:
+            return body.call(body.begun(params, args[0]), args[1:], kwargs)
+        return body.call(body.instance(params), args, kwargs)
 
     def stateful(params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         given = [buffers[path] for path in body.buffers.paths]
-        return body.run(body.instance(params, args), given, args, kwargs)
+        if args and type(args[0]) is Given:
+            return body.run(body.begun(params, args[0]), given, args[1:], kwargs)
+        return body.run(body.instance(params), given, args, kwargs)
 
     chosen = stateful if body.buffers.paths else plain
     vars(chosen)["kind"] = body.kind  # by which a compiler sees that two units are the same function

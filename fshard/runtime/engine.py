@@ -29,7 +29,7 @@ from fshard.model.unit import Unit, slot_of
 from fshard.runtime.batch import Written
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.handles import Handle, Mispredicted, make_handle
-from fshard.runtime.reads import Reads, bare
+from fshard.runtime.reads import Reads, bare, prefix
 from fshard.runtime.remat import Remat, reentrant_refused
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
@@ -333,7 +333,7 @@ class Engine:
                 f"leaves of this step's params: pass subtrees of params as they are, and everything else as arguments"
             )
         function = getattr(unit.fn, "__name__", "unit")
-        name = unit.name or f"{function}({_prefix(paths)})"
+        name = unit.name or f"{function}({prefix(paths)})"
         if name in self.reads and self.reads[name].paths != paths:
             name = f"{function}({','.join(paths)})"
         self.reads.setdefault(name, Reads(paths, self.plan, self.slots))
@@ -390,14 +390,3 @@ def _tensors(values: Any) -> Sequence[Tensor]:
     if type(values) is tuple and all([type(value) is Tensor for value in values]):
         return values
     return [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _prefix(paths: Sequence[str]) -> str:
-    """The longest path that all of these start with; all of them, if there is none."""
-    split = [path.split(".") for path in paths]
-    common = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common) or ",".join(paths)

@@ -55,3 +55,14 @@ _NONE = frozenset((None,))
 def bare(leaves: Sequence[Tensor]) -> bool:
     """Whether no leaf has a gradient. All leaves are asked several times a step."""
     return _NONE.issuperset(map(_GRAD, leaves))
+
+
+def prefix(paths: Sequence[str]) -> str:
+    """The longest path that all of these start with; all of them, if there is none."""
+    split = [path.split(".") for path in paths]
+    common = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common) or ",".join(paths)
