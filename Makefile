@@ -3,20 +3,23 @@
 PYTHON ?= python3
 VENV   := .venv
 RANKS  ?= 2
+JOBS   ?= 2
+ROOM   ?=
 ARGS   ?=
 BENCH  ?= host_overhead step_time jax_fsdp wire hsdp balance optimizer muon memory functional checkpoint plan_time gpu
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map train bench test parity fuzz faults hostile lint format clean
+.PHONY: help map train bench test quick parity fuzz faults hostile lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
-	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, fuzz and bench.'
+	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz and bench.'
 
 train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this machine.
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -25,11 +28,14 @@ bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as
 	@status=0; for name in $(BENCH); do \
 	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || status=1; done; exit $$status
 
-test: lint  ## Check style and types, then run the tests.
-	$(BIN)/python -m pytest -q $(ARGS)
+test: lint  ## Check style and types, then run the tests: six minutes on two cores.
+	$(PYTEST) $(ARGS)
 
-parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: a quarter of an hour.
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+quick: lint  ## Check style and types, then run the short tests that start no process: a minute; ROOM=schedule for one room.
+	$(PYTEST) -m "not slow and not processes and not long" $(if $(ROOM),tests/$(ROOM) $(wildcard fshard/$(ROOM))) $(ARGS)
+
+parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: half an hour.
+	$(PYTEST) -m slow $(ARGS)
 
 fuzz: $(STAMP)  ## Run generated models, meshes and options against one plain process; ARGS="--cases 1000 --seed 0".
 	$(BIN)/python -m tests.fuzz $(ARGS)

@@ -20,6 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("patient")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use pools of processes."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
     """``pool(world).run(function, *args, timeout=60)``: what each of ``world`` gloo ranks returned."""

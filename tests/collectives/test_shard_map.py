@@ -87,6 +87,7 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
     return out
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(settings_of())
 def test_generated_programs_equal_the_reference(case: Any) -> None:
@@ -131,7 +132,14 @@ def sliced(name: str, plain: Any, specs: tuple[P, P], names: tuple[str, ...], me
     return tuple(slice_of(x, spec, mesh, rank) for x, spec in zip(plain, results, strict=True))
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2))])
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (2, (2,)),
+        (4, (2, 2)),
+        *(pytest.param(world, (world,), marks=pytest.mark.slow) for world in (1, 3, 4)),
+    ],
+)
 def test_real_ranks_hold_the_slices_of_the_reference(pool: Pools, world: int, sizes: tuple[int, ...]) -> None:
     names, count = ("a", "b")[: len(sizes)], 3
     real = pool(world).run(on_slices, sizes, names, count)

@@ -83,6 +83,7 @@ def derivatives(f: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Tensor]
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_generated_functions(seed: int) -> None:
     program, mesh = drawn(seed), fs.virtual_mesh((RANKS,), ("i",))

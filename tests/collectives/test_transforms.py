@@ -37,7 +37,8 @@ def same(case: Case, got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got, want, rtol=1e-12, atol=1e-12) if case.name == "pmean" else torch.equal(got, want)
 
 
-@pytest.mark.parametrize("n", WORLDS)
+@pytest.mark.long
+@pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_every_transform_of_every_collective(n: int) -> None:
     """One run, in which every rank checks each case under each nesting."""
     plans = []
@@ -355,6 +356,8 @@ def compiled_on_a_rank(backend: str) -> list[bool]:
         return [torch.allclose(got, want) for got, want in pairs]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_compiled_code_breaks_its_graph_and_stays_right(pool: Pools, backend: str) -> None:
     assert pool(2).run(compiled_on_a_rank, backend, timeout=120.0) in ([[True] * 3] * 2, [[True] * 2] * 2)

@@ -21,6 +21,8 @@ from fshard.runtime.comm import Alone, GlooLane, HostLane, exchange, exchange_te
 from tests.shared.bad import Raised, attempt
 from tests.shared.workers import Pool, Pools, WorkerError
 
+pytestmark = pytest.mark.processes
+
 SIZES = (1, 2, 3, 16, 1000, 5000)
 KINDS = {"gloo": GlooLane, "host": HostLane}
 

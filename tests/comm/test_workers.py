@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from tests.shared.workers import Pool, Pools, WorkerError
 
+pytestmark = pytest.mark.processes
+
 
 def rank_and_sum(offset: int) -> tuple[int, int, int, float]:
     """Rank, world, threads, and a sum over the ranks."""

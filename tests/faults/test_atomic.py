@@ -11,6 +11,8 @@ import fshard as fs
 from tests.faults.program import KINDS, PHASES, Fault, batch, differing, make_loss, snapshot, start
 from tests.shared.workers import Pools
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = 25.0
 """Seconds that ranks wait for each other. Nobody has to."""
 

@@ -16,6 +16,8 @@ from fshard import collectives as fc
 from tests.shared.bad import Raised, attempt, place, rule, weights
 from tests.shared.workers import Pool, Pools
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT, LONG = 2.0, 30.0
 """Seconds that ranks wait where no message can tell them, and where one does."""
 

@@ -19,6 +19,8 @@ from tests.faults.program import Fault, batch, make_loss, start
 from tests.shared.bad import Raised, attempt, weights
 from tests.shared.workers import Pool, Pools, WorkerError
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT, LONG = 3.0, 25.0
 """Seconds that ranks wait for one that hangs; and for others, which are found out at once."""
 

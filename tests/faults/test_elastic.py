@@ -19,6 +19,8 @@ from tests.faults.program import Fault, batch, make_loss, start
 from tests.shared.bad import attempt
 from tests.shared.workers import Pools
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -13,6 +13,8 @@ from tests.faults.program import Fault, batch, differing, make_loss, snapshot, s
 from tests.faults.test_atomic import STYLES, interruptible
 from tests.shared.workers import Pools
 
+pytestmark = pytest.mark.processes
+
 
 class Press:
     """Presses Ctrl-C at the n-th line of the library that a step runs, or at the first one after it that it can.

@@ -11,6 +11,8 @@ from tests.faults.job import Kill
 from tests.faults.matrix import FIRST_RANK, PHASES, Bench, killed
 from tests.faults.spoil import Row, files
 
+pytestmark = pytest.mark.processes
+
 QUICK = {"backward": 1, "save: rename": 0}
 """Phases and ranks of ``make test``."""
 

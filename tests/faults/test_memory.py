@@ -15,6 +15,8 @@ from fshard.runtime.attempt import starved
 from tests.faults.program import differing
 from tests.shared.workers import Pools
 
+pytestmark = pytest.mark.processes
+
 SIDE = 1024
 """Of three square matrices, 4 MB each."""
 

@@ -19,6 +19,8 @@ from fshard import tree
 from tests.faults.nodes_job import loss, part
 from tests.faults.program import start
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 100.0
 """Seconds for each change of the job. The processes that take part are started anew in it."""

@@ -13,6 +13,8 @@ from tests.faults.program import Fault, batch, make_loss, start
 from tests.shared.bad import Raised, attempt
 from tests.shared.workers import Pool, Pools
 
+pytestmark = pytest.mark.processes
+
 LONG = 25.0
 """Seconds that ranks wait. Nobody has to."""
 

@@ -5,6 +5,8 @@ import pytest
 from benchmarks.lab import obstacle
 from tests.faults.stuck import START, STEP, Case, Row, run
 
+pytestmark = pytest.mark.processes
+
 
 def check(case: Case) -> None:
     """Every rank that is left raises in time."""

@@ -111,6 +111,7 @@ def check(units: list[Unit]) -> None:
     assert "not used" not in step.units, step.units
 
 
+@pytest.mark.long
 @given(st.lists(UNITS, min_size=1, max_size=3))
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_graphs_of_generated_units_give_their_bits(units: list[Unit]) -> None:

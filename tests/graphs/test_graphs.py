@@ -53,8 +53,19 @@ def differences(name: str, mesh: fs.Mesh, **options: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(zoo.EXAMPLES | zoo.TRICKY))
+PROGRAMS = sorted(zoo.EXAMPLES | zoo.TRICKY)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_graphs_give_the_bits_of_units(name: str) -> None:
+    mesh = fs.make_mesh((1,), ("shard",))
+    assert not differences(name, mesh, **({"debug": True}, {"accumulate": 2})[PROGRAMS.index(name) % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_graphs_give_the_bits_of_units_in_every_way(name: str) -> None:
     mesh = fs.make_mesh((1,), ("shard",))
     assert not differences(name, mesh, debug=True)
     assert not differences(name, mesh, accumulate=2)
@@ -72,14 +83,25 @@ def _on_ranks(names: list[str], options: list[dict[str, Any]]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_graphs_on_several_ranks(pool: Pools, world: int) -> None:
-    options: list[dict[str, Any]] = [
-        {"debug": True},
-        {"accumulate": 2, "policy": {"prefetch": 2, "reshard": False}},
-        {"policy": {"prefetch": 0, "reduces": 1}, "debug": True, "accumulate": 2},
-    ]
-    names = ["gpt", "handwritten"] if world == 2 else ["adapted"]
+RANKS: list[dict[str, Any]] = [
+    {"debug": True},
+    {"accumulate": 2, "policy": {"prefetch": 2, "reshard": False}},
+    {"policy": {"prefetch": 0, "reduces": 1}, "debug": True, "accumulate": 2},
+]
+"""Ways to train with graphs on several ranks."""
+
+
+@pytest.mark.parametrize(
+    ("world", "names", "options"),
+    [
+        pytest.param(2, ["handwritten"], RANKS[:1], id="2-handwritten"),
+        pytest.param(2, ["gpt"], RANKS[2:], id="2-gpt"),
+        pytest.param(4, ["adapted"], RANKS[1:2], id="4-adapted"),
+        pytest.param(2, ["gpt", "handwritten"], RANKS, id="2-all", marks=pytest.mark.slow),
+        pytest.param(4, ["adapted"], RANKS, id="4-all", marks=pytest.mark.slow),
+    ],
+)
+def test_graphs_on_several_ranks(pool: Pools, world: int, names: list[str], options: list[dict[str, Any]]) -> None:
     for problems in pool(world).run(_on_ranks, names, options, timeout=110.0):
         assert not problems, "\n".join(problems)
 

@@ -22,6 +22,7 @@ def _close(loss: Callable[..., Any], params: dict[str, Any], batches: list[Any])
     return seen[1][0]
 
 
+@pytest.mark.long
 def test_inductor_trains_alike() -> None:
     @fs.unit
     def unit(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ def there_and_back(kind: str, source: str, target: str, size: str) -> list[str]:
     return [path for path, leaf in tree.paths(model.params) if not torch.equal(leaf, full[path])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "world", "size"), [("gpt2", 2, "10KB"), ("gpt2", 3, "5GB"), ("llama", 2, "4KB")])
 def test_transformers_loads_what_is_written(tmp_path: Path, kind: str, world: int, size: str) -> None:
     module, source, target = tiny(kind), tmp_path / "source", tmp_path / "target"

@@ -315,6 +315,7 @@ OUTSIDE: dict[str, Any] = {
 LEVELS = (0.0, 0.5, 0.25, 0.0, 0.75, 0.0, 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [None, "fx"])
 @pytest.mark.parametrize("undo", [True, False])
 @pytest.mark.parametrize("write", OUTSIDE)

@@ -87,6 +87,7 @@ def check(kind: type[nn.Module], way: str, units: str) -> None:
             torch.testing.assert_close(leaf, twin.get_parameter(path).detach())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("kind", "units"), [(Recurrent, "*.*"), (Listening, "layers.*")])
 def test_steps_are_those_of_the_plain_module(kind: type[nn.Module], units: str, way: str) -> None:

@@ -107,6 +107,7 @@ def test_under_every_transform() -> None:
     assert torch.equal(numbers[3], R.fold_in(K, 3))
 
 
+@pytest.mark.long
 def test_under_compile() -> None:
     x = torch.randn(3, 4)
 

@@ -75,6 +75,7 @@ def test_models_on_four_ranks(pool: Pools, name: str) -> None:
     check(pool, (name,), world=4)
 
 
+@pytest.mark.long
 def test_weights_take_no_memory_and_buffers_are_there() -> None:
     with fs.empty_weights():
         module = CASES["Llama"].build()

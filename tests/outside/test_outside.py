@@ -27,6 +27,7 @@ def _plain(cell: str) -> str:
     return re.sub(r": \d+ of \d+ units in \d+ graphs|: units run as they are|, \d+e[-+]\d+$", "", cell)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_models_of_hand_equal_one_process(name: str) -> None:

@@ -58,6 +58,7 @@ def _far(way: str, got: Any, want: Any) -> list[str]:
     return [f"{way}: {path} is off by {gap}" for path, gap, size in gaps if not gap <= 1e-5 * max(1, size)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [TENSOR, pytest.param(EXPERT, marks=pytest.mark.slow), CONTEXT], ids=kind)
 def test_transforms_give_the_derivatives_of_one_process(case: Case) -> None:
     second = case.kind != "context"  # ring attention is differentiable once
@@ -103,6 +104,7 @@ def evaluated(case: Case, compute: torch.dtype | None) -> tuple[float, float]:
         return float(value), metrics.loss.item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [TENSOR, EXPERT, CONTEXT], ids=kind)
 def test_evaluation_and_low_precision(case: Case) -> None:
     want = float(program(case.plain())(tree.nest(whole(case.moe)), batch(0)))

@@ -70,6 +70,7 @@ def test_training_in_bfloat16_equals_the_same_casts_in_one_process(pool: Pools, 
         assert run.losses == pytest.approx(want, abs=0.05 if case.moe else 0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [EIGHT[0], EIGHT[2]], ids=name)
 def test_three_axes_equal_one_process(case: Case) -> None:
     ranks = fs.virtual_mesh(case.sizes, case.names).run(train, case, [PLAIN])

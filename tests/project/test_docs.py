@@ -55,6 +55,7 @@ def run(page: Path) -> int:
     return count
 
 
+@pytest.mark.long
 def test_models_of_others() -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -72,6 +73,7 @@ def test_transforms() -> None:
     assert run(ROOT / "docs" / "transforms.md") > 9
 
 
+@pytest.mark.long
 def test_parallel() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "parallel.md") > 6

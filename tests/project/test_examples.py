@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 BRIEF = {
     "dp_sgd": (["--steps", "3"], "epsilon"),

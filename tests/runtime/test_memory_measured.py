@@ -100,10 +100,18 @@ CASES = {
     "rows": (fs.Policy(), 1, P("shard")),
     "replicated": (fs.Policy(), 1, P()),
 }
+ONCE_MORE = ("rows",)
+"""Cases that are measured on one and on four ranks by default."""
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=[] if world == 2 or name in ONCE_MORE else [pytest.mark.slow])
+        for name in CASES
+        for world in (1, 2, 4)
+    ],
+)
 def test_a_step_allocates_its_arena_once_and_holds_what_it_said(pool: Pools, world: int, name: str) -> None:
     summing = UNIT_BYTES if not CASES[name][2].axes else 0  # what an all-reduce takes for itself, while it lasts
     for rank, seen in enumerate(pool(world).run(measured, *CASES[name])):

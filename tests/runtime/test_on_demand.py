@@ -4,7 +4,7 @@ A case is a loss that also gets the step and the rank, as Python state would: wh
 know. The reference runs it for every rank in one process, on whole parameters, where units are plain functions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from tests.shared.workers import Pools
 
 STEPS = 5
 ROWS = 12
+WORLDS = (1, 2, 3)
 SGD = {"lr": 0.05, "momentum": 0.9}
 NAMES = ("one", "two", "three", "four")
 
@@ -234,10 +235,10 @@ def setup(mesh: fs.Mesh) -> tuple[fs.Plan, Any, Any]:
     return plan, rule, fs.init_state(plan, rule, params=start())
 
 
-def train(name: str) -> list[tuple[Run, tuple[bool, ...]]]:
-    """On a rank: a case under every configuration."""
+def train(name: str, configs: Sequence[Config]) -> list[tuple[Run, tuple[bool, ...]]]:
+    """On a rank: a case under each configuration."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        return [_train(CASES[name], mesh, config) for config in CONFIGS if _possible(name, config)]
+        return [_train(CASES[name], mesh, config) for config in configs]
 
 
 def _possible(name: str, config: Config) -> bool:
@@ -296,12 +297,12 @@ def _global_loss(case: Any, params: Any, number: int, world: int, accumulate: in
     return sum(parts) / len(parts)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_values_are_those_of_one_process(pool: Pools, world: int, name: str) -> None:
-    ranks = pool(world).run(train, name)
+def check(pool: Pools, name: str, world: int, configs: Sequence[Config]) -> None:
+    """Train a case under each configuration that it can have, and compare with one plain process."""
+    configs = [config for config in configs if _possible(name, config)]
+    ranks = pool(world).run(train, name, configs)
     problems = []
-    for number, config in enumerate(config for config in CONFIGS if _possible(name, config)):
+    for number, config in enumerate(configs):
         runs = [rank[number] for rank in ranks]
         found = parity.differences([run for run, _ in runs], _expected(name, world, config))
         problems += [f"{config}: {line}" for line in found]
@@ -309,6 +310,21 @@ def test_values_are_those_of_one_process(pool: Pools, world: int, name: str) -> 
             if name in SCHEDULED and scheduled != SCHEDULED[name] and config.accumulate == 1:
                 problems.append(f"{config} rank {rank}: scheduled {scheduled}")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_one_process(pool: Pools, world: int, name: str) -> None:
+    """On its three worlds a case runs under each configuration once."""
+    first = (list(CASES).index(name) + world) % len(WORLDS)
+    check(pool, name, world, CONFIGS[first :: len(WORLDS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_of_all_configurations(pool: Pools, world: int, name: str) -> None:
+    check(pool, name, world, CONFIGS)
 
 
 def refused(name: str) -> tuple[list[Raised | None], bool]:

@@ -112,6 +112,7 @@ def test_policies_decide_what_runs_again() -> None:
     assert list(products.values()) == [8, 5, 5]
 
 
+@pytest.mark.long
 def test_under_compile() -> None:
     def step(p: Any, f: Body, g: Body) -> Any:
         return F.jvp(lambda p: F.grad(scalar(f))(p, X), (p,), (V,))[1], (scalar(f)(p, X) + scalar(g)(p, X)).sin()
@@ -161,6 +162,7 @@ def chain(f: Body, depth: int) -> Callable[[Any, Tensor], Tensor]:
     return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transform", [F.grad, lambda f: lambda p, x: F.vjp(lambda p: F.grad(f)(p, x), p)[1](p)])
 def test_it_saves_memory(transform: Any) -> None:
     def wide(p: Any, x: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def differences(name: str, mesh: fs.Mesh, which: str, **options: Any) -> list[st
     return [f"{name} {which}: {line}" for line in want.problems + got.problems + parity.other_bits(got, want)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [None, "fx"])
 @pytest.mark.parametrize(("name", "which"), [*(("gpt", which) for which in RULES), ("translator", "all")])
 def test_remat_keeps_every_bit(name: str, which: str, compile: str | None) -> None:
@@ -49,6 +50,7 @@ def test_remat_keeps_every_bit(name: str, which: str, compile: str | None) -> No
     assert not differences(name, mesh, which, compile=compile, debug=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [None, "fx"])
 @pytest.mark.parametrize("name", sorted((zoo.EXAMPLES | zoo.TRICKY).keys() - {"gpt", "translator"}))
 def test_remat_keeps_every_bit_of_any_program(name: str, compile: str | None) -> None:
@@ -104,6 +106,7 @@ def stack(compile: str | None, remat: Any) -> tuple[list[float], list[Tensor], i
     return losses, tree.leaves(state.params), peak.above, step.units
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [None, "fx"])
 def test_memory_falls_and_dropout_stays(compile: str | None) -> None:
     wide = 512 * 128 * 4
@@ -129,6 +132,7 @@ def test_the_footprint_knows_of_remat() -> None:
     assert peaks[1] < peaks[0] - 6 * wide and peaks[2] < peaks[1] - 4 * wide
 
 
+@pytest.mark.long
 def test_units_of_different_policies_do_not_share_a_graph() -> None:
     units = stack("fx", [("[0-3]", "all"), ("4", fs.policies.dots)])[3]
     assert [line.split(": ")[1] for line in units.splitlines()] == [

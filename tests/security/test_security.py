@@ -64,6 +64,7 @@ def load(kind: str, path: Path) -> Any:
     return fs.load_dcp(plan(), OPT, path) if kind == "dcp" else fs.load_hf(plan(), OPT, path)
 
 
+@pytest.mark.long
 def test_a_share_of_the_hostile_files_is_refused_or_harmless() -> None:
     report = hostile.run(80, seed=1)
     assert not report.faults, "\n".join(report.faults)

@@ -29,7 +29,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "optree", "pytest"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "optree", "pytest", "fshard"]
 """What every rank would import. Fake tensors pull in torch._dynamo, which alone takes 1.3 s."""
 GLOO_TIMEOUT = 30.0
 """Seconds that a rank waits in a collective for its peers."""

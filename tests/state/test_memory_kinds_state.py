@@ -141,6 +141,7 @@ def test_any_optimizer_may_update_on_either_side(pool: Pools) -> None:
     assert pool(4).run(ruled, optims.TWO_AXES, axes, timeout=110.0) == [[]] * 4
 
 
+@pytest.mark.long
 def test_two_axes_and_eight_bits() -> None:
     mesh = fs.virtual_mesh((2, 2), ("replica", "shard"))
     opt = fs.optim.adamw8bit(1e-2)

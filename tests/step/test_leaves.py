@@ -12,10 +12,10 @@ from tests.shared.workers import Pools
 from tests.step import leaf_rows
 from tests.step.leaf_rows import ROWS_OF_LEAVES, SHARDED
 
-OFTEN = ("a block", "norms in float32", "unfrozen, otherwise sharded")
-"""The rows that run on four ranks in the default suite."""
+FOUR = ("a block", "norms in float32", "unfrozen, otherwise sharded")
+"""The rows that run on four ranks in the default suite; the others run on two."""
 RUNS = [
-    pytest.param(name, world, marks=[pytest.mark.slow] if world == 4 and name not in OFTEN else [])
+    pytest.param(name, world, marks=[] if (world == 4) == (name in FOUR) else [pytest.mark.slow])
     for name in ROWS_OF_LEAVES
     for world in (2, 4)
 ]

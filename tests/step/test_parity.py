@@ -14,17 +14,17 @@ import pytest
 
 import fshard as fs
 from fshard.schedule.policy import Keep
-from tests.shared import parity, reference, zoo
+from tests.shared import pairwise, parity, reference, zoo
 from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
 STEPS = 20
-SHORT = 8
-"""Steps of most runs: what goes wrong does so in the first few, and 20 steps of every program take minutes."""
+SHORT, FEWER = 8, 6
+"""Steps of most runs: what goes wrong does so in the first few. Programs take turns for up to six steps."""
 NEAR = {"sgd": parity.Near(), "adamw": parity.Near(loss=1e-4)}
 ON_DEMAND = ("branching",)
 """Programs that no schedule foresees: values decide which units run."""
-FLAT = ((-1,), ("shard",))
+FLAT, REPLICAS = ((-1,), ("shard",)), ((2, -1), ("replica", "shard"))
 WORLDS = (1, 2, 3, 4)
 PROGRAMS = sorted(zoo.EXAMPLES.keys() - {"gpt"})
 
@@ -96,6 +96,43 @@ FEW = [
     Config("sgd", True, 2, reshard=fs.keep(last=2), prefetch=1, accumulation="full", debug=True),
 ]
 
+IN_BACKWARD = list(
+    dict.fromkeys(
+        replace(c, update="in_backward", clip=False, accumulate=2 if c.accumulation == "full" else 1) for c in SOME
+    )
+)
+UPDATED_IN_BACKWARD = ("gpt", "twice", "skipping", "conv", "adapted")
+
+OPTIONS: dict[str, Sequence[Any]] = {
+    "name": sorted(zoo.EXAMPLES | zoo.TRICKY),
+    "world": WORLDS,
+    "prefetch": range(4),
+    "reshard": (True, False, fs.keep(last=1), fs.keep(last=2)),
+    "reduces": (1, 2, 4),
+    "opt": ("sgd", "adamw"),
+    "clip": (False, True),
+    "accumulate": (1, 2),
+    "accumulation": ("sharded", "full"),
+    "update": ("deferred", "in_backward"),
+    "donate": (True, False),
+    "debug": (False, True),
+    "replicas": (False, True),
+}
+"""All that a run is made of. The default tests run every pair of these values, the slow ones most of the product."""
+
+
+def _allowed(row: pairwise.Row) -> bool:
+    """Whether there is such a run; of what a row lacks, any value may follow."""
+    if row.get("accumulation") == "full" and row.get("accumulate") == 1:
+        return False
+    if row.get("replicas") and row.get("world") not in (None, 4):
+        return False
+    in_backward = row.get("update") == "in_backward"
+    return not in_backward or (not row.get("clip") and row.get("name", "gpt") in UPDATED_IN_BACKWARD)
+
+
+PAIRWISE = pairwise.rows(OPTIONS, _allowed)
+
 
 def train(name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tuple[str, ...]], steps: int) -> list[Run]:
     """On a rank: train an example under each configuration."""
@@ -144,90 +181,84 @@ def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: 
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_clipping_bites(name: str) -> None:
     example = zoo.build(name)
-    assert max(_expected(name, "sgd", True, SHORT).norms) > example.clip
+    assert max(_expected(name, "sgd", True, FEWER).norms) > example.clip
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))])
+def _row(row: pairwise.Row) -> tuple[Config, Any]:
+    """The configuration of a row, and its mesh."""
+    left = {option: value for option, value in row.items() if option not in ("name", "world", "replicas")}
+    return Config(**left), REPLICAS if row["replicas"] else FLAT
+
+
+def test_the_rows_have_every_pair_of_options() -> None:
+    """But those that no run can have."""
+    got = {frozenset(pair) for row in PAIRWISE for pair in itertools.combinations(row.items(), 2)}
+    every = {
+        frozenset(((a, x), (b, y)))
+        for (a, some), (b, others) in itertools.combinations(OPTIONS.items(), 2)
+        for x, y in itertools.product(some, others)
+    }
+    assert got == {pair for pair in every if _allowed(dict(pair))}
+    assert len(PAIRWISE) < 100
+
+
+@pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: f"{row['name']}-{row['world']}")
+def test_every_pair_of_options_equals_one_process(pool: Pools, row: pairwise.Row) -> None:
+    config, axes = _row(row)
+    _check(pool, row["world"], row["name"], [config], axes, FEWER)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_schedules_change_no_bit_of_any_program(pool: Pools, name: str) -> None:
+    base = Config("adamw", clip=True, accumulate=2)
+    others = [
+        replace(base, prefetch=0, reshard=fs.keep(last=1), reduces=4),
+        replace(base, prefetch=3, reshard=False, donate=False, debug=True),
+    ]
+    _check(pool, 2, name, [base, others[PROGRAMS.index(name) % 2]], steps=FEWER)
+
+
+def test_schedules_change_no_bit(pool: Pools) -> None:
+    _check(pool, 2, "gpt", SOME, steps=FEWER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
 def test_every_schedule_equals_one_process(pool: Pools, world: int, opt: str) -> None:
     _check(pool, world, "gpt", [config for config in EVERY if config.opt == opt], steps=STEPS if world != 3 else SHORT)
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_some_schedules_equal_one_process(pool: Pools, world: int) -> None:
-    _check(pool, world, "gpt", SOME)
-
-
-def _share(configs: Sequence[Config], world: int, number: int) -> list[Config]:
-    """The part of ``configs`` that program ``number`` runs on one world: its four worlds together run all of them.
-
-    Every pair of (program, world, configuration) is run, which takes a quarter of the product. Configurations of equal
-    ``values`` stay together, since their runs are compared bit for bit.
-    """
-    families = list(dict.fromkeys(config.values for config in configs))
-    return [c for c in configs if (families.index(c.values) + number) % len(WORLDS) == WORLDS.index(world)]
-
-
-def test_each_pair_of_program_world_and_configuration_is_run() -> None:
-    runs = [
-        (name, world, config)
-        for name in PROGRAMS
-        for world in WORLDS
-        for config in _share(SOME, world, PROGRAMS.index(name))
-    ]
-    choices = (PROGRAMS, WORLDS, SOME)
-    for a, b in itertools.combinations(range(3), 2):
-        assert {(run[a], run[b]) for run in runs} == set(itertools.product(choices[a], choices[b]))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_equals_one_process(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, _share(SOME, world, PROGRAMS.index(name)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_every_program_under_some_schedules(pool: Pools, world: int, name: str) -> None:
     _check(pool, world, name, SOME)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_under_every_schedule(pool: Pools, name: str, opt: str, world: int) -> None:
     _check(pool, world, name, [config for config in EVERY if config.opt == opt], steps=STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(zoo.TRICKY))
 def test_hard_programs_equal_one_process(pool: Pools, world: int, name: str) -> None:
     _check(pool, world, name, FEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 4), ("conv", 4), ("skipping", 4)])
 def test_replicas_of_shards_equal_one_process(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, SOME, ((2, -1), ("replica", "shard")))
-
-
-IN_BACKWARD = list(
-    dict.fromkeys(
-        replace(c, update="in_backward", clip=False, accumulate=2 if c.accumulation == "full" else 1) for c in SOME
-    )
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "world"), [("gpt", 1), ("gpt", 3), ("twice", 2), ("skipping", 3), ("conv", 4), ("adapted", 2)]
-)
-def test_update_in_backward_equals_one_process(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, IN_BACKWARD)
+    _check(pool, world, name, SOME, REPLICAS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["gpt", "twice", "skipping", "conv", "adapted"])
-def test_update_in_backward_of_every_program(pool: Pools, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", UPDATED_IN_BACKWARD)
+def test_update_in_backward_equals_one_process(pool: Pools, world: int, name: str) -> None:
     _check(pool, world, name, IN_BACKWARD)

@@ -104,7 +104,7 @@ def probes(plan: fs.Plan, params: Any, x: Any) -> list[str]:
     return out + _far(fs.hessian_trace(cases.weighted_loss, plan, 3)(params, x, KEY), want, "trace")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))])
 def test_equal_to_plain_pytorch(pool: Pools, world: int) -> None:
     assert not sum(pool(world).run(tools, FLAT), [])
 
@@ -155,6 +155,7 @@ def test_value_and_grad(pool: Pools, world: int) -> None:
     assert not sum(pool(world).run(engine, FLAT), [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("opt", "plain"),
     [

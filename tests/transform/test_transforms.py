@@ -69,7 +69,7 @@ def every_case(axes: Axes, loss: str, reshard: bool, names: tuple[str, ...]) -> 
 CHEAP = ("grad and value", "forward over reverse", "reverse over reverse", "double backward")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 def test_equal_to_whole_tensors(pool: Pools, world: int) -> None:
     names = tuple(cases.CASES)
     assert not sum(pool(world).run(every_case, FLAT, "weighted", True, names, timeout=150), [])
@@ -132,6 +132,7 @@ def played() -> list[str]:
     return every_case(FLAT, "weighted", True, names) + every_case(FLAT, "mean", False, CHEAP)
 
 
+@pytest.mark.long
 def test_on_a_virtual_mesh() -> None:
     assert not sum(fs.virtual_mesh((3,), ("shard",)).run(played), [])
 
