@@ -40,7 +40,7 @@ from fshard.sharding.mesh import Axes, Mesh
 TARGET = 1.10
 CLOSE = 0.05
 """Trying ends when compute and wire differ by less."""
-WIRE = frozenset(("gather", "wait", "reduce", "collect"))
+WIRE = frozenset(("all_gather", "wait all_gather", "reduce_scatter", "wait reduce_scatter"))
 
 
 @dataclass(frozen=True)

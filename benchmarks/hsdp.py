@@ -18,7 +18,8 @@ from model import SMALL
 
 from fshard.schedule import parse
 from fshard.schedule.measured import common, covered, measured
-from fshard.schedule.simulate import AWAITS, Simulation
+from fshard.schedule.simulate import Simulation
+from fshard.schedule.transfers import awaited
 
 PEERS = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp parted")
 TARGET = 0.6
@@ -76,7 +77,7 @@ def run_of(watched: dict[str, Any]) -> Simulation:
 
 def link_seconds(run: Simulation, rate: str) -> float:
     """How long the sums over replicas take the link of a host, whatever the order: each rank sends its shards once."""
-    sent = {op.target for op in run.schedule if op.kind == "sum"}
+    sent = {op.target for op in run.schedule if op.kind == "replica_reduce"}
     shards = sum(group.shard_bytes for group in run.schedule.groups if group.name in sent)
     unit = next(unit for unit in ("gbit", "mbit") if rate.endswith(unit))
     bits = float(rate.removesuffix(unit)) * {"gbit": 1e9, "mbit": 1e6}[unit]
@@ -90,18 +91,19 @@ def overlap(run: Simulation) -> dict[str, float]:
     waits, totals = [], []
     for op, issued, begin, end in zip(run.schedule, run.issued, run.starts, run.ends, strict=True):
         spans.setdefault(op.kind, []).append((begin, end))
-        if op.kind in AWAITS:
+        if awaited(op.kind):
             waits.append((issued, end))
-        if op.kind == "total":
+        if op.kind == "wait replica_reduce":
             totals.append((issued, end))
-    sums = spans.get("sum", [])
+    sums = spans.get("replica_reduce", [])
+    gathers, reductions = spans.get("all_gather", []), spans.get("reduce_scatter", [])
     under_way = covered(sums)
     if not under_way:
         return {}
     return {
-        "beside gathers or reductions": common(sums, spans.get("gather", []) + spans.get("reduce", [])) / under_way,
-        "beside reductions": common(sums, spans.get("reduce", [])) / under_way,
-        "beside gathers": common(sums, spans.get("gather", [])) / under_way,
+        "beside gathers or reductions": common(sums, gathers + reductions) / under_way,
+        "beside reductions": common(sums, reductions) / under_way,
+        "beside gathers": common(sums, gathers) / under_way,
         "beside compute": 1 - common(sums, waits) / under_way,
         "waited for, of the step": covered(totals) / run.seconds,
     }

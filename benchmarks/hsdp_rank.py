@@ -17,7 +17,7 @@ from stopwatch import Stopwatch
 
 import fshard as fs
 
-ROLES = {"gather": "gather", "reduce": "reduce", "sum": "sum", "spread": "spread"}
+ROLES = {"all_gather": "gather", "reduce_scatter": "reduce", "replica_reduce": "sum", "update_gather": "spread"}
 """The ops that a lane's collectives belong to, by its role."""
 
 
@@ -32,13 +32,12 @@ def watched(size: Size, steps: int = 4) -> dict[str, Any]:
         dist.barrier()
         peer.step(rows(size, number, dist.get_rank()))
     schedule: fs.Schedule = peer.train.schedule
-    over = {group.name: group.over for group in schedule.groups}
+    over = {(move.kind, group.name): move.axes for group in schedule.groups for move in group.transfers}
     left = {lane: iter(spans) for lane, spans in watch.spans.items()}
     arrivals = {}
     for at, op in enumerate(schedule.ops):
         if op.kind in ROLES:
-            axes = over[op.target][list(ROLES).index(op.kind)]
-            arrivals[at] = next(left[ROLES[op.kind], axes], None)
+            arrivals[at] = next(left[ROLES[op.kind], over[op.kind, op.target]], None)
     times = peer.train._runner.times  # the raw clock, which all ranks of a machine share
     return {
         "schedule": str(schedule),

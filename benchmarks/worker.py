@@ -30,7 +30,7 @@ def minimum_bytes(peer: Any) -> float:
     schedule: fs.Schedule = peer.train.schedule
     share = 1 - 1 / dist.get_world_size()
     sizes = {group.name: sum(leaf.numel * leaf.dtype.itemsize for leaf in group.leaves) for group in peer.plan.groups}
-    return sum(share * sizes[op.target] for op in schedule.ops if op.kind in ("gather", "reduce"))
+    return sum(share * sizes[op.target] for op in schedule.ops if op.kind in ("all_gather", "reduce_scatter"))
 
 
 def sent() -> int:

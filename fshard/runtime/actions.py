@@ -60,17 +60,17 @@ class Actions:
         self.clock = make_clock(plan.mesh.device)
         self.replicas = Replicas(lanes.sum, self.clock)
         self.verbs: dict[str, Callable[[GroupSlots, int], None]] = {
-            "gather": self._gather,
-            "wait": self._wait,
+            "all_gather": self._gather,
+            "wait all_gather": self._wait,
             "free": self._free,
-            "reduce": self._reduce,
-            "collect": self._collect,
-            "sum": self._sum,
-            "total": self._total,
-            "spread": self._spread,
-            "join": self._join,
+            "reduce_scatter": self._reduce,
+            "wait reduce_scatter": self._collect,
+            "replica_reduce": self._sum,
+            "wait replica_reduce": self._total,
+            "update_gather": self._spread,
+            "wait update_gather": self._join,
             "offload": self._offload,
-            "stored": self._stored,
+            "wait offload": self._stored,
         }
         self.on_agree: Callable[[], None] = _nothing
         self.on_commit: Callable[[], None] = _nothing
@@ -82,7 +82,9 @@ class Actions:
         self.readable: set[str] = set()
         self.touched: set[int] = set()
         self.summed: set[int] = set()
-        self.landing = {number for number, info in enumerate(group_infos(plan)) if info.lands}
+        self.landing = {
+            number for number, info in enumerate(group_infos(plan)) if any([move.late for move in info.transfers])
+        }
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
         self.waiting: dict[int, tuple[Sequence[int], Sequence[Tensor | None]]] = {}  # gradients of leaves, by group
         self.norms: dict[int, Tensor] = {}  # of gradients, by group; those that an update uses up are taken before it
@@ -114,9 +116,9 @@ class Actions:
 
     def perform(self, op: Op) -> None:
         """Do one op that is neither a compute op nor an update."""
-        if op.kind == "agree":
+        if op.kind == "handshake":
             self.on_agree()
-        elif op.kind == "commit":
+        elif op.kind == "consensus":
             self.on_commit()
         else:
             slots = self.by_name[op.target]

@@ -17,7 +17,7 @@ from fshard.schedule.ops import ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule
 
 COMPUTE = frozenset(("forward", "backward"))
-EAGER = frozenset(("update", "gather", "free", "reduce"))
+EAGER = frozenset(("update", "all_gather", "free", "reduce_scatter"))
 """Ops that never wait, so they are issued as soon as the compute op before them is over."""
 
 
@@ -172,7 +172,7 @@ class OnDemand:
     Args:
         reads: the groups of a unit by its name; asked when a unit is called.
         agree: compares a request with all ranks; raises if they differ.
-        closing: the ops that end the step, reductions and commit.
+        closing: the ops that end the step, reductions and consensus.
         shield: holds signals back while ranks communicate.
     """
 
@@ -215,8 +215,8 @@ class OnDemand:
         name = self.names[group]
         if not self.actions.live(name):
             with self.shield.closed():
-                self._ask(f"gather {name}")
-                for kind in ("gather", "wait"):
+                self._ask(f"all_gather {name}")
+                for kind in ("all_gather", "wait all_gather"):
                     self._perform(Op(kind, name))
 
     def settle(self) -> None:
@@ -250,7 +250,7 @@ class OnDemand:
 
     def finish(self) -> None:
         """Vote."""
-        self._perform(Op("commit", ""))
+        self._perform(Op("consensus", ""))
 
     def _ask(self, request: str) -> None:
         try:

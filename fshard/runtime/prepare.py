@@ -33,6 +33,7 @@ from fshard.schedule.infos import group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import KINDS
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
@@ -205,11 +206,15 @@ class Workshop:
     def closing(self, microbatch: int) -> list[Op]:
         """The reductions after a backward that ran on demand."""
         infos = [info for info in self.infos if self.train and info.reduced]
-        ops = [Op(kind, info.name, 0, microbatch) for kind in ("reduce", "collect") for info in infos]
-        if microbatch < self.accumulate - 1:
-            return ops
-        ops += [Op(kind, info.name) for kind in ("sum", "total") for info in infos if info.summed]
-        return ops + [Op(kind, info.name) for kind in ("offload", "stored") for info in infos if info.offloaded]
+        last = microbatch == self.accumulate - 1
+        rows = [row for row in KINDS.values() if row.stage == "gradient" and (last or row.each_microbatch)]
+        return [
+            Op(word, info.name, 0, microbatch if row.each_microbatch else 0)
+            for row in rows
+            for word in (row.name, row.wait)
+            for info in infos
+            if info.transfer(row.name)
+        ]
 
     def _prepare(
         self, schedule: Schedule | None, weighted: bool | None, arena: Tensor, offsets: Mapping[str, int]

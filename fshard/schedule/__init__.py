@@ -7,6 +7,7 @@ from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.simulate import Costs, Link, Simulation, simulate
+from fshard.schedule.transfers import Transfer
 
 __all__ = [
     "ROOT",
@@ -20,6 +21,7 @@ __all__ = [
     "Program",
     "Schedule",
     "Simulation",
+    "Transfer",
     "build",
     "check",
     "parse",

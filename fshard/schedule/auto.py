@@ -7,7 +7,6 @@ Automatic choice by a cost model over a small set of plans, as Alpa (Zheng et al
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from fshard import errors
 from fshard.schedule.build import build
@@ -17,26 +16,13 @@ from fshard.schedule.ops import ROOT, GroupInfo, Program
 from fshard.schedule.policy import UPDATES, Keep, Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Costs, Link, simulate, time_text
+from fshard.schedule.transfers import item_words
 
 TIE = 1.01
 """Times closer than this are equal: the model is no better. Of those the least memory wins."""
 
 LARGEST = 4
 """Items that an error about memory names."""
-
-WORDS = MappingProxyType(
-    {
-        "param": "gathered parameters",
-        "grad": "full gradients",
-        "leaf": "gradients of leaves",
-        "stage": "staging of the reduction",
-        "shard": "gradient shard",
-        "sum": "staging of the sum over replicas",
-        "own": "summed gradient",
-        "visit": "what comes from host memory for its update",
-    }
-)
-"""Kinds of items, for people."""
 
 
 @dataclass(frozen=True)
@@ -221,4 +207,5 @@ def _largest(schedule: Schedule, peak: Footprint) -> list[str]:
         if any(first <= peak.op <= last for first, last in memory.lifetimes[item])
     ]
     largest = sorted(alive, key=lambda pair: (-pair[0], pair[1]))[:LARGEST]
-    return [f"{item.partition(':')[2]}: {WORDS[item.partition(':')[0]]}, {size_text(size)}" for size, item in largest]
+    words, rows = item_words(), [(*item.partition(":")[::2], size) for size, item in largest]
+    return [f"{name}: {words[kind]}, {size_text(size)}" for kind, name, size in rows]

@@ -1,19 +1,19 @@
 """Building a schedule: one rule that turns a program into ops.
 
 The compute ops of the step stand first: per microbatch ``forward root``, the forward calls, the backward
-calls, ``backward root``. Everything else is placed around them. Before compute k: gather what the computes
-k to k+prefetch read and is not there, each trainable group's update ahead of its first gather; wait for what
+calls, ``backward root``. Everything else is placed around them. Before compute k: all-gather what the computes
+k to k+prefetch read and is not there, each trainable group's update ahead of its first all-gather; wait for what
 k reads. Groups that are not gathered are updated together, before the first compute. After compute k: free
-what it read, unless the next window reads it again; reduce the gradients that it completed.
+what it read, unless the next window reads it again; and let the gradients that it completed begin their paths.
 
-A gradient shard that has replicas is summed over them as soon as it has collected its last microbatch, and waited
-for as late as can be: before the commit, or where more than ``reduces`` other sums would be in flight. Its reduction
-is collected when the next one begins, however many may be in flight, unless an older one is that no sum follows: the
-sum takes the slower link, and every compute that it begins later by is one more in which that link is idle. Groups of
-which each rank updates but a part come first of all: their updates, and the sending of what they changed, stand at the
-begin of the step in the order of use, and are waited for where the group is first gathered or read. That is at most
-one compute ahead: a gather that runs further ahead would keep compute waiting for what a later unit reads. Complete
-gradients that are updated with in host memory go there like sums over replicas: at once, and waited for as late.
+A path (``transfers.py``) is walked by one rule: when a transfer is over, the next one of the group starts at once, and
+it is waited for as late as can be, which is when another of its kind would exceed the limit, or at the end of the step.
+What was found by measurement changes that in four places, each a named rule below:
+
+* ``_over_at_once``: a transfer that sends nothing takes no place on a link.
+* ``_hurried``: what a sum over replicas follows is over when the next of its kind begins.
+* ``_update_partial_groups``: groups of which each rank updates a part are updated first of all.
+* ``_updates_under_way``: an all-gather that waits for other ranks' updates runs one compute ahead at most.
 
 Around a turn (from the last forward call to the first backward call, and from a microbatch to the next) the
 window for keeping is that of the first call after it. What it holds is there at that call anyway, and so is
@@ -23,10 +23,12 @@ less than that before it: to keep it costs no memory and saves gathers.
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import KINDS, Transfer
 
 
 def build(
@@ -40,9 +42,9 @@ def build(
             the same.
         policy: how far to run ahead, and what to keep.
         accumulate: microbatches in the step.
-        train: False for a schedule of forward only: no update, reduce, collect or commit. ``backward root``
-            is there all the same and marks the end of the code outside of units, whose groups are live until
-            then.
+        train: False for a schedule of forward only: no update, no path of a gradient, no consensus. ``backward
+            root`` is there all the same and marks the end of the code outside of units, whose groups are live
+            until then.
 
     Returns:
         The schedule, a function of the arguments alone. Time and size are linear in the program's reads.
@@ -50,12 +52,23 @@ def build(
     Raises:
         PlanError: the arguments do not belong together.
 
-    >>> from fshard.schedule.ops import Call
-    >>> group = GroupInfo("layer", 64, 32, 64, 0, gathered=True, reduced=True, trainable=True)
+    >>> from fshard.schedule import Call, Transfer
+    >>> path = Transfer("all_gather", "state", "param"), Transfer("reduce_scatter", "grad", "shard")
     >>> program = Program((Call("layer"),), (Call("layer"),), {"layer": (0,)})
-    >>> [op.kind for op in build(program, [group], Policy())]  # doctest: +NORMALIZE_WHITESPACE
-    ['agree', 'update', 'gather', 'forward', 'wait', 'forward', 'backward', 'free', 'reduce', 'backward',
-     'collect', 'commit']
+    >>> for op in build(program, [GroupInfo("layer", 64, 32, 64, True, path)], Policy()):
+    ...     print(op)
+    handshake
+    update layer
+    all_gather layer
+    forward root
+    wait all_gather layer
+    forward layer
+    backward layer
+    free layer
+    reduce_scatter layer
+    backward root
+    wait reduce_scatter layer
+    consensus
     """
     if not train:
         program = replace(program, backward=())
@@ -64,11 +77,11 @@ def build(
 
 
 class _Builder:
-    """The ops so far, and what they leave: which groups are there, what is in flight."""
+    """The ops so far, and what they leave: which groups are there, what is under way."""
 
     def __init__(self, bare: Schedule) -> None:
         self.groups, self.policy, self.train = bare.groups, bare.policy, bare.train
-        self.reads, self.accumulate = bare.program.reads, bare.accumulate
+        self.reads, self.last = bare.program.reads, bare.accumulate - 1
         self.computes = _computes(bare.program, bare.accumulate)
         self.uses: list[list[int]] = [[] for _ in self.groups]
         for k, op in enumerate(self.computes):
@@ -78,68 +91,63 @@ class _Builder:
         self.kept = self.policy.kept(bare.program)
         self.horizons = _horizons(bare.program, bare.accumulate, self.policy.prefetch)
         self.edge = 0  # computes before it have been asked for
+        self.read = [next(iter(group.at("read")), None) for group in self.groups]
+        self.paths = [group.at("gradient") for group in self.groups]
         self.state = [""] * len(self.groups)  # "", "coming" or "live"
         self.updated: set[int] = set()
-        self.flying: deque[tuple[int, int]] = deque()  # reduces in flight, oldest first: (group, microbatch)
-        self.aloft: set[int] = set()  # their groups
-        self.summing: deque[int] = deque()  # sums over replicas in flight, oldest first
-        self.leaving: deque[int] = deque()  # gradients on their way to host memory, oldest first
-        self.spreading: dict[int, None] = {}  # groups whose ranges are under way
+        rows = [row for row in KINDS.values() if row.stage == "gradient"]
+        self.flying: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
+        self.sharing: dict[int, tuple[Transfer, ...]] = {}  # groups whose updates are under way, and what is left
         self.begins, self.completes = _gradients(bare.program, self.groups)
         self.ops: list[Op] = []
 
     def run(self) -> list[Op]:
         """All ops."""
-        self._emit("agree")
-        order = sorted(range(len(self.uses)), key=lambda g: (not self.uses[g], self.uses[g][:1]))
-        for g in order:
-            if self.groups[g].spread:
-                self._update_first(g)
+        self.ops.append(Op("handshake"))
+        self._update_partial_groups()
         for g, uses in enumerate(self.uses):
-            if not uses and self.groups[g].gathered:
+            if not uses and self.read[g]:
                 self._update_first(g)
         for k, op in enumerate(self.computes):
             self._before(k, op)
             self.ops.append(op)
             self._after(k, op)
-        while self.flying:
-            self._collect()
-        while self.summing:
-            self._total()
-        while self.leaving:
-            self._stored()
-        for g in list(self.spreading):
-            self._join(g)
+        for kind, flights in self.flying.items():
+            while flights:
+                self._wait(kind)
+        for g in list(self.sharing):
+            self._share(g)
         if self.train:
-            self._emit("commit")
+            self.ops.append(Op("consensus"))
         return self.ops
 
-    def _emit(self, kind: str, group: int = -1, microbatch: int = 0) -> None:
-        self.ops.append(Op(kind, self.groups[group].name if group >= 0 else "", 0, microbatch))
+    def _emit(self, kind: str, group: int, microbatch: int = 0) -> None:
+        self.ops.append(Op(kind, self.groups[group].name, 0, microbatch))
 
     def _before(self, k: int, op: Op) -> None:
         # What the window held one compute ago is still there, since nothing was freed that it reads: only its
         # new end has to be asked for.
         while self.edge <= min(k + self.policy.prefetch, len(self.computes) - 1):
             reads = self.reads[self.computes[self.edge].target]
-            if self.edge > k + 1 and any(self.groups[g].gathered and g in self.spreading for g in reads):
+            if self.edge > k + 1 and self._updates_under_way(reads):
                 break
             for g in reads:
                 self._request(g)
             self.edge += 1
         if k == 0:
             # Together, so that one kernel call can do them all, and behind the first gathers, which hide them.
-            for g, info in enumerate(self.groups):
-                if not info.gathered:
+            for g, read in enumerate(self.read):
+                if read is None:
                     self._update_first(g)
         for g in self.reads[op.target]:
-            self._join(g)
-            if self.state[g] == "coming":
-                self._emit("wait", g)
+            self._share(g)
+            read = self.read[g]
+            if self.state[g] == "coming" and read is not None:
+                self._emit(read.row.wait, g)
                 self.state[g] = "live"
         if op.kind == "backward" and self.train:
             for g in self.begins.get((op.target, op.index), ()):
-                self._collect_until_landed(g)
+                self._until_over(g, self.paths[g][0].kind)
 
     def _after(self, k: int, op: Op) -> None:
         for g in self.reads[op.target]:
@@ -147,100 +155,116 @@ class _Builder:
             if self.state[g] == "live" and not self._reused(g, self.horizons[k + 1]):
                 self._emit("free", g)
                 self.state[g] = ""
-        if op.kind == "backward" and self.train and self.policy.reduces_in(op.microbatch, self.accumulate):
+        if op.kind == "backward" and self.train and self.policy.reduces_in(op.microbatch, self.last + 1):
             for g in self.completes.get((op.target, op.index), ()):
-                self._complete(g, op.microbatch)
+                self._walk(g, op.microbatch, 0)
 
     def _reused(self, group: int, horizon: int) -> bool:
         uses, passed = self.uses[group], self.passed[group]
         return passed < len(uses) and (group in self.kept or uses[passed] <= horizon)
 
     def _request(self, group: int) -> None:
-        if self.groups[group].gathered and not self.state[group]:
+        read = self.read[group]
+        if read is not None and not self.state[group]:
             self._update_first(group)
-            self._join(group)
-            self._emit("gather", group)
+            self._share(group)
+            self._emit(read.kind, group)
             self.state[group] = "coming"
 
     def _update_first(self, group: int) -> None:
         due = self.train and self.groups[group].trainable and self.policy.update == "deferred"
         if due and group not in self.updated:
-            self._update(group)
             self.updated.add(group)
+            self._update(group)
 
     def _update(self, group: int) -> None:
+        """The update, and the start of what it makes necessary."""
         self._emit("update", group)
-        if self.groups[group].spread:
-            self._emit("spread", group)
-            self.spreading[group] = None
+        path = self.groups[group].at("updated")
+        if path:
+            self._emit(path[0].kind, group)
+            self.sharing[group] = path
 
-    def _join(self, group: int) -> None:
-        if group in self.spreading:
-            self._emit("join", group)
-            del self.spreading[group]
+    def _share(self, group: int) -> None:
+        """See that what other ranks updated of a group is there."""
+        path = self.sharing.pop(group, ())
+        for number, transfer in enumerate(path):
+            if number:
+                self._emit(transfer.kind, group)
+            self._emit(transfer.row.wait, group)
 
-    def _complete(self, group: int, microbatch: int) -> None:
-        """The group has its gradient of this microbatch."""
-        if not self.groups[group].reduced:
-            self._update_last(group, microbatch)
+    def _update_partial_groups(self) -> None:
+        """Groups of which each rank updates a part come first, in the order of use.
+
+        What they have changed is then on its way to other ranks while the first ones are gathered and compute.
+        """
+        order = sorted(range(len(self.uses)), key=lambda g: (not self.uses[g], self.uses[g][:1]))
+        for g in order:
+            if self.groups[g].at("updated"):
+                self._update_first(g)
+
+    def _updates_under_way(self, reads: Sequence[int]) -> bool:
+        """Whether an all-gather must still wait for other ranks' updates.
+
+        It then runs one compute ahead at most. Further ahead, compute would wait for what a later unit reads.
+        """
+        return any([g in self.sharing and self.read[g] is not None for g in reads])
+
+    def _walk(self, group: int, microbatch: int, done: int) -> None:
+        """The first ``done`` transfers of a gradient's path are over: start the next one, or update."""
+        path = self.paths[group]
+        if done == len(path):
+            if self.policy.update == "in_backward" and microbatch == self.last:
+                self._update(group)
             return
-        self._collect_until_landed(group)
-        if self.groups[group].local:
-            self._emit("reduce", group, microbatch)
-            self._landed(group, microbatch)
+        transfer = path[done]
+        kind, row, flights = transfer.kind, transfer.row, self.flying[transfer.kind]
+        if microbatch < self.last and not row.each_microbatch:
             return
-        while self.flying and (len(self.flying) == self.policy.reduces or self._sums(*self.flying[0])):
-            self._collect()
-        self._emit("reduce", group, microbatch)
-        self.flying.append((group, microbatch))
-        self.aloft.add(group)
-
-    def _collect_until_landed(self, group: int) -> None:
-        """A flat gradient's range holds one microbatch at a time: the reduce before must be over."""
-        while group in self.aloft:
-            self._collect()
-
-    def _collect(self) -> None:
-        group, microbatch = self.flying.popleft()
-        self.aloft.remove(group)
-        self._landed(group, microbatch)
-
-    def _landed(self, group: int, microbatch: int) -> None:
-        self._emit("collect", group, microbatch)
-        if not self._sums(group, microbatch):
-            self._complete_on_device(group, microbatch)
+        self._until_over(group, kind)
+        flight = _Flight(group, microbatch, done)
+        if self._over_at_once(flight):
+            self._emit(kind, group, microbatch if row.each_microbatch else 0)
+            self._over(flight)
             return
-        while len(self.summing) > self.policy.reduces:
-            self._total()
-        self._emit("sum", group)
-        self.summing.append(group)
+        while flights and (len(flights) >= self.policy.reduces + row.spare or self._hurried(flights[0])):
+            self._wait(kind)
+        self._emit(kind, group, microbatch if row.each_microbatch else 0)
+        flights.append(flight)
 
-    def _sums(self, group: int, microbatch: int) -> bool:
-        """Whether a sum over replicas follows the reduction."""
-        return self.groups[group].summed and microbatch == self.accumulate - 1
+    def _wait(self, kind: str) -> None:
+        self._over(self.flying[kind].popleft())
 
-    def _total(self) -> None:
-        group = self.summing.popleft()
-        self._emit("total", group)
-        self._complete_on_device(group, self.accumulate - 1)
+    def _over(self, flight: "_Flight") -> None:
+        row = self.paths[flight.group][flight.number].row
+        self._emit(row.wait, flight.group, flight.microbatch if row.each_microbatch else 0)
+        self._walk(flight.group, flight.microbatch, flight.number + 1)
 
-    def _complete_on_device(self, group: int, microbatch: int) -> None:
-        if not self.groups[group].offloaded or microbatch < self.accumulate - 1:
-            self._update_last(group, microbatch)
-            return
-        while len(self.leaving) > self.policy.reduces:
-            self._stored()
-        self._emit("offload", group)
-        self.leaving.append(group)
+    def _until_over(self, group: int, kind: str) -> None:
+        """What a transfer reads holds one microbatch at a time: the one before must be over."""
+        while any([flight.group == group for flight in self.flying[kind]]):
+            self._wait(kind)
 
-    def _stored(self) -> None:
-        group = self.leaving.popleft()
-        self._emit("stored", group)
-        self._update_last(group, self.accumulate - 1)
+    def _over_at_once(self, flight: "_Flight") -> bool:
+        """A transfer that sends nothing takes no place on a link: what follows it can start now."""
+        path = self.paths[flight.group]
+        return not path[flight.number].sent and flight.number + 1 < len(path)
 
-    def _update_last(self, group: int, microbatch: int) -> None:
-        if self.policy.update == "in_backward" and microbatch == self.accumulate - 1:
-            self._update(group)
+    def _hurried(self, flight: "_Flight") -> bool:
+        """A transfer is over when the next of its kind begins, if what follows it takes the slower link.
+
+        Every compute by which that begins later is one more in which the slower link is idle.
+        """
+        path = self.paths[flight.group]
+        return flight.microbatch == self.last and flight.number + 1 < len(path) and path[flight.number + 1].row.slow
+
+
+class _Flight(NamedTuple):
+    """A transfer under way: the ``number``-th of its group's gradient path."""
+
+    group: int
+    microbatch: int
+    number: int
 
 
 def _computes(program: Program, accumulate: int) -> list[Op]:
@@ -288,7 +312,7 @@ def _gradients(program: Program, groups: Sequence[GroupInfo]) -> tuple[Places, P
         last.setdefault(g, (ROOT, 0))
     begins, completes = defaultdict(list), defaultdict(list)
     for g, place in first.items():
-        if groups[g].trainable and groups[g].reduced:
+        if groups[g].reduced:
             begins[place].append(g)
     for g, place in last.items():
         if groups[g].trainable:

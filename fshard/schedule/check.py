@@ -4,12 +4,14 @@ It knows what the program, the groups and the policy demand, and takes nothing f
 so that a schedule from anywhere (built, parsed, written by hand) is held to the same rules.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fshard.schedule.ops import KINDS, MICROBATCH_KINDS, ROOT, STEP_KINDS, UNIT_KINDS, Op, Program
+from fshard.schedule.ops import ROOT, STEP_KINDS, UNIT_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.sweep import broken, check_memory
+from fshard.schedule.transfers import Transfer, awaited, started
 
 
 def check(schedule: Schedule) -> None:
@@ -17,13 +19,11 @@ def check(schedule: Schedule) -> None:
 
     It holds that the compute ops are the program's, in order; that compute reads groups that are there,
     waited for and up to date; that slots are gathered, waited for and freed in turn, at most ``prefetch``
-    computes ahead, and held no longer than the policy says; that each gradient is reduced once a microbatch,
-    after its last reader, with at most ``reduces`` in flight, and collected once before its range is filled
-    again; that shards are summed over replicas once, when they hold all microbatches, with at most
-    ``reduces`` more sums in flight, and waited for; that gradients which are updated with in host memory go there once,
-    when they are complete, and as many at a time; that each update happens once and where the policy says, and
-    what it changed of a shard that others hold too reaches them before anybody reads it; that ranges of the
-    arena which are alive together are disjoint; and that nothing is left at the end.
+    computes ahead, and held no longer than the policy says; that each gradient goes through the transfers of its path
+    in their order, each started once a step or microbatch, when what it reads is complete, with no more under way than
+    the table of kinds allows, and waited for before its memory is filled again; that each update happens once and where
+    the policy says, and what it changed of a shard that others hold too reaches them before anybody reads it; that
+    ranges of the arena which are alive together are disjoint; and that nothing is left at the end.
 
     Raises:
         ScheduleError: the first op that breaks a rule, shown among its neighbours.
@@ -40,9 +40,32 @@ def check(schedule: Schedule) -> None:
 
 
 @dataclass
+class _Flights:
+    """What has happened so far to one transfer of a group."""
+
+    transfer: Transfer
+    before: "_Flights | None" = None  # the one before it in a path
+    follows: bool = False  # whether another follows it there
+    started: int = 0  # times
+    over: int = 0
+    at: int = -1  # the op that started it last
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it was started and not waited for."""
+        return self.started > self.over
+
+    @property
+    def limited(self) -> bool:
+        """Whether it counts among those under way: one that sends nothing before another is over at once."""
+        return self.transfer.sent > 0 or not self.follows
+
+
+@dataclass
 class _Group:
     """What has happened to one group so far."""
 
+    info: GroupInfo
     uses: list[int]  # positions, among the compute ops, of those that read it
     filled: tuple[int, int]  # the same, within one microbatch: first and last op that fills its gradient
     kept: bool
@@ -50,20 +73,19 @@ class _Group:
     slot: str = "free"  # or "coming", "live"
     gathered_at: int = -1
     updated_at: int = -1
-    reduced: int = 0  # microbatches
-    collected: int = 0
-    reduced_at: int = -1
-    summed_at: int = -1
-    totalled: bool = False
-    offloaded_at: int = -1
-    stored: bool = False
-    spread_at: int = -1
-    joined: bool = False
+    flights: dict[str, _Flights] = field(default_factory=dict)  # by kind, of its gradient's path and after its update
+    path: list[_Flights] = field(default_factory=list)  # those of the gradient
+    shares: list[_Flights] = field(default_factory=list)  # those after the update
 
     @property
     def next_use(self) -> int | None:
         """Position of the next compute op that reads it."""
         return self.uses[self.passed] if self.passed < len(self.uses) else None
+
+    @property
+    def shared(self) -> bool:
+        """Whether what other ranks updated of it is there."""
+        return all([flights.over for flights in self.shares])
 
 
 class _Run:
@@ -72,7 +94,6 @@ class _Run:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.policy = schedule, schedule.policy
         self.reads = schedule.program.reads
-        self.infos = {group.name: group for group in schedule.groups}
         self.names = {unit: [schedule.groups[i].name for i in ids] for unit, ids in self.reads.items()}
         self.expected = list(_expected(schedule.program))
         self.total = len(self.expected) * schedule.accumulate
@@ -80,38 +101,26 @@ class _Run:
         self.groups = self._fresh()
         self.held: dict[str, None] = {}  # slots taken by groups that may not stay
         self.root = self.names[ROOT]
-        self.verbs = {
-            "update": self._update,
-            "gather": self._gather,
-            "wait": self._wait,
-            "free": self._free,
-            "reduce": self._reduce,
-            "collect": self._collect,
-            "sum": self._sum,
-            "total": self._total,
-            "spread": self._spread,
-            "join": self._join,
-            "offload": self._offload,
-            "stored": self._stored,
-        }
-        self.summing = self.leaving = 0
-        self.in_flight = 0
-        self.reductions = 0  # of the microbatch that runs
-        self.reduced_groups = sum(g.trainable and g.reduced for g in schedule.groups) if schedule.train else 0
+        self.under_way: Counter[str] = Counter()  # limited transfers, by kind
+        self.kinds, self.microbatch_kinds = op_kinds(), microbatch_kinds()
 
     def _fresh(self) -> dict[str, _Group]:
-        once: dict[str, list[int]] = {name: [] for name in self.infos}
+        once: dict[str, list[int]] = {group.name: [] for group in self.schedule.groups}
         for position, (_, unit, _) in enumerate(self.expected):
             for name in self.names[unit]:
                 once[name].append(position)
         length = len(self.expected)
         kept = {self.schedule.groups[g].name for g in self.policy.kept(self.schedule.program)}
         groups = {}
-        for name, positions in once.items():
+        for info in self.schedule.groups:
+            positions = once[info.name]
             uses = [m * length + p for m in range(self.schedule.accumulate) for p in positions]
             fills = [p for p in positions if self.expected[p][0] == "backward"]
             filled = (fills[0], fills[-1]) if fills else (length, length - 1)
-            groups[name] = _Group(uses, filled, name in kept)
+            groups[info.name] = group = _Group(info, uses, filled, info.name in kept)
+            if self.schedule.train:
+                group.path, group.shares = _chain(info.at("gradient")), _chain(info.at("updated"))
+                group.flights = {flights.transfer.kind: flights for flights in (*group.path, *group.shares)}
         return groups
 
     def _horizon(self) -> int:
@@ -139,25 +148,32 @@ class _Run:
         """What is wrong with this op, which then has happened."""
         if op.kind in UNIT_KINDS:
             yield from self._compute(op)
-        elif op.kind == "commit":
-            yield from self._commit(at)
-        elif op.kind != "agree":
-            yield from self.verbs[op.kind](at, op, self.groups[op.target])
+        elif op.kind == "consensus":
+            yield from self._consensus(at)
+        elif op.kind in STEP_KINDS:
+            return
+        elif op.kind == "update":
+            yield from self._update(at, op, self.groups[op.target])
+        elif op.kind == "free":
+            yield from self._free(op, self.groups[op.target])
+        else:
+            yield from self._transfer(at, op, self.groups[op.target])
 
     def leftover(self) -> tuple[int, str]:
         """The op that is to blame, and how, if something is missing at the end."""
         last = len(self.schedule.ops) - 1
         if not self.schedule.ops:
-            return 0, "there are no ops at all: agree must be the first"
+            return 0, "there are no ops at all: handshake must be the first"
         if self.done < self.total:
             return last, f"the program is not over: '{self._due()}' is due"
-        if self.schedule.train and self.schedule.ops[-1].kind != "commit":
-            return last, "commit must be the last op of a train step"
+        if self.schedule.train and self.schedule.ops[-1].kind != "consensus":
+            return last, "consensus must be the last op of a train step"
         for name, group in self.groups.items():
             if group.slot != "free":
                 return group.gathered_at, f"{name} is gathered here and never freed"
-            if group.collected < group.reduced:
-                return group.reduced_at, f"{name} is reduced here and never collected"
+            for flights in group.flights.values():
+                if flights.under_way:
+                    return flights.at, f"{flights.transfer.kind} of {name} is started here and never waited for"
         return 0, ""
 
     def _due(self) -> Op:
@@ -177,9 +193,9 @@ class _Run:
         for name in dict.fromkeys((*self.root, *reads)):
             yield from self._readable(name, op.target)
         for name in reads if op.kind == "backward" else ():
-            if self.groups[name].reduced > self.groups[name].collected:
-                since = self.groups[name].reduced_at
-                yield f"{name}'s gradient is filled again while its reduction since op {since} is in flight"
+            for flights in self.groups[name].path[:1]:
+                if flights.under_way:
+                    yield f"{name}'s gradient is filled again while its {_since(flights)}"
         horizon = self._horizon()
         for name in self.held:
             use = self.groups[name].next_use
@@ -190,33 +206,97 @@ class _Run:
         self.done += 1
 
     def _readable(self, name: str, unit: str) -> Iterator[str]:
-        info, group = self.infos[name], self.groups[name]
-        if info.gathered and group.slot != "live":
-            missing = {"free": "is not gathered", "coming": "was not waited for since its gather"}[group.slot]
+        group = self.groups[name]
+        if group.info.gathered and group.slot != "live":
+            missing = {"free": "is not gathered", "coming": "was not waited for since its all-gather"}[group.slot]
             yield f"{unit} reads {name}, which {missing}"
-        if self._updates_first(name) and group.updated_at < 0:
-            yield f"{unit} reads {name} before its pending update"
-        if self._updates_first(name) and info.spread and not group.joined:
-            yield f"{unit} reads {name} before the ranges that other ranks updated are there"
+        yield from self._stale(name, group, f"{unit} reads {name}")
+
+    def _stale(self, name: str, group: _Group, what: str) -> Iterator[str]:
+        """What is wrong if the parameters of a group are used now."""
+        if self._updates_first(group):
+            if group.updated_at < 0:
+                yield f"{what} before its pending update"
+            if not group.shared:
+                yield f"{what} before the ranges that other ranks updated are there"
 
     def _microbatch_over(self) -> Iterator[str]:
-        if self.done and self._reduces(self.microbatch) and self.reductions < self.reduced_groups:
-            yield f"{self._unreduced(self.microbatch)} was not reduced in microbatch {self.microbatch}"
-        self.reductions = 0
+        if not self.done or not self._reduces(self.microbatch):
+            return
+        for name, group in self.groups.items():
+            for flights in group.path:
+                if flights.transfer.row.each_microbatch and flights.started < self._round(self.microbatch):
+                    yield f"{name} had no {flights.transfer.kind} in microbatch {self.microbatch}"
 
     def _reduces(self, microbatch: int) -> bool:
         return self.policy.reduces_in(microbatch, self.schedule.accumulate)
 
-    def _unreduced(self, microbatch: int) -> str:
-        return next(
-            name
-            for name, info in self.infos.items()
-            if info.trainable and info.reduced and self.groups[name].reduced <= microbatch
-        )
+    def _round(self, microbatch: int) -> int:
+        """How often a transfer of each microbatch has been started when that of this one has."""
+        return sum([self._reduces(number) for number in range(microbatch + 1)])
+
+    def _transfer(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+        row = started(op.kind) or awaited(op.kind)
+        assert row is not None  # ``_shape`` knows all kinds
+        if row.stage == "read":
+            yield from (self._gather(at, op, group) if row.name == op.kind else self._gathered(op, group))
+            return
+        flights = group.flights.get(row.name)
+        if flights is None:
+            yield f"{op.target} has no {row.name} in {'this' if self.schedule.train else 'an eval'} step"
+        elif row.name != op.kind:
+            yield from self._wait(op, flights)
+        else:
+            yield from self._start(op, group, flights)
+            flights.started, flights.at = flights.started + 1, at
+            self.under_way[row.name] += flights.limited
+
+    def _start(self, op: Op, group: _Group, flights: _Flights) -> Iterator[str]:
+        row, last = flights.transfer.row, self.schedule.accumulate - 1
+        microbatch = op.microbatch if row.each_microbatch else last
+        if flights.under_way:
+            yield f"{op.target}'s {_since(flights)}"
+        if row.each_microbatch:
+            if microbatch != self.microbatch:
+                yield f"microbatch {self.microbatch} is running"
+            if not self._reduces(microbatch):
+                yield f"gradients are reduced in microbatch {last} alone"
+        if flights.started >= (self._round(microbatch) if row.each_microbatch else 1):
+            yield f"{row.name} of {op.target} was started at op {flights.at}"
+        yield from self._unready(op.target, group, flights, microbatch)
+        limit = self.policy.reduces + row.spare
+        if row.stage == "gradient" and flights.limited and self.under_way[row.name] >= limit:
+            beyond = f" allows {row.spare} more than that" if row.spare else ""
+            yield f"{self.under_way[row.name]} {row.name} are under way; reduces={self.policy.reduces}{beyond}"
+
+    def _unready(self, name: str, group: _Group, flights: _Flights, microbatch: int) -> Iterator[str]:
+        """Why what a transfer reads is not complete."""
+        before = flights.before
+        if before is not None:
+            each = before.transfer.row.each_microbatch
+            if before.over < (self._round(microbatch) if each else 1):
+                yield f"{before.transfer.kind} of {name} must be waited for before"
+        elif flights.transfer.row.stage == "updated":
+            if group.updated_at < 0:
+                yield f"{name} is sent before its update"
+        else:
+            if self.done <= microbatch * len(self.expected) + group.filled[1]:
+                yield f"{Op(*self.expected[group.filled[1]])} of this microbatch must come before"
+            if self._updates_first(group) and group.updated_at < 0:
+                yield f"{name}'s pending update needs the gradient that this one replaces"
+
+    def _wait(self, op: Op, flights: _Flights) -> Iterator[str]:
+        row = flights.transfer.row
+        wanted = self._round(op.microbatch) if row.each_microbatch else 1
+        if not flights.under_way or flights.started != wanted:
+            of = f" of microbatch {op.microbatch}" if row.each_microbatch else ""
+            yield f"no {row.name} of {op.target}{of} is under way"
+        flights.over = flights.started
+        self.under_way[row.name] -= flights.limited
 
     def _gather(self, at: int, op: Op, group: _Group) -> Iterator[str]:
         use = group.next_use
-        if not self.infos[op.target].gathered:
+        if group.info.transfer(op.kind) is None:
             yield f"{op.target} is resident: compute reads it where it lies"
         if group.slot != "free":
             yield f"{op.target} holds its slot since op {group.gathered_at}"
@@ -226,112 +306,28 @@ class _Run:
             yield f"{op.target} is read {use - self.done} computes ahead; prefetch={self.policy.prefetch}"
         if group.kept and group.gathered_at >= 0:
             yield f"{op.target} stays for the step once gathered; it was gathered at op {group.gathered_at}"
-        if self._updates_first(op.target) and group.updated_at < 0:
-            yield f"{op.target} is gathered before its pending update"
-        if self._updates_first(op.target) and self.infos[op.target].spread and not group.joined:
-            yield f"{op.target} is gathered before the ranges that other ranks updated are there"
+        yield from self._stale(op.target, group, f"{op.target} is gathered")
         group.slot, group.gathered_at = "coming", at
         if not group.kept:
             self.held[op.target] = None
 
-    def _wait(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+    def _gathered(self, op: Op, group: _Group) -> Iterator[str]:
         if group.slot != "coming":
-            yield f"no gather of {op.target} is in flight"
+            yield f"no {op.kind[5:]} of {op.target} is under way"
         group.slot = "live"
 
-    def _free(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+    def _free(self, op: Op, group: _Group) -> Iterator[str]:
         if group.slot != "live":
-            yield f"{op.target} {'is still in flight' if group.slot == 'coming' else 'is not gathered'}"
+            yield f"{op.target} {'is still under way' if group.slot == 'coming' else 'is not gathered'}"
         group.slot = "free"
         self.held.pop(op.target, None)
 
-    def _reduce(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        info = self.infos[op.target]
-        if not (self.schedule.train and info.trainable and info.reduced):
-            yield f"{op.target} has no gradient to reduce"
-        if op.microbatch != self.microbatch:
-            yield f"microbatch {self.microbatch} is running"
-        if not self._reduces(op.microbatch):
-            yield f"gradients are reduced in microbatch {self.schedule.accumulate - 1} alone"
-        if group.reduced > op.microbatch:
-            yield f"{op.target} was reduced at op {group.reduced_at}"
-        if group.reduced > group.collected:
-            yield f"the reduction of {op.target} since op {group.reduced_at} is in flight"
-        last = op.microbatch * len(self.expected) + group.filled[1]
-        if self.done <= last:
-            yield f"{Op(*self.expected[group.filled[1]])} of this microbatch must come before"
-        if self.in_flight >= self.policy.reduces and not info.local:
-            yield f"{self.in_flight} reductions are in flight; reduces={self.policy.reduces}"
-        if self._updates_first(op.target) and group.updated_at < 0:
-            yield f"{op.target}'s pending update needs the gradient that this one replaces"
-        group.reduced, group.reduced_at = op.microbatch + 1, at
-        self.in_flight += not info.local
-        self.reductions += 1
-
-    def _collect(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        if group.reduced == group.collected or group.reduced != op.microbatch + 1:
-            yield f"no reduction of {op.target} of microbatch {op.microbatch} is in flight"
-        group.collected = group.reduced
-        self.in_flight -= not self.infos[op.target].local
-
-    def _sum(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        last = self.schedule.accumulate - 1
-        if not (self.schedule.train and self.infos[op.target].summed):
-            yield f"{op.target} has no replicas to be summed over"
-        if group.collected <= last:
-            yield f"{op.target} has not collected its gradient of microbatch {last}"
-        if group.summed_at >= 0:
-            yield f"{op.target} was summed at op {group.summed_at}"
-        if self.summing > self.policy.reduces:
-            yield f"{self.summing} sums are in flight; reduces={self.policy.reduces} allows one more than that"
-        group.summed_at = at
-        self.summing += 1
-
-    def _total(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        if group.summed_at < 0 or group.totalled:
-            yield f"no sum of {op.target} is in flight"
-        group.totalled = True
-        self.summing -= 1
-
-    def _offload(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        info, last = self.infos[op.target], self.schedule.accumulate - 1
-        if not (self.schedule.train and info.offloaded):
-            yield f"{op.target} is updated on the device"
-        if group.collected <= last or info.summed and not group.totalled:
-            yield f"the gradient of {op.target} is not complete"
-        if group.offloaded_at >= 0:
-            yield f"{op.target} was sent to the host at op {group.offloaded_at}"
-        if self.leaving > self.policy.reduces:
-            yield f"{self.leaving} gradients are on their way; reduces={self.policy.reduces} allows one more than that"
-        group.offloaded_at = at
-        self.leaving += 1
-
-    def _stored(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        if group.offloaded_at < 0 or group.stored:
-            yield f"no gradient of {op.target} is on its way to the host"
-        group.stored = True
-        self.leaving -= 1
-
-    def _spread(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        if not (self.schedule.train and self.infos[op.target].spread):
-            yield f"{op.target} is updated by every rank that holds it"
-        if group.updated_at < 0:
-            yield f"{op.target} is sent before its update"
-        if group.spread_at >= 0:
-            yield f"{op.target} was sent at op {group.spread_at}"
-        group.spread_at = at
-
-    def _join(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        if group.spread_at < 0 or group.joined:
-            yield f"no ranges of {op.target} are under way"
-        group.joined = True
-
-    def _updates_first(self, name: str) -> bool:
-        return self.schedule.train and self.infos[name].trainable and self.policy.update == "deferred"
+    def _updates_first(self, group: _Group) -> bool:
+        return self.schedule.train and group.info.trainable and self.policy.update == "deferred"
 
     def _update(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        info, last = self.infos[op.target], self.schedule.accumulate - 1
-        if not (self.schedule.train and info.trainable):
+        last = self.schedule.accumulate - 1
+        if not (self.schedule.train and group.info.trainable):
             yield f"{op.target} is {'frozen' if self.schedule.train else 'not trained in an eval step'}"
         if group.updated_at >= 0:
             yield f"{op.target} was updated at op {group.updated_at}"
@@ -340,35 +336,45 @@ class _Run:
                 yield f"{op.target} was gathered or read before its pending update"
         elif group.next_use is not None:
             yield f"{op.target} is read again after its update"
-        elif info.reduced and group.collected <= last:
-            yield f"{op.target} has not collected its gradient of microbatch {last}"
-        elif info.summed and not group.totalled:
-            yield f"{op.target} has no total over its replicas yet"
-        elif info.offloaded and not group.stored:
-            yield f"{op.target} has no gradient in host memory yet"
+        elif group.path:
+            yield from self._incomplete(op.target, group)
         elif self.done <= last * len(self.expected) + group.filled[1]:
             yield f"{op.target} has no gradient of microbatch {last} yet"
         group.updated_at = at
 
-    def _commit(self, at: int) -> Iterator[str]:
+    def _incomplete(self, name: str, group: _Group) -> Iterator[str]:
+        """What of a gradient's path is not over."""
+        for flights in group.path:
+            wanted = self._round(self.schedule.accumulate - 1) if flights.transfer.row.each_microbatch else 1
+            if flights.over < wanted:
+                yield f"{flights.transfer.kind} of {name} is not over"
+
+    def _consensus(self, at: int) -> Iterator[str]:
         if not self.schedule.train:
-            yield "an eval step has nothing to commit"
+            yield "an eval step ends without a consensus op"
         if at != len(self.schedule.ops) - 1:
-            yield "commit must be the last op"
+            yield "consensus must be the last op"
         if self.done < self.total:
             yield f"the program is not over: '{self._due()}' is due"
         yield from self._microbatch_over()
         for name, group in self.groups.items():
-            if group.reduced > group.collected:
-                yield f"{name}'s reduction since op {group.reduced_at} was not collected"
-            if self.infos[name].summed and not group.totalled:
-                yield f"{name} has no total over its replicas"
-            if self.infos[name].offloaded and not group.stored:
-                yield f"{name} has no gradient in host memory"
-            if self.infos[name].trainable and group.updated_at < 0:
+            yield from self._incomplete(name, group)
+            if group.info.trainable and group.updated_at < 0:
                 yield f"{name} was not updated"
-            if self.infos[name].spread and not group.joined:
+            if not group.shared:
                 yield f"{name}'s updated ranges are not there"
+
+
+def _chain(path: tuple[Transfer, ...]) -> list[_Flights]:
+    """A path of which nothing has happened."""
+    chain: list[_Flights] = []
+    for number, transfer in enumerate(path):
+        chain.append(_Flights(transfer, chain[-1] if chain else None, number + 1 < len(path)))
+    return chain
+
+
+def _since(flights: _Flights) -> str:
+    return f"{flights.transfer.kind} since op {flights.at} is under way"
 
 
 def _expected(program: Program) -> Iterator[tuple[str, str, int]]:
@@ -380,13 +386,13 @@ def _expected(program: Program) -> Iterator[tuple[str, str, int]]:
 
 def _shape(op: Op, at: int, run: _Run) -> str:
     """What is wrong with an op by itself."""
-    if op.kind not in KINDS:
-        return f"{op.kind!r} is none of {', '.join(sorted(KINDS))}"
-    if (op.kind == "agree") != (at == 0):
-        return "agree must be the first op, and no other"
-    known = run.names if op.kind in UNIT_KINDS else ("",) if op.kind in STEP_KINDS else run.infos
+    if op.kind not in run.kinds:
+        return f"{op.kind!r} is none of {', '.join(sorted(run.kinds))}"
+    if (op.kind == "handshake") != (at == 0):
+        return "handshake must be the first op, and no other"
+    known = run.names if op.kind in UNIT_KINDS else ("",) if op.kind in STEP_KINDS else run.groups
     if op.target not in known:
         return f"{op.target!r} is no {'unit' if op.kind in UNIT_KINDS else 'group'} of this schedule"
-    if op.index and op.kind not in UNIT_KINDS or op.microbatch and op.kind not in MICROBATCH_KINDS:
+    if op.index and op.kind not in UNIT_KINDS or op.microbatch and op.kind not in run.microbatch_kinds:
         return f"{op.kind} has no {'call index' if op.index else 'microbatch'}"
     return ""

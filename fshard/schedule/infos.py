@@ -1,8 +1,10 @@
 """From a plan to what a schedule must know of its groups."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from fshard.schedule.ops import GroupInfo
+from fshard.schedule.transfers import HOST, STATE, Transfer
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 
@@ -56,12 +58,6 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
     return sent, needed
 
 
-def _over(group: Group) -> tuple[str, str, str, str]:
-    sums = group.sum_axes if group.twice else group.rest_axes
-    gather, scatter, total, spread = map("+".join, (group.gather_axes, group.scatter_axes, sums, group.opt_axes))
-    return gather, scatter, total, spread
-
-
 def _visiting(group: Group, state: int) -> int:
     """Bytes of device memory that an update needs for what is kept in host memory."""
     if not group.trainable or group.offloaded:
@@ -71,27 +67,50 @@ def _visiting(group: Group, state: int) -> int:
 
 
 def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
-    item, read, sent = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
+    item, read, wire = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
     cast = read if group.compute_dtype != group.dtype and not group.kinds.hosted else 0
     replicas = plan.mesh.axis_size(group.rest_axes)
-    sum_sent, sum_bytes = _summed(group, replicas) if group.trainable else (0, 0)
     scattered = group.scatter_chunk if group.trainable else group.chunk
-    return GroupInfo(
+    info = GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
         shard_bytes=scattered * item + group.chunk * cast,
-        grad_bytes=group.numel * sent if group.trainable else 0,
-        stage_bytes=stage_numel(plan, group) * sent if group.trainable else 0,
-        gathered=group.gathered,
-        reduced=group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded),
+        grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
-        gather_sent=(group.parts - 1) * group.chunk * read,
-        reduce_sent=(group.scatter_parts - 1) * group.scatter_chunk * sent if group.trainable else 0,
-        sum_sent=sum_sent,
-        spread_sent=(group.opt_parts - 1) * group.owned.chunk * item if group.trainable else 0,
-        sum_bytes=sum_bytes,
         own_bytes=group.owned.chunk * item if group.trainable and group.twice else 0,
-        offload_sent=group.owned.chunk * item if group.offloaded else 0,
-        visit_bytes=_visiting(group, state),
-        over=_over(group),
+        update_bytes=_visiting(group, state),
     )
+    path = _gathers(group)
+    if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded):
+        path += _reductions(plan, group, info, replicas)
+    return dataclasses.replace(info, transfers=path)
+
+
+def _gathers(group: Group) -> tuple[Transfer, ...]:
+    """The transfers of a group's parameters, if it needs them."""
+    made = []
+    updated = (group.opt_parts - 1) * group.owned.chunk * group.dtype.itemsize
+    if group.trainable and updated:
+        made.append(Transfer("update_gather", STATE, STATE, updated, 0, "+".join(group.opt_axes)))
+    if group.gathered:
+        sent = (group.parts - 1) * group.chunk * group.compute_dtype.itemsize
+        made.append(Transfer("all_gather", STATE, "param", sent, 0, "+".join(group.gather_axes)))
+    return tuple(made)
+
+
+def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> tuple[Transfer, ...]:
+    """The transfers of a group's gradient."""
+    wire = group.reduce_dtype.itemsize
+    sent, staging = (group.scatter_parts - 1) * group.scatter_chunk * wire, stage_numel(plan, group) * wire
+    # Staging of the dtype of the shard has room for a chunk: the first sum is made there.
+    late = staging > 0 and info.shard_bytes == info.grad_bytes - sent
+    made = [Transfer("reduce_scatter", "grad", "shard", sent, staging, "+".join(group.scatter_axes), late)]
+    summed, staging = _summed(group, replicas)
+    own = "own" if info.own_bytes else "shard"
+    if summed:
+        axes = group.sum_axes if group.twice else group.rest_axes
+        made.append(Transfer("replica_reduce", "shard", own, summed, staging, "+".join(axes)))
+    if group.offloaded and group.owned.chunk:
+        size = group.owned.chunk * group.dtype.itemsize
+        made.append(Transfer("offload", own if summed else "shard", HOST, size))
+    return tuple(made)

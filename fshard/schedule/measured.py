@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from fshard import errors
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.simulate import AWAITS, ISSUES, Simulation, sent_by
+from fshard.schedule.simulate import Simulation
+from fshard.schedule.transfers import awaited
 
 
 def measured(
@@ -21,36 +22,36 @@ def measured(
     Raises:
         PlanError: not one time more than there are ops.
 
-    >>> from fshard.schedule import Call, GroupInfo, Policy, Program, build
-    >>> group = GroupInfo("layer", 200, 100, 0, 0, True, False, False, gather_sent=100)
+    >>> from fshard.schedule import Call, GroupInfo, Policy, Program, Transfer, build
+    >>> group = GroupInfo("layer", 200, 100, 0, False, (Transfer("all_gather", "state", "param", sent=100),))
     >>> schedule = build(Program((Call("layer"),), (), {"layer": (0,)}), [group], Policy(), train=False)
     >>> [op.kind for op in schedule]
-    ['agree', 'gather', 'forward', 'wait', 'forward', 'free', 'backward']
+    ['handshake', 'all_gather', 'forward', 'wait all_gather', 'forward', 'free', 'backward']
     >>> print(measured(schedule, [10, 10, 11, 12, 14, 15, 15, 15]))
     step 5.000 s: compute 3.000 s, wire 4.000 s for 100 B sent, exposed 2.000 s
-       2.000 s  wait layer
+       2.000 s  wait all_gather layer
     """
     if len(times) != len(schedule) + 1:
         raise errors.bad_costs([f"{len(times)} times for {len(schedule)} ops: give one more, the end"])
     issued = [time - times[0] for time in times]
     starts, ends = list(issued[:-1]), list(issued[1:])
-    infos = {group.name: group for group in schedule.groups}
+    moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers if move.row.link}
     under_way: dict[tuple[str, str], int] = {}
     spans: dict[str, list[tuple[float, float]]] = {}
-    held = 0.0
+    held, total = 0.0, 0
     for at, op in enumerate(schedule):
-        if op.kind in ISSUES:
+        row = awaited(op.kind)
+        if (op.kind, op.target) in moves:
             under_way[op.kind, op.target] = at
-        elif op.kind in AWAITS:
+            total += moves[op.kind, op.target].sent
+        elif row is not None and (row.name, op.target) in moves:
             held += ends[at] - starts[at]
-            begun = under_way.pop((AWAITS[op.kind], op.target))
+            begun = under_way.pop((row.name, op.target))
             ends[begun] = ends[at]
             if arrivals and begun in arrivals:
                 starts[begun], ends[begun] = (time - times[0] for time in arrivals[begun])
-            axes = infos[op.target].over[ISSUES[AWAITS[op.kind]]]
-            spans.setdefault(axes, []).append((starts[begun], ends[begun]))
+            spans.setdefault(moves[row.name, op.target].axes, []).append((starts[begun], ends[begun]))
     wire = max(map(covered, spans.values()), default=0.0)
-    total = sum(sent_by(infos[op.target], op.kind) for op in schedule if op.kind in ISSUES)
     return Simulation(schedule, tuple(issued[:-1]), tuple(starts), tuple(ends), issued[-1] - held, wire, total)
 
 

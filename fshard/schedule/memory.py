@@ -1,18 +1,17 @@
 """Memory: what a step holds at each op beside its state, and where the arena keeps it, known before anything runs.
 
-The arena holds one kind of item: ``param:g``, the gathered buffer of group g, from its gather to its free. Each has
-one offset for all its lifetimes, so views of it can be made once (static slots). The other kinds come and go beside
-it, so that they take memory in the backward, when activations no longer do: ``grad:g``, the full flat gradient,
-from the first backward op of a reader to the collect; ``stage:g``, what its reduction needs besides, from reduce to
-collect; and ``shard:g``, this rank's part of the reduced gradient, to the update, which with deferred updates is in the
-next step: from the first reduce, or, where that is summed up in its staging (``GroupInfo.lands``), from after its
-collect. A sum over replicas needs ``sum:g`` from its issue to its total. Where a rank updates but a part of its shard,
-that part of the summed gradient is ``own:g``: there from the sum to the update, in the place of ``shard:g``, which
-ends with the total. Until its reduce a gradient is what autograd made, a tensor a leaf; the flat one is filled then,
-so that for a moment there are two. That is ``leaf:g``, less stage and shard where these come after it. A gradient that
-no backward op fills lives from reduce to collect, and one that is not reduced at all is no
-item: it is kept between steps. The gradient of a group that is updated in host memory has its ``shard:g``, or
-``own:g``, until it is stored there. What comes from there for an update on the device is ``visit:g``, for that op.
+The arena holds one kind of item: ``param:g``, the gathered parameters of group g, from their all-gather to their free.
+Each has one offset for all its lifetimes, so views of it can be made once (static slots). The other kinds come and go
+beside it, so that they take memory in the backward, when activations no longer do. They follow from one rule for all
+transfers: the target is there from the start, or, where it is *late*, from after the wait; the source ends with the
+wait; and what the transfer needs while it is under way is an item of its kind's name, such as ``reduce_scatter:g``.
+
+So ``grad:g``, the full flat gradient, lives from the first backward op of a reader, or from its first transfer where
+no backward fills it, to the end of that transfer. ``shard:g``, or ``own:g`` where a rank updates a part of it alone,
+waits for the update, which with deferred updates is in the next step, or for its way to host memory. Until its first
+transfer a gradient is what autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are
+two. That is ``leaf:g``, less what the transfer itself begins. ``update:g`` is what comes out of host memory for an
+update on the device, for that op. A gradient that is not communicated at all is no item: it is kept between steps.
 """
 
 import math
@@ -25,6 +24,7 @@ from operator import add
 from fshard import errors
 from fshard.schedule.ops import GroupInfo, Op, Program
 from fshard.schedule.pack import Span, pack
+from fshard.schedule.transfers import HOST, STATE, Transfer, awaited, started
 
 ALIGN = 256
 """Bytes: items start at multiples of it, which suits vector loads and collectives on every device."""
@@ -144,16 +144,17 @@ def _lives(
 
 
 class _Lives:
-    """The items that are alive, and since when. ``sizes`` are those of what waits for the update, by item."""
+    """The items that are alive, and since when."""
 
     def __init__(self, ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool) -> None:
         self.ops = ops
         self.by_name = {group.name: group for group in groups}
-        reduced = [train and group.trainable and group.reduced for group in groups]
-        self.filled = {unit: [groups[i] for i in ids if reduced[i]] for unit, ids in program.reads.items()}
+        self.paths = {group.name: group.at("gradient") if train else () for group in groups}
+        self.filled = {
+            unit: [groups[i] for i in ids if self.paths[groups[i].name]] for unit, ids in program.reads.items()
+        }
         self.born: dict[str, int] = {}
-        self.rounds = Counter(op.target for op in ops if op.kind == "reduce")
-        self.kept = {group.name for group, due in zip(groups, reduced, strict=True) if due}
+        self.rounds = Counter((op.kind, op.target) for op in ops if started(op.kind))
 
     def begin(self, item: str, at: int) -> None:
         """An item that must not be alive yet."""
@@ -169,61 +170,60 @@ class _Lives:
 
     def take(self, at: int, op: Op, group: GroupInfo) -> Iterator[tuple[str, int, Span]]:
         """What ends with an op on a group."""
-        name = group.name
-        if op.kind == "gather":
-            self.begin(f"param:{name}", at)
+        row = started(op.kind) or awaited(op.kind)
+        if row is not None:
+            transfer = group.transfer(row.name)
+            if transfer is not None:
+                yield from (self._start if row.name == op.kind else self._wait)(at, group, transfer)
         elif op.kind == "free":
-            yield self.end(f"param:{name}", group.full_bytes, at)
-        elif op.kind == "reduce":
-            if f"grad:{name}" in self.born:
-                yield f"leaf:{name}", _leaf_bytes(group, self.rounds[name]), (at, at)
-            self.born.setdefault(f"grad:{name}", at)
-            if not group.lands:
-                self.born.setdefault(f"shard:{name}", at)
-            if group.stage_bytes:
-                self.begin(f"stage:{name}", at)
-        elif op.kind == "collect":
-            self.born.setdefault(f"shard:{name}", at + 1)  # if not before: then the flat gradient goes first
-            yield self.end(f"grad:{name}", group.grad_bytes, at)
-            if group.stage_bytes:
-                yield self.end(f"stage:{name}", group.stage_bytes, at)
-        elif op.kind in ("sum", "total", "update", "stored"):
-            yield from self._complete(at, op, group)
+            yield self.end(f"param:{group.name}", group.full_bytes, at)
+        elif op.kind == "update":
+            item = self._kept(group)
+            if item:  # deferred: the gradient is that of the step before
+                yield f"{item}:{group.name}", group.size(item), (self.born.pop(f"{item}:{group.name}", 0), at)
+            if group.update_bytes:
+                yield f"update:{group.name}", group.update_bytes, (at, at)
 
-    def _complete(self, at: int, op: Op, group: GroupInfo) -> Iterator[tuple[str, int, Span]]:
-        """What ends with an op on a gradient that holds all microbatches."""
-        name, parted = group.name, group.own_bytes > 0 and group.summed
-        if op.kind == "sum":
-            if group.sum_bytes:
-                self.begin(f"sum:{name}", at)
-            if parted:
-                self.born.setdefault(f"own:{name}", at)
-        elif op.kind == "total":
-            if group.sum_bytes:
-                yield self.end(f"sum:{name}", group.sum_bytes, at)
-            if parted:
-                yield self.end(f"shard:{name}", group.shard_bytes, at)
-        elif name in self.kept and (op.kind == "stored" or not group.offloaded):
-            # Deferred: the gradient is that of the step before.
-            item, size = (f"own:{name}", group.own_bytes) if parted else (f"shard:{name}", group.shard_bytes)
-            yield item, size, (self.born.pop(item, 0), at)
-        if op.kind == "update" and group.visit_bytes:
-            yield f"visit:{name}", group.visit_bytes, (at, at)
+    def _start(self, at: int, group: GroupInfo, transfer: Transfer) -> Iterator[tuple[str, int, Span]]:
+        if transfer.source == "grad":
+            if f"grad:{group.name}" in self.born:
+                once = self.rounds[transfer.kind, group.name] == 1
+                yield f"leaf:{group.name}", _leaf_bytes(group, transfer, once), (at, at)
+            self.born.setdefault(f"grad:{group.name}", at)
+        if transfer.target == "param":
+            self.begin(f"param:{group.name}", at)
+        elif transfer.target not in (STATE, HOST) and not transfer.late:
+            self.born.setdefault(f"{transfer.target}:{group.name}", at)  # shards add up over microbatches
+        if transfer.staging:
+            self.begin(f"{transfer.kind}:{group.name}", at)
+
+    def _wait(self, at: int, group: GroupInfo, transfer: Transfer) -> Iterator[tuple[str, int, Span]]:
+        if transfer.late:
+            self.born.setdefault(f"{transfer.target}:{group.name}", at + 1)
+        if transfer.source not in (STATE, HOST, transfer.target):
+            yield self.end(f"{transfer.source}:{group.name}", group.size(transfer.source), at)
+        if transfer.staging:
+            yield self.end(f"{transfer.kind}:{group.name}", transfer.staging, at)
+
+    def _kept(self, group: GroupInfo) -> str:
+        """The item in which a gradient waits for its update; empty where that is none."""
+        target = self.paths[group.name][-1].target if self.paths[group.name] else HOST
+        return "" if target == HOST else target
 
     def rest(self) -> Iterator[tuple[str, int, Span]]:
         """What waits for the next step's updates. Nothing else may be left."""
         for item, at in self.born.items():
             kind, _, name = item.partition(":")
-            if kind not in ("shard", "own"):
-                raise errors.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
             group = self.by_name[name]
-            yield item, group.shard_bytes if kind == "shard" else group.own_bytes, (at, len(self.ops) - 1)
+            if kind != self._kept(group):
+                raise errors.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
+            yield item, group.size(kind), (at, len(self.ops) - 1)
 
 
-def _leaf_bytes(group: GroupInfo, rounds: int) -> int:
-    """What a gradient's being there twice adds to the peak of its reduce. A shard is new in the first round alone."""
-    new = group.shard_bytes if rounds == 1 and not group.lands else 0
-    return max(group.grad_bytes - group.stage_bytes - new, 0)
+def _leaf_bytes(group: GroupInfo, transfer: Transfer, once: bool) -> int:
+    """What a gradient's being there twice adds to the peak of its start. A shard is new in the first round alone."""
+    new = group.size(transfer.target) if once and not transfer.late and transfer.target not in (STATE, HOST) else 0
+    return max(group.grad_bytes - transfer.staging - new, 0)
 
 
 def _profile(count: int, sizes: Mapping[str, int], spans: Mapping[str, Sequence[Span]]) -> tuple[int, ...]:

@@ -1,27 +1,27 @@
 """The words of a schedule: ops, and the program and groups that they speak of.
 
-=========  =======  =====================================================================================
-op         target   meaning
-=========  =======  =====================================================================================
-agree               ranks compare the schedule's hash and the signature of the batch; the first op
-update     group    apply the optimizer update to this rank's shard: the one that the previous step left
-                    (deferred), or this step's own (in_backward)
-gather     group    issue the all-gather into the group's slot of the arena
-wait       group    the gather is over: compute may read the slot
-free       group    the slot's range may be reused
-forward    unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
-backward   unit     the gradient of a call is computed; ``root``: everything outside of units is over, the
-                    outer gradient too where there is one
-reduce     group    issue the reduction of the group's flat gradient
-collect    group    the reduction is over: its result is added to this rank's gradient shard
-sum        group    issue the sum of the gradient shard over replicas, once a step, beside what follows
-total      group    the sum over replicas is over
-spread     group    send the range that this rank has updated to the ranks that hold the same shard
-join       group    the ranges of all of them are there: the shard is up to date
-offload   group    send the complete gradient shard to host memory, where the update runs
-stored    group    it is there: the memory that it had on the device is free
-commit              the norm, and the vote of all ranks; the last op of a train step
-=========  =======  =====================================================================================
+==============  =======  =================================================================================
+op              target   meaning
+==============  =======  =================================================================================
+handshake                ranks compare the schedule's hash and the signature of the batch; the first op
+update          group    apply the optimizer update to this rank's shard: the one that the previous step left
+                         (deferred), or this step's own (in_backward)
+free            group    the memory of the gathered parameters may be reused
+forward         unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
+backward        unit     the gradient of a call is computed; ``root``: everything outside of units is over, the
+                         outer gradient too where there is one
+consensus                the norm, and the vote of all ranks; the last op of a train step
+==============  =======  =================================================================================
+
+And two ops for each kind of transfer (``transfers.py``): its name starts it, ``wait`` and its name ends it.
+
+==============  =======  =================================================================================
+all_gather      group    gather the shards of the parameters for compute; compute may read them after the wait
+reduce_scatter  group    sum the flat gradient over ranks, a shard each; the wait adds it to the gradient shard
+replica_reduce  group    sum the gradient shard over replicas, once a step, beside what follows
+offload         group    send the complete gradient shard to host memory, where the update runs
+update_gather   group    send the range that this rank has updated to the ranks that hold the same shard
+==============  =======  =================================================================================
 """
 
 import functools
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fshard import errors
+from fshard.schedule.transfers import KINDS, Transfer, transfer_ops
 
 T = TypeVar("T", bound=Hashable)
 
@@ -37,14 +38,19 @@ ROOT = "root"
 """The unit that stands for the code outside of units."""
 
 UNIT_KINDS = frozenset(("forward", "backward"))
-GROUP_KINDS = frozenset(
-    ("update", "gather", "wait", "free", "reduce", "collect", "sum", "total", "spread", "join", "offload", "stored")
-)
-STEP_KINDS = frozenset(("agree", "commit"))
-KINDS = UNIT_KINDS | GROUP_KINDS | STEP_KINDS
+STEP_KINDS = frozenset(("handshake", "consensus"))
+GROUP_KINDS = frozenset(("update", "free"))
+"""Ops on a group that are no transfers."""
 
-MICROBATCH_KINDS = UNIT_KINDS | {"reduce", "collect"}
-"""Ops that belong to one microbatch. A gather may serve several, so it and the others carry 0."""
+
+def op_kinds() -> frozenset[str]:
+    """The kinds of all ops."""
+    return UNIT_KINDS | STEP_KINDS | GROUP_KINDS | {*transfer_ops()}
+
+
+def microbatch_kinds() -> frozenset[str]:
+    """The kinds of ops that belong to one microbatch. An all-gather may serve several, so it and the others carry 0."""
+    return UNIT_KINDS | {word for row in KINDS.values() if row.each_microbatch for word in (row.name, row.wait)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +58,10 @@ class Op:
     """One step of a schedule.
 
     Args:
-        kind: one of ``KINDS``.
-        target: a unit's name for forward and backward, a group's for the others, empty for agree and commit.
+        kind: one of ``op_kinds()``.
+        target: a unit's name for forward and backward, a group's for the others, empty for handshake and consensus.
         index: for forward and backward, which call of the unit in one pass of the program.
-        microbatch: for forward, backward, reduce and collect, which microbatch of the step.
+        microbatch: for forward, backward, reduce_scatter and its wait, which microbatch of the step.
 
     >>> print(Op("forward", "blocks.2", microbatch=1))
     forward blocks.2 @1
@@ -124,90 +130,65 @@ class GroupInfo:
 
     Args:
         name: the name that ops carry.
-        full_bytes: the gathered buffer.
-        shard_bytes: what one rank keeps of it.
+        full_bytes: the gathered parameters.
+        shard_bytes: what one rank keeps of the gradient.
         grad_bytes: the full flat gradient; 0 for a frozen group.
-        stage_bytes: further memory that a reduction needs while in flight.
-        gathered: False for a group that compute reads where it lies: it is not gathered, waited for or freed.
-        reduced: False for a group whose gradient needs no communication: it is not reduced or collected.
         trainable: whether it has gradients and updates.
-        gather_sent: what this rank sends in one gather.
-        reduce_sent: what it sends in one reduction over the ranks that hold its shards. 0 for a group whose
-            gradients are only added up on each rank, until replicas are summed.
-        sum_sent: what it sends once a step, after the last microbatch, to add its shard up over replicas. 0 for
-            a group without replicas.
-        spread_sent: what it sends after the update of its part of a shard that it has in common with others. 0
-            where every rank updates all that it keeps.
-        sum_bytes: further memory that a sum over replicas needs while in flight.
+        transfers: its path, in the order of ``transfers.KINDS``. Compute reads a group that is not all-gathered where
+            it lies; the gradient of one that is not reduce-scattered needs no communication.
         own_bytes: this rank's part of the summed gradient, where that is less than its shard of the gradient; else 0.
-        over: the mesh axes, joined by ``+``, of gather, reduce, sum and spread. Transfers over the same axes
-            share a link.
-        offload_sent: what it sends to host memory once a step, for an update there. 0 where updates run on the device.
-        visit_bytes: further device memory that its update needs, for what comes out of host memory.
+        update_bytes: further device memory that its update needs, for what comes out of host memory.
 
     Raises:
-        PlanError: a size is negative, or the name is empty.
+        PlanError: a size is negative, the name is empty, or the path is out of order.
+
+    >>> GroupInfo("layer", 64, 32, 64, True, (Transfer("all_gather", "state", "param", sent=32),)).gathered
+    True
     """
 
     name: str
     full_bytes: int
     shard_bytes: int
     grad_bytes: int
-    stage_bytes: int
-    gathered: bool
-    reduced: bool
     trainable: bool
-    gather_sent: int = 0
-    reduce_sent: int = 0
-    sum_sent: int = 0
-    spread_sent: int = 0
-    sum_bytes: int = 0
+    transfers: tuple[Transfer, ...] = ()
     own_bytes: int = 0
-    over: tuple[str, str, str, str] = ("", "", "", "")
-    offload_sent: int = 0
-    visit_bytes: int = 0
-
-    @property
-    def lands(self) -> bool:
-        """Whether the first sum of its gradient is made in the staging, so that the shard need not be there yet.
-
-        It is where what travels is in the dtype of the shard: staging then has room for a chunk.
-        """
-        return self.stage_bytes > 0 and self.shard_bytes == self.grad_bytes - self.reduce_sent
+    update_bytes: int = 0
 
     def __post_init__(self) -> None:
-        held = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.stage_bytes, self.sum_bytes, self.own_bytes)
-        sizes = (
-            *held,
-            self.offload_sent,
-            self.visit_bytes,
-            self.gather_sent,
-            self.reduce_sent,
-            self.sum_sent,
-            self.spread_sent,
-        )
+        object.__setattr__(self, "transfers", tuple(self.transfers))
+        sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.own_bytes, self.update_bytes)
         if not self.name or min(sizes) < 0:
             raise errors.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
+        order = [transfer.kind for transfer in self.transfers]
+        if order != [kind for kind in KINDS if kind in order]:
+            raise errors.bad_program([f"group {self.name!r}: {', '.join(order)}; the order is {', '.join(KINDS)}"])
+
+    def transfer(self, kind: str) -> Transfer | None:
+        """Its transfer of a kind; None if it has none."""
+        return next((transfer for transfer in self.transfers if transfer.kind == kind), None)
+
+    def at(self, stage: str) -> tuple[Transfer, ...]:
+        """Its transfers of a stage, in their order. Only a trainable group has others than those that are read."""
+        if stage != "read" and not self.trainable:
+            return ()
+        return tuple([transfer for transfer in self.transfers if transfer.row.stage == stage])
 
     @property
-    def summed(self) -> bool:
-        """Whether its gradient is added up over replicas, once a step."""
-        return self.trainable and self.reduced and self.sum_sent > 0
+    def gathered(self) -> bool:
+        """Whether it is gathered for compute, and freed after it."""
+        return any([transfer.row.stage == "read" for transfer in self.transfers])
 
     @property
-    def local(self) -> bool:
-        """Whether its reductions send nothing, so that each is over at once."""
-        return self.reduced and not self.reduce_sent and (self.summed or self.offloaded)
+    def reduced(self) -> bool:
+        """Whether its gradient needs communication."""
+        return bool(self.at("gradient"))
 
-    @property
-    def offloaded(self) -> bool:
-        """Whether its gradient goes to host memory when it is complete."""
-        return self.trainable and self.offload_sent > 0
-
-    @property
-    def spread(self) -> bool:
-        """Whether its updated ranges are sent to other ranks."""
-        return self.trainable and self.spread_sent > 0
+    def size(self, item: str) -> int:
+        """The bytes of an item of memory: ``"param"``, ``"grad"``, ``"shard"`` or ``"own"``."""
+        return {
+            "param": self.full_bytes, "grad": self.grad_bytes, "shard": self.shard_bytes, "own": self.own_bytes
+        }[item]  # fmt: skip
 
 
 def checked(groups: Sequence[GroupInfo], program: Program, accumulate: int) -> None:

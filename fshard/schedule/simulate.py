@@ -1,10 +1,10 @@
 """Simulating a schedule: when each op begins and ends, given what ops cost. Pure and deterministic.
 
 The model has one device, which runs forwards, backwards and updates in the order of the schedule, and lanes beside
-it: one for each role (gather, reduce, sum, spread) over each set of mesh axes. A lane carries one transfer at a time,
-in the order of issue. Lanes over one link share it the same way: who asked first is served first. ``wait``,
-``collect``, ``total`` and ``join`` hold the device until their transfer has arrived; that time is *exposed*. Times
-are sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller.
+it: one for each kind of transfer over each set of mesh axes. A lane carries one transfer at a time, in the order of
+issue. Lanes over one link share it the same way: who asked first is served first. The wait of a transfer holds the
+device until it has arrived; that time is *exposed*. Times are sums and maxima of costs and nothing else, so that none
+of them gets longer when a cost gets smaller.
 
 What it leaves out: transfers take nothing from compute (on gloo they take processor time), copies to and from host
 memory take no time, and ranks are alike.
@@ -18,19 +18,11 @@ from types import MappingProxyType
 from fshard import errors
 from fshard.arguments import expect
 from fshard.schedule.memory import size_text
-from fshard.schedule.ops import GroupInfo, Op
+from fshard.schedule.ops import STEP_KINDS, UNIT_KINDS, Op
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import KINDS, Transfer, awaited, started
 
 NOTHING: Mapping[tuple[str, str], float] = MappingProxyType({})
-
-TIMED = frozenset(("forward", "backward", "update", "collect", "total", "agree", "commit"))
-"""Kinds of ops that may take time on the device."""
-
-AWAITS = {"wait": "gather", "collect": "reduce", "total": "sum", "join": "spread"}
-"""The op whose transfer each of these waits for."""
-
-ISSUES = {"gather": 0, "reduce": 1, "sum": 2, "spread": 3}
-"""The ops that begin a transfer, by their place in ``GroupInfo.over``."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +60,10 @@ class Costs:
 
     Args:
         seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. Kinds are
-            forward, backward, update, collect, total, agree and commit; ops that it lacks take no time.
-        link: the link of gathers, and of everything else that has no link of its own.
-        reduces: the link of reductions, if it is another than that of gathers.
+            forward, backward, update, handshake, consensus, and the waits that add up what has arrived, ``wait
+            reduce_scatter`` and ``wait replica_reduce``; ops that it lacks take no time.
+        link: the link of all-gathers, and of everything else that has no link of its own.
+        reduces: the link of reduce-scatters and of sums over replicas, if it is another than that of all-gathers.
         links: links by mesh axes, joined by ``+``: ``{"replica": Link(25e6)}``. All that goes over these axes, and
             over no others, takes that link.
 
@@ -95,13 +88,19 @@ class Costs:
         expect("fs.Costs", wants)
         links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
         problems = [f"{name}={link!r} is no fs.Link" for name, link in links.items() if not isinstance(link, Link)]
+        known = timed()
         for (kind, target), value in self.seconds.items():
-            if kind not in TIMED:
-                problems.append(f"{kind} {target}: ops of this kind take no time on the device")
+            if kind not in known:
+                problems.append(f"{kind} {target}: only {', '.join(sorted(known))} take time on the device")
             elif not 0 <= value < math.inf:
                 problems.append(f"{kind} {target} takes {value!r} seconds")
         if problems:
             raise errors.bad_costs(problems)
+
+
+def timed() -> frozenset[str]:
+    """The kinds of ops that may take time on the device."""
+    return UNIT_KINDS | STEP_KINDS | {"update"} | {row.wait for row in KINDS.values() if row.adds}
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,11 @@ class Simulation:
 
     def waits(self) -> list[tuple[float, Op]]:
         """The ops that hold the device for a transfer, longest first, and for how long."""
-        held = [
-            (end - start, op)
-            for op, start, end in zip(self.schedule, self.issued, self.ends, strict=True)
-            if op.kind in AWAITS and end > start
-        ]
+        held = []
+        for op, start, end in zip(self.schedule, self.issued, self.ends, strict=True):
+            row = awaited(op.kind)
+            if row is not None and row.link and end > start:
+                held.append((end - start, op))
         return sorted(held, key=lambda pair: -pair[0])
 
     def __str__(self) -> str:
@@ -165,13 +164,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         PlanError: costs of an op that the schedule does not have.
         ScheduleError: something is waited for that was never issued.
 
-    >>> from fshard.schedule import Call, GroupInfo, Policy, Program, build
-    >>> group = GroupInfo("layer", 200, 100, 0, 0, True, False, False, gather_sent=100)
+    >>> from fshard.schedule import Call, GroupInfo, Policy, Program, Transfer, build
+    >>> group = GroupInfo("layer", 200, 100, 0, False, (Transfer("all_gather", "state", "param", sent=100),))
     >>> program = Program((Call("layer"),), (), {"layer": (0,)})
     >>> schedule = build(program, [group], Policy(), train=False)
     >>> print(simulate(schedule, Costs({("forward", "layer"): 2.0}, Link(bytes_per_s=100.0, latency=0.5))))
     step 3.500 s: compute 2.000 s, wire 1.000 s for 100 B sent, exposed 1.500 s
-       1.500 s  wait layer
+       1.500 s  wait all_gather layer
     """
     wants = [("schedule", schedule, Schedule, "step.schedule"), ("costs", costs, Costs, "fs.Costs(...)")]
     expect("simulate(schedule, costs)", wants)
@@ -180,11 +179,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     if strange:
         raise errors.bad_costs(strange)
     return _Clock(schedule, costs).run()
-
-
-def sent_by(info: GroupInfo, kind: str) -> int:
-    """The bytes that a rank sends in a transfer of this kind."""
-    return (info.gather_sent, info.reduce_sent, info.sum_sent, info.spread_sent)[ISSUES[kind]]
 
 
 def time_text(seconds: float) -> str:
@@ -204,7 +198,8 @@ class _Clock:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.infos: dict[str, GroupInfo] = {info.name: info for info in schedule.groups}
+        every = ((group.name, transfer) for group in schedule.groups for transfer in group.transfers)
+        self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
         self.now = self.compute = 0.0
         self.lanes: dict[str, float] = {}
         self.links: dict[str, float] = {}
@@ -223,38 +218,37 @@ class _Clock:
         return Simulation(self.schedule, tuple(issued), tuple(starts), tuple(ends), self.compute, wire, self.sent)
 
     def _take(self, at: int, op: Op) -> tuple[float, float]:
-        if op.kind in ISSUES:
-            info = self.infos[op.target]
-            span = self._transfer(op.kind, info.over[ISSUES[op.kind]], sent_by(info, op.kind))
+        row = started(op.kind)
+        if row is not None:
+            transfer = self.transfers.get((op.kind, op.target))
+            span = self._carry(transfer) if transfer is not None else (self.now, self.now)
             self.arrival[op.kind, op.target] = span[1]
             return span
-        start = self.now
-        if op.kind in AWAITS:
-            awaited = AWAITS[op.kind]
-            if (awaited, op.target) not in self.arrival:
-                raise errors.broken_lifetime(f"{awaited} of {op.target}", at, str(op), "none is in flight")
-            self.now = max(self.now, self.arrival.pop((awaited, op.target)))
+        start, row = self.now, awaited(op.kind)
+        if row is not None:
+            if (row.name, op.target) not in self.arrival:
+                raise errors.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
+            self.now = max(self.now, self.arrival.pop((row.name, op.target)))
         seconds = self.costs.seconds.get((op.kind, op.target), 0.0)
         self.now += seconds
         self.compute += seconds
         return start, self.now
 
-    def _transfer(self, role: str, axes: str, sent: int) -> tuple[float, float]:
-        """Begin and end of a transfer that is issued now."""
-        if not sent:
-            return self.now, self.now
-        name, link = self._link(role, axes)
-        lane, seconds = f"{role}({axes})", sent / link.bytes_per_s
+    def _carry(self, transfer: Transfer) -> tuple[float, float]:
+        """Begin and end of a transfer that is started now."""
+        lane = f"{transfer.kind}({transfer.axes})"
+        name, link = self._link(transfer)
+        seconds = transfer.sent / link.bytes_per_s
         start = max(self.now, self.lanes.get(lane, 0.0)) + link.latency
         start = max(start, self.links.get(name, 0.0))
         self.lanes[lane] = self.links[name] = start + seconds
         self.busy[name] = self.busy.get(name, 0.0) + seconds
-        self.sent += sent
+        self.sent += transfer.sent
         return start, start + seconds
 
-    def _link(self, role: str, axes: str) -> tuple[str, Link]:
-        if axes in self.costs.links:
-            return axes, self.costs.links[axes]
-        if role in ("reduce", "sum") and self.costs.reduces is not None:
+    def _link(self, transfer: Transfer) -> tuple[str, Link]:
+        if transfer.axes in self.costs.links:
+            return transfer.axes, self.costs.links[transfer.axes]
+        if transfer.row.link == "reduces" and self.costs.reduces is not None:
             return "reduces", self.costs.reduces
         return "link", self.costs.link

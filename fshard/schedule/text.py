@@ -1,7 +1,7 @@
 """The text form of a schedule, and the way back.
 
-A header of one value a line (the policy, the step, the groups, what each unit reads, the program), then one
-op a line. ``#1`` is a call's index where it is not 0, ``@1`` the microbatch where a step has several, and a
+A header of one value a line (the policy, the step, the groups with their transfers, what each unit reads, the program),
+then one op a line. ``#1`` is a call's index where it is not 0, ``@1`` the microbatch where a step has several, and a
 lone ``#`` begins a comment. Names that hold spaces or quotes are written as JSON strings. The text holds
 everything, so its hash is the schedule's identity.
 """
@@ -14,22 +14,22 @@ from typing import NamedTuple
 
 from fshard import errors
 from fshard.schedule.memory import size_text
-from fshard.schedule.ops import KINDS, MICROBATCH_KINDS, STEP_KINDS, Call, GroupInfo, Op, Program
+from fshard.schedule.ops import STEP_KINDS, Call, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, keep
+from fshard.schedule.transfers import KINDS, Transfer
 
-TITLE = "fshard schedule 2"
-"""The first line; the number is the format's."""
+FORMAT = "fshard schedule "
+VERSION = "3"
+"""The first line is the name of the format and its version."""
 
 WIDTH = 100
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
-AXES = re.compile(r"[\w+.-]*")
 PLAIN = re.compile(r'[^\s"#@][^\s"]*')
-SIZES = ("full", "shard", "grad", "stage", "sends")
-UNSPACED = r"\u0020"
-EXTRA = ("sum", "own", "offload", "visit", "over")
-"""Values that only groups with replicas, with something in host memory, or with axes that are named, have."""
-FLAGS = (("resident", "gathered"), ("unreduced", "reduced"), ("frozen", "trainable"))
-"""The words for False and True of each flag of a group."""
+SIZES = ("full", "shard", "grad")
+FURTHER = ("own", "update")
+"""Sizes that only groups with partial updates, or with state in host memory, have."""
+TRAINED = ("frozen", "trainable")
+"""The words for False and True."""
 
 
 class Parts(NamedTuple):
@@ -50,8 +50,11 @@ def render(parts: Parts) -> str:
 
 def op_lines(ops: Sequence[Op], accumulate: int) -> list[str]:
     """One numbered line an op."""
-    width = max(4, len(str(len(ops))))
-    return [f"{number:>{width}} {_op(op, accumulate > 1)}" for number, op in enumerate(ops)]
+    width, words = max(4, len(str(len(ops)))), max([len(op.kind) for op in ops], default=0)
+    each = microbatch_kinds() if accumulate > 1 else frozenset()
+    return [
+        f"{number:>{width}} {op.kind:<{words}}{_target(op, op.kind in each)}".rstrip() for number, op in enumerate(ops)
+    ]
 
 
 def scan(text: str) -> Parts:
@@ -76,18 +79,19 @@ def scan(text: str) -> Parts:
 
 def _header(parts: Parts) -> Iterator[str]:
     groups, program = parts.groups, parts.program
-    yield TITLE
+    yield FORMAT + VERSION
     yield f"policy {parts.policy}"
     yield f"step {'train' if parts.train else 'eval'} accumulate={parts.accumulate}"
     width = max((len(_name(group.name)) for group in groups), default=0)
+    words = max((len(move.kind) for group in groups for move in group.transfers), default=0)
     for group in groups:
-        sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes, group.stage_bytes)
-        sends = f"{group.gather_sent},{group.reduce_sent},{group.sum_sent},{group.spread_sent}"
-        numbers = " ".join(f"{key}={size}" for key, size in zip(SIZES, (*sizes, sends), strict=True))
-        flags = (group.gathered, group.reduced, group.trainable)
-        words = " ".join(pair[flag] for pair, flag in zip(FLAGS, flags, strict=True))
-        words += "".join(f" {word}" for word in _extra(group))
-        yield f"group {_name(group.name):<{width}} {numbers} {words} # {', '.join(map(size_text, sizes))}"
+        sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes)
+        numbers = [f"{key}={size}" for key, size in zip(SIZES, sizes, strict=True)]
+        further = zip(FURTHER, (group.own_bytes, group.update_bytes), strict=True)
+        line = [f"group {_name(group.name):<{width}}", *numbers, TRAINED[group.trainable]]
+        line += [f"{key}={size}" for key, size in further if size]
+        yield f"{' '.join(line)} # {', '.join(map(size_text, sizes))}"
+        yield from (_transfer(move, words) for move in group.transfers)
     for unit, ids in program.reads.items():
         yield " ".join(("unit", _name(unit), "reads", *(_name(groups[i].name) for i in ids)))
     yield from _calls("forward", program.forward)
@@ -95,19 +99,10 @@ def _header(parts: Parts) -> Iterator[str]:
     yield f"ops {len(parts.ops)}"
 
 
-def _extra(group: GroupInfo) -> Iterator[str]:
-    if group.sum_bytes:
-        yield f"sum={group.sum_bytes}"
-    if group.own_bytes:
-        yield f"own={group.own_bytes}"
-    if group.offload_sent:
-        yield f"offload={group.offload_sent}"
-    if group.visit_bytes:
-        yield f"visit={group.visit_bytes}"
-    if any(group.over):
-        plain = all(map(AXES.fullmatch, group.over))
-        text = ",".join(group.over) if plain else json.dumps(group.over, separators=(",", ":"))
-        yield f"over={text.replace(' ', UNSPACED)}"
+def _transfer(move: Transfer, width: int) -> str:
+    line = f"  {move.kind:<{width}} {move.source} -> {move.target} sent={move.sent}"
+    line += f" staging={move.staging}" if move.staging else ""
+    return line + (f" over {_name(move.axes)}" if move.axes else "") + " late" * move.late
 
 
 def _calls(word: str, calls: Sequence[Call]) -> Iterator[str]:
@@ -122,11 +117,10 @@ def _calls(word: str, calls: Sequence[Call]) -> Iterator[str]:
         yield line
 
 
-def _op(op: Op, several: bool) -> str:
-    name = "" if op.kind in STEP_KINDS and not op.target else _name(op.target)
+def _target(op: Op, shown: bool) -> str:
+    name = "" if op.kind in STEP_KINDS and not op.target else f" {_name(op.target)}"
     call = f" #{op.index}" if op.index else ""
-    shown = op.microbatch or (several and op.kind in MICROBATCH_KINDS)
-    return f"{op.kind:<8} {name}{call}{f' @{op.microbatch}' if shown else ''}".rstrip()
+    return name + call + (f" @{op.microbatch}" if shown or op.microbatch else "")
 
 
 def _name(name: str) -> str:
@@ -156,6 +150,7 @@ class _Reader:
         self.count: int | None = None
         self.titled = False
         self.groups: dict[str, GroupInfo] = {}
+        self.kinds = op_kinds()
         self.ids: dict[str, int] = {}
         self.reads: dict[str, tuple[int, ...]] = {}
         self.forward: list[Call] = []
@@ -174,15 +169,19 @@ class _Reader:
     def take(self, line: str, tokens: list[str]) -> None:
         """Read one line that is not empty."""
         if not self.titled:
-            if line != TITLE:
-                raise ValueError(f"the first line must be {TITLE!r}")
+            if line != FORMAT + VERSION:
+                version = line.removeprefix(FORMAT)
+                other = f"; this text has version {version}: build the schedule anew" if version != line else ""
+                raise ValueError(f"the first line must be {FORMAT + VERSION!r}{other}")
             self.titled = True
         elif self.count is not None:
-            self.ops.append(_read_op(tokens, len(self.ops)))
+            self.ops.append(_read_op(tokens, len(self.ops), self.kinds))
+        elif tokens[0] in KINDS:
+            self._transfer(_read_transfer(tokens))
         elif tokens[0] in self.words:
             self.words[tokens[0]](tokens[1:])
         else:
-            raise ValueError(f"{tokens[0]!r} is none of {', '.join(self.words)}")
+            raise ValueError(f"{tokens[0]!r} is none of {', '.join((*self.words, *KINDS))}")
 
     def parts(self, last: int) -> Parts:
         """Everything read, once the text is over."""
@@ -204,28 +203,25 @@ class _Reader:
         self.step = tokens[0] == "train", _number(_values(tokens[1:], ("accumulate",))[0], "")
 
     def _group(self, tokens: list[str]) -> None:
-        fixed = 1 + len(SIZES) + len(FLAGS)
-        extra = {token.partition("=")[0]: token.partition("=")[2] for token in tokens[fixed:]}
-        if len(tokens) < fixed or not set(extra) <= set(EXTRA):
-            raise ValueError(f"a group is NAME {' '.join(f'{key}=BYTES' for key in SIZES)} and three words")
-        name = _unquoted(tokens[0])
+        fixed = 2 + len(SIZES)
+        further = {token.partition("=")[0]: token.partition("=")[2] for token in tokens[fixed:]}
+        if len(tokens) < fixed or not set(further) <= set(FURTHER):
+            raise ValueError(f"a group is NAME {' '.join(f'{key}=BYTES' for key in SIZES)} and a word")
+        name, trained = _unquoted(tokens[0]), tokens[fixed - 1]
         if name in self.groups:
             raise ValueError(f"group {name!r} is there twice")
-        *values, sends = _values(tokens[1:6], SIZES)
-        full, shard, grad, stage = (_number(value, "") for value in values)
-        if sends.count(",") != 3:
-            raise ValueError(f"sends={sends} is not of the form GATHER,REDUCE,SUM,SPREAD")
-        gather, reduce, total, spread = (_number(value, "") for value in sends.split(","))
-        for word, pair in zip(tokens[6:fixed], FLAGS, strict=True):
-            if word not in pair:
-                raise ValueError(f"{word!r} is neither {pair[0]} nor {pair[1]}")
-        gathered, reduced, trainable = (word == pair[1] for word, pair in zip(tokens[6:fixed], FLAGS, strict=True))
-        staged, own, offload, visit = (_number(extra.get(key, "0"), "") for key in EXTRA[:4])
-        over = _read_over(extra["over"]) if "over" in extra else ("", "", "", "")
+        full, shard, grad = (_number(value, "") for value in _values(tokens[1 : fixed - 1], SIZES))
+        if trained not in TRAINED:
+            raise ValueError(f"{trained!r} is neither {TRAINED[0]} nor {TRAINED[1]}")
+        own, update = (_number(further.get(key, "0"), "") for key in FURTHER)
         self.ids[name] = len(self.groups)
-        bare = GroupInfo(name, full, shard, grad, stage, gathered, reduced, trainable, gather, reduce, total, spread)
-        held = replace(bare, sum_bytes=staged, own_bytes=own, over=over)
-        self.groups[name] = replace(held, offload_sent=offload, visit_bytes=visit)
+        self.groups[name] = GroupInfo(name, full, shard, grad, trained == TRAINED[1], (), own, update)
+
+    def _transfer(self, move: Transfer) -> None:
+        if not self.groups:
+            raise ValueError("a transfer stands below its group")
+        name, group = self.groups.popitem()
+        self.groups[name] = replace(group, transfers=(*group.transfers, move))
 
     def _unit(self, tokens: list[str]) -> None:
         if len(tokens) < 2 or tokens[1] != "reads":
@@ -263,12 +259,19 @@ def _read_reshard(text: str) -> bool | Keep:
         raise ValueError(f"reshard={text}: patterns are written in quotes, then last=NUMBER") from None
 
 
-def _read_over(text: str) -> tuple[str, str, str, str]:
-    try:
-        gather, reduce, total, spread = map(str, json.loads(text) if text.startswith("[") else text.split(","))
-    except (ValueError, TypeError):
-        raise ValueError(f"over={text} is not of the form [GATHER,REDUCE,SUM,SPREAD]") from None
-    return gather, reduce, total, spread
+def _read_transfer(tokens: list[str]) -> Transfer:
+    kind, *ends = tokens[:4]
+    rest = tokens[4:]
+    late = rest[-1:] == ["late"]
+    rest = rest[: len(rest) - late]
+    axes = _unquoted(rest[-1]) if rest[-2:-1] == ["over"] else ""
+    rest = rest[:-2] if axes else rest
+    if ends[1:2] != ["->"] or not rest:
+        raise ValueError(
+            f"a transfer is {kind} FROM -> TO sent=BYTES, then staging=BYTES, over AXES and late if it is so"
+        )
+    sent, staging = (_number(value, "") for value in (*_values(rest, ("sent", "staging")[: len(rest)]), "0")[:2])
+    return Transfer(kind, ends[0], ends[2], sent, staging, axes, late)
 
 
 def _read_calls(tokens: list[str]) -> Iterator[Call]:
@@ -279,13 +282,14 @@ def _read_calls(tokens: list[str]) -> Iterator[Call]:
         position += 1 + indexed
 
 
-def _read_op(tokens: list[str], expected: int) -> Op:
+def _read_op(tokens: list[str], expected: int, kinds: frozenset[str]) -> Op:
     number, *rest = tokens
     if _number(number, "") != expected:
         raise ValueError(f"op {expected} is due")
-    if not rest or rest[0] not in KINDS:
-        raise ValueError(f"{rest[0] if rest else ''!r} is none of {', '.join(sorted(KINDS))}")
-    kind, *rest = rest
+    words = 2 if rest[:1] == ["wait"] else 1
+    kind, rest = " ".join(rest[:words]), rest[words:]
+    if kind not in kinds:
+        raise ValueError(f"{kind!r} is none of {', '.join(sorted(kinds))}")
     name = _unquoted(rest.pop(0)) if rest and rest[0][0] not in "#@" else None
     if name is None and kind not in STEP_KINDS:
         raise ValueError(f"{kind} needs a name")

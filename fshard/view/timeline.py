@@ -16,29 +16,22 @@ from fshard.schedule.memory import size_text
 from fshard.schedule.ops import ROOT, UNIT_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
+from fshard.schedule.transfers import KINDS, item_words, started
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LANES = ("spread", "gather", "compute", "reduce", "sum", "offload", "update")
-ENDS = {"gather": "wait", "reduce": "collect", "sum": "total", "spread": "join", "offload": "stored"}
-"""The op that ends what the other one began."""
-
-ALWAYS = ("gather", "compute", "reduce", "update")
-"""Lanes that are there even if nothing is in them; the others are for replicas and host memory."""
-
-MEMORY = (
-    ("param", "gathered parameters", "#7d8fb3"),
-    ("grad", "full gradients", "#d9a05b"),
-    ("leaf", "gradients of leaves", "#e8c9a0"),
-    ("stage", "staging of reductions", "#b5b8bf"),
-    ("shard", "gradient shards", "#8fa98f"),
-    ("sum", "staging of sums", "#c9ccd2"),
-    ("own", "summed gradients", "#6f8f6f"),
-    ("visit", "state from host memory", "#a58fb0"),
-)
-"""The kinds of items in memory: prefix, words for the legend, color."""
+COLORS = {
+    "param": "#7d8fb3",
+    "grad": "#d9a05b",
+    "leaf": "#e8c9a0",
+    "shard": "#8fa98f",
+    "own": "#6f8f6f",
+    "update": "#a58fb0",
+    "reduce_scatter": "#b5b8bf",
+}
+"""The colors of items of memory. The staging of other transfers is of a lighter gray."""
 
 NARROW = 0.13
 """The width of an op that is no compute op; that of a compute op is 1."""
@@ -74,7 +67,7 @@ class Bar:
 
 
 def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figure":
-    """Draw a schedule: lanes of gathers, compute, reductions and updates, and below them memory.
+    """Draw a schedule: a lane for compute, updates and each kind of transfer, and below them memory.
 
     Args:
         schedule: the schedule, for example ``step.trace(batch)`` on an abstract mesh.
@@ -106,7 +99,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         drawn = list(timed_bars(simulation, scale))
     width = min(max(2.0 + 0.66 * edges[-1], 8.0), 40.0)
     rows = stacked(drawn, edges[-1] / (width - 1.6) * CHARACTER)
-    shown = [lane for lane in LANES if lane in ALWAYS or any(bar.lane == lane for bar in drawn)]
+    shown = [lane for lane in lanes() if any(bar.lane == lane for bar in drawn)]
     heights = {lane: 1 + max((row for bar, row in rows if bar.lane == lane), default=0) for lane in shown}
     lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(heights) + 0.3
     figure = Figure(figsize=(width, lanes_height + 2.6), layout="constrained", facecolor="white")
@@ -127,10 +120,16 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
     return figure
 
 
+def lanes() -> list[str]:
+    """The lanes from top to bottom: what brings parameters, compute, what gradients go through, updates."""
+    before = [row.name for row in KINDS.values() if row.stage != "gradient"]
+    return [*before, "compute", *(row.name for row in KINDS.values() if row.stage == "gradient"), "update"]
+
+
 def positions(ops: Sequence[Op]) -> list[float]:
     """Where each op begins on the axis, and where the last one ends.
 
-    >>> positions([Op("gather", "a"), Op("forward", "a"), Op("free", "a")])
+    >>> positions([Op("all_gather", "a"), Op("forward", "a"), Op("free", "a")])
     [0.0, 0.13, 1.13, 1.26]
     """
     steps = (1.0 if op.kind in UNIT_KINDS else NARROW for op in ops)
@@ -147,10 +146,16 @@ def bars(schedule: Schedule) -> Iterator[Bar]:
             yield Bar("compute", op.target, group, edges[at], edges[at + 1])
         elif op.kind == "update":
             yield Bar("update", op.target, op.target, edges[at], edges[at + 1])
-        elif op.kind in ENDS:
-            end = next(i for i in range(at, len(ops)) if (ops[i].kind, ops[i].target) == (ENDS[op.kind], op.target))
+        elif started(op.kind):
+            end = _end(ops, at)
             exposed = not any(between.kind in UNIT_KINDS for between in ops[at:end])
             yield Bar(op.kind, op.target, op.target, edges[at], edges[end], exposed)
+
+
+def _end(ops: Sequence[Op], at: int) -> int:
+    """The number of the op that waits for the transfer which op number ``at`` starts."""
+    wanted = KINDS[ops[at].kind].wait, ops[at].target
+    return next(number for number in range(at, len(ops)) if (ops[number].kind, ops[number].target) == wanted)
 
 
 def timed_bars(simulation: Simulation, scale: float) -> Iterator[Bar]:
@@ -158,15 +163,15 @@ def timed_bars(simulation: Simulation, scale: float) -> Iterator[Bar]:
     ops = simulation.schedule.ops
     for at, bar in zip(_places(ops), bars(simulation.schedule), strict=True):
         exposed = False
-        if bar.lane in ENDS:
-            end = next(i for i in range(at, len(ops)) if (ops[i].kind, ops[i].target) == (ENDS[bar.lane], bar.label))
+        if started(bar.lane):
+            end = _end(ops, at)
             exposed = simulation.ends[end] > simulation.issued[end]
         yield replace(bar, begin=simulation.starts[at] * scale, end=simulation.ends[at] * scale, exposed=exposed)
 
 
 def _places(ops: Sequence[Op]) -> Iterator[int]:
     """Where the ops stand that have bars."""
-    return (at for at, op in enumerate(ops) if op.kind in UNIT_KINDS or op.kind == "update" or op.kind in ENDS)
+    return (at for at, op in enumerate(ops) if op.kind in UNIT_KINDS or op.kind == "update" or started(op.kind))
 
 
 def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:
@@ -176,7 +181,7 @@ def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:
         items: the bars.
         character: the width of a character on the axis of ops.
     """
-    ends: dict[str, list[float]] = {lane: [] for lane in LANES}
+    ends: dict[str, list[float]] = {lane: [] for lane in lanes()}
     placed = []
     for bar in sorted(items, key=lambda bar: bar.begin):
         rows = ends[bar.lane]
@@ -197,7 +202,7 @@ def fits(bar: Bar, character: float) -> bool:
 def live(schedule: Schedule) -> dict[str, list[int]]:
     """The bytes alive at each op by kind of item: ``param``, ``grad``... They sum to ``memory.profile``."""
     memory = schedule.memory
-    changes = {kind: [0] * (len(schedule) + 1) for kind, _, _ in MEMORY}
+    changes = {kind: [0] * (len(schedule) + 1) for kind in item_words()}
     for item, spans in memory.lifetimes.items():
         for first, last in spans:
             changes[item.partition(":")[0]][first] += memory.sizes[item]
@@ -229,7 +234,7 @@ def _lanes(ax: "Axes", rows: Sequence[tuple[Bar, int]], heights: Mapping[str, in
     ax.set_yticks([tops[lane] + heights[lane] / 2 for lane in heights], [*heights])
     for text in ax.get_yticklabels():
         text.set(color=INK, weight="bold", fontsize=FONT + 1)
-    ax.set_ylim(tops["update"] + heights["update"] + 0.1, -0.95)
+    ax.set_ylim(max(tops[lane] + heights[lane] for lane in heights) + 0.1, -0.95)
 
 
 def _label(ax: "Axes", bar: Bar, y: float, character: float, inside: str) -> None:
@@ -259,11 +264,13 @@ def _memory(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
     """The bytes in use, by kind, the size of the arena, and the peak."""
     below = [0] * len(schedule)
     memory = schedule.memory
-    for (_, words, color), values in zip(MEMORY, live(schedule).values(), strict=True):
+    for (kind, words), values in zip(item_words().items(), live(schedule).values(), strict=True):
         above = [a + b for a, b in zip(below, values, strict=True)]
         if any(values):
             low, high = ([*line, line[-1]] for line in (below, above))
-            ax.fill_between(edges, low, high, step="post", color=color, linewidth=0, label=words, zorder=2)
+            ax.fill_between(
+                edges, low, high, step="post", color=COLORS.get(kind, "#c9ccd2"), linewidth=0, label=words, zorder=2
+            )
         below = above
     size = memory.peak_bytes
     for level in (size, memory.arena_bytes):

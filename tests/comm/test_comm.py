@@ -265,7 +265,7 @@ step = fs.make_train_step(lambda p, b: (p["w"] * b).mean(), opt, plan, clip_norm
 state = fs.init_state(plan, opt, params=params)
 for _ in range(3):
     state, metrics = step(state, torch.ones(1))
-print(mesh.size, mesh.rank, state.params["w"].shape[0], [op.kind for op in step.record].count("gather"))
+print(mesh.size, mesh.rank, state.params["w"].shape[0], [op.kind for op in step.record].count("all_gather"))
 """
 
 
@@ -360,6 +360,6 @@ def test_a_peer_that_is_killed_in_the_middle(kind: str, what: str, tmp_path: Pat
 def test_a_step_whose_peer_does_not_come_names_the_op(kind: str, how: str, tmp_path: Path) -> None:
     for raised, seconds in _run(step_without_peer, kind, how, world=2, folder=tmp_path):
         assert "CommError" in raised.kinds
-        for part in ("op 0 of", "'agree'", "all-gather on control(shard) failed: "):
+        for part in ("op 0 of", "'handshake'", "all-gather on control(shard) failed: "):
             assert part in raised.text, raised
         assert seconds < LONG

@@ -46,11 +46,11 @@ def leaving(kind: str, how: str, where: str, report: str) -> None:
     state, _ = step(state, batch(0, mesh.rank))
     actions = step._runner.latest.actions  # type: ignore[union-attr]
     if mesh.rank == 1:
-        verbs, name = actions.verbs, where.split()[0]
+        verbs, name = actions.verbs, where.rpartition(" ")[0]
         verb = verbs[name]
 
         def leave(slots: Any, microbatch: int) -> None:
-            if slots.group.name == where.split()[1]:
+            if slots.group.name == where.rpartition(" ")[2]:
                 _leaves(how)
             verb(slots, microbatch)
 
@@ -74,7 +74,11 @@ def _run(function: Callable[..., None], *args: Any, world: int, folder: Path) ->
 
 @pytest.mark.parametrize(
     ("kind", "how", "where"),
-    [("host", "killed", "gather middle"), ("gloo", "killed", "gather middle"), ("host", "hangs", "reduce last")],
+    [
+        ("host", "killed", "all_gather middle"),
+        ("gloo", "killed", "all_gather middle"),
+        ("host", "hangs", "reduce_scatter last"),
+    ],
 )
 def test_a_rank_that_leaves_is_named(kind: str, how: str, where: str, tmp_path: Path) -> None:
     for raised, seconds in _run(leaving, kind, how, where, world=3, folder=tmp_path):
@@ -86,12 +90,21 @@ def test_a_rank_that_leaves_is_named(kind: str, how: str, where: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "gloo"])
-@pytest.mark.parametrize("where", ["gather first", "wait last", "reduce middle", "reduce last", "collect first"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "all_gather first",
+        "wait all_gather last",
+        "reduce_scatter middle",
+        "reduce_scatter last",
+        "wait reduce_scatter first",
+    ],
+)
 @pytest.mark.parametrize("how", ["killed", "exits", "hangs"])
 def test_a_rank_that_leaves_anywhere(kind: str, how: str, where: str, tmp_path: Path) -> None:
     for raised, seconds in _run(leaving, kind, how, where, world=3, folder=tmp_path):
         assert raised is not None and "CommError" in raised.kinds and "rank 1" in raised.text, raised
-        assert ("unit " in raised.text or "'commit'" in raised.text) and seconds < LONG  # which is of no unit
+        assert ("unit " in raised.text or "'consensus'" in raised.text) and seconds < LONG  # which is of no unit
 
 
 def other_op(kind: str) -> tuple[Raised | None, float]:

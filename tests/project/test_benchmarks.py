@@ -183,17 +183,17 @@ def test_a_lab_that_cannot_be_says_so(bench: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
     kinds = (
-        "agree",
-        "gather",
-        "wait",
+        "handshake",
+        "all_gather",
+        "wait all_gather",
         "forward",
         "backward",
-        "reduce",
-        "collect",
-        "sum",
-        "gather",
+        "reduce_scatter",
+        "wait reduce_scatter",
+        "replica_reduce",
+        "all_gather",
         "backward",
-        "total",
+        "wait replica_reduce",
     )
     ops = tuple(SimpleNamespace(kind=kind) for kind in kinds)
     issued = (0, 0, 0, 1, 2, 4, 4, 5, 5, 5, 8)
@@ -208,6 +208,6 @@ def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
         "waited for, of the step": 0.1,
     }
     groups = (SimpleNamespace(name="a", shard_bytes=10_000_000), SimpleNamespace(name="alone", shard_bytes=7))
-    summed = type("Ops", (tuple,), {"groups": groups})([SimpleNamespace(kind="sum", target="a")])
+    summed = type("Ops", (tuple,), {"groups": groups})([SimpleNamespace(kind="replica_reduce", target="a")])
     assert bench.hsdp.link_seconds(SimpleNamespace(schedule=summed), "200mbit") == pytest.approx(0.8)
     assert bench.hsdp.overlap(SimpleNamespace(schedule=(), issued=(), starts=(), ends=(), seconds=1)) == {}

@@ -146,7 +146,7 @@ def test_a_gather_that_is_wrong_names_the_unit_that_reads_it(monkeypatch: pytest
 
     def wrong(self: Any, op: Any) -> None:
         perform(self, op)
-        slots = self.by_name.get(op.target) if op.kind == "wait" else None
+        slots = self.by_name.get(op.target) if op.kind == "wait all_gather" else None
         if slots is not None and slots.group.unit == "3":
             slots.leaves[0].data.view(-1)[5] += 0.1
 

@@ -117,7 +117,7 @@ def timed(axes: str) -> tuple[list[Op], dict[str, list[tuple[float, float]]]]:
 @pytest.mark.parametrize("axes", ["far", "near"])
 def test_a_slow_gather_delays_only_what_shares_its_communicator(pool: Pools, axes: str) -> None:
     for ops, spans in pool(4).run(timed, axes):
-        names = [op.target for op in ops if op.kind == "gather"]
+        names = [op.target for op in ops if op.kind == "all_gather"]
         assert names[:3] == ["dense", "expert", "joined"]  # what the last unit reads is asked for after the expert
         asked, there = spans["expert"][0]
         later, arrived = spans["dense"][1]
@@ -175,8 +175,14 @@ def test_dense_units_run_while_the_expert_is_gathered(pool: Pools, tmp_path: Pat
     for rank, (run, ops, came) in enumerate(pool(4).run(held, tmp_path, shared_memory)):
         assert came, "peers that run dense units wait for a gather that they do not need"
         at = {(op.kind, op.target): number for number, op in reversed([*enumerate(ops)])}
-        gather, dense = at["gather", "expert"], at["forward", "layer(dense.w)"]
-        assert at["forward", "layer(first.w)"] < gather < at["gather", "joined"] < dense < at["wait", "expert"]
+        gather, dense = at["all_gather", "expert"], at["forward", "layer(dense.w)"]
+        assert (
+            at["forward", "layer(first.w)"]
+            < gather
+            < at["all_gather", "joined"]
+            < dense
+            < at["wait all_gather", "expert"]
+        )
         if rank < 2:  # the peer had not even begun when this unit was over
             assert run.starts[gather] < run.starts[dense] < run.ends[dense] < run.ends[gather]
 
@@ -202,7 +208,7 @@ def test_waits_in_the_simulation_are_for_what_a_unit_needs() -> None:
         _, _, _, step = make(fs.abstract_mesh((2, 2), ("far", "near")), axes, fs.Policy(prefetch=4))
         schedule = step.trace(torch.zeros(8, 16))
         run = simulate(schedule, Costs(links={"far": Link(1e6), "near": Link(1e6)}))
-        at = next(i for i, op in enumerate(schedule) if op == Op("gather", "joined"))
+        at = next(i for i, op in enumerate(schedule) if op == Op("all_gather", "joined"))
         held[axes] = run.ends[at] - run.issued[at]
     assert held["far"] < 0.01 < 0.1 < held["near"]  # half a KiB, or 128 KiB before it
 

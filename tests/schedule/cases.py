@@ -7,21 +7,69 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import strategies as st
 
-from fshard.schedule import Call, GroupInfo, Op, Policy, Program
+from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Transfer
 from fshard.schedule.policy import Keep, keep
 
 MiB = 2**20
 
+SENT = ("update_gather", "all_gather", "reduce_scatter", "replica_reduce")
+"""Kinds of transfers that generated groups may have."""
 
-def info(
-    name: str, size: int = MiB, *, gathered: bool = True, reduced: bool = True, trainable: bool = True
+
+def group(
+    name: str,
+    full: int,
+    shard: int,
+    grad: int = 0,
+    *,
+    gathered: bool = True,
+    reduced: bool = True,
+    trainable: bool = True,
+    staging: int = 0,
+    sums: int = 0,
+    own: int = 0,
+    axes: Sequence[str] = ("", "", "", ""),
+    **sent: int,
 ) -> GroupInfo:
+    """A group whose transfers send so many bytes, by kind. ``sums`` is the staging of sums over replicas.
+
+    ``axes`` are those of all_gather, reduce_scatter, replica_reduce and update_gather.
+    """
+    moves, target = [], "own" if own and sent.get("replica_reduce") else "shard"
+    if sent.get("update_gather"):
+        moves.append(Transfer("update_gather", "state", "state", sent["update_gather"], 0, axes[3]))
+    if gathered:
+        moves.append(Transfer("all_gather", "state", "param", sent.get("all_gather", 0), 0, axes[0]))
+    if reduced and trainable:
+        carried = sent.get("reduce_scatter", 0)
+        late = staging > 0 and shard == grad - carried
+        moves.append(Transfer("reduce_scatter", "grad", "shard", carried, staging, axes[1], late))
+        if sent.get("replica_reduce"):
+            moves.append(Transfer("replica_reduce", "shard", target, sent["replica_reduce"], sums, axes[2]))
+        if sent.get("offload"):
+            moves.append(Transfer("offload", target, "host", sent["offload"]))
+    return GroupInfo(name, full, shard, grad, trainable, tuple(moves), own)
+
+
+def info(name: str, size: int = MiB, *, trainable: bool = True, **more: Any) -> GroupInfo:
     """A group of ``size`` bytes on 4 ranks, with gradients of twice that."""
     grad = 2 * size if trainable else 0
-    return GroupInfo(name, size, size // 4, grad, grad // 4, gathered, reduced and trainable, trainable)
+    return group(name, size, size // 4, grad, trainable=trainable, staging=grad // 4, **more)
+
+
+def sends(info: GroupInfo, kind: str) -> int:
+    """What a group sends in a transfer of this kind."""
+    return sum(transfer.sent for transfer in info.transfers if transfer.kind == kind)
+
+
+def sending(info: GroupInfo, kind: str, sent: int) -> GroupInfo:
+    """The same group with another number of bytes in a transfer that it has."""
+    moves = [replace(move, sent=sent) if move.kind == kind else move for move in info.transfers]
+    return replace(info, transfers=tuple(moves))
 
 
 def calls(*names: str) -> tuple[Call, ...]:
@@ -71,14 +119,10 @@ def replicas() -> tuple[Program, list[GroupInfo]]:
     """Blocks with replicas, of which each rank updates a part; a group without shards, a part of it likewise."""
     made, groups = gpt(3)
     over = ("shard", "shard", "replica", "replica")
-    blocks = [
-        replace(
-            g, gather_sent=100, reduce_sent=100, sum_sent=50, spread_sent=50, sum_bytes=1024, own_bytes=512, over=over
-        )
-        for g in groups[1:]
-    ]
-    norm = replace(info("norm", gathered=False), sum_sent=10, over=("", "", "replica+shard", ""))
-    zero = replace(info("zero", gathered=False), reduce_sent=10, spread_sent=10, over=("", "shard", "", "shard"))
+    sent = {"all_gather": 100, "reduce_scatter": 100, "replica_reduce": 50, "update_gather": 50}
+    blocks = [info(g.name, sums=1024, own=512, axes=over, **sent) for g in groups[1:]]
+    norm = info("norm", gathered=False, replica_reduce=10, axes=("", "", "replica+shard", ""))
+    zero = info("zero", gathered=False, reduce_scatter=10, update_gather=10, axes=("", "shard", "", "shard"))
     reads = {**made.reads, "blocks.0": (1, 4), "blocks.1": (2, 4, 5), "blocks.2": (3, 5)}
     return replace(made, reads=reads), [groups[0], *blocks, norm, zero]
 
@@ -121,14 +165,14 @@ def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, .
         trainable = draw(st.booleans())
         full, grad, stage = draw(sizes), draw(sizes) * trainable, draw(sizes) * trainable
         gathered, reduced = draw(st.booleans()), draw(st.booleans()) and trainable
-        sent = [draw(sizes) * does * draw(st.booleans()) for does in (gathered, reduced, reduced, trainable)]
+        sent = {kind: draw(sizes) * draw(st.booleans()) for kind in SENT}
         if reduced and grad >= full // 2 and draw(st.booleans()):
-            sent[1] = grad - full // 2  # what travels has the dtype of the shard
-        held = [draw(sizes) * draw(st.booleans()) for _ in range(2)]
-        over = draw(st.sampled_from([("", "", "", ""), ("s", "s", "r", "r"), ("a b", "c", "", '"d"')]))
-        groups.append(
-            GroupInfo(f"g{i}", full, full // 2, grad, stage, gathered, reduced, trainable, *sent, *held, over)
-        )
+            sent["reduce_scatter"] = grad - full // 2  # what travels has the dtype of the shard
+        held = {kind: draw(sizes) * draw(st.booleans()) for kind in ("sums", "own")}
+        does = {"gathered": gathered, "reduced": reduced, "trainable": trainable}
+        axes = draw(st.sampled_from([("", "", "", ""), ("s", "s", "r", "r"), ("a b", "c", "", '"d"')]))
+        sent["update_gather"] *= trainable
+        groups.append(group(f"g{i}", full, full // 2, grad, staging=stage, axes=axes, **does, **held, **sent))
     ids = st.lists(st.integers(0, count - 1), unique=True, max_size=3).map(tuple) if count else st.just(())
     units = [f"u{i}" for i in range(draw(st.integers(0, most)))]
     reads = {unit: draw(ids) for unit in ("root", *units)}
@@ -189,7 +233,7 @@ def naive(
     computes = sequence(program, accumulate)
     root, kept = program.reads["root"], kept_groups(program, policy)
     needs = [tuple(dict.fromkeys((*program.reads[op.target], *root))) for op in computes]
-    ops = [Op("agree")]
+    ops = [Op("handshake")]
     slots: dict[int, str] = {}
     updated: list[int] = []
     flying: list[tuple[int, int]] = []
@@ -200,37 +244,37 @@ def naive(
         if train and groups[g].trainable and policy.update == when and g not in updated:
             updated.append(g)
             ops.append(Op("update", groups[g].name))
-            if groups[g].spread_sent:
+            if sends(groups[g], "update_gather"):
                 spreading.append(g)
-                ops.append(Op("spread", groups[g].name))
+                ops.append(Op("update_gather", groups[g].name))
 
     def join(g: int) -> None:
         if g in spreading:
             spreading.remove(g)
-            ops.append(Op("join", groups[g].name))
+            ops.append(Op("wait update_gather", groups[g].name))
 
     def sums(reductions: list[tuple[int, int]]) -> bool:
-        return any(groups[g].sum_sent and microbatch == accumulate - 1 for g, microbatch in reductions)
+        return any(sends(groups[g], "replica_reduce") and microbatch == accumulate - 1 for g, microbatch in reductions)
 
     def collect() -> None:
         g, microbatch = flying.pop(0)
-        ops.append(Op("collect", groups[g].name, 0, microbatch))
+        ops.append(Op("wait reduce_scatter", groups[g].name, 0, microbatch))
         if sums([(g, microbatch)]):
             while len(summing) > policy.reduces:
                 total()
             summing.append(g)
-            ops.append(Op("sum", groups[g].name))
+            ops.append(Op("replica_reduce", groups[g].name))
         elif microbatch == accumulate - 1:
             update(g, "in_backward")
 
     def total() -> None:
         g = summing.pop(0)
-        ops.append(Op("total", groups[g].name))
+        ops.append(Op("wait replica_reduce", groups[g].name))
         update(g, "in_backward")
 
     uses = [[k for k, op in enumerate(computes) if g in program.reads[op.target]] for g in range(len(groups))]
     for g in sorted(range(len(groups)), key=lambda g: uses[g][0] if uses[g] else len(computes)):
-        if groups[g].spread_sent:
+        if sends(groups[g], "update_gather"):
             update(g, "deferred")
     for g in range(len(groups)):
         if groups[g].gathered and not any(g in need for need in needs):
@@ -243,7 +287,7 @@ def naive(
                 if groups[g].gathered and g not in slots:
                     update(g, "deferred")
                     join(g)
-                    ops.append(Op("gather", groups[g].name))
+                    ops.append(Op("all_gather", groups[g].name))
                     slots[g] = "coming"
         for g in range(len(groups)) if k == 0 else ():
             if not groups[g].gathered:
@@ -251,7 +295,7 @@ def naive(
         for g in program.reads[op.target] if k else needs[k]:
             join(g)
             if slots.get(g) == "coming":
-                ops.append(Op("wait", groups[g].name))
+                ops.append(Op("wait all_gather", groups[g].name))
                 slots[g] = "live"
         for g in program.reads[op.target] if op.kind == "backward" else ():
             while g in [flying_group for flying_group, _ in flying]:
@@ -268,12 +312,13 @@ def naive(
                 update(g, "in_backward")
             due = policy.accumulation == "sharded" or op.microbatch == accumulate - 1
             if groups[g].trainable and groups[g].reduced and due:
-                here = groups[g].sum_sent and not groups[g].reduce_sent  # nothing is sent: it is over at once
+                # Where nothing is sent it is over at once.
+                here = sends(groups[g], "replica_reduce") and not sends(groups[g], "reduce_scatter")
                 aloft = [flying_group for flying_group, _ in flying]
                 while not here and (g in aloft or len(flying) == policy.reduces or sums(flying[:1])):
                     collect()
                     aloft = [flying_group for flying_group, _ in flying]
-                ops.append(Op("reduce", groups[g].name, 0, op.microbatch))
+                ops.append(Op("reduce_scatter", groups[g].name, 0, op.microbatch))
                 flying.insert(0 if here else len(flying), (g, op.microbatch))
                 if here:
                     collect()
@@ -283,7 +328,7 @@ def naive(
         total()
     for g in list(spreading):
         join(g)
-    return (*ops, Op("commit")) if train else tuple(ops)
+    return (*ops, Op("consensus")) if train else tuple(ops)
 
 
 def finished(program: Program, op: Op, count: int) -> Iterator[int]:

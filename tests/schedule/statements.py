@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from fshard.schedule import Op, Schedule
-from tests.schedule.cases import horizon, kept_groups, sequence
+from tests.schedule.cases import horizon, kept_groups, sends, sequence
 
 
 def valid(schedule: Schedule) -> bool:
@@ -17,17 +17,19 @@ def _statements(s: Schedule) -> Iterator[bool]:
     computes = [i for i, op in enumerate(s.ops) if op.kind in ("forward", "backward")]
     names = {group.name for group in s.groups}
     yield [s.ops[i] for i in computes] == sequence(s.program, s.accumulate)
-    yield [i for i, op in enumerate(s.ops) if op.kind == "agree"] == [0]
-    yield [i for i, op in enumerate(s.ops) if op.kind == "commit"] == [len(s.ops) - 1] * s.train
+    yield [i for i, op in enumerate(s.ops) if op.kind == "handshake"] == [0]
+    yield [i for i, op in enumerate(s.ops) if op.kind == "consensus"] == [len(s.ops) - 1] * s.train
     for op in s.ops:
-        yield op.kind in ("forward", "backward") or op.target in (("",) if op.kind in ("agree", "commit") else names)
+        yield op.kind in ("forward", "backward") or op.target in (
+            ("",) if op.kind in ("handshake", "consensus") else names
+        )
         yield not op.index or op.kind in ("forward", "backward")
-        yield not op.microbatch or op.kind in ("forward", "backward", "reduce", "collect")
+        yield not op.microbatch or op.kind in ("forward", "backward", "reduce_scatter", "wait reduce_scatter")
     flights = sums = 0
-    sending = {group.name for group in s.groups if group.reduce_sent or not group.sum_sent}
+    sending = {g.name for g in s.groups if sends(g, "reduce_scatter") or not sends(g, "replica_reduce")}
     for op in s.ops:
-        flights += ((op.kind == "reduce") - (op.kind == "collect")) * (op.target in sending)
-        sums += (op.kind == "sum") - (op.kind == "total")
+        flights += ((op.kind == "reduce_scatter") - (op.kind == "wait reduce_scatter")) * (op.target in sending)
+        sums += (op.kind == "replica_reduce") - (op.kind == "wait replica_reduce")
         yield flights <= s.policy.reduces
         yield sums <= s.policy.reduces + 1
     for g, group in enumerate(s.groups):
@@ -45,26 +47,26 @@ def _replica_statements(
     s: Schedule, g: int, mine: list[tuple[int, Op]], computes: list[int], users: list[int]
 ) -> Iterator[bool]:
     group, at = s.groups[g], {op.kind: i for i, op in mine}
-    turns = [op.kind for _, op in mine if op.kind in ("collect", "update", "sum", "total", "spread", "join")]
-    summed = s.train and group.trainable and group.reduced and group.sum_sent > 0
-    spread = s.train and group.trainable and group.spread_sent > 0
-    yield [kind for kind in turns if kind in ("sum", "total")] == ["sum", "total"] * summed
-    yield [kind for kind in turns if kind in ("spread", "join")] == ["spread", "join"] * spread
-    if summed and "collect" in at and "sum" in at and "update" in at:
-        yield at["collect"] < at["sum"]
-        yield s.policy.update == "deferred" or at["total"] < at["update"]
-    if spread and "spread" in at and "join" in at and "update" in at:
-        yield at["update"] < at["spread"]
+    sums, shares = ("replica_reduce", "wait replica_reduce"), ("update_gather", "wait update_gather")
+    summed = s.train and group.trainable and group.reduced and sends(group, "replica_reduce") > 0
+    spread = s.train and group.trainable and sends(group, "update_gather") > 0
+    yield [op.kind for _, op in mine if op.kind in sums] == [*sums] * summed
+    yield [op.kind for _, op in mine if op.kind in shares] == [*shares] * spread
+    if summed and "wait reduce_scatter" in at and "replica_reduce" in at and "update" in at:
+        yield at["wait reduce_scatter"] < at["replica_reduce"]
+        yield s.policy.update == "deferred" or at["wait replica_reduce"] < at["update"]
+    if spread and "update_gather" in at and "wait update_gather" in at and "update" in at:
+        yield at["update"] < at["update_gather"]
         readers = computes if g in s.program.reads["root"] else users
-        gathers = [i for i, op in mine if op.kind == "gather"]
-        yield s.policy.update != "deferred" or all(at["join"] < i for i in (*gathers, *readers))
+        gathers = [i for i, op in mine if op.kind == "all_gather"]
+        yield s.policy.update != "deferred" or all(at["wait update_gather"] < i for i in (*gathers, *readers))
 
 
 def _slot_statements(
     s: Schedule, g: int, mine: list[tuple[int, str]], computes: list[int], users: list[int]
 ) -> Iterator[bool]:
-    turns = [(i, kind) for i, kind in mine if kind in ("gather", "wait", "free")]
-    yield re.fullmatch("(gather wait free )*", "".join(f"{kind} " for _, kind in turns)) is not None
+    turns = [(i, kind) for i, kind in mine if kind in ("all_gather", "wait all_gather", "free")]
+    yield re.fullmatch("(all_gather wait all_gather free )*", "".join(f"{kind} " for _, kind in turns)) is not None
     yield s.groups[g].gathered or not turns
     spans = [(turns[k][0], turns[k + 1][0], turns[k + 2][0]) for k in range(0, len(turns) - 2, 3)]
     in_root = g in s.program.reads["root"]
@@ -83,20 +85,20 @@ def _slot_statements(
 
 
 def _gradient_statements(s: Schedule, g: int, mine: list[tuple[int, Op]], computes: list[int]) -> Iterator[bool]:
-    turns = [(i, op) for i, op in mine if op.kind in ("reduce", "collect")]
+    turns = [(i, op) for i, op in mine if op.kind in ("reduce_scatter", "wait reduce_scatter")]
     due = s.train and s.groups[g].trainable and s.groups[g].reduced
     rounds = range(s.accumulate)[-1 if s.policy.accumulation == "full" else 0 :] if due else ()
-    expected = [(kind, m) for m in rounds for kind in ("reduce", "collect")]
+    expected = [(kind, m) for m in rounds for kind in ("reduce_scatter", "wait reduce_scatter")]
     yield [(op.kind, op.microbatch) for _, op in turns] == expected
     for (i, op), (_, later) in pairwise([*turns, (0, Op(""))]):
         before = [j for j in computes if j < i]
-        yield not before or s.ops[before[-1]].microbatch == op.microbatch or op.kind == "collect"
+        yield not before or s.ops[before[-1]].microbatch == op.microbatch or op.kind == "wait reduce_scatter"
         filling = [j for j in computes if s.ops[j].kind == "backward" and g in s.program.reads[s.ops[j].target]]
         ends = [j for j in computes if s.ops[j].kind == "backward" and s.ops[j].target == "root"]
         fills = [j for j in filling or ends if s.ops[j].microbatch == op.microbatch]
-        yield op.kind == "collect" or all(j < i for j in fills)
+        yield op.kind == "wait reduce_scatter" or all(j < i for j in fills)
         again = [j for j in filling if s.ops[j].microbatch == op.microbatch + 1]
-        yield op.kind == "reduce" or all(i < j for j in again)
+        yield op.kind == "reduce_scatter" or all(i < j for j in again)
         yield later is not op
 
 
@@ -107,11 +109,11 @@ def _update_statements(
     yield len(updates) == (s.train and s.groups[g].trainable)
     if len(updates) != 1:
         return
-    others = [i for i, op in mine if op.kind in ("gather", "reduce")]
+    others = [i for i, op in mine if op.kind in ("all_gather", "reduce_scatter")]
     readers = computes if g in s.program.reads["root"] else users
     if s.policy.update == "deferred":
         yield all(updates[0] < i for i in (*others, *readers))
     else:
-        collects = [i for i, op in mine if op.kind == "collect"]
+        collects = [i for i, op in mine if op.kind == "wait reduce_scatter"]
         fills = [i for i in users if s.ops[i].kind == "backward"] or computes[-1:]
         yield all(i < updates[0] for i in (*users, *collects, *(() if s.groups[g].reduced else fills)))

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import PlanError
-from fshard.schedule import GroupInfo, Policy, build, check, simulate
+from fshard.schedule import Policy, build, check, simulate
 from fshard.schedule.auto import TIE, Rates, Task, candidates, choose
 from fshard.schedule.footprint import Need, footprint
 from fshard.schedule.policy import Keep
-from tests.schedule.cases import program
+from tests.schedule.cases import group, program
 from tests.shared import zoo
 from tests.shared.workers import Pools
 
@@ -25,7 +25,7 @@ def task(accumulate: int = 1, full: bool = True) -> Task:
     """A chain of equal units on two ranks: each takes a second forward and two backward at 1 GFLOP/s."""
     names = [f"u{i}" for i in range(UNITS)]
     half = BYTES // 2
-    groups = [GroupInfo(n, BYTES, half, BYTES, half, True, True, True, half, half) for n in names]
+    groups = [group(n, BYTES, half, BYTES, staging=half, all_gather=half, reduce_scatter=half) for n in names]
     forward = [Need((i + 1) * ACTIVATIONS, (i + 1) * ACTIVATIONS, 10**9) for i in range(UNITS)]
     backward = [Need((i + 1) * ACTIVATIONS, i * ACTIVATIONS, 2 * 10**9) for i in reversed(range(UNITS))]
     needs = [Need(0, 0, 0), *forward, *backward, Need(0, 0, 0)]

@@ -86,51 +86,56 @@ def test_cases_pass_check(case: str, policy: Policy, accumulate: int) -> None:
 
 def test_a_unit_called_twice_reduces_once_after_its_last_backward() -> None:
     schedule = build(*CASES["twice"](), Policy(prefetch=0))
-    assert texts(schedule, "forward", "backward", "reduce") == [
+    assert texts(schedule, "forward", "backward", "reduce_scatter") == [
         "forward root", "forward a", "forward b", "forward a #1",
-        "backward a #1", "backward b", "reduce b", "backward a", "reduce a", "backward root",
+        "backward a #1", "backward b", "reduce_scatter b", "backward a", "reduce_scatter a", "backward root",
     ]  # fmt: skip
 
 
 def test_a_call_without_backward_is_not_gathered_for_it_and_still_reduces_zeros() -> None:
     made = program(("a", "b"), {"a": (0,), "b": (1,)}, skipped=[Call("a")])
     schedule = build(made, [info("a"), info("b")], Policy(prefetch=0))
-    assert texts(schedule, "gather").count("gather a") == 1
-    assert texts(schedule, "backward", "reduce") == ["backward b", "reduce b", "backward root", "reduce a"]
+    assert texts(schedule, "all_gather").count("all_gather a") == 1
+    assert texts(schedule, "backward", "reduce_scatter") == [
+        "backward b",
+        "reduce_scatter b",
+        "backward root",
+        "reduce_scatter a",
+    ]
 
 
 def test_a_shared_group_is_reduced_after_the_last_of_its_readers() -> None:
     schedule = build(*CASES["shared"](), Policy(prefetch=0))
-    assert texts(schedule, "reduce") == ["reduce b", "reduce shared", "reduce a"]
-    assert texts(schedule, "gather").count("gather shared") == 1  # its readers are neighbours
+    assert texts(schedule, "reduce_scatter") == ["reduce_scatter b", "reduce_scatter shared", "reduce_scatter a"]
+    assert texts(schedule, "all_gather").count("all_gather shared") == 1  # its readers are neighbours
 
 
 def test_a_group_of_root_and_a_unit_stays_and_is_reduced_with_root() -> None:
     schedule = build(*CASES["tied"](), Policy(), accumulate=2)
-    assert texts(schedule, "gather", "free").count("gather tied") == 1
-    ops = texts(schedule, "backward", "reduce", "free")
-    assert ops.index("reduce tied") > ops.index("backward root")
+    assert texts(schedule, "all_gather", "free").count("all_gather tied") == 1
+    ops = texts(schedule, "backward", "reduce_scatter", "free")
+    assert ops.index("reduce_scatter tied") > ops.index("backward root")
 
 
 def test_frozen_groups_are_gathered_for_backward_and_nothing_else() -> None:
     made = program(("a", "b", "c"), {"a": (0,), "b": (1,), "c": (2,)})
     schedule = build(made, [info("a", trainable=False), info("b"), info("c")], Policy(prefetch=0))
     mine = [op.kind for op in schedule if op.target == "a" and op.kind not in ("forward", "backward")]
-    assert mine == ["gather", "wait", "free"] * 2
+    assert mine == ["all_gather", "wait all_gather", "free"] * 2
 
 
 def test_groups_nobody_reads_are_updated_first_and_reduced_last() -> None:
     schedule = build(program(("a",), {"a": (0,)}), [info("a"), info("idle")], Policy())
     assert texts(schedule, "update") == ["update idle", "update a"]
-    assert texts(schedule, "reduce", "backward")[-2:] == ["backward root", "reduce idle"]
-    assert not [op for op in schedule if op.target == "idle" and op.kind in ("gather", "wait", "free")]
+    assert texts(schedule, "reduce_scatter", "backward")[-2:] == ["backward root", "reduce_scatter idle"]
+    assert not [op for op in schedule if op.target == "idle" and op.kind in ("all_gather", "wait all_gather", "free")]
 
 
 def test_a_world_of_one_neither_gathers_nor_reduces() -> None:
     made, groups = gpt(2)
     alone = [info(group.name, gathered=False, reduced=False) for group in groups]
     schedule = build(made, alone, Policy(), accumulate=2)
-    assert {op.kind for op in schedule} == {"agree", "update", "forward", "backward", "commit"}
+    assert {op.kind for op in schedule} == {"handshake", "update", "forward", "backward", "consensus"}
     assert schedule.memory.arena_bytes == 0
     late = build(made, alone, Policy(1, 1, update="in_backward"), accumulate=2)
     assert texts(late, "update", "backward")[-5:] == [
@@ -141,14 +146,14 @@ def test_a_world_of_one_neither_gathers_nor_reduces() -> None:
 
 def test_eval_runs_forward_and_marks_where_root_ends() -> None:
     schedule = build(*gpt(2), Policy(), train=False)
-    assert {op.kind for op in schedule} == {"agree", "gather", "wait", "forward", "backward", "free"}
+    assert {op.kind for op in schedule} == {"handshake", "all_gather", "wait all_gather", "forward", "backward", "free"}
     assert texts(schedule, "backward", "free")[-2:] == ["backward root", "free root"]
     assert schedule.program.backward == ()
 
 
 def test_without_reshard_each_group_is_gathered_once_a_step() -> None:
     schedule = build(*gpt(), Policy(reshard=False), accumulate=3)
-    assert len(texts(schedule, "gather")) == len(set(texts(schedule, "gather"))) == 5
+    assert len(texts(schedule, "all_gather")) == len(set(texts(schedule, "all_gather"))) == 5
 
 
 def test_kept_units_are_gathered_once_a_step() -> None:
@@ -158,8 +163,8 @@ def test_kept_units_are_gathered_once_a_step() -> None:
         (Policy(0, reshard=keep("blocks.[12]", "blocks.4")), ["blocks.1", "blocks.2", "blocks.4"]),
         (Policy(0, reshard=keep(last=99)), [group.name for group in groups]),
     ):
-        gathers = texts(build(made, groups, policy, accumulate=2), "gather")
-        once = [group.name for group in groups if gathers.count(f"gather {group.name}") == 1]
+        gathers = texts(build(made, groups, policy, accumulate=2), "all_gather")
+        once = [group.name for group in groups if gathers.count(f"all_gather {group.name}") == 1]
         assert once == list(dict.fromkeys(["root", *names]))
 
 
@@ -167,18 +172,21 @@ def test_the_turn_to_the_backward_gathers_nothing_that_was_there() -> None:
     made, groups = gpt(6, root=0)
     for ahead in range(5):
         schedule = build(made, groups, Policy(prefetch=ahead))
-        gathers = texts(schedule, "gather")
-        again = [group.name for group in groups if gathers.count(f"gather {group.name}") == 2]
+        gathers = texts(schedule, "all_gather")
+        again = [group.name for group in groups if gathers.count(f"all_gather {group.name}") == 2]
         assert again == [f"blocks.{i}" for i in range(5 - ahead)]
         assert schedule.memory.peak(schedule.ops.index(Op("forward", "blocks.5"))) <= (ahead + 1) * 2**20
 
 
 def test_full_accumulation_reduces_in_the_last_microbatch_alone() -> None:
     schedule = build(*gpt(3), Policy(accumulation="full"), accumulate=4)
-    assert [op.microbatch for op in schedule if op.kind in ("reduce", "collect")] == [3] * 8
+    assert [op.microbatch for op in schedule if op.kind in ("reduce_scatter", "wait reduce_scatter")] == [3] * 8
     spans = schedule.memory.lifetimes["grad:blocks.1"]
     assert spans == (
-        (schedule.ops.index(Op("backward", "blocks.1")), schedule.ops.index(Op("collect", "blocks.1", 0, 3))),
+        (
+            schedule.ops.index(Op("backward", "blocks.1")),
+            schedule.ops.index(Op("wait reduce_scatter", "blocks.1", 0, 3)),
+        ),
     )
     full, sharded = (build(*gpt(9), Policy(1, 1, accumulation=a), 4).memory.peak_bytes for a in ("full", "sharded"))
     assert full > 1.3 * sharded
@@ -187,7 +195,7 @@ def test_full_accumulation_reduces_in_the_last_microbatch_alone() -> None:
 
 def test_root_stays_for_the_step() -> None:
     schedule = build(*gpt(), Policy(prefetch=0), accumulate=3)
-    assert texts(schedule, "gather").count("gather root") == 1
+    assert texts(schedule, "all_gather").count("all_gather root") == 1
     assert [op for op in schedule if op.target == "root" and op.kind == "free"] == [Op("free", "root")]
 
 
@@ -196,7 +204,7 @@ def test_reduces_in_flight(reduces: int, most: int) -> None:
     schedule = build(*gpt(), Policy(reduces=reduces), accumulate=3)
     flying = peak = 0
     for op in schedule:
-        flying += (op.kind == "reduce") - (op.kind == "collect")
+        flying += (op.kind == "reduce_scatter") - (op.kind == "wait reduce_scatter")
         peak = max(peak, flying)
     assert peak == most
 
@@ -205,12 +213,12 @@ def test_in_backward_updates_follow_the_last_collect() -> None:
     schedule = build(*gpt(), Policy(1, 1, update="in_backward"), accumulate=2)
     for at, op in enumerate(schedule):
         if op.kind == "update":
-            assert schedule[at - 1] == Op("collect", op.target, 0, 1)
+            assert schedule[at - 1] == Op("wait reduce_scatter", op.target, 0, 1)
 
 
 def test_a_schedule_is_a_sequence_and_a_value() -> None:
     schedule = build(*gpt(2), Policy())
-    assert schedule[0] == Op("agree") and schedule[-1] == Op("commit") and schedule[1:3] == schedule.ops[1:3]
+    assert schedule[0] == Op("handshake") and schedule[-1] == Op("consensus") and schedule[1:3] == schedule.ops[1:3]
     assert len(schedule) == len(list(schedule)) == len(schedule.ops)
     again = build(*gpt(2), Policy())
     assert schedule == again and hash(schedule) == hash(again) and schedule.hash == again.hash
@@ -248,7 +256,7 @@ def test_the_order_of_reads_does_not_matter() -> None:
         (lambda: Program((Call("a"),), (Call("a"),) * 2, {"a": ()}), ["backward holds 'a' twice"]),
         (lambda: Program((), (), {"a": (0, 0, -1)}), ["reads group 0 twice", "group -1, which is negative"]),
         (lambda: info(""), ["a name and sizes >= 0"]),
-        (lambda: GroupInfo("a", -1, 0, 0, 0, True, True, True), ["'a'", "-1"]),
+        (lambda: GroupInfo("a", -1, 0, 0, True), ["'a'", "-1"]),
         (lambda: build(Program((), (), {"root": (1,)}), [info("a")], Policy()), ["'root' reads group 1", "1 groups"]),
         (lambda: build(Program((), (), {}), [info("a"), info("a")], Policy()), ["2 groups have the name 'a'"]),
         (lambda: build(*gpt(), Policy(), accumulate=0), ["accumulate=0"]),

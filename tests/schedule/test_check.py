@@ -102,22 +102,26 @@ def test_random_edits_pass_only_if_still_valid(recipe: Any, data: st.DataObject)
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (Op("wait", "blocks.1"), None, ["blocks.1 reads blocks.1, which was not waited for since its gather"]),
-        (Op("gather", "blocks.1"), None, ["no gather of blocks.1 is in flight"]),
+        (
+            Op("wait all_gather", "blocks.1"),
+            None,
+            ["blocks.1 reads blocks.1, which was not waited for since its all-gather"],
+        ),
+        (Op("all_gather", "blocks.1"), None, ["no all_gather of blocks.1 is under way"]),
         (Op("free", "blocks.1"), None, ["blocks.1 must be free: no compute within prefetch=1 reads it"]),
-        (Op("reduce", "blocks.1"), None, ["no reduction of blocks.1 of microbatch 0 is in flight"]),
-        (Op("collect", "blocks.3"), None, ["1 reductions are in flight; reduces=1"]),
-        (Op("collect", "root"), None, ["root's reduction since op", "was not collected"]),
+        (Op("reduce_scatter", "blocks.1"), None, ["no reduce_scatter of blocks.1 of microbatch 0 is under way"]),
+        (Op("wait reduce_scatter", "blocks.3"), None, ["1 reduce_scatter are under way; reduces=1"]),
+        (Op("wait reduce_scatter", "root"), None, ["reduce_scatter of root is not over"]),
         (Op("free", "root"), None, ["root is gathered here and never freed"]),
         (Op("update", "blocks.1"), None, ["blocks.1 is gathered before its pending update"]),
-        (Op("commit"), None, ["commit must be the last op of a train step"]),
-        (Op("agree"), None, ["agree must be the first op"]),
+        (Op("consensus"), None, ["consensus must be the last op of a train step"]),
+        (Op("handshake"), None, ["handshake must be the first op"]),
         (Op("forward", "blocks.2"), None, ["the program has 'forward blocks.2' here"]),
         (Op("forward", "blocks.2"), Op("forward", "blocks.7"), ["'blocks.7' is no unit of this schedule"]),
-        (Op("gather", "blocks.2"), Op("gather", "x"), ["'x' is no group of this schedule"]),
-        (Op("gather", "blocks.2"), Op("fetch", "blocks.2"), ["'fetch' is none of agree, backward"]),
-        (Op("gather", "blocks.2"), Op("gather", "blocks.2", 1), ["gather has no call index"]),
-        (Op("gather", "blocks.2"), Op("gather", "blocks.2", 0, 1), ["gather has no microbatch"]),
+        (Op("all_gather", "blocks.2"), Op("all_gather", "x"), ["'x' is no group of this schedule"]),
+        (Op("all_gather", "blocks.2"), Op("fetch", "blocks.2"), ["'fetch' is none of all_gather, backward"]),
+        (Op("all_gather", "blocks.2"), Op("all_gather", "blocks.2", 1), ["all_gather has no call index"]),
+        (Op("all_gather", "blocks.2"), Op("all_gather", "blocks.2", 0, 1), ["all_gather has no microbatch"]),
     ],
 )
 def test_the_message_says_what_is_wrong_and_where(old: Op, new: Op | None, words: list[str]) -> None:
@@ -134,20 +138,20 @@ def test_the_message_says_what_is_wrong_and_where(old: Op, new: Op | None, words
 
 def test_the_message_shows_the_op_among_its_neighbours() -> None:
     schedule = build(*gpt(2), Policy(1, 1))
-    at = schedule.ops.index(Op("wait", "blocks.1"))
+    at = schedule.ops.index(Op("wait all_gather", "blocks.1"))
     with pytest.raises(ScheduleError) as caught:
         check(with_ops(schedule, [*schedule.ops[:at], *schedule.ops[at + 1 :]]))
     assert str(caught.value) == (
-        "this schedule cannot run: blocks.1 reads blocks.1, which was not waited for since its gather\n"
-        "        7 update   blocks.1\n"
-        "        8 gather   blocks.1\n"
-        "        9 wait     blocks.0\n"
-        "       10 forward  blocks.0\n"
-        "  ->   11 forward  blocks.1\n"
-        "       12 backward blocks.1\n"
-        "       13 free     blocks.1\n"
-        "       14 reduce   blocks.1\n"
-        "       15 backward blocks.0\n"
+        "this schedule cannot run: blocks.1 reads blocks.1, which was not waited for since its all-gather\n"
+        "        7 update              blocks.1\n"
+        "        8 all_gather          blocks.1\n"
+        "        9 wait all_gather     blocks.0\n"
+        "       10 forward             blocks.0\n"
+        "  ->   11 forward             blocks.1\n"
+        "       12 backward            blocks.1\n"
+        "       13 free                blocks.1\n"
+        "       14 reduce_scatter      blocks.1\n"
+        "       15 backward            blocks.0\n"
         "build the schedule anew from its program, or undo what was changed in its text"
     )
 

@@ -11,10 +11,10 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.runtime.batch import microbatches
 from fshard.runtime.trace import trace
-from fshard.schedule import GroupInfo, Policy, build
+from fshard.schedule import Policy, build
 from fshard.schedule.footprint import Footprint, Need, footprint
 from tests.runtime.test_memory_measured import Peak
-from tests.schedule.cases import program
+from tests.schedule.cases import group, program
 from tests.shared.workers import Pools
 
 WIDTH, ROWS, LAYERS = 64, 128, 4
@@ -61,13 +61,13 @@ def test_needs_of_a_stack_of_layers() -> None:
 
 
 def test_the_peak_is_where_items_and_activations_are_most_together() -> None:
-    group = GroupInfo("a", 1024, 512, 1024, 512, True, True, True)
-    schedule = build(program(("a",), {"a": (0,)}), [group], Policy())
+    alone = group("a", 1024, 512, 1024, staging=512)
+    schedule = build(program(("a",), {"a": (0,)}), [alone], Policy())
     needs = [Need(0, 0, 0), Need(10_000, 9_000, 0), Need(11_000, 50, 0), Need(60, 0, 0)]
     found = footprint(schedule, needs)
     assert found == Footprint(1024 + 11_000, found.op, "backward a", 1024, 0, 11_000)
     late = footprint(schedule, [Need(0, 0, 0), Need(10, 10, 0), Need(100, 50, 0), Need(40, 0, 0)])
-    assert (late.where, late.gradient_bytes) == ("reduce a", 1024 + 512 + 512)
+    assert (late.where, late.gradient_bytes) == ("reduce_scatter a", 1024 + 512 + 512)
     assert str(late).startswith("at most 3.0 KiB beside the state, at op ")
 
 

@@ -1,7 +1,6 @@
 """The memory of a schedule: lifetimes and ranges against definitions spelled out op by op."""
 
 import re
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from fshard.errors import ScheduleError
 from fshard.schedule import Op, Policy, Schedule, build
 from fshard.schedule.pack import pack, stack
-from tests.schedule.cases import CASES, POLICIES, encoder_decoder, gpt, info, program, recipes
+from tests.schedule.cases import CASES, POLICIES, encoder_decoder, gpt, info, program, recipes, sends
 
 Span = tuple[int, int]
 
@@ -23,7 +22,7 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
     now: dict[str, int] = {}
     if schedule.policy.update == "deferred":  # the gradients of the step before
         for g in schedule.groups if schedule.train else ():
-            part = g.own_bytes > 0 and g.sum_sent > 0
+            part = g.own_bytes > 0 and sends(g, "replica_reduce") > 0
             now |= (
                 {f"own:{g.name}" if part else f"shard:{g.name}": g.own_bytes if part else g.shard_bytes}
                 if g.reduced
@@ -36,31 +35,38 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
             for g in (schedule.groups[i] for i in schedule.program.reads[op.target]):
                 if g.trainable and g.reduced:
                     now[f"grad:{g.name}"] = g.grad_bytes
-        elif op.kind == "gather" and group:
+        elif op.kind == "all_gather" and group:
             now[f"param:{op.target}"] = group.full_bytes
-        elif op.kind == "reduce" and group:
+        elif op.kind == "reduce_scatter" and group:
+            (first,) = (move for move in group.transfers if move.kind == "reduce_scatter")
             if f"grad:{op.target}" in now:
                 once = schedule.accumulate == 1 or schedule.policy.accumulation == "full"
-                new = group.stage_bytes + group.shard_bytes * (once and not group.lands)
+                new = first.staging + group.shard_bytes * (once and not first.late)
                 now[f"leaf:{op.target}"] = max(group.grad_bytes - new, 0)
                 done = [f"leaf:{op.target}"]
             now[f"grad:{op.target}"] = group.grad_bytes
-            if not group.lands:
+            if not first.late:
                 now[f"shard:{op.target}"] = group.shard_bytes
-            if group.stage_bytes:
-                now[f"stage:{op.target}"] = group.stage_bytes
-        elif op.kind == "sum" and group:
-            extra = {f"sum:{op.target}": group.sum_bytes, f"own:{op.target}": group.own_bytes}
+            if first.staging:
+                now[f"reduce_scatter:{op.target}"] = first.staging
+        elif op.kind == "replica_reduce" and group:
+            (second,) = (move for move in group.transfers if move.kind == "replica_reduce")
+            extra = {f"replica_reduce:{op.target}": second.staging, f"own:{op.target}": group.own_bytes}
             now |= {item: size for item, size in extra.items() if size}
-        elif op.kind in ("free", "collect", "update", "total"):
-            parted = ("own",) if group and group.own_bytes and group.sum_sent else ("shard",)
-            ends = {"free": ("param",), "collect": ("grad", "stage"), "update": parted, "total": ("sum",)}
-            kinds = ends[op.kind] + (("shard",) if op.kind == "total" and parted == ("own",) else ())
+        elif op.kind in ("free", "wait reduce_scatter", "update", "wait replica_reduce"):
+            parted = ("own",) if group and group.own_bytes and sends(group, "replica_reduce") else ("shard",)
+            ends = {
+                "free": ("param",),
+                "wait reduce_scatter": ("grad", "reduce_scatter"),
+                "update": parted,
+                "wait replica_reduce": ("replica_reduce",),
+            }
+            kinds = ends[op.kind] + (("shard",) if op.kind == "wait replica_reduce" and parted == ("own",) else ())
             done = [f"{part}:{op.target}" for part in kinds]
         rows.append({item: -(-size // 256) * 256 for item, size in now.items()})
         for item in done:
             now.pop(item, None)
-        if op.kind == "collect" and group:
+        if op.kind == "wait reduce_scatter" and group:
             now[f"shard:{op.target}"] = group.shard_bytes
     return rows
 
@@ -111,7 +117,7 @@ def test_arenas_are_close_to_the_bound(policy: Policy, blocks: int, accumulate: 
 
 def test_a_few_slots_carry_a_chain_of_any_length() -> None:
     made, groups = gpt(50, root=0)
-    resident = [replace(group, grad_bytes=0, stage_bytes=0) for group in groups]
+    resident = [info(group.name, group.full_bytes, trainable=False) for group in groups]
     for prefetch in (0, 1, 2, 3):
         assert build(made, resident, Policy(prefetch)).memory.arena_bytes == (prefetch + 1) * 2**20
     assert build(made, resident, Policy(reshard=False)).memory.arena_bytes == 50 * 2**20
@@ -120,15 +126,15 @@ def test_a_few_slots_carry_a_chain_of_any_length() -> None:
 def test_gradients_live_from_their_first_backward_to_the_collect() -> None:
     schedule = build(*CASES["twice"](), Policy(prefetch=0), accumulate=1)
     at = {str(op): i for i, op in enumerate(schedule)}
-    assert schedule.memory.lifetimes["grad:a"] == ((at["backward a #1"], at["collect a"]),)
-    assert schedule.memory.lifetimes["stage:a"] == ((at["reduce a"], at["collect a"]),)
+    assert schedule.memory.lifetimes["grad:a"] == ((at["backward a #1"], at["wait reduce_scatter a"]),)
+    assert schedule.memory.lifetimes["reduce_scatter:a"] == ((at["reduce_scatter a"], at["wait reduce_scatter a"]),)
     assert len(schedule.memory.lifetimes["param:a"]) == 3  # call 0, call 1 with its backward, backward of call 0
 
 
 def test_gradients_nobody_fills_live_from_reduce_to_collect() -> None:
     schedule = build(program(("a",), {"a": (0,)}), [info("a"), info("idle")], Policy())
     at = {str(op): i for i, op in enumerate(schedule)}
-    assert schedule.memory.lifetimes["grad:idle"] == ((at["reduce idle"], at["collect idle"]),)
+    assert schedule.memory.lifetimes["grad:idle"] == ((at["reduce_scatter idle"], at["wait reduce_scatter idle"]),)
     assert "param:idle" not in schedule.memory.offsets
 
 
@@ -136,19 +142,22 @@ def test_shards_wait_for_the_update_of_the_next_step() -> None:
     schedule = build(*gpt(2), Policy(), accumulate=2)
     at = {str(op): i for i, op in enumerate(schedule)}
     last = len(schedule) - 1
-    assert schedule.memory.lifetimes["shard:blocks.1"] == ((0, at["update blocks.1"]), (at["reduce blocks.1"], last))
+    assert schedule.memory.lifetimes["shard:blocks.1"] == (
+        (0, at["update blocks.1"]),
+        (at["reduce_scatter blocks.1"], last),
+    )
     schedule = build(*gpt(2), Policy(update="in_backward"), accumulate=2)
     at = {str(op): i for i, op in enumerate(schedule)}
-    assert schedule.memory.lifetimes["shard:blocks.1"] == ((at["reduce blocks.1"], at["update blocks.1"]),)
+    assert schedule.memory.lifetimes["shard:blocks.1"] == ((at["reduce_scatter blocks.1"], at["update blocks.1"]),)
 
 
 @pytest.mark.parametrize("sent", [2 * 2**20 - 2**18, 0])
 def test_a_shard_takes_memory_when_its_flat_gradient_has_gone(sent: int) -> None:
     made = program(("a",), {"a": (0,)})
-    schedule = build(made, [replace(info("a"), reduce_sent=sent)], Policy(accumulation="sharded"), accumulate=2)
+    schedule = build(made, [info("a", reduce_scatter=sent)], Policy(accumulation="sharded"), accumulate=2)
     at, last = {str(op): i for i, op in enumerate(schedule)}, len(schedule) - 1
     # Where something else than the shard's dtype travels, the sum cannot be made where it is received.
-    born = at["collect a"] + 1 if sent else at["reduce a"]
+    born = at["wait reduce_scatter a"] + 1 if sent else at["reduce_scatter a"]
     assert schedule.memory.lifetimes["shard:a"] == ((0, at["update a"]), (born, last))
 
 
@@ -156,7 +165,7 @@ def test_resident_and_unreduced_groups_have_no_items() -> None:
     groups = [info("a", gathered=False, reduced=False), info("b", gathered=False)]
     schedule = build(program(("a", "b"), {"a": (0,), "b": (1,)}), groups, Policy())
     assert not schedule.memory.offsets
-    assert set(schedule.memory.sizes) == {"grad:b", "leaf:b", "stage:b", "shard:b"}
+    assert set(schedule.memory.sizes) == {"grad:b", "leaf:b", "reduce_scatter:b", "shard:b"}
 
 
 def test_memory_prints() -> None:
@@ -171,9 +180,9 @@ def test_memory_prints() -> None:
 @pytest.mark.parametrize(
     ("ops", "words"),
     [
-        ([Op("gather", "a"), Op("gather", "a")], "param:a at op 1, 'gather a': it is alive since op 0"),
+        ([Op("all_gather", "a"), Op("all_gather", "a")], "param:a at op 1, 'all_gather a': it is alive since op 0"),
         ([Op("free", "a")], "param:a at op 0, 'free a': no lifetime of it has begun"),
-        ([Op("gather", "a")], "param:a at op 0, 'gather a': its lifetime never ends"),
+        ([Op("all_gather", "a")], "param:a at op 0, 'all_gather a': its lifetime never ends"),
     ],
 )
 def test_ops_out_of_turn_have_no_memory(ops: list[Op], words: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fshard.errors import PlanError, ScheduleError
 from fshard.schedule import Costs, GroupInfo, Link, Op, Policy, Program, Schedule, Simulation, build, simulate
 from fshard.schedule.policy import keep
-from tests.schedule.cases import calls, gpt, recipes
+from tests.schedule.cases import calls, gpt, group, recipes, sending
 
 FORWARD, BACKWARD = 2.0, 4.0
 
@@ -18,7 +18,7 @@ FORWARD, BACKWARD = 2.0, 4.0
 def chain(count: int, sent: int = 100) -> tuple[Program, list[GroupInfo]]:
     """Units one after the other, each with a group that takes a second at 100 bytes a second."""
     names = [f"u{i}" for i in range(count)]
-    groups = [GroupInfo(n, 2 * sent, sent, 2 * sent, sent, True, True, True, sent, sent) for n in names]
+    groups = [group(n, 2 * sent, sent, 2 * sent, staging=sent, all_gather=sent, reduce_scatter=sent) for n in names]
     forward = calls(*names)
     return Program(forward, forward[::-1], {name: (i,) for i, name in enumerate(names)}), groups
 
@@ -39,21 +39,21 @@ def spans(simulation: Simulation, *kinds: str) -> list[tuple[str, float, float]]
 def test_prefetch_hides_all_but_the_first_gather() -> None:
     schedule = build(*chain(3), Policy(prefetch=1))
     run = simulate(schedule, costs(schedule, Link(100.0)))
-    assert spans(run, "gather", "reduce", "forward", "backward") == [
-        ("gather u0", 0, 1),
+    assert spans(run, "all_gather", "reduce_scatter", "forward", "backward") == [
+        ("all_gather u0", 0, 1),
         ("forward root", 0, 0),
-        ("gather u1", 1, 2),
+        ("all_gather u1", 1, 2),
         ("forward u0", 1, 3),
-        ("gather u2", 3, 4),
+        ("all_gather u2", 3, 4),
         ("forward u1", 3, 5),
         ("forward u2", 5, 7),
         ("backward u2", 7, 11),
-        ("reduce u2", 11, 12),
-        ("gather u0", 12, 13),
+        ("reduce_scatter u2", 11, 12),
+        ("all_gather u0", 12, 13),
         ("backward u1", 11, 15),
-        ("reduce u1", 15, 16),
+        ("reduce_scatter u1", 15, 16),
         ("backward u0", 15, 19),
-        ("reduce u0", 19, 20),
+        ("reduce_scatter u0", 19, 20),
         ("backward root", 19, 19),
     ]
     assert (run.seconds, run.exposed) == (20, 2)
@@ -62,36 +62,41 @@ def test_prefetch_hides_all_but_the_first_gather() -> None:
 def test_no_prefetch_waits_for_every_gather() -> None:
     schedule = build(*chain(2), Policy(prefetch=0, reduces=1))
     run = simulate(schedule, costs(schedule, Link(100.0)))
-    assert spans(run, "forward", "backward", "gather", "reduce") == [
+    assert spans(run, "forward", "backward", "all_gather", "reduce_scatter") == [
         ("forward root", 0, 0),
-        ("gather u0", 0, 1),
+        ("all_gather u0", 0, 1),
         ("forward u0", 1, 3),
-        ("gather u1", 3, 4),
+        ("all_gather u1", 3, 4),
         ("forward u1", 4, 6),
         ("backward u1", 6, 10),
-        ("reduce u1", 10, 11),
-        ("gather u0", 11, 12),  # the link is one: this gather waits for the reduction
+        ("reduce_scatter u1", 10, 11),
+        ("all_gather u0", 11, 12),  # the link is one: this gather waits for the reduction
         ("backward u0", 12, 16),
-        ("reduce u0", 16, 17),
+        ("reduce_scatter u0", 16, 17),
         ("backward root", 16, 16),
     ]
     assert (run.seconds, run.compute, run.wire, run.sent, run.exposed) == (17, 12, 5, 500, 5)
     assert run.waits() == [
-        (2.0, Op("wait", "u0")), (1.0, Op("wait", "u0")), (1.0, Op("wait", "u1")), (1.0, Op("collect", "u0"))
-    ]  # fmt: skip
+        (2.0, Op("wait all_gather", "u0")),
+        (1.0, Op("wait all_gather", "u0")),
+        (1.0, Op("wait all_gather", "u1")),
+        (1.0, Op("wait reduce_scatter", "u0")),
+    ]
 
 
 def test_links_of_their_own_do_not_wait_for_each_other() -> None:
     schedule = build(*chain(2), Policy(prefetch=0, reduces=1))
     run = simulate(schedule, costs(schedule, Link(100.0), Link(50.0, latency=0.5)))
-    assert ("gather u0", 10, 11) in spans(run, "gather") and ("reduce u1", 10.5, 12.5) in spans(run, "reduce")
+    assert ("all_gather u0", 10, 11) in spans(run, "all_gather") and ("reduce_scatter u1", 10.5, 12.5) in spans(
+        run, "reduce_scatter"
+    )
     assert (run.seconds, run.wire) == (17.5, 4.0)  # the last reduction: 15 to 15.5 latency, then 2
 
 
 def test_kept_groups_are_not_waited_for_again() -> None:
     schedule = build(*chain(3), Policy(prefetch=0, reshard=keep(last=2)))
     run = simulate(schedule, costs(schedule, Link(100.0)))
-    assert [op for _, op in run.waits()].count(Op("wait", "u1")) == 1
+    assert [op for _, op in run.waits()].count(Op("wait all_gather", "u1")) == 1
     assert run.sent == 700  # four gathers and three reductions
 
 
@@ -104,30 +109,40 @@ def test_the_step_is_as_long_as_the_wire_where_the_wire_is_slow() -> None:
 
 def test_a_limit_on_reductions_holds_the_device() -> None:
     made, groups = chain(3)
-    slow = [replace(group, reduce_sent=1000) for group in groups]
+    slow = [sending(each, "reduce_scatter", 1000) for each in groups]
     one, many = (build(made, slow, Policy(reshard=False, reduces=reduces)) for reduces in (1, 9))
     first = simulate(one, costs(one, Link(100.0)))
     second = simulate(many, costs(many, Link(100.0)))
-    assert spans(first, "reduce") == [("reduce u2", 11, 21), ("reduce u1", 21, 31), ("reduce u0", 31, 41)]
+    assert spans(first, "reduce_scatter") == [
+        ("reduce_scatter u2", 11, 21),
+        ("reduce_scatter u1", 21, 31),
+        ("reduce_scatter u0", 31, 41),
+    ]
     assert first.seconds == second.seconds == 41
     assert spans(first, "backward")[2] == ("backward u0", 21, 25) and spans(second, "backward")[2][1] == 15
 
 
 def test_replicas_add_up_once_a_step() -> None:
     made, groups = chain(1)
-    groups = [replace(groups[0], sum_sent=300)]
+    groups = [group("u0", 200, 100, 200, staging=100, all_gather=100, reduce_scatter=100, replica_reduce=300)]
     schedule = build(made, groups, Policy(), accumulate=2)
     run = simulate(schedule, costs(schedule, Link(100.0)))
     assert run.sent == 100 * (1 + 2) + 300
     assert run.seconds == 1 + 2 * (FORWARD + BACKWARD) + 1 + 3
-    alone = build(made, [replace(groups[0], reduce_sent=0)], Policy(), accumulate=2)
+    alone = build(made, [sending(groups[0], "reduce_scatter", 0)], Policy(), accumulate=2)
     run = simulate(alone, costs(alone, Link(100.0)))
-    assert spans(run, "reduce", "sum") == [("reduce u0", 7, 7), ("reduce u0 @1", 13, 13), ("sum u0", 13, 16)]
+    assert spans(run, "reduce_scatter", "replica_reduce") == [
+        ("reduce_scatter u0", 7, 7),
+        ("reduce_scatter u0 @1", 13, 13),
+        ("replica_reduce u0", 13, 16),
+    ]
 
 
 def test_updates_and_the_rest_take_the_device() -> None:
     schedule = build(*chain(1), Policy())
-    run = simulate(schedule, costs(schedule, Link(), update=0.5, agree=0.25, commit=0.25, collect=1.0))
+    run = simulate(
+        schedule, costs(schedule, Link(), update=0.5, handshake=0.25, consensus=0.25, **{"wait reduce_scatter": 1.0})
+    )
     assert (run.seconds, run.exposed) == (FORWARD + BACKWARD + 2.0, 0.0)
 
 
@@ -135,14 +150,14 @@ def test_it_prints() -> None:
     schedule = build(*chain(2), Policy(prefetch=0))
     lines = str(simulate(schedule, costs(schedule, Link(100.0)))).splitlines()
     assert lines[0] == "step 17.000 s: compute 12.000 s, wire 5.000 s for 500 B sent, exposed 5.000 s"
-    assert lines[1] == "   2.000 s  wait u0"
+    assert lines[1] == "   2.000 s  wait all_gather u0"
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
         (lambda: Link(0.0, -1.0), ["bytes_per_s=0.0", "latency=-1.0"]),
-        (lambda: Costs({("gather", "a"): 1.0, ("forward", "a"): -1.0}), ["gather a", "forward a takes -1.0"]),
+        (lambda: Costs({("all_gather", "a"): 1.0, ("forward", "a"): -1.0}), ["all_gather a", "forward a takes -1.0"]),
         (lambda: simulate(build(*chain(1), Policy()), Costs({("forward", "x"): 1.0})), ["forward x: no such op"]),
     ],
 )
@@ -154,8 +169,8 @@ def test_what_cannot_be_is_refused(bad: Any, words: list[str]) -> None:
 
 
 def test_a_wait_for_nothing() -> None:
-    broken = Schedule((Op("agree"), Op("wait", "u0")), tuple(chain(1)[1]), chain(1)[0], Policy())
-    with pytest.raises(ScheduleError, match="gather of u0 at op 1, 'wait u0': none is in flight"):
+    broken = Schedule((Op("handshake"), Op("wait all_gather", "u0")), tuple(chain(1)[1]), chain(1)[0], Policy())
+    with pytest.raises(ScheduleError, match="all_gather of u0 at op 1, 'wait all_gather u0': none is in flight"):
         simulate(broken, Costs())
 
 
@@ -165,7 +180,7 @@ def prices(draw: st.DrawFn, schedule: Schedule) -> Costs:
     amounts = st.integers(0, 64).map(float)
     seconds = {}
     for op in schedule:
-        if op.kind in ("forward", "backward", "update", "collect", "commit"):
+        if op.kind in ("forward", "backward", "update", "wait reduce_scatter", "consensus"):
             seconds[op.kind, op.target] = draw(amounts)
     links = st.builds(Link, st.sampled_from((1.0, 16.0, 1024.0)), st.sampled_from((0.0, 2.0)))
     return Costs(seconds, draw(links), draw(st.none() | links))
@@ -181,14 +196,14 @@ def test_any_run_is_lawful(recipe: Any, data: st.DataObject) -> None:
     assert run.seconds >= max(run.compute, run.wire)
     assert run.compute == sum(given_.seconds.get((op.kind, op.target), 0.0) for op in schedule)
     assert list(run.issued) == sorted(run.issued)
-    for kind in ("gather", "reduce"):
+    for kind in ("all_gather", "reduce_scatter"):
         ends = 0.0
         for _, start, end in spans(run, kind):
             assert ends <= end or start == end
             ends = max(ends, end)
     for at, op in enumerate(schedule):
-        if op.kind in ("wait", "collect"):
-            awaited = "gather" if op.kind == "wait" else "reduce"
+        if op.kind in ("wait all_gather", "wait reduce_scatter"):
+            awaited = "all_gather" if op.kind == "wait all_gather" else "reduce_scatter"
             issue = max(i for i in range(at) if (schedule[i].kind, schedule[i].target) == (awaited, op.target))
             assert run.ends[issue] <= run.ends[at] and run.issued[issue] <= run.starts[issue]
 
@@ -214,7 +229,7 @@ def test_more_prefetch_is_never_slower_where_gathers_have_their_link(
     count: int, sent: list[int], reshard: bool, data: st.DataObject
 ) -> None:
     made, groups = chain(count)
-    groups = [replace(group, gather_sent=n) for group, n in zip(groups, sent, strict=False)]
+    groups = [sending(each, "all_gather", n) for each, n in zip(groups, sent, strict=False)]
     seconds = {}
     for op in build(made, groups, Policy()):
         if op.kind in ("forward", "backward"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fshard.errors import ScheduleError
 from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule, build, parse
 from fshard.schedule.policy import Keep, keep
-from tests.schedule.cases import CASES, gpt, info, program, recipes
+from tests.schedule.cases import CASES, gpt, info, program, recipes, replicas
 
 NAMES = st.text(max_size=8) | st.sampled_from(
     ['a "b"', "#1", "@1", "#", "a#b", "a@1", "reads", "\\", "\n", "\u2028", "é"]
@@ -62,7 +62,13 @@ def test_what_is_kept_must_be_written_right(text: str) -> None:
 @settings(max_examples=120, deadline=None)
 @given(
     st.lists(
-        st.builds(Op, st.sampled_from(("agree", "gather", "forward", "reduce")), NAMES, st.integers(), st.integers())
+        st.builds(
+            Op,
+            st.sampled_from(("handshake", "all_gather", "forward", "reduce_scatter")),
+            NAMES,
+            st.integers(),
+            st.integers(),
+        )
     )
 )
 def test_round_trip_of_any_ops(ops: list[Op]) -> None:
@@ -72,16 +78,19 @@ def test_round_trip_of_any_ops(ops: list[Op]) -> None:
 
 def test_ops_read_well() -> None:
     lines = str(build(*gpt(), Policy(1, 1))).splitlines()
-    assert "  13 gather   blocks.2" in lines
-    assert "  15 forward  blocks.1" in lines
-    assert lines[3] == (
-        "group root     full=4194304 shard=1048576 grad=8388608 stage=2097152 sends=0,0,0,0 gathered reduced trainable "
-        "# 4.0 MiB, 1.0 MiB, 8.0 MiB, 2.0 MiB"
-    )
+    assert "  13 all_gather          blocks.2" in lines
+    assert "  15 forward             blocks.1" in lines
+    assert "  14 wait all_gather     blocks.1" in lines
+    assert lines[3:6] == [
+        "group root     full=4194304 shard=1048576 grad=8388608 trainable # 4.0 MiB, 1.0 MiB, 8.0 MiB",
+        "  all_gather     state -> param sent=0",
+        "  reduce_scatter grad -> shard sent=0 staging=2097152",
+    ]
+    assert "  replica_reduce shard -> own sent=50 staging=1024 over replica" in str(build(*replicas(), Policy()))
     twice = str(build(*CASES["twice"](), Policy(), accumulate=2)).splitlines()
-    assert any(line.endswith("forward  a #1 @0") for line in twice)
-    assert any(line.endswith("reduce   a @1") for line in twice)
-    assert any(line.endswith("gather   a") for line in twice)
+    assert any(line.endswith("forward             a #1 @0") for line in twice)
+    assert any(line.endswith("reduce_scatter      a @1") for line in twice)
+    assert any(line.endswith(" all_gather          a") for line in twice)
 
 
 def test_long_programs_are_wrapped() -> None:
@@ -101,28 +110,37 @@ def test_comments_and_blank_lines_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("fshard schedule 2", "fshard schedule 9", ["line 1 ", "'fshard schedule 9'", "must be 'fshard schedule 2'"]),
+        ("fshard schedule 3", "fshard schedule 9", ["line 1 ", "'fshard schedule 9'", "must be 'fshard schedule 3'"]),
+        ("fshard schedule 3", "fshard schedule 2", ["this text has version 2: build the schedule anew"]),
+        ("fshard schedule 3", "schedule", ["line 1 ", "must be 'fshard schedule 3'"]),
         ("prefetch=2", "prefetch=-1", ["line 2 ", "prefetch=-1 is less than 0"]),
         ("prefetch=2", "prefetch=x", ["line 2 ", "'x' is not of the form NUMBER"]),
         ("prefetch=2 ", "", ["line 2 ", "expected prefetch=... reduces=..."]),
         ("reshard=true", "reshard=yes", ["line 2 ", "neither true nor false nor keep(...)"]),
         ("step train", "step test", ["line 3 ", "'train accumulate=1'"]),
         ("step train accumulate=1\n", "", ["the text ends too early", "step: None"]),
-        ("gathered reduced", "gathered perhaps", ["line 4 ", "'perhaps' is neither unreduced nor reduced"]),
+        ("trainable", "perhaps", ["line 4 ", "'perhaps' is neither frozen nor trainable"]),
+        ("trainable", "trainable all=3", ["line 4 ", "a group is NAME full=BYTES"]),
         ("shard=1048576 ", "", ["line 4 ", "a group is NAME full=BYTES"]),
-        ("sends=0,0,0,0", "sends=0,0", ["line 4 ", "sends=0,0 is not of the form GATHER,REDUCE,SUM,SPREAD"]),
-        ("group blocks.1", "group blocks.0", ["line 6 ", "group 'blocks.0' is there twice"]),
-        ("unit blocks.1 reads blocks.1", "unit blocks.1 reads x", ["line 9 ", "no group 'x' stands above"]),
-        ("unit blocks.1 reads", "unit blocks.1 needs", ["line 9 ", "'NAME reads GROUP ...'"]),
-        ("unit blocks.1 reads", "unit root reads", ["line 9 ", "unit 'root' is there twice"]),
-        ("forward blocks.0 blocks.1", "onward blocks.0 blocks.1", ["line 10 ", "'onward' is none of policy, step"]),
-        ("forward blocks.0 blocks.1", "forward blocks.0 #x", ["line 10 ", "'#x' is not of the form #NUMBER"]),
-        ("   0 agree", "   1 agree", ["line 13 ", "op 0 is due"]),
-        ("   0 agree", "   0 disagree", ["line 13 ", "'disagree' is none of agree, backward"]),
-        ("gather   root", "gather", ["line 15 ", "gather needs a name"]),
-        ("gather   root", "gather   root root", ["line 15 ", "'root' is not of the form @NUMBER"]),
-        ("gather   root", "gather   root @0 x", ["line 15 ", "'x' is left over"]),
-        ("gather   root", 'gather   "root', ["line 15 ", "'  "]),
+        ("state -> param sent=0", "state param sent=0", ["line 5 ", "a transfer is all_gather FROM -> TO sent=BYTES"]),
+        ("state -> param sent=0", "state -> param", ["line 5 ", "a transfer is all_gather FROM -> TO sent=BYTES"]),
+        ("state -> param sent=0", "state -> param sent=", ["line 5 ", "'' is not of the form NUMBER"]),
+        ("state -> param sent=0", "state -> param sent=-1", ["line 5 ", "-1 bytes sent"]),
+        ("all_gather     state", "all_reduce     state", ["line 5 ", "'all_reduce' is none of policy", "all_gather"]),
+        ("grad -> shard", "grad => shard", ["line 6 ", "a transfer is reduce_scatter"]),
+        ("group blocks.1", "group blocks.0", ["line 10 ", "group 'blocks.0' is there twice"]),
+        ("unit blocks.1 reads blocks.1", "unit blocks.1 reads x", ["line 15 ", "no group 'x' stands above"]),
+        ("unit blocks.1 reads", "unit blocks.1 needs", ["line 15 ", "'NAME reads GROUP ...'"]),
+        ("unit blocks.1 reads", "unit root reads", ["line 15 ", "unit 'root' is there twice"]),
+        ("forward blocks.0 blocks.1", "onward blocks.0 blocks.1", ["line 16 ", "'onward' is none of policy, step"]),
+        ("forward blocks.0 blocks.1", "forward blocks.0 #x", ["line 16 ", "'#x' is not of the form #NUMBER"]),
+        ("   0 handshake", "   1 handshake", ["line 19 ", "op 0 is due"]),
+        ("   0 handshake", "   0 shake", ["line 19 ", "'shake' is none of all_gather, backward"]),
+        ("2 all_gather          root", "2 all_gather", ["line 21 ", "all_gather needs a name"]),
+        ("2 all_gather          root", "2 wait          root", ["line 21 ", "'wait root' is none of"]),
+        ("2 all_gather          root", "2 all_gather   root root", ["line 21 ", "'root' is not of the form @NUMBER"]),
+        ("2 all_gather          root", "2 all_gather   root @0 x", ["line 21 ", "'x' is left over"]),
+        ("2 all_gather          root", '2 all_gather   "root', ["line 21 ", "'  "]),
     ],
 )
 def test_what_cannot_be_read_is_named(old: str, new: str, words: list[str]) -> None:
@@ -158,5 +176,5 @@ def test_damage_never_escapes_as_another_error(data: st.DataObject) -> None:
 
 
 def test_sizes_for_people() -> None:
-    group = GroupInfo("g", 2**40 * 3, 1023, 1536, 0, True, True, True)
-    assert "# 3.0 TiB, 1023 B, 1.5 KiB, 0 B" in str(Schedule((), (group,), Program((), (), {}), Policy()))
+    group = GroupInfo("g", 2**40 * 3, 1023, 1536, True)
+    assert "# 3.0 TiB, 1023 B, 1.5 KiB" in str(Schedule((), (group,), Program((), (), {}), Policy()))

@@ -7,13 +7,14 @@ import pytest
 
 import fshard as fs
 from fshard.schedule import Schedule, build
-from fshard.schedule.ops import Call, GroupInfo, Program
+from fshard.schedule.ops import Call, Program
 from fshard.view import timeline
-from fshard.view.timeline import LANES, _places, bars, live, stacked, timed_bars
-from tests.schedule.cases import replicas
+from fshard.view.timeline import _places, bars, lanes, live, stacked, timed_bars
+from tests.schedule.cases import group, replicas
 
 GROUPS = tuple(
-    GroupInfo(name, 4096, 2048, 4096, 4096, True, True, True, 2048, 2048) for name in ("root", "a", "b", "c")
+    group(name, 4096, 2048, 4096, staging=4096, all_gather=2048, reduce_scatter=2048)
+    for name in ("root", "a", "b", "c")
 )
 CALLS = tuple(Call(name) for name in "abc")
 PROGRAM = Program(CALLS, CALLS[::-1], {"root": (0,), "a": (1,), "b": (2,), "c": (3,)})
@@ -44,7 +45,7 @@ def test_it_draws(schedule: Schedule, tmp_path: Any) -> None:
 
 def test_every_transfer_compute_and_update_is_a_bar(schedule: Schedule) -> None:
     drawn = list(bars(schedule))
-    kinds_of = {lane: ("forward", "backward") if lane == "compute" else (lane,) for lane in LANES}
+    kinds_of = {lane: ("forward", "backward") if lane == "compute" else (lane,) for lane in lanes()}
     for lane, kinds in kinds_of.items():
         assert [bar.label for bar in drawn if bar.lane == lane] == [op.target for op in schedule if op.kind in kinds]
     assert all(bar.begin < bar.end for bar in drawn)
@@ -62,7 +63,7 @@ def test_live_bytes_are_those_of_the_schedule(schedule: Schedule) -> None:
 
 
 def test_exposed_transfers_are_those_without_compute() -> None:
-    assert all(bar.exposed for bar in bars(SCHEDULES["on the spot"]) if bar.lane == "gather")
+    assert all(bar.exposed for bar in bars(SCHEDULES["on the spot"]) if bar.lane == "all_gather")
     assert [bar.label for bar in bars(SCHEDULES["default"]) if bar.exposed] == ["root", "root"]
 
 

@@ -76,7 +76,8 @@ def test_frozen_groups_take_nothing(prefetch: int) -> None:
     step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.adamw(0.1), plan, schedule=policy)
     schedule = step.trace(leaf_rows.part(0, 0, 4))
     ops = [(op.kind, op.target) for op in schedule.ops]
-    assert {kind for kind, target in ops if target == "blocks.1"} == {"gather", "wait", "free", "forward", "backward"}
+    words = {"all_gather", "wait all_gather", "free", "forward", "backward"}
+    assert {kind for kind, target in ops if target == "blocks.1"} == words
     assert ops[ops.index(("backward", "blocks.1")) + 1] == ("free", "blocks.1")
     assert not [item for item in schedule.memory.sizes if item.endswith(":blocks.1") and not item.startswith("param")]
     group = next(group for group in plan.groups if group.name == "blocks.1")
@@ -102,7 +103,7 @@ def test_what_is_kept_is_gathered_once(kept: Any) -> None:
     once = {"blocks.1"} if kept == fs.keep("blocks.1") else {f"blocks.{n}" for n in range(3) if kept is not True}
     for name in ("blocks.0", "blocks.1", "blocks.2"):
         often = 1 if name in once else {"blocks.0": 4, "blocks.1": 6, "blocks.2": 3}[name]  # neighbours across turns
-        assert ops.count(("gather", name)) == ops.count(("free", name)) == often, name
+        assert ops.count(("all_gather", name)) == ops.count(("free", name)) == often, name
         if name in once:
             assert ops.index(("free", name)) > max(at for at, op in enumerate(ops) if op == ("backward", name))
 
@@ -114,7 +115,7 @@ def test_units_below_which_nothing_trains_have_no_backward() -> None:
     step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.sgd(0.1), plan)
     ops = step.trace(leaf_rows.part(0, 0, 4)).ops
     assert {op.target for op in ops if op.kind == "backward"} == {"blocks.2", "root"}
-    assert sum(op.kind == "gather" and op.target == "blocks.0" for op in ops) == 1
+    assert sum(op.kind == "all_gather" and op.target == "blocks.0" for op in ops) == 1
 
 
 def test_a_module_that_freezes_is_overruled() -> None:

@@ -205,7 +205,7 @@ def test_a_shard_is_cast_once_an_update_and_not_at_each_gather() -> None:
                 state, metrics = step(state, batch(number, mesh.rank))
                 metrics.loss.item()
             assert sorted(casts.seen) == sorted(group.chunk for group in plan.groups)
-            assert [op.target for op in step.record if op.kind == "gather"].count("one") == 3
+            assert [op.target for op in step.record if op.kind == "all_gather"].count("one") == 3
 
     mesh.run(main)
 
@@ -213,16 +213,19 @@ def test_a_shard_is_cast_once_an_update_and_not_at_each_gather() -> None:
 def test_half_the_bytes() -> None:
     params, mesh = start(), fs.abstract_mesh((4,), ("shard",))
 
-    def info(precision: fs.Precision | None) -> Any:
+    def info(precision: fs.Precision | None) -> dict[str, int]:
         plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("one", "two"), precision=precision)
-        return group_infos(plan)[0]
+        group = group_infos(plan)[0]
+        gather, reduce = group.transfers
+        sizes = {"full": group.full_bytes, "shard": group.shard_bytes, "grad": group.grad_bytes}
+        return {**sizes, "gather": gather.sent, "reduce": reduce.sent, "staging": reduce.staging}
 
     kept, both, compute = info(None), info(fs.Precision(BF16, BF16)), info(fs.Precision(compute=BF16))
-    for name in ("full_bytes", "grad_bytes", "stage_bytes", "gather_sent", "reduce_sent"):
-        assert getattr(both, name) * 2 == getattr(kept, name), name
-    assert (compute.full_bytes, compute.gather_sent) == (both.full_bytes, both.gather_sent)
-    assert (compute.grad_bytes, compute.reduce_sent) == (kept.grad_bytes, kept.reduce_sent)
-    assert both.shard_bytes * 2 == kept.shard_bytes * 3  # the shard, and its cast
+    for name in ("full", "grad", "staging", "gather", "reduce"):
+        assert both[name] * 2 == kept[name], name
+    assert (compute["full"], compute["gather"]) == (both["full"], both["gather"])
+    assert (compute["grad"], compute["reduce"]) == (kept["grad"], kept["reduce"])
+    assert both["shard"] * 2 == kept["shard"] * 3  # the shard, and its cast
 
 
 def test_the_table_says_it() -> None:

@@ -1,0 +1,139 @@
+"""Transfers: everything that a step moves, each with two ops, its start and its wait, and the one table of their kinds.
+
+A group's transfers are its *path*. Its gradient, once complete, goes through those of stage ``"gradient"`` one after
+the other, each present or not; then comes the update, those of stage ``"updated"``, and, whenever compute needs the
+parameters, that of stage ``"read"``. ``build``, ``check``, ``memory``, ``simulate``, ``text``, the pictures and the
+runtime read this table, so a new kind of transfer is a new row.
+
+==================  ========  ==============================================  =========================================
+kind                stage     from -> to                                      is waited for
+==================  ========  ==============================================  =========================================
+``all_gather``      read      shard of the state -> ``param``                 before the first compute that reads it
+``reduce_scatter``  gradient  ``grad`` -> ``shard``                           when the next would exceed the limit
+``replica_reduce``  gradient  ``shard`` -> ``shard``, or ``own``              when the next would exceed the limit
+``offload``         gradient  ``shard`` or ``own`` -> host memory             when the next would exceed the limit
+``update_gather``   updated   own range of the state -> shard of the state    before the first all-gather or reader
+==================  ========  ==============================================  =========================================
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fshard import errors
+
+STATE, HOST = "state", "host"
+"""Ends of transfers that are no items of the memory of a step: the resident state, and the memory of the host."""
+
+ITEMS = {
+    "param": "gathered parameters",
+    "grad": "full gradients",
+    "leaf": "gradients of leaves",
+    "shard": "gradient shards",
+    "own": "summed gradients",
+    "update": "what comes from host memory for its update",
+}
+"""What memory holds of a group, in words. What a transfer needs while it is under way is an item of the kind's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A row of the table.
+
+    Args:
+        name: the word of the op that starts the transfer. ``wait NAME`` is the op that ends it.
+        stage: when it starts: ``"gradient"`` once the gradient has been through the rows above, ``"updated"`` after
+            the update, ``"read"`` before compute reads the parameters.
+        staging: what memory that it needs while under way is called in pictures.
+        each_microbatch: it runs in every microbatch that reduces gradients, not once a step.
+        link: the link of ``Costs`` that it takes; empty for a copy that takes no link.
+        spare: transfers of this kind that may be under way beyond ``Policy.reduces``. They hold shards, not whole
+            gradients, so a further one costs little, and the link is never idle while the oldest is waited for.
+        slow: it takes the slower link. The transfer before it in the path is therefore waited for as soon as another
+            of that kind begins: every compute by which this one begins later is one more in which its link is idle.
+        adds: its wait takes time on the device, which adds up what has arrived.
+    """
+
+    name: str
+    stage: str
+    staging: str
+    each_microbatch: bool = False
+    link: str = "link"
+    spare: int = 0
+    slow: bool = False
+    adds: bool = False
+
+    @property
+    def wait(self) -> str:
+        """The word of the op that ends the transfer."""
+        return f"wait {self.name}"
+
+
+_ROWS = (
+    Kind("update_gather", "updated", "staging of updated ranges"),
+    Kind("all_gather", "read", "staging of gathers"),
+    Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces", adds=True),
+    Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True, adds=True),
+    Kind("offload", "gradient", "staging of copies", link="", spare=1),
+)
+
+KINDS = {row.name: row for row in _ROWS}
+"""The table, by name. The order is that of a path: within a stage, each transfer follows those above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One transfer of a group. Sizes are bytes.
+
+    Args:
+        kind: a name in ``KINDS``.
+        source: the item of memory that it reads, or ``"state"``. It ends with the wait, unless it is the target.
+        target: the item that it writes, ``"state"`` or ``"host"``. An item is there from the start on.
+        sent: what this rank sends.
+        staging: memory that it needs while it is under way.
+        axes: the mesh axes that it goes over, joined by ``+``. Transfers over the same axes share a link.
+        late: its result is made in the staging, so the target is there only after the wait, when the source has gone.
+
+    Raises:
+        PlanError: no such kind, or a negative size.
+    """
+
+    kind: str
+    source: str
+    target: str
+    sent: int = 0
+    staging: int = 0
+    axes: str = ""
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise errors.bad_program([f"{self.kind!r} is no kind of transfer: {', '.join(KINDS)}"])
+        if min(self.sent, self.staging) < 0:
+            raise errors.bad_program([f"{self.kind}: {self.sent} bytes sent, {self.staging} staged; both must be >= 0"])
+
+    @property
+    def row(self) -> Kind:
+        """Its row of the table."""
+        return KINDS[self.kind]
+
+
+def started(op: str) -> Kind | None:
+    """The kind of transfer that an op of this kind starts."""
+    return KINDS.get(op)
+
+
+def awaited(op: str) -> Kind | None:
+    """The kind of transfer that an op of this kind waits for."""
+    return KINDS.get(op[5:]) if op.startswith("wait ") else None
+
+
+def transfer_ops() -> Iterator[str]:
+    """The kinds of ops that start transfers or wait for them."""
+    for row in KINDS.values():
+        yield row.name
+        yield row.wait
+
+
+def item_words() -> dict[str, str]:
+    """Items of memory in words: those of groups, and the staging of each kind of transfer."""
+    return {**ITEMS, **{row.name: row.staging for row in KINDS.values()}}
