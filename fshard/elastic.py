@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Self
 
-import torch
-
 from fshard.arguments import expect, kind
 from fshard.checkpoint.checkpointer import Checkpointer
-from fshard.checkpoint.meeting import meet
 from fshard.errors import PlanError
 from fshard.metrics import Metrics
-from fshard.runtime.comm import enter, exchange
+from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_lane
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep
 
@@ -180,11 +177,10 @@ def _restored(step: TrainStep, source: "Source", checkpoints: Checkpointer | Non
 
 
 def _exists(checkpoints: Checkpointer, step: TrainStep) -> bool:
-    """Whether there is a checkpoint, as the first rank sees it: on all ranks alike."""
-    enter(step.plan.mesh, "train_loop")
-    meeting = meet(step.plan.mesh, "control")
-    found = torch.tensor([-1 if (latest := checkpoints.latest()) is None else latest])
-    return int(exchange(meeting.lane, found)[0]) >= 0
+    """Whether rank 0 sees a checkpoint. Collective; equal on all ranks."""
+    mesh = step.plan.mesh
+    enter(mesh, "train_loop")
+    return first_rank_or_raise(mesh_lane(mesh), mesh.rank, checkpoints.latest) is not None
 
 
 class Source:
@@ -213,7 +209,7 @@ class Source:
 
     def position(self) -> Any:
         """What a checkpoint keeps of it: JSON, equal on all ranks. Collective."""
-        loaders = meet(self.mesh, "control").together(self.batches.state_dict) if self.kept else None
+        loaders = all_ranks_or_raise(mesh_lane(self.mesh), self.batches.state_dict) if self.kept else None
         return {"batches": self.taken, "loaders": loaders}
 
     def restore(self, data: Any) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoints: a train state on disk, whole or not at all, for any other mesh to read.
+"""Checkpoints: a train state on disk, complete or not at all, that any other mesh can read.
 
-Lowest first: ``ranges`` (which elements two pieces share), ``tensorfile`` (safetensors headers), ``manifest`` (what a
-checkpoint holds, checked as hostile), ``write`` and ``read`` (files of one rank; no process knows of another),
-``match`` (names of a checkpoint against those of a plan), ``folder`` (names, lock, rename, retention), ``meeting`` (all
-ranks fail alike), ``checkpointer``.
+Lowest first: ``files`` (opens untrusted files), ``strict_json``, ``ranges`` (elements that two pieces share),
+``tensorfile`` (safetensors headers), ``manifest`` (what a checkpoint holds), ``write``, ``folder`` (lock, rename,
+removal), ``read`` (reads and verifies), ``save`` and ``restore`` (one of each, by all ranks), ``checkpointer``;
+``convert`` (other forms).
 """

@@ -4,21 +4,25 @@ import os
 import threading
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from fshard.arguments import expect, kind
-from fshard.checkpoint.folder import Folder, choose_steps, list_steps, step_folder
-from fshard.checkpoint.match import Request, TakeRules
-from fshard.checkpoint.meeting import Meeting, meet, only_first
+from fshard.checkpoint.folder import CheckpointFolder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.problems import other_folder
-from fshard.checkpoint.restore import restore_step
-from fshard.checkpoint.save import Saving, check_json, head_of, perform, save_facts, withdraw
-from fshard.checkpoint.snapshot import Snapshot
+from fshard.checkpoint.restore import Request, TakeRules, restore_step
+from fshard.checkpoint.save import Save, Snapshot, check_json, head_of, remove_failed, save_facts, write_and_commit
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError, TreeError
 from fshard.optim.base import Optimizer
-from fshard.runtime.comm import SharedTransport, enter
+from fshard.runtime.comm import (
+    Lane,
+    SharedTransport,
+    each_rank_or_raise,
+    enter,
+    first_rank_or_raise,
+    mesh_lane,
+)
 from fshard.runtime.equal import compare
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
@@ -30,14 +34,14 @@ from fshard.state.train_state import TrainState
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a state came from.
+    """The checkpoint that a state was restored from.
 
     Attributes:
-        step: the step.
-        folder: of the checkpoint.
-        data: what was saved as ``data=``.
-        metadata: what was saved as ``metadata=``.
-        skipped: what was wrong with newer checkpoints, which ``fallback=True`` left out.
+        step: its step.
+        folder: its folder.
+        data: the value that was saved as ``data=``.
+        metadata: the value that was saved as ``metadata=``.
+        skipped: the errors of newer, damaged checkpoints that ``fallback=True`` skipped.
     """
 
     step: int
@@ -50,16 +54,16 @@ class Restored:
 class Checkpointer:
     """Saves and restores train states in a folder, one folder a step (``orbax.checkpoint.CheckpointManager``).
 
-    Files are safetensors and JSON, every byte hashed, none of it able to run code. A checkpoint exists whole or not at
-    all. What goes wrong on one rank is the same error on all, and leaves what is on disk as it was. See
-    docs/checkpoints.md.
+    Files are safetensors and JSON; every byte is hashed, and loading a checkpoint runs no code from it. A checkpoint
+    exists completely or not at all. A failure on one rank raises the same error on all ranks and leaves the files on
+    disk as they were. See docs/checkpoints.md.
 
     Args:
-        directory: the folder, which all ranks see; made by the first save. One Checkpointer at a time writes to it, and
-            one run: whoever begins anew, and has restored nothing from a folder, cannot save where checkpoints are.
-        keep: how many steps to keep, the newest by number; None keeps all.
-        every: for ``due``: the number of steps from one checkpoint to the next.
-        async_: copy the state in ``save`` and write it while the next steps run. It takes host memory for one more copy
+        directory: a folder that all ranks see; the first save makes it. One Checkpointer at a time writes to it, for
+            one run: a new run that has restored nothing from the folder cannot save beside existing checkpoints.
+        keep: the number of steps to keep, those with the largest numbers; None keeps all.
+        every: for ``due``: the number of steps between two checkpoints.
+        async_: copy the state in ``save`` and write it while the next steps run. The copy takes host memory of the size
             of what this rank writes. (On a virtual mesh, whose ranks are threads that take turns, ``save`` writes.)
 
     Raises:
@@ -87,8 +91,8 @@ class Checkpointer:
         self.directory = os.path.abspath(os.fspath(directory))
         self.keep, self.every, self.async_ = keep, every, async_
         self.restored: Restored | None = None
-        """Where the last state that was restored came from; None before."""
-        self._folder = Folder(self.directory)
+        """The checkpoint of the last restore; None before the first one."""
+        self._folder = CheckpointFolder(self.directory)
         self._run = Run()
         self._damaged: set[int] = set()
         self._snapshot = Snapshot()
@@ -109,21 +113,20 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint of a state. Collective.
 
-        An earlier save that still writes is waited for. With ``async_`` the call returns when the state is copied, and
-        the next step may be made; if the write fails then, the next call says so.
+        The call first waits for an earlier asynchronous save. With ``async_`` it returns when the state is copied, and
+        the next step may run; if writing then fails, the next call raises the error.
 
         Args:
-            state: the state; an update that waits is finished first.
-            data: where the data loader is: any JSON, equal on all ranks.
-            metadata: any other JSON, equal on all ranks.
-            schedule: the schedule of the train step, whose hash is recorded.
-            overwrite: replace the step if it is there already. A damaged one that a fallback passed over is replaced
-                anyway.
+            state: the state; a pending update is finished first.
+            data: the data loader's position: any JSON value, equal on all ranks.
+            metadata: any other JSON value, equal on all ranks.
+            schedule: the train step's schedule, whose hash is recorded.
+            overwrite: replace the step if it exists. A damaged step that a fallback skipped is always replaced.
 
         Raises:
-            CheckpointError: the step is there already, another job writes here, the folder is that of another run, the
-                file system says no, ``data`` is no JSON, or ranks differ in what they save, in copies of leaves or in
-                their folders; alike on all ranks, and what is on disk is as it was.
+            CheckpointError: the step exists, another job writes here, the folder belongs to another run, the file
+                system refuses, ``data`` is not JSON, or ranks differ in what they save, in copies of leaves or in
+                their folders; equal on all ranks, and the files on disk are as they were.
             DonatedError: the state was donated to a step.
         """
         self.wait()
@@ -132,35 +135,28 @@ class Checkpointer:
         expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
         mesh = state.plan.mesh
         enter(mesh, "save")
-        meeting = meet(mesh, "control")
+        lane = mesh_lane(mesh)
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
-        begun: list[str] = []
-        ready: list[Saving] = []
-        later = None
-
-        def prepare() -> None:
-            path = self._here(meeting.rank, heads[0]["path"])
-            head = head_of(state, {**user, "run": heads[0]["run"]})
-            saving = Saving(path, head, owned(entries(state), meeting.rank))
-            ready.append(saving if later is None else replace(saving, slices=self._snapshot.take(saving.slices)))
-
+        each_rank_or_raise(lane, lambda: _check(state, user))
+        first_path, run = first_rank_or_raise(lane, mesh.rank, lambda: self._begin(state, overwrite))
         try:
-            heads = meeting.together(lambda: self._begin(meeting.rank, state, user, overwrite, begun))
             if mesh.size > 1:
                 facts = save_facts(state, user, {"overwrite": overwrite, "keep": self.keep, "async_": self.async_})
-                compare(meeting.lane, facts, CheckpointError)
+                compare(lane, facts, CheckpointError)
+            later = None
             if self.async_ and not isinstance(mesh.transport, SharedTransport):
-                later = meet(mesh, f"checkpoint {os.path.dirname(heads[0]['path'])}")
-            meeting.together(prepare)
+                later = mesh_lane(mesh, f"checkpoint {os.path.dirname(first_path)}")
+            head = {**user, "run": run}
+            save = each_rank_or_raise(lane, lambda: self._prepare(state, head, first_path, later is not None))
         except BaseException as error:
-            withdraw(meeting, "".join(begun) or None, error)
+            remove_failed(lane, mesh.rank, first_path, error)
             raise
-        for run in (self._run, state.past.run):
-            run.ids.add(heads[0]["run"])
+        for known in (self._run, state.past.run):
+            known.ids.add(run)
         if later is None:
-            perform(meeting, self._folder, self.keep, ready[0])
+            write_and_commit(lane, self._folder, self.keep, save)
         else:
-            self._start(later, ready[0])
+            self._start(later, save)
         self._damaged.discard(state.step)
 
     def restore(
@@ -174,28 +170,28 @@ class Checkpointer:
         rules: TakeRules | None = None,
         into: TrainState | None = None,
     ) -> TrainState:
-        """Read a state, onto any mesh and into any layout. Collective. ``restored`` has what was saved beside it.
+        """Read a state onto any mesh and into any layout. Collective. Sets ``restored``.
 
-        Each rank reads the chunks that hold what it needs, and every one of them is verified.
+        Each rank reads and verifies the chunks that hold its part of the state.
 
         Args:
-            plan: where leaves are to live; it need not be the plan of the run that saved.
-            opt: the optimizer; None reads parameters alone.
-            step: which one; None for the newest.
-            fallback: if that step is damaged, warn (``CheckpointWarning``) and take the newest good one before it.
-            cast: read tensors into other dtypes than they were saved in.
-            rules: take a part, or by other names (a warm start): pairs of a pattern on the names of entries
-                (``params.blocks.0.weight``, ``opt.exp_avg.blocks.0.weight``) and the name to read, with ``\\1`` for
-                groups of the pattern, or None for an entry that keeps its value in ``into``. The first match wins, each
-                entry needs one, and what else the checkpoint holds is left.
-            into: the state whose values, step and seed are kept where rules take nothing. It is not changed.
+            plan: where the leaves are to live; it may differ from the plan of the run that saved.
+            opt: the optimizer; None reads the parameters only.
+            step: the step to read; None for the newest.
+            fallback: if that step is damaged, warn (``CheckpointWarning``) and read the newest good one before it.
+            cast: convert tensors that were saved in another dtype.
+            rules: read a part of the checkpoint, or by other names (a warm start): pairs of a pattern on the names of
+                entries (``params.blocks.0.weight``, ``opt.exp_avg.blocks.0.weight``) and the name to read, with
+                ``\\1`` for groups of the pattern, or None for an entry that keeps its value in ``into``. The first
+                match wins, and each entry needs a match. Other tensors of the checkpoint are ignored.
+            into: the state that gives step, seed, and the values of entries that rules do not read. It is not changed.
 
         Raises:
             CheckpointError: no checkpoint here, no such step, a newer format, no permission; ranks see different
-                folders, or ask for different things.
-            DamagedError: the bytes are not those that were written.
+                folders, or pass different arguments.
+            DamagedError: the bytes differ from those that were written.
             TreeError: missing, extra and mismatched leaves, in one report.
-            PlanError: rules that cannot be.
+            PlanError: invalid rules.
         """
         self.wait()
         if not isinstance(plan, Plan):
@@ -206,37 +202,37 @@ class Checkpointer:
         expect("restore(plan, opt)", [("rules", rules, (list, tuple, type(None)), pairs), known])
         if into is not None:
             into.check_plan(plan)
-        enter(plan.mesh, "restore")
-        meeting = meet(plan.mesh, "control")
-        if plan.mesh.size > 1:
+        mesh = plan.mesh
+        enter(mesh, "restore")
+        lane = mesh_lane(mesh)
+        if mesh.size > 1:
             said = {"step": step, "fallback": fallback, "cast": cast, "rules": rules, "into": into is not None}
-            compare(meeting.lane, Equal(plan, said, opt).fixed(), CheckpointError)
-        found = meeting.together(only_first(meeting.rank, lambda: (self.directory, choose_steps(self.directory, step))))
-        assert found[0] is not None
-        first, steps = found[0]
-        request, skipped = Request(cast, rules, opt is None), []
-        for chosen in steps if fallback else steps[:1]:
+            compare(lane, Equal(plan, said, opt).fixed(), CheckpointError)
+        first, steps = first_rank_or_raise(
+            lane, mesh.rank, lambda: (self.directory, choose_steps(self.directory, step))
+        )
+        request, skipped = Request(plan, opt, cast, rules, into), []
+        for chosen in steps:
             try:
-                state, manifest = restore_step(meeting, self.directory, first, chosen, plan, opt, request, into)
+                state, manifest = restore_step(lane, self.directory, first, chosen, request)
+                break
             except DamagedError as error:
                 if not fallback or chosen == steps[-1]:
                     raise
                 skipped.append(str(error))
                 self._damaged.add(chosen)
-                warnings.warn(f"step {chosen} was passed over: {error}", CheckpointWarning, stacklevel=2)
-                continue
-            self._run.ids.add(manifest.run_id)
-            folder = step_folder(self.directory, chosen)
-            self.restored = Restored(chosen, folder, manifest.data, manifest.metadata, tuple(skipped))
-            return state
-        raise AssertionError("choose_steps gave no step")
+                warnings.warn(f"step {chosen} was skipped: {error}", CheckpointWarning, stacklevel=2)
+        self._run.ids.add(manifest.run_id)
+        folder = step_folder(self.directory, chosen)
+        self.restored = Restored(chosen, folder, manifest.data, manifest.metadata, tuple(skipped))
+        return state
 
     def due(self, state: TrainState) -> bool:
         """Whether a checkpoint of this state is due: its step is a multiple of ``every``, and not 0."""
         return self.every is not None and state.step > 0 and state.step % self.every == 0
 
     def steps(self) -> list[int]:
-        """The steps that are on disk, in order. Local; of other ranks' folders it knows nothing.
+        """The steps on disk that this rank sees, in ascending order. Local.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -255,7 +251,7 @@ class Checkpointer:
         """Wait until an asynchronous save is on disk.
 
         Raises:
-            CheckpointError: it failed; alike on all ranks.
+            CheckpointError: the save failed; equal on all ranks.
         """
         if self._thread is not None:
             self._thread.join()
@@ -265,7 +261,7 @@ class Checkpointer:
             raise failure
 
     def close(self) -> None:
-        """Wait for what is being written, and let others write to the folder.
+        """Wait for an asynchronous save, and unlock the folder for other writers.
 
         Raises:
             CheckpointError: an asynchronous save failed.
@@ -281,35 +277,38 @@ class Checkpointer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _begin(
-        self, rank: int, state: TrainState, user: Mapping[str, Any], overwrite: bool, begun: list[str]
-    ) -> dict[str, Any]:
-        """Check what this rank was given; rank 0 makes the temporary folder, and adds it to ``begun``."""
-        for name in ("data", "metadata"):
-            check_json(name, user[name])
-        entries(state)
-        if rank == 0:
-            known = self._run.ids | state.past.run.ids
-            begun.append(self._folder.begin(state.step, overwrite or state.step in self._damaged, known))
-        return {"path": "".join(begun), "run": self._folder.run}
+    def _begin(self, state: TrainState, overwrite: bool) -> tuple[str, str]:
+        """On rank 0: make the temporary folder; returns its path and the run that the folder belongs to."""
+        known = self._run.ids | state.past.run.ids
+        path = self._folder.begin(state.step, overwrite or state.step in self._damaged, known)
+        return path, self._folder.run
 
-    def _here(self, rank: int, path: str) -> str:
-        """The temporary folder of rank 0 as this rank sees it, by its random name: hosts may mount it elsewhere."""
-        first, name = os.path.split(path)
-        here = os.path.join(self.directory, name)
-        if rank and not os.path.isdir(here):
+    def _prepare(self, state: TrainState, user: Mapping[str, Any], first_path: str, copy: bool) -> Save:
+        """What this rank writes, and where: hosts may mount rank 0's folder elsewhere, its random name tells."""
+        rank = state.plan.mesh.rank
+        first, name = os.path.split(first_path)
+        path = os.path.join(self.directory, name)
+        if rank and not os.path.isdir(path):
             raise other_folder(rank, self.directory, first, name)
-        return here
+        slices = owned(entries(state), rank)
+        return Save(rank, path, head_of(state, user), self._snapshot.take(slices) if copy else slices)
 
-    def _start(self, meeting: Meeting, saving: Saving) -> None:
-        """Write in a thread of its own. It is no daemon: a script that ends has its checkpoint."""
+    def _start(self, lane: Lane, save: Save) -> None:
+        """Write in another thread, which is no daemon: the process ends after its checkpoint is on disk."""
 
         def write() -> None:
             try:
                 self._snapshot.wait()
-                perform(meeting, self._folder, self.keep, saving)
+                write_and_commit(lane, self._folder, self.keep, save)
             except BaseException as error:  # raised by the next call
                 self._failure = error
 
         self._thread = threading.Thread(target=write, name="fshard-checkpoint")
         self._thread.start()
+
+
+def _check(state: TrainState, user: Mapping[str, Any]) -> None:
+    """Check what this rank was given to save."""
+    for name in ("data", "metadata"):
+        check_json(name, user[name])
+    entries(state)

@@ -1,8 +1,8 @@
-"""The one reader: files of a folder that a stranger may have filled are opened and read here, and nowhere else.
+"""The one reader of untrusted files: all files of checkpoints and models are opened and read here.
 
-A file is opened only if it is a plain one, since opening a pipe waits for a writer, and opening a device may do things.
-Its size is known before anything is read, reads lie inside of it, and memory is taken for what is there, never for what
-a file says of itself. A file that becomes shorter meanwhile is an error, where a mapped file would be a signal.
+Only regular files are opened: opening a pipe waits for a writer, and opening a device may have effects. The size is
+known before anything is read, reads stay inside of it, and memory is allocated by what exists, never by what a file
+claims. A file that shrinks while it is read raises an error; reading a memory map would end the process by a signal.
 """
 
 import os
@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fshard.checkpoint.problems import damaged
+from fshard.checkpoint.problems import damaged, unreachable
 from fshard.errors import CheckpointError
 
 Refusal = Callable[[str, Iterable[str]], CheckpointError]
-"""The error for a file, from its path and what is wrong with it."""
+"""Makes the error for a file from its path and the problems."""
 
 STRIDE = 1 << 20
-"""Bytes of a text that are read at once."""
+"""Bytes of a text that are read at a time."""
 
 SMALL, THIN = 16 << 20, 64
-"""A file over so many bytes, of which not one in so many is on disk, is nearly all holes."""
+"""A file larger than ``SMALL`` bytes with less than one in ``THIN`` on disk consists almost only of holes."""
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -29,20 +29,20 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a symbolic link, which a checkpoint never holds",
+    stat.S_IFLNK: "a symbolic link, which a checkpoint never contains",
 }
-"""What is no plain file, by the type in its mode."""
+"""Names of file types that are not regular files."""
 
 
 @dataclass(frozen=True)
 class File:
-    """An open plain file.
+    """An open regular file.
 
     Attributes:
-        path: where it is, for errors.
+        path: its path, for errors.
         number: its descriptor.
-        size: its bytes, when it was opened.
-        refuse: the error for what is wrong with it.
+        size: its bytes when it was opened.
+        refuse: makes the error for a problem.
     """
 
     path: str
@@ -51,11 +51,7 @@ class File:
     refuse: Refusal
 
     def fill(self, view: memoryview, begin: int) -> None:
-        """Fill a view from a byte on.
-
-        Raises:
-            CheckpointError: the file ends before.
-        """
+        """Fill a view with the bytes from ``begin`` on."""
         done = 0
         while done < len(view):
             count = os.preadv(self.number, [view[done:]], begin + done)
@@ -66,52 +62,45 @@ class File:
             raise self.refuse(self.path, [f"it ends before byte {begin + len(view)} of its {self.size} bytes"])
 
     def read(self, begin: int, end: int) -> bytearray:
-        """The bytes ``begin`` to ``end``, which must lie in the file: nothing is allocated otherwise.
-
-        Raises:
-            CheckpointError: they do not.
-        """
+        """The bytes ``begin`` to ``end``. Memory is allocated only if they lie in the file."""
         if not 0 <= begin <= end <= self.size:
-            raise self.refuse(self.path, [f"it has {self.size} bytes, and bytes {begin} to {end} are wanted of it"])
+            raise self.refuse(self.path, [f"it has {self.size} bytes, and bytes {begin} to {end} were requested"])
         data = bytearray(end - begin)
         self.fill(memoryview(data), begin)
         return data
 
     def text(self, begin: int, end: int) -> bytes:
-        """The bytes ``begin`` to ``end`` as those of a text. Holes hold NUL bytes, so no memory is taken for them.
-
-        Raises:
-            CheckpointError: a NUL byte is among them, or they do not lie in the file.
-        """
+        """The bytes ``begin`` to ``end`` of a text. Holes read as NUL bytes, which are refused before more is read."""
         parts = []
         for at in range(begin, end, STRIDE):
             part = bytes(self.read(at, min(end, at + STRIDE)))
             if b"\0" in part:
                 where = at + part.index(b"\0")
-                raise self.refuse(self.path, [f"it is no text: byte {where} of it is 0, as in a hole"])
+                raise self.refuse(self.path, [f"it is no text: its byte {where} is 0, as in a hole"])
             parts.append(part)
         return b"".join(parts)
 
     def check_dense(self) -> None:
-        """Refuse a large file that is nearly all holes, before memory is taken for all that it claims.
-
-        Raises:
-            CheckpointError: it is one.
-        """
+        """Refuse a large file that consists almost only of holes, before memory is allocated by its size."""
         held = os.fstat(self.number).st_blocks * 512
         if self.size > SMALL and held < self.size // THIN:
             problem = f"{held} of its {self.size} bytes are on disk, and the rest are holes"
-            remedy = "restore it into a plan, which takes memory by the plan, or copy it to where zeros are stored"
+            remedy = "restore it into a plan, whose size bounds the memory, or copy it to a disk that stores zeros"
             raise self.refuse(self.path, [f"{problem}: {remedy}"])
 
 
 @contextmanager
-def folder_at(path: str, *, links: bool = False) -> Iterator[int]:
-    """An open folder, for the files in it; unless ``links``, a symbolic link is refused.
+def file_errors(doing: str, path: str) -> Iterator[None]:
+    """Turn errors of the file system into CheckpointErrors that say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise unreachable(str(error.filename or path), doing, error) from error
 
-    Raises:
-        OSError: the file system's own.
-    """
+
+@contextmanager
+def folder_at(path: str, *, links: bool = False) -> Iterator[int]:
+    """An open folder; a symbolic link to one is refused unless ``links``."""
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     try:
         yield number
@@ -123,19 +112,19 @@ def folder_at(path: str, *, links: bool = False) -> Iterator[int]:
 def plain_file(
     folder: str, name: str, at: int, size: int | None = None, *, links: bool = False, refuse: Refusal = damaged
 ) -> Iterator[File]:
-    """An open file of a folder, which must be a plain file, of a known size if one is given.
+    """An open regular file of a folder.
 
     Args:
-        folder: where it lies, for errors.
-        name: what it is called there.
+        folder: the folder's path, for errors.
+        name: the file's name in the folder.
         at: the open folder.
-        size: its bytes, if they are known.
-        links: whether a symbolic link to a plain file will do.
-        refuse: the error for what is wrong with it.
+        size: the bytes that the file must have, if they are known.
+        links: whether the name may be a symbolic link to a regular file.
+        refuse: makes the error for a problem.
 
     Raises:
-        CheckpointError: it is missing, or something else.
-        OSError: the file system's own.
+        CheckpointError: the file is missing, has another size, or is not a regular file.
+        OSError: any other error of the file system.
     """
     path = os.path.join(folder, name)
     if not is_plain_name(name):
@@ -147,16 +136,35 @@ def plain_file(
     except FileNotFoundError:
         raise refuse(path, ["it is missing"]) from None
     except OSError as error:
-        error.filename = path  # not as it is called from its folder
+        error.filename = path  # the system gives the name alone
         raise
     try:
         status = os.fstat(number)
-        _check_kind(path, status, refuse)  # once more: the name may mean something else by now
+        _check_kind(path, status, refuse)  # again: the name may have changed its meaning meanwhile
         if size is not None and status.st_size != size:
             raise refuse(path, [f"it is a plain file of {status.st_size} bytes, and the manifest says {size}"])
         yield File(path, number, status.st_size, refuse)
     finally:
         os.close(number)
+
+
+@contextmanager
+def open_file(
+    folder: str,
+    name: str,
+    size: int | None = None,
+    *,
+    links: bool = False,
+    folder_link: bool = False,
+    refuse: Refusal = damaged,
+) -> Iterator[File]:
+    """An open regular file as from ``plain_file``, together with its folder, which may be a link if ``folder_link``."""
+    with (
+        file_errors("read", os.path.join(folder, name)),
+        folder_at(folder, links=folder_link) as at,
+        plain_file(folder, name, at, size, links=links, refuse=refuse) as file,
+    ):
+        yield file
 
 
 def _check_kind(path: str, status: os.stat_result, refuse: Refusal) -> None:
@@ -166,7 +174,7 @@ def _check_kind(path: str, status: os.stat_result, refuse: Refusal) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a file in a folder, and leads nowhere else."""
+    """Whether a name can only mean a file in its own folder."""
     try:
         text = os.fsencode(name)
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
-"""The manifest: what a checkpoint holds, as JSON, sealed by its own SHA-256, and read as if a stranger had written it.
+"""The manifest: what a checkpoint holds, as JSON that is sealed by its own SHA-256 and read as untrusted input.
 
-A manifest that was parsed is consistent in itself: file names are plain names, every extent lies in its file, no two
-extents share a byte or an element, and the extents of a tensor are all of it. So whoever reads tensors by it allocates
-what the plan says and reads where files have bytes, whatever the manifest claims.
+A parsed manifest is consistent: file names are plain names, every extent lies in its file, no two extents share a byte
+or an element, and the extents of a tensor cover it. So a reader allocates memory by the plan and reads inside of files,
+whatever the manifest claims.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from fshard.sharding.spec import Shape
 
 FORMAT = "fshard-checkpoint"
 VERSION = 2
-"""The newest format that this code reads. It writes 1 where there is no ``run``, which 2 has added, else 2."""
+"""The newest format that this code reads. It writes 2, which added ``run``, or 1 without a run."""
 CHUNK = 1 << 20
-"""Bytes of a file that have a SHA-256 of their own."""
+"""Bytes of a file that share a SHA-256."""
 LARGEST_CHUNK = 16 * CHUNK
-"""The same at most: what a thread takes memory for."""
+"""The largest chunk that is read, since a thread allocates memory for it."""
 LIMIT = 1 << 30
 """Bytes of a manifest, at most."""
 RUN = re.compile(r"[0-9a-f]{16}")
@@ -40,8 +40,8 @@ FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,80}\.safetensors")
 class FileInfo:
     """A file of tensors: its size, and the SHA-256 of each ``chunk`` bytes of it in hex.
 
-    A file's own hash is that of its chunks' digests one behind the other (a Merkle tree of two levels): data are hashed
-    once, and a part of a file is verified without reading the rest.
+    A file's own hash is the hash of its chunks' digests (a Merkle tree of two levels): data are hashed once, and a part
+    of a file is verified without reading the rest.
     """
 
     size: int
@@ -56,7 +56,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of a tensor, as the bytes of a file from byte ``at``."""
+    """A piece of a tensor, stored in a file from byte ``at`` on."""
 
     file: str
     at: int
@@ -65,7 +65,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor: dtype and shape of the whole, how it was cut over the mesh, and where its pieces lie."""
+    """A whole tensor: dtype, shape, how the mesh cut it, and where its pieces are stored."""
 
     dtype: torch.dtype
     shape: Shape
@@ -84,17 +84,16 @@ class Manifest:
 
     Attributes:
         step: the training step.
-        scalars: what the state holds beside tensors.
-        tensors: by name, in the order of the state.
-        files: by name.
-        mesh: the sizes of the mesh's axes when it was written, by name.
-        data: where the data loader was: the user's own JSON.
-        metadata: anything else of the user's own.
-        schedule: the hash of the train step's schedule, where it was given.
-        versions: of fshard and torch.
-        run: the id of the run that it belongs to; None for what was written before there were ids, and what is none of
-            a run.
-        seal: its own SHA-256, once it was written.
+        scalars: the state's values other than tensors.
+        tensors: the tensors by name, in the order of the state.
+        files: the files by name.
+        mesh: the sizes of the mesh's axes by name.
+        data: the user's JSON for the data loader.
+        metadata: any other JSON of the user.
+        schedule: the hash of the train step's schedule, if it was given.
+        versions: the versions of fshard and torch.
+        run: the id of the run; None for a checkpoint of no run, or written before there were ids.
+        seal: the manifest's own SHA-256; empty before it was written.
     """
 
     step: int
@@ -116,15 +115,11 @@ class Manifest:
 
     @property
     def run_id(self) -> str:
-        """The id of its run; of one without an id, the beginning of its seal."""
+        """The id of the run, or without one the beginning of the seal."""
         return self.run or self.seal[:16]
 
     def dump(self) -> bytes:
-        """The manifest as sealed JSON text.
-
-        Raises:
-            CheckpointError: it would be too large for those that read it.
-        """
+        """The manifest as sealed JSON text; raises a CheckpointError if it exceeds the reader's bounds."""
         body = {
             "format": FORMAT,
             "version": 1 if self.run is None else VERSION,
@@ -170,15 +165,11 @@ def extent_row(extent: Extent) -> list[Any]:
 
 
 def parse(path: str, text: bytes) -> Manifest:
-    """A manifest from its text.
-
-    Args:
-        path: where it was read, for errors.
-        text: its bytes.
+    """The manifest in a text that was read from ``path``.
 
     Raises:
-        CheckpointError: it is no manifest, or one of a newer format.
-        DamagedError: it is not as it was written, or contradicts itself.
+        CheckpointError: the text is no manifest, or one of a newer format.
+        DamagedError: the text differs from what was written, or contradicts itself.
     """
     if len(text) > LIMIT:
         raise damaged(path, [f"it has {len(text)} bytes, and a manifest has at most {LIMIT}"])
@@ -218,11 +209,11 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "files": lambda value: isinstance(value, dict),
     "tensors": lambda value: isinstance(value, dict),
 }
-"""What a manifest's parts must be."""
+"""The check of each part of a manifest."""
 
 
 def _read(body: Mapping[str, Any], problems: list[str]) -> Manifest | None:
-    """The parts of a manifest, each of the right type; problems are added to the list."""
+    """A manifest of parts of the right types; None if problems were added to the list."""
     parts = {"run": None} | {name: value for name, value in body.items() if name not in ("format", "version")}
     problems += [f"{name}: missing" for name in KEYS if name not in parts]
     problems += [f"{name[:80]!r}: unknown" for name in parts if name not in KEYS]
@@ -247,13 +238,8 @@ def _file(name: str, row: Any, problems: list[str]) -> FileInfo:
         problems.append(f"{where}: not an object of size, chunk, sha256 and chunks")
         return FileInfo(0, ())
     size, chunk, chunks = row["size"], row["chunk"], row["chunks"]
-    if not (
-        is_count(size)
-        and is_count(chunk)
-        and 64 <= chunk <= LARGEST_CHUNK
-        and not chunk % 64
-        and isinstance(chunks, list)
-    ):
+    good = is_count(size) and is_count(chunk) and 64 <= chunk <= LARGEST_CHUNK and not chunk % 64
+    if not good or not isinstance(chunks, list):
         problems.append(f"{where}: a size of {str(size)[:30]} bytes in chunks of {str(chunk)[:30]}")
         return FileInfo(0, ())
     if len(chunks) != -(-size // chunk) or not all(map(is_sha256, chunks)):
@@ -265,13 +251,18 @@ def _file(name: str, row: Any, problems: list[str]) -> FileInfo:
     return info
 
 
+def typed(info: TensorInfo) -> str:
+    """A tensor's dtype and shape: ``F32[4, 8]``."""
+    return f"{NAMES[info.dtype]}{list(info.shape)}"
+
+
 def is_scalar(value: Any) -> bool:
-    """Whether a value of JSON is no container."""
+    """Whether a JSON value is neither an object nor a list."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def is_sha256(value: Any) -> bool:
-    """Whether a value of JSON is a SHA-256 in hex."""
+    """Whether a JSON value is a SHA-256 in hex."""
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
@@ -308,7 +299,7 @@ def read_extent(row: Any) -> Extent | None:
 
 
 def inconsistent(manifest: Manifest) -> Iterable[str]:
-    """What a manifest says that cannot be, of values of the right types."""
+    """Contradictions in a manifest whose values have the right types."""
     if manifest.scalars.get("step") != manifest.step:
         yield f"step: {manifest.step}, and {str(manifest.scalars.get('step'))[:80]} among the scalars"
     taken: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
@@ -331,9 +322,9 @@ def inconsistent(manifest: Manifest) -> Iterable[str]:
 
 
 def _uncovered(name: str, info: TensorInfo) -> Iterable[str]:
-    """Whether the extents of a tensor are each of its elements just once."""
+    """Where the extents of a tensor do not hold each of its elements exactly once."""
     where, shape = f"tensors[{name[:200]!r}]", info.shape
-    boxes: dict[str, list[Piece]] = {}  # by text, whose hash nobody can foresee: tuples of chosen numbers can collide
+    boxes: dict[str, list[Piece]] = {}  # by text, whose hash is random: chosen tuples of ints can all collide
     for extent in info.extents:
         boxes.setdefault(str(extent.piece.offset), []).append(extent.piece)
     sizes = list({str(extent.piece.shape): extent.piece.shape for extent in info.extents}.values())

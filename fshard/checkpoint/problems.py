@@ -1,4 +1,4 @@
-"""Messages of checkpoints: one builder per failure, each with path, numbers and remedy."""
+"""Errors of checkpoints: one builder per failure, each with path, numbers and remedy."""
 
 import errno
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fshard.errors import CheckpointError, DamagedError, TreeError, lines
 
 SHOWN = 20
-"""Problems that a message lists; of the others it gives the number."""
+"""Problems that a message lists; it counts the others."""
 
 
 def listed(problems: Sequence[str]) -> list[str]:
@@ -16,7 +16,7 @@ def listed(problems: Sequence[str]) -> list[str]:
 
 
 def printable(text: str, most: int = 400) -> str:
-    r"""A text of a stranger in a message: of bounded length, and without characters that change what is around it.
+    r"""An untrusted text for a message: of bounded length and without control characters.
 
     >>> print(printable("a" + chr(27) + "[2J"))
     a\x1b[2J
@@ -26,35 +26,35 @@ def printable(text: str, most: int = 400) -> str:
 
 
 def damaged(path: str, problems: Iterable[str]) -> DamagedError:
-    """Bytes on disk that are not what was written."""
+    """Bytes on disk differ from what was written."""
     remedy = "Restore another step (fallback=True takes the newest good one), or copy the checkpoint anew."
     return DamagedError(lines(f"{path} is damaged, or was changed:", listed(list(problems)), remedy))
 
 
 def foreign(path: str, what: str) -> CheckpointError:
-    """Something that no fshard wrote."""
+    """A file or folder that fshard did not write."""
     return CheckpointError(f"{path} is no checkpoint of fshard: {what}. Give the folder that fs.Checkpointer wrote to.")
 
 
 def newer(path: str, version: object, known: int) -> CheckpointError:
-    """A checkpoint of a format that did not exist when this was written."""
+    """A checkpoint of a newer format."""
     return CheckpointError(
         f"{path} has format {version}, and this fshard reads formats up to {known}: update fshard to read it"
     )
 
 
 def unusable(path: str, problems: Iterable[str]) -> DamagedError:
-    """A file of another library that is not what it should be."""
+    """A damaged file of another library."""
     return DamagedError(lines(f"{path} cannot be used:", listed(list(problems)), "Fetch it or write it again."))
 
 
 def too_large(error: ValueError) -> CheckpointError:
-    """A manifest that nothing would read again."""
+    """A manifest that exceeds the bounds of its reader."""
     return CheckpointError(f"the manifest is too large to be read again: {error}; pass less as data= and metadata=")
 
 
 def unreachable(path: str, doing: str, error: OSError) -> CheckpointError:
-    """The file system said no; a disk that cannot read has damaged what was on it."""
+    """An error of the file system. A disk that fails to read a file has damaged it."""
     if error.errno == errno.EIO and doing == "read":
         return damaged(path, [f"the disk cannot read it: {error.strerror}"])
     reasons = {
@@ -65,10 +65,10 @@ def unreachable(path: str, doing: str, error: OSError) -> CheckpointError:
         "EROFS": "use a folder that can be written to",
         "ENOENT": "check the path; something else may have removed it",
         "ENOTDIR": "check the path",
-        "ELOOP": "it is a symbolic link, which a checkpoint never holds: copy what it points to",
+        "ELOOP": "it is a symbolic link, which a checkpoint never contains: copy what it points to",
     }
     name = errno.errorcode.get(error.errno or 0, "")
-    remedy = reasons.get(name, "see to the file system and try again")
+    remedy = reasons.get(name, "check the file system and try again")
     return CheckpointError(f"cannot {doing} {path}: {error.strerror or error} ({name}); {remedy}")
 
 
@@ -80,13 +80,13 @@ def empty(path: str) -> CheckpointError:
 
 
 def no_such_step(path: str, step: int, steps: Sequence[int]) -> CheckpointError:
-    """A step that was not saved, or was removed."""
+    """A step that does not exist."""
     have = ", ".join(map(str, steps[-SHOWN:])) or "none"
     return CheckpointError(f"{path} holds no step {step}; it holds {have}: give one of them, or None for the newest")
 
 
 def exists(path: str, step: int) -> CheckpointError:
-    """A step that is there already."""
+    """A step that exists already."""
     return CheckpointError(
         f"{path} is there already: step {step} was saved before. Pass overwrite=True to replace it, or give this run "
         f"a folder of its own"
@@ -94,7 +94,7 @@ def exists(path: str, step: int) -> CheckpointError:
 
 
 def another_run(path: str, found: Mapping[str, int]) -> CheckpointError:
-    """A run that was not begun or resumed from a folder, about to write into it."""
+    """A run that tries to save beside the checkpoints of another run."""
     rows = [f"run {run}, its newest step is {step}" for run, step in found.items()]
     remedy = (
         "Its steps and those of this run would mix. Restore from the folder to go on with its run, or give this run a "
@@ -104,7 +104,7 @@ def another_run(path: str, found: Mapping[str, int]) -> CheckpointError:
 
 
 def other_folder(rank: int, path: str, first: str, name: str) -> CheckpointError:
-    """A rank whose folder is not that of rank 0."""
+    """A rank that sees another folder than rank 0."""
     return CheckpointError(
         f"rank {rank}: its folder {path} holds no {name}, which is in rank 0's folder {first}: give all ranks one "
         f"folder, on a file system that all of them see"
@@ -112,13 +112,13 @@ def other_folder(rank: int, path: str, first: str, name: str) -> CheckpointError
 
 
 def other_checkpoints(step: int, rows: Sequence[str]) -> CheckpointError:
-    """Ranks whose folders hold different checkpoints of one step."""
+    """Ranks that read different checkpoints of one step."""
     head = f"ranks read different checkpoints of step {step}:"
     return CheckpointError(lines(head, rows, "Give all ranks one folder, on a file system that all of them see."))
 
 
 def locked(path: str, holder: str) -> CheckpointError:
-    """Two jobs in one folder."""
+    """A folder that another job writes to."""
     return CheckpointError(
         f"{path} is being written to by another Checkpointer ({holder or 'which left no name'}): give each job a "
         f"folder of its own, or close() the other one. What holds {path}/.lock, fuser and lslocks show"
@@ -126,9 +126,9 @@ def locked(path: str, holder: str) -> CheckpointError:
 
 
 def mismatched(path: str, problems: Sequence[str], counts: str) -> TreeError:
-    """Leaves of a plan that are not those of a checkpoint."""
+    """A checkpoint whose leaves do not fit a plan."""
     remedy = (
-        "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or say with "
-        "rules= what to take from it."
+        "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or select what "
+        "to read with rules=."
     )
     return TreeError(lines(f"{path} does not fit the plan ({counts}):", problems, remedy))

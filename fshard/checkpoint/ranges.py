@@ -1,9 +1,9 @@
-"""Which elements two pieces of a tensor share, and copying just those.
+"""The elements that two pieces of a tensor share, and copying them.
 
-A piece is a range, in row-major order, of a box in the whole tensor. Such a range is a few *blocks*: boxes that lie
-contiguously in it, a head, a middle and a tail for each dim. Two blocks share a box, which is a strided view of both:
-so any layout is copied to any other without a list of elements. Reshards of ``jax.Array`` and of
-torch.distributed.checkpoint intersect boxes alone; flat shards, which they do not have, need the ranges.
+A piece is a range, in row-major order, of a box in the whole tensor. Such a range consists of a few *blocks*: boxes
+that lie contiguously in it, a head, a middle and a tail for each dim. Two blocks share a box, which is a strided view
+of both, so any layout is copied to any other without a list of elements. ``jax.Array`` and torch.distributed.checkpoint
+reshard by intersecting boxes; flat shards, which they do not have, need ranges as well.
 """
 
 import math
@@ -30,7 +30,7 @@ class Block:
         return math.prod(self.shape)
 
     def within(self, tensor: Tensor, low: Shape, high: Shape) -> Tensor:
-        """A view of a box in the whole tensor, which must lie in this block; ``tensor`` is the piece, 1-D."""
+        """The view of a box, which lies in this block, of ``tensor``, the piece as a 1-D tensor."""
         box = tensor[self.at : self.at + self.numel].view(self.shape)
         for dim, (a, b, start) in enumerate(zip(low, high, self.offset, strict=True)):
             box = box.narrow(dim, a - start, b - a)
@@ -51,7 +51,7 @@ def blocks(piece: Piece) -> list[Block]:
 
 
 def _ranges(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """A range of a box as boxes in it: corner, shape, and where it starts."""
+    """A range of a box as boxes: corner, shape, and first element."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -82,8 +82,8 @@ def overlap(one: Block, other: Block) -> tuple[Shape, Shape] | None:
     return (low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
 
 
-def shared(one: Piece, other: Piece) -> tuple[int, int] | None:
-    """The least range of ``one``, in its box, with all that it has of ``other``; None if it has nothing."""
+def shared_range(one: Piece, other: Piece) -> tuple[int, int] | None:
+    """The smallest range of ``one`` that holds all elements of ``other`` in it; None if they share none."""
     if one.offset == other.offset and one.shape == other.shape:
         low, high = max(one.start, other.start), min(one.stop, other.stop)
         return (low, high) if low < high else None
@@ -97,33 +97,21 @@ def shared(one: Piece, other: Piece) -> tuple[int, int] | None:
 
 
 def _span(block: Block, start: int, box: tuple[Shape, Shape]) -> tuple[int, int]:
-    """The first and one past the last element of a box in a block, counted as the piece's range is."""
+    """The range in the piece of a box in a block."""
     first = last = 0
     for a, b, o, n in zip(*box, block.offset, block.shape, strict=True):
         first, last = first * n + a - o, last * n + b - 1 - o
     return start + block.at + first, start + block.at + last + 1
 
 
-def transfer(target: Tensor, to: Piece, source: Tensor, of: Piece) -> int:
-    """Copy the elements that two pieces of one tensor share, cast to the target's dtype. Returns how many.
-
-    Args:
-        target: the piece ``to``, 1-D.
-        to: what it is.
-        source: the piece ``of``, 1-D.
-        of: what it is.
-    """
+def copy_shared(target: Tensor, to: Piece, source: Tensor, of: Piece) -> None:
+    """Copy the elements that two pieces share from ``source``, the piece ``of``, to ``target``, the piece ``to``."""
     if to.offset == of.offset and to.shape == of.shape:
         low, high = max(to.start, of.start), min(to.stop, of.stop)
         if low < high:
             target[low - to.start : high - to.start].copy_(source[low - of.start : high - of.start])
-        return max(0, high - low)
-    count = 0
+        return
     for mine in blocks(to):
         for theirs in blocks(of):
-            box = overlap(mine, theirs)
-            if box is not None:
-                part = mine.within(target, *box)
-                part.copy_(theirs.within(source, *box))
-                count += part.numel()
-    return count
+            if (box := overlap(mine, theirs)) is not None:
+                mine.within(target, *box).copy_(theirs.within(source, *box))

@@ -1,7 +1,7 @@
-"""Reading: from the pieces that are wanted to the chunks that hold them, verified before anything is copied from them.
+"""Reading and verifying: from the pieces that are needed to the chunks that hold them, hashed before any is copied.
 
-A rank reads the chunks, of 1 MiB, that hold a byte that it wants, each once. They are read into memory of this process
-and hashed there: a file that is cut short or changed meanwhile is an error, where a mapped file would be a signal.
+A rank reads each chunk, of 1 MiB, that holds a byte that it needs, once. Chunks are read into this process' own memory
+and hashed there, so a file that is cut short or changed meanwhile raises an error.
 """
 
 import bisect
@@ -16,19 +16,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.files import File, folder_at, plain_file
+from fshard.checkpoint.files import File, file_errors, folder_at, open_file, plain_file
+from fshard.checkpoint.folder import MANIFEST, read_manifest
 from fshard.checkpoint.manifest import Extent, FileInfo, Manifest
 from fshard.checkpoint.problems import damaged
-from fshard.checkpoint.ranges import shared, transfer
+from fshard.checkpoint.ranges import copy_shared, shared_range
+from fshard.checkpoint.tensorfile import Stored, header_of
 from fshard.sharding.layout import Piece
 
 BLOCK = 1 << 21
-"""Bytes that a thread reads at once."""
+"""Bytes that a thread reads at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Want:
-    """A piece of a checkpoint's tensor, and the 1-D tensor, of any dtype and device, that is to hold it."""
+class Target:
+    """A piece of a checkpoint's tensor, and the 1-D tensor, of any dtype and device, to read it into."""
 
     name: str
     piece: Piece
@@ -36,87 +38,106 @@ class Want:
 
 
 @dataclass(frozen=True)
-class Use:
-    """The bytes ``begin`` to ``end`` of a file, which lie in an extent and hold what is wanted."""
+class Span:
+    """The bytes ``begin`` to ``end`` of a file, which lie in an extent and hold a part of a target."""
 
     begin: int
     end: int
     extent: Extent
     dtype: torch.dtype
-    want: Want
+    target: Target
 
 
 @dataclass(frozen=True)
 class Job:
-    """Whole chunks of a file that one thread reads at once, and what is wanted of them."""
+    """Whole chunks of a file that one thread reads at a time, and the spans that they hold."""
 
     file: str
     begin: int
     end: int
-    uses: list[Use] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
-def read_into(folder: str, manifest: Manifest, wants: Sequence[Want]) -> int:
-    """Fill the tensors of all wants from a checkpoint, verifying every byte that is read. Returns the bytes read.
+def read_into(folder: str, manifest: Manifest, targets: Sequence[Target]) -> int:
+    """Fill the tensors of all targets from a checkpoint, and verify every byte that is read.
 
     Args:
-        folder: of the checkpoint.
-        manifest: what is in it. Every name must be in it, every piece within its tensor.
-        wants: what to read.
+        folder: the checkpoint's folder.
+        manifest: its manifest, which holds the name of each target.
+        targets: what to read; each piece lies in its tensor.
+
+    Returns:
+        The number of bytes read.
 
     Raises:
-        DamagedError: a file is missing, of another size or kind, or its bytes are not those that were written.
-        OSError: the file system's own.
+        DamagedError: a file is missing, of another size or kind, or its bytes differ from those that were written.
+        OSError: any other error of the file system.
     """
-    jobs = plan_reads(manifest, wants)
-    perform(folder, manifest.files, jobs)
+    jobs = plan_reads(manifest, targets)
+    _perform(folder, manifest.files, jobs)
     return sum(job.end - job.begin for job in jobs)
 
 
 def check_files(folder: str, files: Mapping[str, FileInfo], names: Iterable[str]) -> None:
-    """See that files are there and as large as the manifest says, before memory is taken for what they hold.
-
-    Raises:
-        DamagedError: one is missing, of another size or kind, or nearly all holes.
-        OSError: the file system's own.
-    """
+    """Check that files have the sizes of the manifest and few holes, before memory is allocated for their contents."""
     with folder_at(folder) as at:
         for name in names:
             with plain_file(folder, name, at, files[name].size) as file:
                 file.check_dense()
 
 
-def verify_files(folder: str, manifest: Manifest) -> int:
-    """Read every byte of every file, and compare it with the manifest. Returns the bytes read.
+def verify_step(folder: str) -> Manifest:
+    """Verify a step's folder: the manifest, every chunk's SHA-256, each file's header, and that nothing else is there.
 
     Raises:
-        DamagedError: as ``read_into``.
-        OSError: the file system's own.
+        CheckpointError: it cannot be read.
+        DamagedError: something in it differs from what was written.
     """
-    jobs = [job for name, info in manifest.files.items() for job in _cut(name, info, [(0, info.size)])]
-    perform(folder, manifest.files, jobs)
-    return sum(job.end - job.begin for job in jobs)
+    manifest = read_manifest(folder)
+    with file_errors("read", folder):
+        jobs = [job for name, info in manifest.files.items() for job in _cut(name, info, [(0, info.size)])]
+        _perform(folder, manifest.files, jobs)
+        problems = [problem for name in manifest.files for problem in _header_problems(folder, name, manifest)]
+        unknown = sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files})
+    problems += [f"{name[:100]!r} is not in the manifest" for name in unknown]
+    if problems:
+        raise damaged(folder, problems)
+    return manifest
 
 
-def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> list[Job]:
-    """What to read for these wants: each chunk at most once, files in order."""
-    uses: dict[str, list[Use]] = {}
-    for want in wants:
-        info = manifest.tensors[want.name]
-        size = info.dtype.itemsize
+def _header_problems(folder: str, name: str, manifest: Manifest) -> Iterator[str]:
+    """Where a file's header and the manifest differ."""
+    with open_file(folder, name, manifest.files[name].size) as file:
+        tensors, _ = header_of(file)
+    listed = {
+        key: Stored(info.dtype, (extent.piece.numel,), extent.at, extent.at + extent.piece.numel * info.dtype.itemsize)
+        for key, info in manifest.tensors.items()
+        for extent in info.extents
+        if extent.file == name
+    }
+    for key in dict.fromkeys([*tensors, *listed]):
+        if tensors.get(key) != listed.get(key):
+            yield f"{name}: {key[:200]} is {tensors.get(key)} in its header and {listed.get(key)} in the manifest"
+
+
+def plan_reads(manifest: Manifest, targets: Sequence[Target]) -> list[Job]:
+    """What to read for these targets: each chunk at most once, files in order."""
+    spans: dict[str, list[Span]] = {}
+    for target in targets:
+        info = manifest.tensors[target.name]
         for extent in info.extents:
-            found = shared(extent.piece, want.piece) if want.piece.numel else None
+            found = shared_range(extent.piece, target.piece) if target.piece.numel else None
             if found is not None:
-                begin, end = (extent.at + (n - extent.piece.start) * size for n in found)
-                uses.setdefault(extent.file, []).append(Use(begin, end, extent, info.dtype, want))
+                begin, end = (extent.at + (n - extent.piece.start) * info.dtype.itemsize for n in found)
+                spans.setdefault(extent.file, []).append(Span(begin, end, extent, info.dtype, target))
     jobs = []
-    for name in sorted(uses):
-        here = list(_cut(name, manifest.files[name], [(use.begin, use.end) for use in uses[name]]))
+    for name in sorted(spans):
+        here = list(_cut(name, manifest.files[name], [(span.begin, span.end) for span in spans[name]]))
         begins = [job.begin for job in here]
-        for use in uses[name]:
-            at = bisect.bisect_right(begins, use.begin) - 1
-            while at < len(here) and here[at].begin < use.end:
-                here[at].uses.append(use)
+        for span in spans[name]:
+            at = bisect.bisect_right(begins, span.begin) - 1
+            while at < len(here) and here[at].begin < span.end:
+                here[at].spans.append(span)
                 at += 1
         jobs += here
     return jobs
@@ -134,8 +155,8 @@ def _cut(name: str, info: FileInfo, spans: Sequence[tuple[int, int]]) -> Iterato
             begin = end
 
 
-def perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) -> None:
-    """Read, verify and copy, by a few threads; each has a buffer of its own."""
+def _perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) -> None:
+    """Read, verify and copy in a few threads, each with a buffer of its own."""
     workers = max(1, min(4, len(os.sched_getaffinity(0)), len(jobs)))
     largest = max((job.end - job.begin for job in jobs), default=0)
     buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
@@ -144,13 +165,13 @@ def perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) -> 
         opened: dict[str, File] = {}
         for name in dict.fromkeys(job.file for job in jobs):
             opened[name] = stack.enter_context(plain_file(folder, name, at, files[name].size))
-        for _ in range(workers):  # now that files are as large as the manifest says
+        for _ in range(workers):  # allocated now that files are known to have the sizes of the manifest
             buffers.put(bytearray(largest))
 
         def one(job: Job) -> None:
             buffer = buffers.get()
             try:
-                _perform(opened[job.file], files[job.file], job, buffer)
+                _read_job(opened[job.file], files[job.file], job, buffer)
             finally:
                 buffers.put(buffer)
 
@@ -162,8 +183,8 @@ def perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) -> 
             pool.shutdown(cancel_futures=True)
 
 
-def _perform(file: File, info: FileInfo, job: Job, buffer: bytearray) -> None:
-    """One job: nothing is copied before all of its chunks are verified."""
+def _read_job(file: File, info: FileInfo, job: Job, buffer: bytearray) -> None:
+    """Read one job, verify all of its chunks, then copy."""
     length = job.end - job.begin
     view = memoryview(buffer)[:length]
     file.fill(view, job.begin)
@@ -173,9 +194,11 @@ def _perform(file: File, info: FileInfo, job: Job, buffer: bytearray) -> None:
         if found != info.chunks[number]:
             where = f"bytes {job.begin + begin} to {min(job.begin + begin + info.chunk, info.size)}"
             raise damaged(file.path, [f"{where} have the SHA-256 {found}, and the manifest says {info.chunks[number]}"])
-    for use in job.uses:
-        begin, end = max(use.begin, job.begin), min(use.end, job.end)
-        size, piece = use.dtype.itemsize, use.extent.piece
-        source = torch.frombuffer(buffer, dtype=use.dtype, count=(end - begin) // size, offset=begin - job.begin)
-        first = piece.start + (begin - use.extent.at) // size
-        transfer(use.want.tensor, use.want.piece, source, replace(piece, start=first, stop=first + len(source)))
+    for span in job.spans:
+        begin, end = max(span.begin, job.begin), min(span.end, job.end)
+        size, piece = span.dtype.itemsize, span.extent.piece
+        source = torch.frombuffer(buffer, dtype=span.dtype, count=(end - begin) // size, offset=begin - job.begin)
+        first = piece.start + (begin - span.extent.at) // size
+        copy_shared(
+            span.target.tensor, span.target.piece, source, replace(piece, start=first, stop=first + len(source))
+        )

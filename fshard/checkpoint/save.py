@@ -1,111 +1,102 @@
-"""One save, from the slices of each rank to a checkpoint that has its name."""
+"""One save: from each rank's slices to a complete checkpoint under its final name."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fshard.checkpoint.folder import Folder, discard, telling
-from fshard.checkpoint.manifest import Extent, FileInfo, Manifest, extent_row, inconsistent, read_extent
-from fshard.checkpoint.meeting import Meeting, only_first
-from fshard.checkpoint.write import Slice, Written, described, write_files
+from fshard.checkpoint.files import file_errors
+from fshard.checkpoint.folder import CheckpointFolder, discard
+from fshard.checkpoint.manifest import Extent, FileInfo, Manifest, TensorInfo, extent_row, inconsistent, read_extent
+from fshard.checkpoint.write import Slice, Written, write_files
 from fshard.errors import CheckpointError, CommError, lines
+from fshard.runtime.comm import Lane, all_ranks_or_raise, first_rank_or_raise
 from fshard.runtime.equal import Facts
 from fshard.state.entries import entries, scalars
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
 
+ALIGN = 64
+"""Bytes to which slices are aligned in a snapshot."""
+
 
 @dataclass(frozen=True)
-class Saving:
-    """A save under way.
+class Save:
+    """One rank's part of a save.
 
     Attributes:
-        path: the temporary folder.
-        head: the manifest, still without files and extents.
+        rank: this rank.
+        path: the temporary folder, as this rank sees it.
+        head: the manifest, without files and extents.
         slices: what this rank writes.
     """
 
+    rank: int
     path: str
     head: Manifest
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[Slice]
 
 
 def head_of(state: TrainState, user: Mapping[str, Any]) -> Manifest:
-    """What the manifest of a state says before anything is written; ``user`` has data, metadata, schedule and run."""
-    held = entries(state)
-    mesh = state.plan.mesh
+    """The manifest of a state without files and extents; ``user`` holds data, metadata, schedule and run."""
+    tensors = {entry.name: TensorInfo(entry.dtype, entry.shape, repr(entry.spec), ()) for entry in entries(state)}
     versions = {"fshard": VERSION, "torch": str(torch.__version__)}
-    return Manifest(state.step, scalars(state), described(held), {}, dict(mesh.shape), versions=versions, **user)
+    return Manifest(state.step, scalars(state), tensors, {}, dict(state.plan.mesh.shape), versions=versions, **user)
 
 
 def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:
-    """What must be equal on all ranks of a save: state, copies, the user's own JSON, and options."""
+    """What must be equal on all ranks of a save: state, copies, the user's JSON, and options."""
     tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in entries(state)}
     own = {name: json.dumps(value) for name, value in user.items()}
     return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True).of(state)
 
 
-def perform(meeting: Meeting, folder: Folder, keep: int | None, saving: Saving) -> None:
-    """Write, meet, commit, and remove old steps. Collective.
+def write_and_commit(lane: Lane, folder: CheckpointFolder, keep: int | None, save: Save) -> None:
+    """Write all ranks' files, commit the checkpoint and remove old steps. Collective; a failure removes the files."""
 
-    Raises:
-        CheckpointError: it failed on a rank; on all ranks alike, and the temporary folder is gone.
-    """
+    def commit(written: list[dict[str, Any]]) -> None:
+        manifest = complete(save.head, written)
+        folder.commit(save.path, manifest.step, manifest.dump())
+        folder.remove_old(keep, manifest.step)
+
     try:
-        rows = meeting.together(lambda: _write(meeting.rank, saving))
-
-        def commit() -> None:
-            manifest = joined(saving.head, rows)
-            folder.commit(saving.path, manifest.step, manifest.dump())
-            folder.retain(keep, manifest.step)
-
-        meeting.together(only_first(meeting.rank, commit))
+        written = all_ranks_or_raise(lane, lambda: _write(save))
+        first_rank_or_raise(lane, save.rank, lambda: commit(written))
     except BaseException as error:
-        withdraw(meeting, saving.path, error)
+        remove_failed(lane, save.rank, save.path, error)
         raise
 
 
-def withdraw(meeting: Meeting, path: str | None, error: BaseException) -> None:
-    """Remove what a failed save made, before any rank goes on. Collective, unless ranks can no longer talk."""
-
-    def body() -> None:
-        if meeting.rank == 0 and path is not None:
-            discard(path)
-
-    if isinstance(error, CommError):
-        body()
-    else:
-        meeting.together(body)
+def remove_failed(lane: Lane, rank: int, path: str, error: BaseException) -> None:
+    """Remove a failed save's files before any rank goes on. Collective, unless communication has failed."""
+    if not isinstance(error, CommError):
+        first_rank_or_raise(lane, rank, lambda: discard(path))
+    elif rank == 0:
+        discard(path)
 
 
-def _write(rank: int, saving: Saving) -> dict[str, Any]:
-    """Write this rank's files; returns them, and their extents, as JSON."""
-    with telling("write to", saving.path):
-        return as_row(write_files(saving.path, rank, saving.slices))
+def _write(save: Save) -> dict[str, Any]:
+    """Write this rank's files; returns what was written, as JSON."""
+    with file_errors("write to", save.path):
+        return written_row(write_files(save.path, save.rank, save.slices))
 
 
-def as_row(written: Written) -> dict[str, Any]:
-    """What was written, as JSON."""
+def written_row(written: Written) -> dict[str, Any]:
+    """What a rank wrote, as JSON."""
     files = {name: [info.size, info.chunk, list(info.chunks)] for name, info in written.files.items()}
     return {"files": files, "extents": {k: [extent_row(e) for e in rows] for k, rows in written.extents.items()}}
 
 
-def joined(head: Manifest, rows: list[dict[str, Any]]) -> Manifest:
-    """The manifest of what all ranks wrote.
-
-    Raises:
-        CheckpointError: it is not the whole state, or not once.
-    """
+def complete(head: Manifest, written: Sequence[Mapping[str, Any]]) -> Manifest:
+    """The manifest of all ranks' files, which must hold every element of the state once."""
     files: dict[str, FileInfo] = {}
     extents: dict[str, list[Extent]] = {name: [] for name in head.tensors}
-    for row in rows:
-        files.update(
-            (name, FileInfo(size, tuple(chunks), chunk)) for name, (size, chunk, chunks) in row["files"].items()
-        )
+    for row in written:
+        files |= {name: FileInfo(size, tuple(chunks), chunk) for name, (size, chunk, chunks) in row["files"].items()}
         for name, found in row["extents"].items():
             extents[name] += [extent for extent in map(read_extent, found) if extent is not None]
     tensors = {name: replace(info, extents=tuple(extents[name])) for name, info in head.tensors.items()}
@@ -117,20 +108,51 @@ def joined(head: Manifest, rows: list[dict[str, Any]]) -> Manifest:
     return manifest
 
 
-def check_json(what: str, value: Any) -> None:
-    """Refuse what does not come back from JSON as it was.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+def check_json(name: str, value: Any) -> None:
+    """Refuse a value that JSON does not return unchanged."""
     try:
         back = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{what}= cannot be written as JSON: {error}; give dicts, lists, strings and finite numbers"
+            f"{name}= cannot be written as JSON: {error}; give dicts, lists, strings and finite numbers"
         ) from error
     if repr(back) != repr(value):
         raise CheckpointError(
-            f"{what}= does not come back from JSON as it was: {str(value)[:200]} became {str(back)[:200]}; give lists "
+            f"{name}= does not come back from JSON as it was: {str(value)[:200]} became {str(back)[:200]}; give lists "
             f"in place of tuples, and strings as keys"
         )
+
+
+class Snapshot:
+    """Host memory for a copy of this rank's slices, reused by every save: allocating new pages is slower than copying.
+
+    Copies from a GPU go to page-locked memory in the order of the compute stream: the next step does not wait for them,
+    and the thread that writes does.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.event: torch.cuda.Event | None = None
+
+    def take(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Copy slices. The copies are valid until the next call; from a GPU they are complete after ``wait``."""
+        starts, end = [], 0
+        for s in slices:
+            starts.append(end)
+            end += -(-s.nbytes // ALIGN) * ALIGN
+        cuda = any(s.data.is_cuda for s in slices)
+        if self.memory is None or len(self.memory) < end or self.memory.is_pinned() < cuda:
+            self.memory = None  # free the old memory first
+            self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=cuda)
+        rows = [self.memory[a : a + s.nbytes].view(s.data.dtype) for a, s in zip(starts, slices, strict=True)]
+        if rows:
+            torch._foreach_copy_(rows, [s.data for s in slices], non_blocking=cuda)
+        if cuda:
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record()
+        return [replace(s, data=row) for s, row in zip(slices, rows, strict=True)]
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        if self.event is not None:
+            self.event.synchronize()

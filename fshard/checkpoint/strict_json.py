@@ -1,8 +1,8 @@
-"""JSON of strangers: weighed before it is parsed, and parsed strictly.
+"""Untrusted JSON: weighed before it is parsed, and parsed strictly.
 
-A short text can become a large value (``[],`` takes three bytes, and a list some sixty), and a deep one can end the
-interpreter's stack. So a pass over the bytes, in time and memory of their order, finds how deep the text goes and what
-its value would take, and the parser sees only what is within bounds.
+A short text can become a large value (``[],`` takes three bytes, and a list some sixty), and a deep text can overflow
+the interpreter's stack. So one pass over the bytes, linear in time and memory, estimates the depth and the size of the
+value, and only a text within bounds is parsed.
 """
 
 import json
@@ -12,36 +12,35 @@ from typing import Any
 import torch
 
 DEPTH = 200
-"""Objects and lists inside of each other, at most."""
+"""The most nested objects and lists."""
 
 SPACE = 64 << 20
-"""Bytes that the value of any text may take."""
+"""The bytes of memory that the value of any text may take."""
 
 FACTOR = 16
-"""Bytes that the value may take for each byte of a longer text. Headers and manifests take some ten."""
+"""The bytes of memory for each byte of a longer text. Headers and manifests take some ten."""
 
 DIGITS = 4000
-"""Digits of a number, at most."""
+"""The most digits of a number."""
 
 BLOCK = 1 << 20
-"""Bytes that are weighed at once."""
+"""Bytes that are weighed at a time."""
 
 OBJECT, LIST, ITEM = 240, 88, 40
-"""Bytes that an object, a list, and one more value in either take, about."""
+"""The approximate bytes of memory of an object, of a list, and of each further value in one."""
 
 
 def parse_json(text: bytes, most: int | None = None) -> Any:
     """The value of a text that is strict JSON.
 
-    It must be UTF-8 with no key twice in an object, no NaN or Infinity, and no value deeper, larger or with longer
-    numbers than the bounds above.
+    It must be UTF-8 without repeated keys, NaN or Infinity, within the bounds on depth, memory and digits above.
 
     Args:
         text: the bytes.
-        most: bytes that the value may take in any case; None leaves it to the length of the text.
+        most: a further bound on the bytes of memory of the value.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the text breaks a rule.
 
     >>> parse_json(b'{"a": [1, 2]}')
     {'a': [1, 2]}
@@ -51,16 +50,12 @@ def parse_json(text: bytes, most: int | None = None) -> Any:
         return json.loads(
             text.decode(), object_pairs_hook=_once, parse_constant=_never, parse_float=_finite, parse_int=_whole
         )
-    except RecursionError:  # a caller that is deep in its own stack
+    except RecursionError:  # the caller is deep in its own stack
         raise ValueError("it is nested too deeply") from None
 
 
 def check_bounds(text: bytes, most: int | None = None) -> None:
-    """Refuse a text whose value would be too deep or too large, without making it.
-
-    Raises:
-        ValueError: it is one.
-    """
+    """Raise a ValueError for a text whose value would be too deep or too large, without parsing it."""
     depth, size = weigh(text)
     if depth > DEPTH:
         raise ValueError(f"it is nested too deeply: {depth} objects and lists inside of each other, of at most {DEPTH}")
@@ -71,19 +66,19 @@ def check_bounds(text: bytes, most: int | None = None) -> None:
 
 
 def weigh(text: bytes) -> tuple[int, int]:
-    """How deep a text goes, and about how many bytes its value takes. Exact for JSON up to its first mistake.
+    """The depth of a text and the approximate bytes of its value. Exact for JSON up to its first mistake.
 
     >>> weigh(b'{"a": [[1], "]"]}')[0]
     3
     """
-    # Without escapes each quote is where a string begins or ends: what lies outside is every other part.
+    # Without escapes each quote begins or ends a string, so every other part lies outside of strings.
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     depth = deepest = 0
     size = len(text)
     inside = 0
     for at in range(0, len(plain), BLOCK):
         parts = plain[at : at + BLOCK].split(b'"')
-        outside = b",".join(parts[inside::2])  # a comma for each string: it is a value of its own
+        outside = b",".join(parts[inside::2])  # a comma for each string, which is a value of its own
         inside = (inside + len(parts) - 1) % 2
         objects, lists = outside.count(b"{"), outside.count(b"[")
         size += OBJECT * objects + LIST * lists + ITEM * outside.count(b",")

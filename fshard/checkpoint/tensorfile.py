@@ -1,8 +1,7 @@
-"""The safetensors format: a length, a JSON header, and the tensors one behind the other.
+"""The safetensors format: a length, a JSON header, and the tensors one after the other.
 
-Headers are read here, and not by the safetensors library, since a checkpoint is written and verified chunk by chunk as
-its bytes pass, and since an error must name the path and the number that is wrong. What is written here is read by that
-library, and the other way round (``tests/checkpoint/test_format.py``).
+The safetensors library is not used: a checkpoint is hashed chunk by chunk while it is written and read, and an error
+must name the path and the wrong number. Each reads the files of the other (``tests/checkpoint/test_format.py``).
 """
 
 import json
@@ -39,27 +38,26 @@ NAMES = {
 """The format's name of each dtype."""
 
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-"""The dtype of each of the format's names."""
 
 ALIGN = 64
-"""Where the data of a file begin is a multiple of this many bytes."""
+"""The data of a file begin at a multiple of this many bytes."""
 
 LIMIT = 100_000_000
-"""Bytes of a header, at most: the safetensors library's own limit."""
+"""The most bytes of a header: the limit of the safetensors library."""
 
 SPACE = 256 << 20
-"""Bytes of memory that the JSON of a header may take: that of some 200,000 tensors."""
+"""The most bytes of memory for the JSON of a header: that of some 200,000 tensors."""
 
 DIMS = 64
-"""Dims of a tensor, at most."""
+"""The most dims of a tensor."""
 
 LARGEST = 2**60
-"""Elements of a tensor, and bytes of a file, at most. Below the prime by which Python hashes ints."""
+"""The most elements of a tensor and bytes of a file. It is below the prime by which Python hashes ints."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its dtype and shape, and the bytes ``begin`` to ``end`` of the file."""
+    """A tensor in the bytes ``begin`` to ``end`` of a file."""
 
     dtype: torch.dtype
     shape: Shape
@@ -68,10 +66,7 @@ class Stored:
 
 
 def write_header(tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the data of tensors that lie one behind the other, in this order.
-
-    Give tensors with larger elements first: then every element is aligned.
-    """
+    """The bytes before the data of consecutive tensors. With larger elements first, every element is aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -84,11 +79,7 @@ def write_header(tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Map
 
 
 def header_length(path: str, start: bytes, size: int, refuse: Refusal = damaged) -> int:
-    """The bytes before the data of a file, from its first 8 bytes and its size.
-
-    Raises:
-        DamagedError: the file is too short for what it says, or says too much.
-    """
+    """The number of bytes before the data of a file, from its first 8 bytes and its size."""
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if len(start) < 8 or not 2 <= length <= min(LIMIT, size - 8):
         raise refuse(
@@ -98,12 +89,7 @@ def header_length(path: str, start: bytes, size: int, refuse: Refusal = damaged)
 
 
 def header_of(file: File) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The header of an open file, as ``read_header`` gives it. Data are not read.
-
-    Raises:
-        CheckpointError: it is no safetensors file.
-        OSError: the file system's own.
-    """
+    """The header of an open file, as from ``read_header``. Data are not read."""
     start = bytes(file.read(0, min(8, file.size)))
     length = header_length(file.path, start, file.size, file.refuse)
     return read_header(file.path, start + file.text(8, length), file.size, file.refuse)
@@ -115,10 +101,10 @@ def read_header(
     """The tensors of a file by name, in the order of their data, and the header's metadata.
 
     Args:
-        path: of the file, for errors.
-        text: the first bytes of the file, up to its data.
-        size: bytes of the whole file.
-        refuse: the error for what is wrong with it.
+        path: the file's path, for errors.
+        text: the file's first bytes, up to its data.
+        size: the bytes of the whole file.
+        refuse: makes the error for problems.
 
     Raises:
         DamagedError: the header breaks a rule of the format: the tensors must fill the file without gap or overlap.
@@ -138,7 +124,7 @@ def read_header(
     at = len(text)
     for name, stored in ordered.items():
         if stored.begin != at:
-            kind = "overlaps what lies before it" if stored.begin < at else "leaves a gap before it"
+            kind = "overlaps the tensor before it" if stored.begin < at else "leaves a gap before it"
             problems.append(f"{name}: begins at byte {stored.begin}, not {at}: {kind}")
         at = max(at, stored.end)
     if not problems and at != size:
@@ -149,7 +135,7 @@ def read_header(
 
 
 def _stored(name: str, row: Any, base: int, problems: list[str]) -> Stored | None:
-    """One row of a header."""
+    """The tensor of one row of a header; None if a problem was added."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         problems.append(f"{name}: not an object of dtype, shape and data_offsets")
         return None
@@ -169,12 +155,12 @@ def _stored(name: str, row: Any, base: int, problems: list[str]) -> Stored | Non
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a value of JSON is a list of sizes whose product is no larger than any tensor's."""
+    """Whether a JSON value is a list of at most ``DIMS`` sizes whose product is at most ``LARGEST``."""
     if not isinstance(value, list) or len(value) > DIMS or not all(is_count(n) for n in value):
         return False
     return bool(math.prod(n for n in value if n) <= LARGEST)
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value of JSON is an int from 0 to ``LARGEST``."""
+    """Whether a JSON value is an int from 0 to ``LARGEST``."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST

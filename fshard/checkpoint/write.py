@@ -1,4 +1,4 @@
-"""What one rank writes: which slices are its own, and the files that hold them, hashed as they are written."""
+"""What one rank writes: its slices of the state, and the files that hold them, hashed while they are written."""
 
 import ctypes
 import hashlib
@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.manifest import CHUNK, Extent, FileInfo, TensorInfo
+from fshard.checkpoint.manifest import CHUNK, Extent, FileInfo
 from fshard.checkpoint.tensorfile import write_header
 from fshard.sharding.layout import ALIGN, Piece
 from fshard.sharding.spec import Shape
 from fshard.state.entries import Entry
 
 SPLIT = 1 << 14
-"""Bytes of a replicated piece below which one of its holders writes it whole."""
+"""Bytes of a replicated piece below which one of its holders writes all of it."""
 FILE_BYTES = 1 << 29
-"""Bytes of data in a file, about: on a device that is not the CPU, they are in host memory while they are written."""
+"""Bytes of data in a file, about. Data of other devices take host memory while their file is written."""
 BATCH = 8
-"""Chunks that a thread hashes and writes in turn."""
+"""Chunks that a thread hashes and writes at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +39,16 @@ class Slice:
         return self.data.numel() * self.data.element_size()
 
     def cut(self, begin: int, end: int) -> "Slice":
-        """The elements ``begin`` to ``end`` of it."""
+        """Its elements ``begin`` to ``end``."""
         piece = replace(self.piece, start=self.piece.start + begin, stop=self.piece.start + end)
         return Slice(self.name, piece, self.data[begin:end])
 
 
 def owned(entries: Sequence[Entry], rank: int) -> list[Slice]:
-    """What a rank writes of its entries: every element of every tensor is written by one rank.
+    """What a rank writes of its entries, so that one rank writes each element of each tensor.
 
-    A large piece that several ranks hold is cut into as many ranges; a small one is written by the rank among them that
-    has least to write. All of them find the same answer alone, from sizes.
+    The ranks that hold a large piece write equal ranges of it; a small piece is written by the holder that has least to
+    write. All ranks compute the same answer from the sizes alone.
     """
     loads: dict[tuple[int, ...], list[int]] = {}
     out = []
@@ -69,13 +69,8 @@ def owned(entries: Sequence[Entry], rank: int) -> list[Slice]:
     return out
 
 
-def described(entries: Sequence[Entry]) -> dict[str, TensorInfo]:
-    """The tensors of a state, without extents."""
-    return {entry.name: TensorInfo(entry.dtype, entry.shape, repr(entry.spec), ()) for entry in entries}
-
-
 def packed(slices: Sequence[Slice], limit: int = FILE_BYTES) -> Iterator[list[Slice]]:
-    """Slices as the contents of files of at most ``limit`` bytes of data, large ones cut."""
+    """Slices grouped into files of at most ``limit`` bytes of data; larger slices are cut."""
     here: list[Slice] = []
     room = limit
     for whole in slices:
@@ -95,17 +90,7 @@ def packed(slices: Sequence[Slice], limit: int = FILE_BYTES) -> Iterator[list[Sl
 
 
 def write_files(folder: str, rank: int, slices: Sequence[Slice], limit: int = FILE_BYTES) -> "Written":
-    """Write a rank's slices to files of their own, each synced to disk before the next.
-
-    Args:
-        folder: where to; it must exist.
-        rank: in the names of the files.
-        slices: on any device, contiguous.
-        limit: bytes of data in a file, about.
-
-    Raises:
-        OSError: the file system's own.
-    """
+    """Write a rank's slices to files of about ``limit`` bytes, each synced to disk before the next."""
     written = Written({}, {})
     with ThreadPoolExecutor(max_workers=hashers() + 1, thread_name_prefix="fshard-write") as pool:
         for number, part in enumerate(packed(slices, limit)):
@@ -116,20 +101,20 @@ def write_files(folder: str, rank: int, slices: Sequence[Slice], limit: int = FI
 
 @dataclass(frozen=True)
 class Written:
-    """Files that were written, and the extents in them by the tensor's name."""
+    """The files that were written, and their extents by the tensor's name."""
 
     files: dict[str, FileInfo]
     extents: dict[str, list[Extent]]
 
 
 def hashers() -> int:
-    """Threads that hash, beside one more."""
+    """The number of threads that hash."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 def write_file(folder: str, name: str, slices: Sequence[Slice], pool: ThreadPoolExecutor, written: Written) -> None:
-    """Write one file, and add what it holds to ``written``. Threads hash a chunk and write it, still in the cache."""
-    # Larger elements first, so that each begins at a multiple of its size. On the CPU nothing is copied.
+    """Write one file and add it to ``written``. A thread writes the chunk that it has just hashed, from the cache."""
+    # Larger elements first, so that each tensor is aligned. On the CPU nothing is copied.
     ordered = [replace(s, data=s.data.cpu()) for s in sorted(slices, key=lambda s: -s.data.element_size())]
     shapes: dict[str, tuple[torch.dtype, Shape]] = {s.name: (s.data.dtype, (s.data.numel(),)) for s in ordered}
     header = write_header(shapes, {"format": "pt", "fshard": name})
@@ -144,7 +129,7 @@ def write_file(folder: str, name: str, slices: Sequence[Slice], pool: ThreadPool
         digests = [digest for task in tasks for digest in task.result()]
         os.fsync(fd)
     finally:
-        for task in tasks:  # after an error: nothing may read the tensors, or use the file, when this has returned
+        for task in tasks:  # after an error: no thread may use the tensors or the file once this returns
             if not task.cancel():
                 with suppress(Exception):
                     task.result()
@@ -157,7 +142,7 @@ def write_file(folder: str, name: str, slices: Sequence[Slice], pool: ThreadPool
 
 
 def _place(fd: int, start: int, chunks: Sequence[Sequence[memoryview]]) -> list[str]:
-    """Hash chunks, and write each to its place in a file; returns the hashes."""
+    """Hash chunks and write each to its place in a file; returns the hashes."""
     digests, at = [], start
     for chunk in chunks:
         digests.append(digest(chunk))
@@ -168,10 +153,7 @@ def _place(fd: int, start: int, chunks: Sequence[Sequence[memoryview]]) -> list[
 
 
 def begin_sync(fd: int, start: int, length: int) -> None:
-    """Let the disk begin with a range of a file, without waiting for it: the system would, only when it must.
-
-    Linux' ``sync_file_range``; elsewhere, and where a file system does not know it, all is left to ``fsync``.
-    """
+    """Let the disk begin to write a range of a file (Linux' ``sync_file_range``; elsewhere ``fsync`` writes all)."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     write = 2  # SYNC_FILE_RANGE_WRITE
     if call is not None:
@@ -187,7 +169,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def chunked(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The same bytes in chunks of ``size``, each a list of views."""
+    """The bytes of all parts in chunks of ``size``, each a list of views."""
     chunk: list[memoryview] = []
     room = size
     for part in parts:
@@ -203,7 +185,7 @@ def chunked(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]
 
 
 def digest(chunk: Sequence[memoryview]) -> str:
-    """The SHA-256 of views one behind the other, in hex."""
+    """The SHA-256 of consecutive views, in hex."""
     found = hashlib.sha256()
     for view in chunk:
         found.update(view)
@@ -211,7 +193,7 @@ def digest(chunk: Sequence[memoryview]) -> str:
 
 
 def write_all(fd: int, views: list[memoryview], at: int) -> None:
-    """Write views one behind the other from a byte of a file on, in as many calls as it takes."""
+    """Write consecutive views to a file from byte ``at`` on, in as many calls as it takes."""
     while views:
         done = os.pwritev(fd, views[:1000], at)
         at += done

@@ -11,11 +11,11 @@ import torch
 
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.convert import load_tensor, to_file, to_folder
-from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder, telling
-from fshard.checkpoint.manifest import Manifest
-from fshard.checkpoint.match import typed
+from fshard.checkpoint.files import file_errors
+from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder
+from fshard.checkpoint.manifest import Manifest, typed
 from fshard.checkpoint.problems import empty, printable
-from fshard.checkpoint.verify import verify_step
+from fshard.checkpoint.read import verify_step
 from fshard.cli.table import print_table
 from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
@@ -88,7 +88,7 @@ def run_ls(args: argparse.Namespace) -> int:
     if not steps:
         raise empty(root)
     print_table(["step", "tensors", "files", "bytes", "mesh"], rows)
-    with telling("list", root):
+    with file_errors("list", root):
         left = sorted(name for name in os.listdir(root) if LEFT.fullmatch(name))
     for name in left:
         print(f"{name}: left by a save that is under way, or that failed; the next save clears it")

@@ -10,7 +10,7 @@ import torch
 
 from fshard import tree
 from fshard.checkpoint.convert import load_tensor
-from fshard.checkpoint.folder import telling
+from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.ranges import Block
 from fshard.errors import CheckpointError
@@ -66,7 +66,7 @@ def to_hf(folder: str, manifest: Manifest, out: str, limit: int) -> int:
     files = numbered(len(parts))
     writers: list[Writer] = []
     try:
-        with telling("write to", out):
+        with file_errors("write to", out):
             target.mkdir(parents=True, exist_ok=True)
             for file, part in zip(files, parts, strict=True):
                 writers.append(Writer(target / file, part, {"format": "pt"}))
@@ -108,7 +108,7 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
         keys[name], tensors[name] = parts, Stored(shape, dtype)
         chunks[name] = (Chunk(Block((0,) * len(shape), shape, 0), where),)
 
-    with telling("write to", out):
+    with file_errors("write to", out):
         target.mkdir(parents=True, exist_ok=True)
         with open(target / f"{file}.partial", "wb") as handle:
             for name, info in manifest.tensors.items():

@@ -11,8 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fshard.arguments import expect
-from fshard.checkpoint.files import File, folder_at, plain_file
-from fshard.checkpoint.folder import telling
+from fshard.checkpoint.files import File, file_errors, folder_at, plain_file
 from fshard.checkpoint.problems import printable, unreachable, unusable
 from fshard.checkpoint.ranges import Block, overlap
 from fshard.errors import DamagedError, TreeError
@@ -125,7 +124,7 @@ class Chunks:
             DamagedError: one is.
         """
         names = {chunk.where.file for chunks in self.chunks.values() for chunk in chunks}
-        with telling("read", self.name), folder_at(self.name, links=True) as at:
+        with file_errors("read", self.name), folder_at(self.name, links=True) as at:
             for name in names:
                 with plain_file(self.name, name, at, refuse=unusable) as file:
                     file.check_dense()

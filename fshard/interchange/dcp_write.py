@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect
-from fshard.checkpoint.meeting import meet, only_first
 from fshard.checkpoint.problems import unreachable
 from fshard.checkpoint.ranges import Block, blocks
 from fshard.errors import CheckpointError, TreeError, lines
@@ -29,6 +28,7 @@ from fshard.interchange.source import Stored
 from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim.base import Optimizer
+from fshard.runtime.comm import all_ranks_or_raise, each_rank_or_raise, first_rank_or_raise, mesh_lane
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
@@ -101,18 +101,18 @@ def save_dcp(
     agree(
         mesh, "save_dcp", {"path": folder, "leaves": [(i.keys, i.entry.shape) for i in items], "beside": list(beside)}
     )
-    ranks = meet(mesh, ROLE)
-    ranks.together(only_first(mesh.rank, lambda: _prepare(folder, overwrite)))
+    lane = mesh_lane(mesh, ROLE)
+    first_rank_or_raise(lane, mesh.rank, lambda: _prepare(folder, overwrite))
     held = list(extents(mesh, [item.entry for item in items]))
     extra: dict[Keys, Extent] = {}
     try:
-        rows = ranks.together(lambda: _write(folder, mesh.rank, items, held, beside, extra))
+        rows = all_ranks_or_raise(lane, lambda: _write(folder, mesh.rank, items, held, beside, extra))
     except BaseException:
         _partial(folder, mesh.rank).unlink(missing_ok=True)
         raise
     places = [[Extent(_file(rank), *where) for where in row] for rank, row in enumerate(rows)]
-    ranks.together(lambda: _rename(folder, mesh.rank))
-    ranks.together(only_first(mesh.rank, lambda: _publish(folder, items, held, places, extra, beside)))
+    each_rank_or_raise(lane, lambda: _rename(folder, mesh.rank))
+    first_rank_or_raise(lane, mesh.rank, lambda: _publish(folder, items, held, places, extra, beside))
 
 
 def _items(

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint import tensorfile
-from fshard.checkpoint.files import File, folder_at, is_plain_name, plain_file
-from fshard.checkpoint.folder import telling
+from fshard.checkpoint.files import File, file_errors, folder_at, is_plain_name, plain_file
 from fshard.checkpoint.problems import listed, printable, unusable
 from fshard.checkpoint.ranges import Block
 from fshard.checkpoint.strict_json import parse_json
@@ -165,7 +164,7 @@ def _opened(path: Path, size: int | None = None) -> Iterator[File]:
     """An open file, for reading. Links are followed: the Hub's cache consists of them."""
     folder = str(path.parent)
     with (
-        telling("read", str(path)),
+        file_errors("read", str(path)),
         folder_at(folder, links=True) as at,
         plain_file(folder, path.name, at, size, links=True, refuse=_broken) as file,
     ):
@@ -199,7 +198,7 @@ def _index(folder: Path) -> dict[str, str]:
     if not os.path.lexists(path):
         raise _nothing_here(folder)
     with (
-        telling("read", str(path)),
+        file_errors("read", str(path)),
         folder_at(str(folder), links=True) as at,
         plain_file(str(folder), INDEX, at, links=True, refuse=unusable) as file,
     ):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fshard.arguments import Want, expect
-from fshard.checkpoint.meeting import meet, only_first
 from fshard.checkpoint.problems import unreachable
 from fshard.errors import CheckpointError, PlanError, lines
 from fshard.interchange.folders import (
@@ -27,6 +26,7 @@ from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import Stored, load
 from fshard.interchange.stream import listing
 from fshard.optim.base import Optimizer
+from fshard.runtime.comm import first_rank_or_raise, mesh_lane
 from fshard.sharding.plan import Plan
 from fshard.state.init import Inits
 from fshard.state.train_state import TrainState
@@ -124,9 +124,9 @@ def save_hf(
     plan, listed, alive = listing(state, plan, "params")
     parcels = pack(plan, listed, to=0, axes="all", dtype=dtype, rename=rename)
     parcels.sort(key=lambda parcel: -parcel.dtype.itemsize)  # then every element of a file is aligned
-    ranks = meet(plan.mesh, ROLE)
+    lane, rank = mesh_lane(plan.mesh, ROLE), plan.mesh.rank
     job = _Job(Path(path), parcels, limit, settings, overwrite)
-    ranks.together(only_first(plan.mesh.rank, job.prepare))
+    first_rank_or_raise(lane, rank, job.prepare)
     failure: Exception | None = None
     for parcel in parcels:
         alive()
@@ -137,7 +137,7 @@ def save_hf(
         except Exception as error:  # the others are waiting for this rank's part of the stream
             failure = error
     try:
-        ranks.together(only_first(plan.mesh.rank, lambda: job.finish(failure)))
+        first_rank_or_raise(lane, rank, lambda: job.finish(failure))
     except BaseException:
         job.discard()
         raise

@@ -13,15 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fshard.arguments import raised
-from fshard.checkpoint.meeting import meet, same
 from fshard.collectives.group import Group as Ranks
-from fshard.errors import PeerError, PlanError, TreeError, lines, no_processes, unknown_axis
+from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
 from fshard.interchange.moments import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.interchange.transfer import positions, transfer
 from fshard.runtime.clock import marks
-from fshard.runtime.comm import enter, exchange
+from fshard.runtime.comm import all_ranks_or_raise, enter, exchange, mesh_lane
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
@@ -149,21 +147,6 @@ def fetch(mesh: Mesh, parcel: Parcel) -> Tensor | None:
     return out.view(shape).t().contiguous() if parcel.transpose else out.view(shape)
 
 
-def settle(mesh: Mesh, failure: BaseException | None, what: str) -> None:
-    """Let all ranks know whether one failed. Collective.
-
-    Raises:
-        BaseException: the failure of this rank.
-        PeerError: another rank failed.
-    """
-    told = meet(mesh, ROLE).together(lambda: None if failure is None else raised(failure))
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {words}" for rank, words in enumerate(told) if words is not None]
-    if failed:
-        raise PeerError(lines(f"{what} failed on other ranks:", failed, "The state is as it was."))
-
-
 def _check(mesh: Mesh, to: int | None, axes: Axes | Literal["all"], dtype: torch.dtype | None) -> Axes:
     """The axes over which leaves are gathered although compute leaves them local."""
     if mesh.transport is None and mesh.size > 1:
@@ -195,7 +178,12 @@ def agree(mesh: Mesh, what: str, request: Mapping[str, Any]) -> None:
     enter(mesh, what)
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest()[:16] for name, value in request.items()}
     given = {name: str(value) if len(str(value)) < 80 else digests[name] for name, value in request.items()}
-    same(f"the arguments of {what}", meet(mesh, ROLE).together(lambda: given))
+    values = all_ranks_or_raise(mesh_lane(mesh, ROLE), lambda: given)
+    if any(value != values[0] for value in values):
+        rows = [f"rank {rank}: {str(value)[:200]}" for rank, value in enumerate(values)]
+        raise CheckpointError(
+            lines(f"the arguments of {what} differ between ranks:", rows, "Give the same on all ranks.")
+        )
 
 
 def extents(mesh: Mesh, listed: Sequence[Entry]) -> Iterator[list[Piece]]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fshard.arguments import described, expect
 from fshard.errors import PlanError
-from fshard.interchange.parcels import Parcel, fetch, pack, settle
+from fshard.interchange.parcels import ROLE, Parcel, fetch, pack
 from fshard.interchange.rename import RenameLike
+from fshard.runtime.comm import mesh_lane, raise_failures
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
@@ -117,7 +118,7 @@ def deliver(plan: Plan, parcels: Sequence[Parcel], callback: Callback, alive: Ca
                 callback(parcel.name, tensor)
             except BaseException as error:  # Ctrl-C too: the other ranks are waiting for this one's part
                 failure = error
-    settle(plan.mesh, failure, "export")
+    raise_failures(mesh_lane(plan.mesh, ROLE), failure, "export failed on other ranks:", "The state is as it was.")
 
 
 def _stream(plan: Plan, parcels: Sequence[Parcel], alive: Callable[[], object]) -> Iterator[tuple[str, Tensor]]:

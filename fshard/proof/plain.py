@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.arguments import raised
 from fshard.collectives import raw
 from fshard.collectives.group import Group as Ranks
-from fshard.errors import PeerError, lines
 from fshard.proof.record import Ordinary, Output, gap, tensors_of
 from fshard.proof.report import Tolerance
 from fshard.runtime.batch import microbatches
-from fshard.runtime.comm import Lane, exchange
+from fshard.runtime.comm import Lane, exchange, raise_failures
 from fshard.runtime.comm.exchange import exchange_bytes
 from fshard.runtime.loss import check_differentiable, number, read_loss
 from fshard.runtime.rng import seeded
@@ -184,16 +182,10 @@ def _read_in(plan: Plan, unit: str) -> list[torch.dtype]:
 
 def _together(lane: Lane, failure: Exception | None) -> None:
     """Let all ranks know whether the one whose turn it was has failed."""
-    text = raised(failure) if failure is not None else ""
-    said = [row.decode() for row in exchange_bytes(lane, text.encode())] if lane.size > 1 else [text]
-    if failure is not None:
-        raise failure
-    rows = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-    if rows:
-        remedy = (
-            "The step made the same loss of it. See whether the loss function needs other ranks, or anything of a step."
-        )
-        raise PeerError(lines("plain PyTorch failed, so nothing was verified:", rows, remedy))
+    remedy = (
+        "The step computed a loss from the same batch. See whether the loss function needs other ranks or a train step."
+    )
+    raise_failures(lane, failure, "plain PyTorch failed, so nothing was verified:", remedy)
 
 
 def _add(plan: Plan, grads: dict[str, Tensor], mine: bool, found: Plainly) -> None:

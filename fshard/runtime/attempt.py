@@ -28,7 +28,7 @@ from fshard.errors import (
     step_transformed,
 )
 from fshard.runtime.batch import digest, leading_dims
-from fshard.runtime.comm import PLACE, Lane, announce, exchange_bytes, exchange_text
+from fshard.runtime.comm import PLACE, Lane, announce, exchange_bytes, exchange_text, raise_failures
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Verdict
 from fshard.runtime.equal import Facts, settle
 from fshard.runtime.executor import OnDemand, Scheduled, diverged
@@ -163,19 +163,11 @@ def raise_failure(lane: Lane, failure: BaseException | None, status: Sequence[in
 
     A rank that was cut off raises its own failure only if no other rank's is behind it.
     """
-    texts = exchange_text(lane, raised(failure) if failure else "")
     failed = [rank for rank, code in enumerate(status) if code == FAILED]
-    if failure is not None and not (failed and own == CUT):
-        raise failure
-    failed = failed or [rank for rank, code in enumerate(status) if code == CUT]
-    rows = [f"rank {rank}: {texts[rank]}" for rank in failed]
-    raise PeerError(
-        lines(
-            f"{len(failed)} of {len(status)} ranks failed, so no rank made this step:",
-            rows,
-            "The state is as it was before the call and can be used.",
-        )
-    ) from failure
+    causes = failed or [rank for rank, code in enumerate(status) if code == CUT]
+    head = f"{len(causes)} of {len(status)} ranks failed, so no rank made this step:"
+    remedy = "The state is as it was before the call and can be used."
+    raise_failures(lane, failure, head, remedy, causes, cut_off=bool(failed) and own == CUT)
 
 
 def raise_outcome(lane: Lane, outcome: Outcome, rank: int) -> Verdict:

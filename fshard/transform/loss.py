@@ -21,13 +21,12 @@ from fshard.errors import (
     ScheduleError,
     UnitError,
     lines,
-    no_processes,
     unlike_losses,
 )
 from fshard.model.remat import exact
 from fshard.runtime.attempt import raise_failure, uneven_rows
 from fshard.runtime.batch import check_device, digest, leading_dims
-from fshard.runtime.comm import Lane, LocalTransport, announce, exchange, exchange_text
+from fshard.runtime.comm import Lane, announce, exchange, exchange_text, mesh_lane
 from fshard.runtime.commit import CUT, FAILED, OK
 from fshard.runtime.equal import Facts, settle
 from fshard.runtime.executor import diverged
@@ -77,7 +76,7 @@ class ShardedLoss:
             return self._called(params, batch)
 
     def _called(self, params: Any, batch: Any) -> Any:
-        lane = control(self.plan)
+        lane = mesh_lane(self.plan.mesh)
         failure, loss = None, None
         try:
             flat = self.plan.check_tree(params, whole=False)
@@ -175,7 +174,7 @@ class ShardedLoss:
             apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
         data = Ranks(mesh, self.plan.data_axes)
         with torch._C._DisableFuncTorch():
-            rows = exchange(control(self.plan), torch.tensor([digest(leading_dims(batch))])).flatten().tolist()
+            rows = exchange(mesh_lane(self.plan.mesh), torch.tensor([digest(leading_dims(batch))])).flatten().tolist()
         if data.size == 1 or len(set(rows)) > 1:
             return
         same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
@@ -229,15 +228,6 @@ def sharded_loss(
     {'w': tensor([0., 1., 2.])}
     """
     return ShardedLoss(loss_fn, plan, has_aux, reshard, debug)
-
-
-def control(plan: Plan) -> Lane:
-    """The lane on which ranks compare what they do."""
-    transport = plan.mesh.transport
-    if transport is None and plan.mesh.size > 1:
-        raise no_processes()
-    lane: Lane = (transport or LocalTransport()).lane("control", plan.mesh.axis_names)
-    return lane
 
 
 def _agree(

@@ -9,12 +9,11 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
-from fshard.checkpoint.folder import Folder, read_manifest, step_folder
+from fshard.checkpoint.folder import CheckpointFolder, read_manifest, step_folder
 from fshard.checkpoint.manifest import Manifest
-from fshard.checkpoint.match import Request
 from fshard.checkpoint.read import read_into
-from fshard.checkpoint.restore import prepared
-from fshard.checkpoint.save import as_row, head_of, joined
+from fshard.checkpoint.restore import Request, prepare
+from fshard.checkpoint.save import complete, head_of, written_row
 from fshard.checkpoint.write import owned, write_files
 from fshard.state.entries import Entry, entries
 from fshard.state.train_state import TrainState
@@ -58,10 +57,10 @@ def taken(whole: Tensor, entry: Entry) -> Tensor:
 
 def save_all(root: str, ranks: Sequence[TrainState], limit: int = 1 << 29, user: Any = None) -> Manifest:
     """What the ranks of a job do in a save, without the exchange."""
-    folder = Folder(str(root))
+    folder = CheckpointFolder(str(root))
     path = folder.begin(ranks[0].step, False)
-    rows = [as_row(write_files(path, rank, owned(entries(s), rank), limit)) for rank, s in enumerate(ranks)]
-    manifest = joined(head_of(ranks[0], user or NOTHING), rows)
+    rows = [written_row(write_files(path, rank, owned(entries(s), rank), limit)) for rank, s in enumerate(ranks)]
+    manifest = complete(head_of(ranks[0], user or NOTHING), rows)
     folder.commit(path, ranks[0].step, manifest.dump())
     folder.close()
     return manifest
@@ -72,7 +71,7 @@ def restore_all(root: str, plans: Sequence[fs.Plan], opt: Any, step: int = 0, **
     folder, out = step_folder(str(root), step), []
     for plan in plans:
         manifest = read_manifest(folder)
-        state, wants = prepared(folder, manifest, plan, opt, Request(**request), None)
+        state, wants = prepare(folder, manifest, Request(plan, opt, **request))
         read_into(folder, manifest, wants)
         out.append(state)
     return out

@@ -126,7 +126,7 @@ def test_a_damaged_newest_step_is_passed_over_and_replaced(pool: Pools, tmp_path
     ranks = pool(2).run(damaged_newest, str(tmp_path))
     errors: list[Raised | None] = [rank[0] for rank in ranks]
     alike(errors, "DamagedError", (f"{file} is damaged", "have the SHA-256", "fallback=True"))
-    assert [rank[1:] for rank in ranks] == [[[1, 1, 1, "step 2 was passed over"], 2]] * 2
+    assert [rank[1:] for rank in ranks] == [[[1, 1, 1, "step 2 was skipped"], 2]] * 2
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000001", "step-00000002"]
 
 

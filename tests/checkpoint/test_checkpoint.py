@@ -252,7 +252,7 @@ SAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no rule": ("PlanError", ("params.scale is matched by no rule", "(r'.*', None)")),
     "bad rule": ("PlanError", ("rules[0] is ('(', None)", "unterminated")),
     "bad group": ("PlanError", ("does not expand for params.blocks.0.w",)),
-    "nothing to keep": ("PlanError", ("take 6 entries from the checkpoint and leave 12", "into=")),
+    "nothing to keep": ("PlanError", ("read 6 entries from the checkpoint and leave 12", "into=")),
     "unknown source": ("TreeError", ("1 missing", "missing  params.head  F32[16, 4] from params.tail")),
     "locked": ("CheckpointError", ("is being written to by another Checkpointer (process", "close()")),
 }

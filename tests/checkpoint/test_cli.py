@@ -105,7 +105,7 @@ def test_convert_to_a_file(run_folder: Path, tmp_path: Path, capsys: pytest.Capt
         assert torch.equal(tensor, values(f"params.{name}", tensor.shape, tensor.dtype))
     before = out.read_bytes()
     status, _, error = fshard(capsys, "convert", run_folder, out)
-    assert status == 2 and "is there already" in error and out.read_bytes() == before
+    assert status == 2 and "exists already" in error and out.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "run"]
     assert fshard(capsys, "convert", run_folder, tmp_path / "all.safetensors")[0] == 0
     assert "opt.momentum_buffer.c" in safetensors.torch.load_file(tmp_path / "all.safetensors")

@@ -18,7 +18,7 @@ import torch
 
 import fshard as fs
 from fshard.checkpoint.manifest import FileInfo
-from fshard.checkpoint.verify import verify_step
+from fshard.checkpoint.read import verify_step
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, ShardError
 from tests.checkpoint.played import values, whole_params
 
@@ -235,7 +235,7 @@ def refused(root: Path, says: str, kind: type[Exception] = CheckpointError) -> N
     assert re.search(says, str(caught.value)) and str(root) in str(caught.value), caught.value
     if isinstance(caught.value, DamagedError):
         assert "fallback=True" in str(caught.value)
-        with pytest.warns(CheckpointWarning, match="step 7 was passed over"):
+        with pytest.warns(CheckpointWarning, match="step 7 was skipped"):
             state = ckpt.restore(make_plan(), OPT, fallback=True)
         assert state.step == 5 and torch.equal(
             state.params["a"]["w"].view(40, 8), values("params.a.w", (40, 8), torch.float32)

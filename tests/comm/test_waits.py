@@ -31,7 +31,7 @@ STORE = {"get", "check", "wait", "set", "add", "multi_get", "compare_set"}
 ENDED = {
     "checkpoint/checkpointer.py": "the thread of a save: its collectives, by the timeout; the file system has none",
     "checkpoint/folder.py": "a lock that is asked for without waiting, again and again for three seconds",
-    "checkpoint/snapshot.py": "a device: its own watchdog",
+    "checkpoint/save.py": "a device: its own watchdog",
     "checkpoint/write.py": "threads that write files: the file system has no timeout",
     "collectives/raw.py": "handles of lanes",
     "elastic.py": "Checkpointer.wait",

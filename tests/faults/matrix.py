@@ -31,11 +31,11 @@ PHASES: dict[str, tuple[str, str, int]] = {
     "collect": (ACTIONS, "_collect", 1),
     "update": ("runtime/update.py", "apply", 1),
     "vote": ("runtime/commit.py", "vote", 1),
-    "save: it begins": ("checkpoint/checkpointer.py", "_begin", 1),
+    "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),
     "save: first fsync": ("", "fsync", 1),
     "save: second fsync": ("", "fsync", 2),
-    "save: ranks meet": ("checkpoint/meeting.py", "together", 2),
+    "save: ranks meet": ("checkpoint/checkpointer.py", "_prepare", 1),
 }
 """Where each rank is killed: the end of a source file's name, a function, and at which of its calls."""
 
@@ -44,7 +44,7 @@ FIRST_RANK: dict[str, tuple[str, str, int]] = {
     "save: commit": (FOLDER, "commit", 1),
     "save: rename": ("", "rename", 1),
     "save: after the rename": (FOLDER, "sync", 2),
-    "retention": (FOLDER, "retain", 1),
+    "retention": (FOLDER, "remove_old", 1),
     "retention: rename": ("", "rename", 2),
     "retention: remove": (FOLDER, "remove", 1),
     "retention: in the middle": ("", "unlink", 1),

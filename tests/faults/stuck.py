@@ -271,9 +271,9 @@ STEP = {
     "update": ("runtime/update.py", "apply", 1),
     "vote": ("runtime/commit.py", "vote", 1),
     "unshard": ("state/init.py", "unshard", 1),
-    "save: it begins": ("checkpoint/checkpointer.py", "_begin", 1),
+    "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),
-    "save: ranks meet": ("checkpoint/meeting.py", "together", 2),
+    "save: ranks meet": ("checkpoint/checkpointer.py", "_prepare", 1),
     "a new communicator": ("comm/processes.py", "_made", 1),
     "links of a new communicator": ("comm/links.py", "open", 1),
 }

@@ -27,7 +27,7 @@ import fshard as fs
 from fshard.checkpoint.convert import load_tensor
 from fshard.checkpoint.folder import read_manifest
 from fshard.checkpoint.manifest import FileInfo
-from fshard.checkpoint.verify import verify_step
+from fshard.checkpoint.read import verify_step
 from fshard.interchange.convert import to_state
 from fshard.interchange.folders import INDEX, SINGLE
 from tests.checkpoint.test_crafted import places

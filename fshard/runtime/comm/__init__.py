@@ -5,6 +5,13 @@ gathers, reduces and control messages never queue behind each other. Every colle
 *handle*, and ``handle.wait()`` makes the result safe to read for the work that follows.
 """
 
+from fshard.runtime.comm.all_ranks import (
+    all_ranks_or_raise,
+    each_rank_or_raise,
+    first_rank_or_raise,
+    mesh_lane,
+    raise_failures,
+)
 from fshard.runtime.comm.calls import PLACE, announce, enter
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
@@ -29,10 +36,15 @@ __all__ = [
     "Processes",
     "SharedTransport",
     "Transport",
+    "all_ranks_or_raise",
     "announce",
+    "each_rank_or_raise",
     "enter",
     "exchange",
     "exchange_bytes",
     "exchange_text",
+    "first_rank_or_raise",
     "join",
+    "mesh_lane",
+    "raise_failures",
 ]
