@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard.runtime.graphs.compare import apart, copied, seed
-from tests.graphs.test_graphs import affine, params_of, rows, trained
+from tests.graphs.cases import affine, params_of, rows, trained
 
 
 def tracing() -> bool:

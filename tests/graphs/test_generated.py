@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
-from tests.graphs.test_graphs import params_of, rows, trained
+from tests.graphs.cases import params_of, rows, trained
 
 Op = Callable[[Any, Tensor, Tensor], Tensor]
 """A step of a unit, ``(its parameters, its input, what it has computed) -> [rows, 6]``."""

@@ -12,10 +12,10 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
+from tests.graphs.cases import RARE, affine, params_of, rows, step_of, train, trained
 from tests.shared import parity, zoo
 from tests.shared.workers import Pools
 
-STEPS = 3
 EAGER = {  # units that are no graphs, and why
     "glue": "encode(enc): as it is: it returns a view",
     "viewed": "halves(b): as it is: it returns a view",
@@ -23,20 +23,6 @@ EAGER = {  # units that are no graphs, and why
     "stretched": "affine(a): as it is: it is called under torch.utils.checkpoint",
     "penalised": "affine(a): as it is: the program differentiates it itself",
 }
-RARE = frozenset(("branching",))
-"""Programs that leave their schedule, in which the order of calls changes."""
-
-
-def train(name: str, compile: str | None, mesh: fs.Mesh, **options: Any) -> tuple[parity.Run, fs.TrainStep]:
-    """Some steps of an example of the zoo, and the step."""
-    example = zoo.build(name)
-    plan = example.plan(mesh)
-    opt = fs.optim.adamw(1e-2)
-    state = fs.init_state(plan, opt, params=example.params())
-    step = fs.make_train_step(example.loss_fn, opt, plan, compile=compile, clip_norm=example.clip, **options)
-    first = None if name in RARE else 0
-    run, _ = parity.sharded(step, state, plan, example.batches(mesh, STEPS), scheduled_from=first)
-    return run, step
 
 
 def differences(name: str, mesh: fs.Mesh, **options: Any) -> list[str]:
@@ -106,52 +92,12 @@ def test_graphs_on_several_ranks(pool: Pools, world: int, names: list[str], opti
         assert not problems, "\n".join(problems)
 
 
-def step_of(units: Callable[..., Tensor], params: dict[str, Any], **options: Any) -> tuple[Any, Any]:
-    """A step of hand-written units, and its state."""
-    mesh = fs.make_mesh((1,), ("shard",))
-    owners = [path.rpartition(".")[0] for path, _ in tree.paths(params)]
-    plan = fs.make_plan(
-        params, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"), units=tuple(dict.fromkeys(owners))
-    )
-    opt = fs.optim.sgd(0.1)
-    state = fs.init_state(plan, opt, params=tree.map(torch.clone, params))
-    return fs.make_train_step(units, opt, plan, **options), state
-
-
-def trained(
-    loss: Callable[..., Any], params: dict[str, Any], batches: list[Any], compile: str | None
-) -> tuple[fs.TrainStep, list[float], list[Tensor]]:
-    """A step that has seen these batches, the losses, and the parameters after them."""
-    step, state = step_of(loss, params, compile=compile)
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(metrics.loss.item())
-    return step, losses, tree.leaves(state.params)
-
-
 def _both(loss: Callable[..., Tensor], params: dict[str, Any], batches: list[Any]) -> str:
     """Train with and without graphs, assert that all bits agree, and return what the units ran as."""
     seen = [trained(loss, params, batches, compile) for compile in (None, "fx")]
     assert seen[0][1] == seen[1][1]
     assert all(map(torch.equal, seen[0][2], seen[1][2]))
     return seen[1][0].units
-
-
-def params_of(*names: str) -> dict[str, Any]:
-    """A weight and a bias under each name."""
-    generator = torch.Generator().manual_seed(3)
-    return {name: {"w": torch.randn(6, 6, generator=generator), "b": torch.zeros(6)} for name in names}
-
-
-def rows(number: int, count: int = 8) -> Tensor:
-    """A batch."""
-    return torch.randn(count, 6, generator=torch.Generator().manual_seed(number))
-
-
-def affine(p: Any, x: Tensor) -> Tensor:
-    """An affine map and tanh."""
-    return torch.tanh(F.linear(x, p["w"], p["b"]))
 
 
 def test_dropout_draws_the_numbers_of_the_eager_engine() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard.errors import PlanError
-from tests.graphs.test_graphs import affine, params_of, rows, step_of, train, trained
+from tests.graphs.cases import affine, params_of, rows, step_of, train, trained
 
 
 def _close(loss: Callable[..., Any], params: dict[str, Any], batches: list[Any]) -> Any:

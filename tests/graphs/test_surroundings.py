@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from tests.graphs.test_graphs import affine, params_of, rows, trained
+from tests.graphs.cases import affine, params_of, rows, trained
 
 GAIN = 2.0
 TABLE: dict[str, Any] = {"gain": 2.0, "nested": [1.0, 2.0]}

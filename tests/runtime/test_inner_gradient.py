@@ -9,9 +9,10 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import tree
-from tests.runtime.test_on_demand import SGD, batch_of, cut, layer, setup, start
+from tests.runtime.test_on_demand import SGD, batch_of, layer, setup, start
 from tests.shared.bad import Raised, attempt
 from tests.shared.workers import Pools
+from tests.shared.zoo import cut
 
 
 def penalty(p: Any, b: Any) -> Tensor:

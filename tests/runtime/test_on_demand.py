@@ -21,6 +21,7 @@ from tests.shared import parity
 from tests.shared.bad import Raised, alike, attempt
 from tests.shared.parity import Run
 from tests.shared.workers import Pools
+from tests.shared.zoo import cut
 
 STEPS = 5
 ROWS = 12
@@ -52,11 +53,6 @@ def batch_of(step: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, 6, generator=draw)
     return {"x": x, "y": torch.cos(x), "flag": torch.tensor(step in (1, 2, 4)), "mask": (x[:, 0] > -0.3).float()}
-
-
-def cut(batch: dict[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
-    """The equal part of a rank, or of a microbatch."""
-    return {name: leaf.chunk(world)[rank] if leaf.ndim else leaf for name, leaf in batch.items()}
 
 
 Now = SimpleNamespace
