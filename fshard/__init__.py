@@ -65,10 +65,10 @@ if TYPE_CHECKING:
     from fshard.interchange.dcp import load_dcp
     from fshard.interchange.dcp_write import save_dcp
     from fshard.interchange.dtensors import from_dtensor, to_dtensor
+    from fshard.interchange.export import export
     from fshard.interchange.hf import load_hf, save_hf
     from fshard.interchange.rename import Rename
     from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
-    from fshard.interchange.stream import export
     from fshard.mapping import shard_map
     from fshard.proof.report import Verified, VerifyError
     from fshard.proof.verify import verify
@@ -93,7 +93,7 @@ _LATER = (
     ("fshard.interchange.hf", "load_hf save_hf"),
     ("fshard.interchange.rename", "Rename"),
     ("fshard.interchange.state_dicts", "from_state_dict to_optim_state_dict to_state_dict"),
-    ("fshard.interchange.stream", "export"),
+    ("fshard.interchange.export", "export"),
     ("fshard.mapping", "shard_map"),
     ("fshard.proof.report", "Verified VerifyError"),
     ("fshard.proof.verify", "verify"),

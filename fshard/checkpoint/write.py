@@ -5,8 +5,10 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -190,6 +192,21 @@ def digest(chunk: Sequence[memoryview]) -> str:
     for view in chunk:
         found.update(view)
     return found.hexdigest()
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name when it is complete and synced to disk."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_all(fd: int, views: list[memoryview], at: int) -> None:

@@ -19,7 +19,7 @@ from fshard.checkpoint.read import verify_step
 from fshard.cli.table import print_table
 from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
-from fshard.interchange.folders import size_in_bytes
+from fshard.interchange.hf_files import size_in_bytes
 from fshard.sharding.mesh import abstract_mesh
 from fshard.sharding.table import human
 from fshard.state.entries import entries

@@ -1,5 +1,5 @@
-"""Interchange: train states to and from the formats of others, without any rank holding the whole model.
+"""Interchange: train states to and from the formats of other libraries, where no rank holds the whole model.
 
-Whatever is read is a *source*: named whole tensors that can be read in part. Whatever is written comes from ``export``,
-which gathers one leaf at a time.
+Readers are *sources*: named whole tensors that can be read in part. Writers use ``export``, which gathers one leaf at a
+time, or write what each rank holds.
 """

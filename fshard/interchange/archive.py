@@ -1,5 +1,6 @@
-"""One tensor as ``torch.save`` wrote it: a zip archive of a small pickle and the tensor's bytes, of which only the
-directory and the pickle are read here. Nothing is unpacked: what is compressed was not written by PyTorch.
+"""One tensor as ``torch.save`` writes it: a zip archive of a small pickle and the tensor's bytes.
+
+Only the directory and the pickle are read here. Nothing is decompressed: PyTorch does not compress.
 """
 
 import math
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from fshard.checkpoint.files import File
 from fshard.checkpoint.tensorfile import DIMS, is_count
-from fshard.interchange.pickles import PERSISTENT, Made, Name, read_pickle
+from fshard.interchange.pickles import PERSISTENT, CallRecord, GlobalName, read_pickle
 from fshard.sharding.spec import Shape
 
 SMALL = 1 << 16
-"""Bytes of the directory of an archive, and of its pickle, at most; both take some hundred for a tensor."""
+"""The most bytes of an archive's directory and of its pickle; each takes some hundred for a tensor."""
 
 END, END_64, LOCATOR, ENTRY, LOCAL = (
     struct.Struct("<4s4H2IH"),
@@ -25,18 +26,18 @@ END, END_64, LOCATOR, ENTRY, LOCAL = (
     struct.Struct("<4s6H3I5H2I"),
     struct.Struct("<4s5H3I2H"),
 )
-"""Records of the zip format: ends of the directory, what points to one, a file in it, and what is before its data."""
+"""Records of the zip format: the ends of the directory, the locator of the second, an entry, and a file's header."""
 
 MOVED = 0xFFFFFFFF
-"""A size or place that is in the extra field instead, where it has 64 bits."""
+"""Stands for a size or place of 64 bits that is in the extra field."""
 
-REBUILD = {Name("torch._utils", "_rebuild_tensor_v2"), Name("torch._utils", "_rebuild_tensor_v3")}
-"""What makes a tensor of a storage; the second one is told the dtype, which its storage does not have."""
+REBUILD = {GlobalName("torch._utils", "_rebuild_tensor_v2"), GlobalName("torch._utils", "_rebuild_tensor_v3")}
+"""The functions that make a tensor of a storage; the second one takes the dtype of an untyped storage."""
 
-UNTYPED, HOOKS = Name("torch.storage", "UntypedStorage"), Name("collections", "OrderedDict")
+UNTYPED, HOOKS = GlobalName("torch.storage", "UntypedStorage"), GlobalName("collections", "OrderedDict")
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-"""The dtypes by their names in torch."""
+"""The dtypes by name."""
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -52,32 +53,27 @@ STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "ComplexFloatStorage": torch.complex64,
 }
-"""The dtype of each of the storages that have one."""
+"""The dtypes of typed storages."""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Where the elements of a tensor lie: from byte ``begin`` of a file on, ``strides`` elements apart along dims."""
+class StridedData:
+    """The elements of a tensor in a file: from byte ``begin`` on, ``strides`` elements apart along each dim."""
 
     begin: int
     strides: Shape
 
     def contiguous(self, shape: Shape) -> bool:
-        """Whether they lie in row-major order."""
+        """Whether the elements are in row-major order."""
         kept = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if size > 1]
         return all(stride == math.prod(n for n, _ in kept[at + 1 :]) for at, (_, stride) in enumerate(kept))
 
 
-def find_tensor(file: File, begin: int, length: int) -> tuple[torch.dtype, Shape, Placed]:
-    """The dtype and the shape of the tensor in an archive, and where its elements lie.
-
-    Args:
-        file: the file that the archive is a part of.
-        begin: the archive's first byte.
-        length: its bytes.
+def find_tensor(file: File, begin: int, length: int) -> tuple[torch.dtype, Shape, StridedData]:
+    """The dtype, the shape and the elements of the tensor in an archive, which is a part of a file.
 
     Raises:
-        ValueError: it is no archive of one tensor as ``torch.save`` writes it.
+        ValueError: the bytes are no archive of one tensor as ``torch.save`` writes it.
         CheckpointError, OSError: the file cannot be read.
     """
     members = _members(file, begin, length)
@@ -88,30 +84,30 @@ def find_tensor(file: File, begin: int, length: int) -> tuple[torch.dtype, Shape
     if order is not None and bytes(file.read(order[0], min(order[1], order[0] + 9))) != b"little":
         raise ValueError("its bytes are not in little-endian order")
     made = read_pickle(file.read(at, end), _known)
-    if not isinstance(made, Made) or made.of not in REBUILD or len(made.args) < 6 or made.state is not None:
+    if not isinstance(made, CallRecord) or made.of not in REBUILD or len(made.args) < 6 or made.state is not None:
         raise ValueError("its pickle holds no plain tensor")
     storage, offset, shape, strides = made.args[:4]
     dtype, key, count = _storage(storage, made.args[6] if made.of.name.endswith("_v3") and len(made.args) > 6 else None)
     good = all(isinstance(row, tuple) and len(row) <= DIMS and all(map(is_count, row)) for row in (shape, strides))
     if not good or len(shape) != len(strides) or not is_count(offset):
-        raise ValueError("its shape, strides or offset are none")
+        raise ValueError("its shape, strides or offset are invalid")
     low, high = members.get(f"data/{key}", (0, -1))
     if high - low != count * dtype.itemsize:
         raise ValueError(f"its storage of {count} elements of {dtype} has {high - low} bytes")
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if 0 not in shape and last >= count:
         raise ValueError(f"its last element is number {last} of a storage of {count}")
-    return dtype, shape, Placed(low + offset * dtype.itemsize, strides)
+    return dtype, shape, StridedData(low + offset * dtype.itemsize, strides)
 
 
 def _storage(made: Any, dtype: Any) -> tuple[torch.dtype, str, int]:
-    """The dtype of a storage, its name in the archive, and its elements."""
-    row = made.args[0] if isinstance(made, Made) and made.of == PERSISTENT else None
-    if not isinstance(row, tuple) or len(row) != 5 or row[0] != "storage" or not isinstance(row[1], Name):
-        raise ValueError("its storage is none")
+    """The dtype of a storage, its name in the archive, and its number of elements."""
+    row = made.args[0] if isinstance(made, CallRecord) and made.of == PERSISTENT else None
+    if not isinstance(row, tuple) or len(row) != 5 or row[0] != "storage" or not isinstance(row[1], GlobalName):
+        raise ValueError("its storage is invalid")
     _, of, key, _, count = row
     known = STORAGES.get(of.name) if of.module == "torch" else None
-    if of == UNTYPED and isinstance(dtype, Name):
+    if of == UNTYPED and isinstance(dtype, GlobalName):
         known = DTYPES.get(dtype.name)
     if known is None or not isinstance(key, str) or not is_count(count):
         raise ValueError(f"its storage is of {of.module[:80]}.{of.name[:80]}")
@@ -120,15 +116,15 @@ def _storage(made: Any, dtype: Any) -> tuple[torch.dtype, str, int]:
     return known, key, count
 
 
-def _known(name: Name) -> bool:
-    """Whether the pickle of a tensor may mention a name."""
+def _known(name: GlobalName) -> bool:
+    """Whether the pickle of a tensor may contain a name."""
     if name.module == "torch":
         return name.name in STORAGES or name.name in DTYPES
     return name in REBUILD or name in (UNTYPED, HOOKS)
 
 
 def _members(file: File, begin: int, length: int) -> dict[str, tuple[int, int]]:
-    """The first and one past the last byte of each file of an archive, by the name after the archive's own."""
+    """The byte range of each file in an archive, by its name without the archive's own."""
     at, size = _directory(file, begin, length)
     text = bytes(file.read(begin + at, begin + at + size))
     out: dict[str, tuple[int, int]] = {}
@@ -137,15 +133,7 @@ def _members(file: File, begin: int, length: int) -> dict[str, tuple[int, int]]:
         if size - place < ENTRY.size:
             raise ValueError("its directory ends within an entry")
         row = ENTRY.unpack_from(text, place)
-        method, packed, unpacked, names, extras, comment, where = (
-            row[4],
-            row[8],
-            row[9],
-            row[10],
-            row[11],
-            row[12],
-            row[16],
-        )
+        method, (packed, unpacked, names, extras, comment), where = row[4], row[8:13], row[16]
         head = place + ENTRY.size
         name = text[head : head + names].decode(errors="replace").partition("/")[2]
         sizes = [packed, unpacked, where]
@@ -159,7 +147,7 @@ def _members(file: File, begin: int, length: int) -> dict[str, tuple[int, int]]:
 
 
 def _directory(file: File, begin: int, length: int) -> tuple[int, int]:
-    """Where the directory of an archive begins, and its bytes."""
+    """The first byte of an archive's directory, and its length."""
     end = begin + length
     if length < END.size:
         raise ValueError(f"its {length} bytes are no archive")
@@ -180,7 +168,7 @@ def _directory(file: File, begin: int, length: int) -> tuple[int, int]:
 
 
 def _extra(text: bytes, sizes: list[int]) -> list[int]:
-    """Sizes and a place, those of 64 bits from the extra field, in the order unpacked, packed, place."""
+    """Sizes and a place, with values of 64 bits from the extra field, where the unpacked size comes first."""
     at = 0
     while at + 4 <= len(text):
         kind, length = struct.unpack_from("<2H", text, at)
@@ -194,7 +182,7 @@ def _extra(text: bytes, sizes: list[int]) -> list[int]:
 
 
 def _data(file: File, begin: int, end: int, where: int, size: int) -> tuple[int, int]:
-    """The bytes of a file in an archive, which lie before its directory."""
+    """The byte range of a file in an archive, which lies before the directory."""
     if not 0 <= where <= end - LOCAL.size:
         raise ValueError(f"a file in it begins at byte {where}")
     row = LOCAL.unpack(file.read(begin + where, begin + where + LOCAL.size))
@@ -204,8 +192,8 @@ def _data(file: File, begin: int, end: int, where: int, size: int) -> tuple[int,
     return begin + low, begin + low + size
 
 
-def strided(file: File, placed: Placed, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """All of a tensor that does not lie in row-major order. It takes no more memory than its bytes in the file."""
-    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, placed.strides, strict=True))
-    data = file.read(placed.begin, placed.begin + count * dtype.itemsize)
-    return torch.frombuffer(data, dtype=dtype).as_strided(shape, placed.strides)
+def read_strided(file: File, data: StridedData, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """All of a tensor that is not in row-major order. It takes as much memory as in the file."""
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, data.strides, strict=True))
+    buffer = file.read(data.begin, data.begin + count * dtype.itemsize)
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, data.strides)

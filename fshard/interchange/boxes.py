@@ -1,4 +1,4 @@
-"""Boxes of a tensor that lies in a file, read straight to where they are wanted."""
+"""Boxes of a tensor in a file, read into place."""
 
 import math
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from fshard.checkpoint.files import File
 from fshard.checkpoint.write import raw
 
 SLAB = 4 << 20
-"""Bytes of a file that are read at once where rows are wanted in part."""
+"""Bytes of a file that are read at a time if only parts of rows are needed."""
 
 
 def read_box(
     file: File, begin: int, shape: Sequence[int], offset: Sequence[int], out: Tensor, dtype: torch.dtype
 ) -> None:
-    """Copy a box of a row-major tensor. Beside ``out`` a few MiB of memory are taken.
+    """Copy a box of a row-major tensor to ``out``, of any dtype and device, with a few MiB of further memory.
 
     Args:
-        file: the file, in which all of the tensor lies.
+        file: the file, which holds the whole tensor.
         begin: the tensor's first byte.
-        shape: the whole tensor's.
-        offset: where the box begins; as large as ``out``, it lies in the tensor.
-        out: what is to hold it, of any dtype and device.
-        dtype: the tensor's.
+        shape: the tensor's shape.
+        offset: the offset of the box, which has the shape of ``out``.
+        out: the tensor to fill.
+        dtype: the tensor's dtype.
 
     Raises:
         CheckpointError: the file has become shorter.

@@ -1,10 +1,10 @@
 """Parameter trees as trees of DTensors, and back.
 
-A DTensor is cut along its dims, and a flat shard is a range of a buffer: so flat leaves change hands, each rank giving
-and taking the elements that the other layout puts elsewhere. Leaves that lie alike on both sides are copied locally.
+A DTensor is cut along its dims, and a flat shard is a range of a buffer: ranks exchange the elements that the other
+layout puts on another rank. Leaves that are cut equally in both layouts are copied locally.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch
 from fshard import tree
 from fshard.collectives.group import Group as Ranks
 from fshard.errors import TreeError, lines
-from fshard.interchange.torch_formats import Placements, is_dtensor, joined_mesh, make_dtensor, take_apart
-from fshard.interchange.transfer import transfer
+from fshard.interchange.export_plan import exchange_pieces
+from fshard.interchange.state_dicts import dotted
+from fshard.interchange.torch_formats import Placements, is_dtensor, joined_mesh, local_part, make_dtensor
 from fshard.runtime.comm import enter
 from fshard.sharding.layout import Leaf, Piece
 from fshard.sharding.mesh import Mesh
@@ -24,13 +25,13 @@ from fshard.sharding.spec import Shape, axes_of
 def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None) -> dict[str, Any]:
     """A tree of local tensors as a tree of DTensors. Collective.
 
-    A leaf that a spec cuts along a dim is cut along the same dim. One that is flat-sharded is cut along its first dim
-    that is not cut otherwise, as FSDP2 has it, so its elements change hands; a scalar is replicated.
+    A leaf that a spec cuts along a dim is cut along the same dim. A flat-sharded leaf is cut along its first dim that
+    no axis cuts, as in FSDP2, so ranks exchange its elements; a scalar is replicated.
 
     Args:
         params: a nested dict of local tensors, such as ``state.params``.
         plan: the plan.
-        device_mesh: a ``DeviceMesh`` of the same axes, sizes and ranks; by default one is made, and its groups.
+        device_mesh: a ``DeviceMesh`` of the same axes, sizes and ranks; by default a new one with its own groups.
 
     Returns:
         A nested dict of DTensors that share no memory with ``params``.
@@ -48,7 +49,7 @@ def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None
         placements = _placements(leaf, mesh)
         have = [group.piece(number, mesh, rank) for rank in range(mesh.size)]
         want = [box_of(leaf.shape, placements, mesh, rank) for rank in range(mesh.size)]
-        local = transfer(Ranks(mesh, mesh.axis_names), flat[path].detach().reshape(-1), have, want)
+        local = exchange_pieces(Ranks(mesh, mesh.axis_names), flat[path].detach().reshape(-1), have, want)
         out[path] = make_dtensor(local.view(want[mesh.rank].shape), theirs, placements, leaf.shape)
     return tree.nest({path: out[path] for path in plan.leaves})
 
@@ -56,12 +57,12 @@ def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None
 def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """A tree of DTensors as a tree of local tensors, such as ``state.params``. Collective.
 
-    Each rank gives and takes the elements that the plan puts elsewhere. A DTensor of partial sums, or one that is
-    sharded over two mesh dims in strides, is made whole first, one leaf at a time.
+    Ranks exchange the elements that the plan puts on another rank. A DTensor of partial sums, or with strided shards
+    over two mesh dims, is gathered first, one leaf at a time.
 
     Args:
-        params: a nested or flat dict of DTensors on a mesh of the plan's ranks and sizes. Leaves that are plain tensors
-            are taken for whole ones.
+        params: a nested or flat dict of DTensors on a mesh of the plan's ranks and sizes. Plain tensors are whole
+            leaves.
         plan: the plan.
 
     Returns:
@@ -76,7 +77,7 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     >>> from_dtensor({"w": w}, plan)  # a plain tensor; under torchrun, from_dtensor(to_dtensor(params, plan), plan)
     {'w': tensor([1., 2., 3., 4.])}
     """
-    given = dict(_paths(params))
+    given = dict(dotted(params))
     _check(given, plan)
     mesh = plan.mesh
     enter(mesh, "from_dtensor")
@@ -84,17 +85,17 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     for path, (group, number) in plan.places().items():
         leaf, value = plan.leaves[path], given[path]
         whole: Placements = (None,) * len(mesh.sizes)
-        local, placements = take_apart(value, path, mesh) if is_dtensor(value) else (value.detach(), whole)
+        local, placements = local_part(value, path, mesh) if is_dtensor(value) else (value.detach(), whole)
         have = [box_of(leaf.shape, placements, mesh, rank) for rank in range(mesh.size)]
         want = [group.piece(number, mesh, rank) for rank in range(mesh.size)]
         flat = local.to(device=mesh.device, dtype=leaf.dtype).reshape(-1)
-        part = transfer(Ranks(mesh, mesh.axis_names), flat, have, want)
+        part = exchange_pieces(Ranks(mesh, mesh.axis_names), flat, have, want)
         out[path] = part.view(group.local_shape(number, mesh))
     return tree.nest({path: out[path] for path in plan.leaves})
 
 
 def box_of(shape: Shape, placements: Placements, mesh: Mesh, rank: int) -> Piece:
-    """What a rank holds of a DTensor: chunks as ``torch.chunk`` cuts them, one mesh dim after the other."""
+    """A rank's part of a DTensor: chunks as ``torch.chunk`` cuts them, one mesh dim after the other."""
     offset, local = [0] * len(shape), list(shape)
     for dim, size, place in zip(placements, mesh.sizes, mesh.coords(rank), strict=True):
         if dim is not None:
@@ -114,16 +115,8 @@ def _placements(leaf: Leaf, mesh: Mesh) -> Placements:
     return tuple(dims.get(axis) for axis in mesh.axis_names)
 
 
-def _paths(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _check(given: Mapping[str, Any], plan: Plan) -> None:
-    """See that a tree has the plan's leaves."""
+    """Check that a tree has the plan's leaves."""
     wrong = [f"missing    {path}  {list(leaf.shape)}" for path, leaf in plan.leaves.items() if path not in given]
     known = {name for path, leaf in plan.leaves.items() for name in (path, *leaf.aliases)}
     wrong += [f"unknown    {path}" for path in given if path not in known]

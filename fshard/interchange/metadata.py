@@ -1,17 +1,19 @@
 """The ``.metadata`` file of a torch.distributed.checkpoint folder, read as data.
 
-It is a pickle, whose opcodes are read here (``pickles.py``) and not run. It may mention the dozen classes that such
-files consist of, which become records; any other name is refused. What it says is held against the files beside it
-before anything is read of them.
+It is a pickle, whose opcodes are read (``pickles.py``) and never run. It may contain the names of the dozen classes
+that such files consist of, which become records; any other name is refused. Its contents are compared with the files
+beside it before any of them is read.
 """
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fshard.checkpoint.files import File, folder_at, is_plain_name, plain_file
 from fshard.checkpoint.problems import printable, unusable
@@ -19,13 +21,13 @@ from fshard.checkpoint.ranges import Block
 from fshard.checkpoint.tensorfile import DIMS, LARGEST, is_count
 from fshard.errors import MOST, CheckpointError, DamagedError, lines
 from fshard.interchange.archive import DTYPES
-from fshard.interchange.pickles import Made, Name, UnknownNameError, read_pickle
-from fshard.interchange.source import Stored
+from fshard.interchange.pickles import CallRecord, GlobalName, UnknownNameError, read_pickle
+from fshard.interchange.source import TensorMeta
 from fshard.sharding.spec import Shape
 
 FILE = ".metadata"
 LIMIT = 1 << 30
-"""Bytes of the file, at most."""
+"""The most bytes of the file."""
 
 RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -44,7 +46,7 @@ RECORDS = {
 
 PATHS = ("pathlib", "pathlib._local")
 
-SIZE, LAYOUT = Name("torch", "Size"), Name("torch.serialization", "_get_layout")
+SIZE, LAYOUT = GlobalName("torch", "Size"), GlobalName("torch.serialization", "_get_layout")
 
 PRIME = (1 << 61) - 1
 
@@ -52,8 +54,8 @@ HINT = "give the folder that dcp.save wrote to, whose file .metadata comes last"
 
 
 @dataclass(frozen=True)
-class Extent:
-    """Bytes of one file, in the folder."""
+class FileRange:
+    """``length`` bytes of a file in the folder, from byte ``begin`` on."""
 
     file: str
     begin: int
@@ -62,27 +64,32 @@ class Extent:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where it lies."""
+    """A box of a tensor, and its place."""
 
     block: Block
-    where: Extent
+    where: FileRange
 
 
 @dataclass(frozen=True)
 class Contents:
     """What a folder holds: tensors with their chunks, and other values, by name."""
 
-    tensors: Mapping[str, Stored]
-    chunks: Mapping[str, tuple[Chunk, ...]]
-    others: Mapping[str, Extent]
+    tensors: dict[str, TensorMeta] = field(default_factory=dict)
+    chunks: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)
+    others: dict[str, FileRange] = field(default_factory=dict)
+
+    def add(self, name: str, shape: Shape, dtype: torch.dtype, where: FileRange) -> None:
+        """Add a tensor that is one chunk."""
+        self.tensors[name] = TensorMeta(shape, dtype)
+        self.chunks[name] = (Chunk(Block((0,) * len(shape), shape, 0), where),)
 
 
 def read_metadata(folder: Path) -> Contents:
-    """What a folder holds, as its ``.metadata`` says, checked against the files beside it.
+    """The contents of a folder by its ``.metadata``, compared with the files beside it.
 
     Raises:
-        CheckpointError: there is none, or it names something that such a file has no business with.
-        DamagedError: it is not whole, or does not fit the files.
+        CheckpointError: the file does not exist, or contains a name that is refused.
+        DamagedError: the file is incomplete, or does not fit the others.
     """
     path = str(folder / FILE)
     problems: list[str] = []
@@ -90,13 +97,13 @@ def read_metadata(folder: Path) -> Contents:
         with folder_at(str(folder), links=True) as at:
             with plain_file(str(folder), FILE, at, refuse=_unreadable) as file:
                 top = _unpickled(file)
-            places = _places(top.get("storage_data"), Sizes(str(folder), at), problems)
+            places = _places(top.get("storage_data"), FileSizes(str(folder), at), problems)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}: {HINT}") from error
     contents = _contents(top.get("state_dict_metadata"), places, problems)
     if problems:
         rows = [printable(problem) for problem in problems[:20]]
-        raise DamagedError(lines(f"{path} is damaged, or does not fit its folder:", rows, "Copy it anew."))
+        raise DamagedError(lines(f"{path} is damaged, or does not fit its folder:", rows, "Copy it again."))
     return contents
 
 
@@ -104,8 +111,8 @@ def _unreadable(path: str, problems: Iterable[str]) -> CheckpointError:
     return DamagedError(f"{path} cannot be read: {'; '.join(problems)}: {HINT}")
 
 
-def _unpickled(file: File) -> Made:
-    """What the pickle describes, which must be a ``Metadata``."""
+def _unpickled(file: File) -> CallRecord:
+    """The record in the pickle, which must be a ``Metadata``."""
     if file.size > LIMIT:
         raise DamagedError(f"{file.path} has {file.size} bytes, and {LIMIT} are the most that are read")
     file.check_dense()
@@ -114,17 +121,17 @@ def _unpickled(file: File) -> Made:
     except UnknownNameError as error:
         raise CheckpointError(
             f"{file.path} names {printable(str(error))}, which no metadata of a checkpoint needs, and which could run "
-            f"code: it was not read. Load it with torch.distributed.checkpoint where you trust it, save plain tensors."
+            f"code: it was not read. If you trust it, load it with torch.distributed.checkpoint and save plain tensors."
         ) from None
     except ValueError as error:
         raise DamagedError(f"{file.path} is no whole pickle of metadata: {printable(str(error))}") from error
-    if not isinstance(top, Made) or kind_of(top) != "Metadata":
+    if not isinstance(top, CallRecord) or kind_of(top) != "Metadata":
         raise DamagedError(f"{file.path} holds a {kind_of(top)}, not the Metadata of torch.distributed.checkpoint")
     return top
 
 
-def _known(name: Name) -> bool:
-    """Whether metadata may mention a name."""
+def _known(name: GlobalName) -> bool:
+    """Whether metadata may contain a name."""
     if name in (SIZE, LAYOUT):
         return True
     if name.module in PATHS:
@@ -133,19 +140,19 @@ def _known(name: Name) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is: the name of its class."""
-    return value.of.name if isinstance(value, Made) else type(value).__name__
+    """The name of a value's class."""
+    return value.of.name if isinstance(value, CallRecord) else type(value).__name__
 
 
-class Sizes:
-    """The sizes of the plain files in an open folder; -1 for what is none."""
+class FileSizes:
+    """The sizes of the regular files in an open folder; -1 for any other name."""
 
     def __init__(self, path: str, at: int) -> None:
         self.path, self.at = path, at
         self.known: dict[str, int] = {}
 
     def of(self, name: str) -> int:
-        """The size of one."""
+        """The size of a file."""
         if name not in self.known:
             self.known[name] = -1
             with suppress(CheckpointError, OSError), plain_file(self.path, name, self.at, refuse=unusable) as file:
@@ -154,15 +161,15 @@ class Sizes:
 
 
 def place_of(name: str, offset: Shape | None) -> str:
-    """The key of a chunk: text, since tuples of chosen numbers can be made to have one hash."""
+    """The key of a chunk: a text, since chosen tuples of numbers can all have the same hash."""
     return f"{name}\0{offset}"
 
 
-def _places(data: Any, sizes: Sizes, problems: list[str]) -> dict[str, Extent]:
-    """Where each tensor's chunk, by name and offset, or other value lies."""
-    out: dict[str, Extent] = {}
+def _places(data: Any, sizes: FileSizes, problems: list[str]) -> dict[str, FileRange]:
+    """The place of each chunk, by name and offset, and of each other value."""
+    out: dict[str, FileRange] = {}
     for index, info in (data if isinstance(data, dict) else {}).items():
-        if not isinstance(index, Made) or not isinstance(info, Made):
+        if not isinstance(index, CallRecord) or not isinstance(info, CallRecord):
             problems.append(f"storage_data holds {kind_of(index)}: {kind_of(info)}")
             continue
         name, offset = index.get("fqn"), _shape(index.get("offset"))
@@ -174,87 +181,95 @@ def _places(data: Any, sizes: Sizes, problems: list[str]) -> dict[str, Extent]:
         ):
             problems.append(f"storage_data: {shown(name)} at {shown(index.get('offset'))} in {shown(file)}")
         elif not is_plain_name(file):
-            problems.append(f"{name}: lies in {file!r}, and only files in the folder itself are read")
+            problems.append(f"{name}: lies in {file!r}, but only files in the folder itself are read")
         elif info.get("transform_descriptors"):
             problems.append(
-                f"{name}: was transformed by {shown(info.get('transform_descriptors'))}, which is not undone"
+                f"{name}: was transformed by {shown(info.get('transform_descriptors'))}, which fshard cannot undo"
             )
         elif not is_count(begin) or not is_count(length) or begin + length > sizes.of(file):
             problems.append(f"{name}: bytes {shown(begin)} to +{shown(length)} of {file}, which has {sizes.of(file)}")
         elif place_of(name, offset) in out:
             problems.append(f"{name}: the chunk at {offset} lies in two places")
         else:
-            out[place_of(name, offset)] = Extent(file, begin, length)
+            out[place_of(name, offset)] = FileRange(file, begin, length)
         if len(problems) >= MOST:
             break
     return out
 
 
-def _contents(listed: Any, places: dict[str, Extent], problems: list[str]) -> Contents:
-    tensors: dict[str, Stored] = {}
-    chunks: dict[str, tuple[Chunk, ...]] = {}
-    others: dict[str, Extent] = {}
+def _contents(listed: Any, places: dict[str, FileRange], problems: list[str]) -> Contents:
+    """The tensors and values that the metadata lists."""
+    out = Contents()
     for name, what in (listed if isinstance(listed, dict) else {}).items():
         kind = kind_of(what)
         if not isinstance(name, str):
             problems.append(f"state_dict_metadata holds a {kind_of(name)}")
         elif kind == "BytesStorageMetadata" and place_of(name, None) in places:
-            others[name] = places[place_of(name, None)]
+            out.others[name] = places[place_of(name, None)]
         elif kind == "TensorStorageMetadata":
             found = _tensor(name, what, places, problems)
             if found is not None:
-                tensors[name], chunks[name] = found
+                out.tensors[name], out.chunks[name] = found
         else:
             problems.append(f"{name!r}: a {kind} that lies nowhere")
         if len(problems) >= MOST:
             break
-    if not tensors:
+    if not out.tensors:
         problems.append("it lists no tensor")
-    return Contents(tensors, chunks, others)
+    return out
 
 
 def _tensor(
-    name: str, what: Made, places: dict[str, Extent], problems: list[str]
-) -> tuple[Stored, tuple[Chunk, ...]] | None:
-    """One tensor; its chunks must fill it."""
+    name: str, what: CallRecord, places: dict[str, FileRange], problems: list[str]
+) -> tuple[TensorMeta, tuple[Chunk, ...]] | None:
+    """One tensor, which its chunks must fill; None after a problem."""
     shape, rows, properties = _shape(what.get("size")), what.get("chunks"), what.get("properties")
-    state = properties.state if isinstance(properties, Made) else None
+    state = properties.state if isinstance(properties, CallRecord) else None
     of = state[0] if isinstance(state, tuple) and state else None
-    dtype = DTYPES.get(of.name) if isinstance(of, Name) and of.module == "torch" else None
+    dtype = DTYPES.get(of.name) if isinstance(of, GlobalName) and of.module == "torch" else None
     if dtype is None or shape is None or not isinstance(rows, list):
         problems.append(f"{name}: dtype {shown(of)}, size {shown(what.get('size'))}, chunks in a {kind_of(rows)}")
         return None
-    out = []
     before = len(problems)
+    chunks = []
     for row in rows:
-        offset, sizes = (_shape(row.get(key)) if isinstance(row, Made) else None for key in ("offsets", "sizes"))
-        inside = offset is not None and sizes is not None and len(offset) == len(sizes) == len(shape)
-        if offset is None or sizes is None or not inside or any(map(_beyond, offset, sizes, shape)):
-            given = [shown(row.get(key)) for key in ("offsets", "sizes")] if isinstance(row, Made) else kind_of(row)
-            problems.append(f"{name}: a chunk of offset and size {given} in {list(shape)}")
-        elif 0 in sizes:
-            continue  # what a rank with nothing to write left behind
-        elif (where := places.get(place_of(name, offset))) is None:
-            problems.append(f"{name}: the chunk at {list(offset)} lies nowhere")
-        else:
-            out.append(Chunk(Block(offset, sizes, 0), where))
+        chunks.append(_chunk(name, shape, row, places, problems))
         if len(problems) >= MOST:
             return None
-    if len(problems) == before and not filled(shape, [chunk.block for chunk in out]):
-        problems.append(f"{name}: its {len(out)} chunks do not fill {list(shape)} without gap or overlap")
-    return Stored(shape, dtype), tuple(out)
+    held = tuple(chunk for chunk in chunks if chunk is not None)
+    if len(problems) == before and not filled(shape, [chunk.block for chunk in held]):
+        problems.append(f"{name}: its {len(held)} chunks do not fill {list(shape)} without gap or overlap")
+    return TensorMeta(shape, dtype), held
 
 
-def _beyond(offset: int, size: int, whole: int) -> bool:
-    return offset + size > whole
+def _chunk(name: str, shape: Shape, row: Any, places: dict[str, FileRange], problems: list[str]) -> Chunk | None:
+    """One chunk of a tensor; None if it is empty or a problem was added."""
+    given = [row.get(key) for key in ("offsets", "sizes")] if isinstance(row, CallRecord) else []
+    offset, sizes = map(_shape, given) if given else (None, None)
+    dims = len(shape)
+    if (
+        offset is None
+        or sizes is None
+        or not len(offset) == len(sizes) == dims
+        or any(o + n > m for o, n, m in zip(offset, sizes, shape, strict=True))
+    ):
+        told = [shown(value) for value in given] or kind_of(row)
+        problems.append(f"{name}: a chunk of offset and size {told} in {list(shape)}")
+    elif 0 in sizes:
+        pass  # the chunk of a rank that had nothing to write
+    elif (where := places.get(place_of(name, offset))) is None:
+        problems.append(f"{name}: the chunk at {list(offset)} lies nowhere")
+    else:
+        return Chunk(Block(offset, sizes, 0), where)
+    return None
 
 
 def filled(shape: Shape, parts: Sequence[Block]) -> bool:
-    """Whether blocks that lie in a tensor are all of it, each element once; in time linear in their number.
+    """Whether blocks inside of a tensor hold each of its elements once; linear in their number.
 
-    Boxes fill a box just where the polynomials ``sum over boxes, product over dims, x[dim, begin] - x[dim, end]`` of
-    both are equal. They are compared at a point that is drawn at random modulo a prime: who made the boxes does not
-    know it, and polynomials that differ are equal there with a probability below 2**-54 (Schwartz and Zippel).
+    Boxes fill a box if and only if the polynomials ``sum over boxes, product over dims, x[dim, begin] - x[dim, end]``
+    of both are equal. They are compared at a random point modulo a prime, which the author of the boxes cannot know:
+    different polynomials are equal there with a probability below 2**-54 (Schwartz and Zippel).
     """
     draw = random.SystemRandom()
     at: list[dict[int, int]] = [{} for _ in shape]
@@ -276,20 +291,20 @@ def filled(shape: Shape, parts: Sequence[Block]) -> bool:
 
 
 def _shape(value: Any) -> Shape | None:
-    """A ``torch.Size``, as DCP has it, or a tuple; None for anything else."""
-    if isinstance(value, Made) and value.of == SIZE and len(value.args) == 1:
+    """The sizes in a ``torch.Size``, as DCP writes it, or in a tuple; None for any other value."""
+    if isinstance(value, CallRecord) and value.of == SIZE and len(value.args) == 1:
         value = value.args[0]
     good = isinstance(value, tuple) and len(value) <= DIMS and all(map(is_count, value))
     return value if good and math.prod(n for n in value if n) <= LARGEST else None
 
 
 def shown(value: Any) -> str:
-    """A value of a stranger in a message: never more than its own first part, since parts may be shared without end."""
+    """The beginning of an untrusted value for a message. Nested parts are left out: a value may contain itself."""
     if isinstance(value, str | int | float | None):
         return repr(value)[:80] if not isinstance(value, int) or -PRIME < value < PRIME else "a huge number"
-    if isinstance(value, Made) and value.of == SIZE and len(value.args) == 1:
+    if isinstance(value, CallRecord) and value.of == SIZE and len(value.args) == 1:
         value = value.args[0]
-    if isinstance(value, Name):
+    if isinstance(value, GlobalName):
         return f"{value.module}.{value.name}"[:80]
     if isinstance(value, tuple | list):
         return f"[{', '.join(shown(n) if isinstance(n, str | int) else '...' for n in value[:8])}]"[:160]

@@ -1,10 +1,10 @@
-"""Pickles, read as data: a small machine of opcodes that names nothing, calls nothing, and takes memory by the text.
+"""Pickles, read as data: an interpreter that looks up no names, calls nothing, and bounds memory by the text.
 
-A pickle is a program. Python's own unpickler runs it, and can be told what names to look up and no more: it still makes
-a memo of four gigabytes for an index of four bytes, sets attributes of whatever a name gave, and gives back values that
-share parts so that printing one never ends. Here names stay names, and a call becomes a record of what was to be called
-and with what. There is an opcode for each thing that files of PyTorch consist of; any other is refused. Containers and
-calls are counted against the bytes, so that a value takes memory of some times its text.
+A pickle is a program. Python's unpickler runs it and can only restrict the names that are looked up: it still allocates
+a memo of four gigabytes for an index of four bytes, sets attributes of any object, and returns values that share parts
+so that printing one never ends. Here names stay names, and a call becomes a record of its function and arguments. Only
+the opcodes in files of PyTorch are known; any other is refused. The number of containers and calls is bounded by the
+number of bytes, so a value takes memory of a few times its text.
 """
 
 import struct
@@ -13,53 +13,53 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 DIGITS = 16
-"""Bytes of a whole number, at most."""
+"""The most bytes of an integer."""
 
 SPARE, SPACING = 4096, 4
-"""Containers and calls that any pickle may have, and bytes for each one more: files of PyTorch have seven or more."""
+"""The containers and calls of any pickle, and the bytes for each further one: files of PyTorch have at least seven."""
 
 
-class Name(NamedTuple):
-    """A name of a module that a pickle mentions."""
+class GlobalName(NamedTuple):
+    """A name of a module that a pickle contains."""
 
     module: str
     name: str
 
 
-PERSISTENT = Name("", "persistent")
-"""What stands for a reference to something outside of the pickle, such as the storage of a tensor."""
+PERSISTENT = GlobalName("", "persistent")
+"""The function of a reference to data outside of the pickle, such as the storage of a tensor."""
 
 
 @dataclass(eq=False, slots=True)
-class Made:
-    """What a call would have made: of what, with which arguments, and the state that was to be given to it."""
+class CallRecord:
+    """A call that was not made: the function, its arguments, and the state for its result."""
 
-    of: Name
+    of: GlobalName
     args: tuple[Any, ...]
     state: Any = None
 
     def get(self, name: str) -> Any:
-        """A field of its state; None if there is none."""
+        """A field of its state; None if the state has none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 class UnknownNameError(ValueError):
-    """A pickle mentions a name that its reader does not know."""
+    """A pickle contains a name that its reader does not know."""
 
 
-def read_pickle(text: bytes | bytearray, known: Callable[[Name], bool]) -> Any:
-    """What a pickle describes: None, bools, numbers, strings, tuples, lists, dicts, names and ``Made``.
+def read_pickle(text: bytes | bytearray, known: Callable[[GlobalName], bool]) -> Any:
+    """The value of a pickle: None, bools, numbers, strings, tuples, lists, dicts, names and call records.
 
-    Dicts have strings or ``Made`` as keys, which are equal only to themselves. Values may share parts, and may contain
-    themselves: whoever reads them looks where he expects something, and never prints or compares them as a whole.
+    Keys of dicts are strings or call records, which are equal only to themselves. Values may share parts and contain
+    themselves: readers must look only where they expect something, and never print or compare a whole value.
 
     Args:
-        text: the bytes, all of the pickle and nothing else.
-        known: whether a name may be mentioned.
+        text: the bytes of exactly one pickle.
+        known: whether a name is allowed.
 
     Raises:
-        UnknownNameError: it mentions another.
-        ValueError: it is no pickle, or has opcodes that files of tensors do not need.
+        UnknownNameError: a name is not allowed.
+        ValueError: the text is no pickle, or has opcodes that files of tensors do not need.
     """
     machine = _Machine(text, known)
     while not machine.done:
@@ -83,23 +83,23 @@ def read_pickle(text: bytes | bytearray, known: Callable[[Name], bool]) -> Any:
 
 
 class _Machine:
-    """The stack, the memo and the place in the text."""
+    """The stack, the memo and the position in the text."""
 
-    def __init__(self, text: bytes | bytearray, known: Callable[[Name], bool]) -> None:
+    def __init__(self, text: bytes | bytearray, known: Callable[[GlobalName], bool]) -> None:
         self.text, self.known = text, known
         self.at, self.done = 0, False
         self.value: Any = None
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.names: dict[Name, Name] = {}
+        self.names: dict[GlobalName, GlobalName] = {}
         self.room = SPARE + len(text) // SPACING
 
     def hold(self, value: Any) -> None:
         """Push a value that takes much more memory than its opcode."""
         self.room -= 1
         if self.room < 0:
-            raise ValueError(f"byte {self.at} of {len(self.text)} makes one container more than files of tensors have")
+            raise ValueError(f"byte {self.at} of {len(self.text)} makes more containers than files of tensors have")
         self.stack.append(value)
 
     def take(self, count: int) -> bytes | bytearray:
@@ -112,11 +112,11 @@ class _Machine:
         return part
 
     def number(self, count: int) -> int:
-        """A whole number without a sign in so many bytes."""
+        """An unsigned integer of ``count`` bytes."""
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> str:
-        """The text up to the next end of a line."""
+        """The rest of the line."""
         end = self.text.find(b"\n", self.at, self.at + 200)
         if end < 0:
             raise ValueError(f"no line ends after byte {self.at}")
@@ -125,38 +125,38 @@ class _Machine:
         return line
 
     def marked(self) -> list[Any]:
-        """What was pushed since the last mark, which is taken away."""
+        """Pop the values since the last mark, and the mark."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
 
-    def name(self, module: Any, name: Any) -> Name:
-        """A name that is known."""
+    def name(self, module: Any, name: Any) -> GlobalName:
+        """An allowed name."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError(f"a name before byte {self.at} is not made of two strings")
-        found = Name(module, name)
+        found = GlobalName(module, name)
         if not self.known(found):
             raise UnknownNameError(f"{module[:100]}.{name[:100]}")
         return self.names.setdefault(found, found)
 
     def recall(self, key: int) -> None:
-        """Push what the memo has."""
+        """Push an entry of the memo."""
         if key not in self.memo:
             raise ValueError(f"the memo has no entry {key} at byte {self.at}")
         self.stack.append(self.memo[key])
 
     def call(self, of: Any, args: Any) -> None:
         """Push the record of a call."""
-        if not isinstance(of, Name) or not isinstance(args, tuple):
+        if not isinstance(of, GlobalName) or not isinstance(args, tuple):
             raise ValueError(f"the call before byte {self.at} is of no name with arguments")
-        self.hold(Made(of, args))
+        self.hold(CallRecord(of, args))
 
     def build(self) -> None:
-        """Give a state to what a call has made; only to that, and only once."""
+        """Add the state to a call record that has none."""
         state = self.stack.pop()
         made = self.stack[-1]
-        if not isinstance(made, Made) or made.of == PERSISTENT or made.state is not None:
-            raise ValueError(f"the state before byte {self.at} is for nothing that could have one")
+        if not isinstance(made, CallRecord) or made.of == PERSISTENT or made.state is not None:
+            raise ValueError(f"the state before byte {self.at} is for a value that cannot have one")
         made.state = state
 
     def extend(self, items: list[Any]) -> None:
@@ -173,28 +173,28 @@ class _Machine:
             raise ValueError(f"the items before byte {self.at} are for no dict")
         for at in range(0, len(items), 2):
             key = items[at]
-            if not isinstance(key, str | Made) or key in target:
+            if not isinstance(key, str | CallRecord) or key in target:
                 raise ValueError(f"a key before byte {self.at} is no string, or there twice")
             target[key] = items[at + 1]
 
     def end(self) -> None:
-        """Take the result."""
+        """Pop the result."""
         self.value, self.done = self.stack.pop(), True
 
     def frame(self) -> None:
-        """A frame says how long it is, which nothing here needs."""
+        """Check the length of a frame, which is otherwise ignored."""
         if self.number(8) > len(self.text) - self.at:
-            raise ValueError(f"the frame at byte {self.at} is longer than what is left")
+            raise ValueError(f"the frame at byte {self.at} is longer than the rest of the text")
 
     def long(self) -> None:
-        """A whole number with its length."""
+        """Push an integer that is preceded by its length."""
         count = self.number(1)
         if count > DIGITS:
             raise ValueError(f"a number of {count} bytes at byte {self.at}, of at most {DIGITS}")
         self.stack.append(int.from_bytes(self.take(count), "little", signed=True))
 
     def tuple_of(self, count: int) -> None:
-        """A tuple of the last values."""
+        """Replace the last values by a tuple of them."""
         if len(self.stack) < count:
             raise IndexError
         items = tuple(self.stack[-count:])
@@ -280,6 +280,6 @@ STEPS: dict[int, Step] = {
     ord("R"): lambda m: _pair(m, m.call),
     0x81: lambda m: _pair(m, m.call),
     ord("b"): _Machine.build,
-    ord("Q"): lambda m: m.hold(Made(PERSISTENT, (m.stack.pop(),))),
+    ord("Q"): lambda m: m.hold(CallRecord(PERSISTENT, (m.stack.pop(),))),
 }
-"""What each opcode does. Those that are not here are refused."""
+"""The effect of each known opcode."""

@@ -1,4 +1,4 @@
-"""Rename rules: what a leaf is called on the other side."""
+"""Rename rules: names of leaves in other formats."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,13 @@ from fshard.patterns import bad_regex
 
 @dataclass(frozen=True)
 class Rename:
-    """One rule: a name that ``pattern`` matches as a whole becomes ``to``.
+    """A rule: a name that ``pattern`` matches as a whole becomes ``to``.
 
     Args:
         pattern: a regular expression for the whole name (``re.fullmatch``).
-        to: the new name, in which ``\\1`` or ``\\g<name>`` stand for groups of the pattern. None leaves the tensor out
-            on purpose.
-        transpose: whether the two dims of the tensor change places. Hugging Face's GPT-2 keeps the weights of its
-            ``Conv1D`` as (in, out), where ``nn.Linear`` has (out, in).
+        to: the new name, in which ``\\1`` or ``\\g<name>`` stand for groups of the pattern; None leaves the tensor out.
+        transpose: whether the two dims of the tensor are swapped. Hugging Face's GPT-2 stores the weights of its
+            ``Conv1D`` as (in, out); ``nn.Linear`` has (out, in).
 
     >>> Rename(r"h\\.(\\d+)\\.mlp\\.c_fc\\.weight", r"blocks.\\1.up.weight", transpose=True).of("h.3.mlp.c_fc.weight")
     'blocks.3.up.weight'
@@ -43,7 +42,7 @@ class Rename:
             ) from error
 
     def of(self, name: str) -> str | None:
-        """The new name of one that the pattern matches."""
+        """The new name of a name that the pattern matches."""
         found = re.fullmatch(self.pattern, name)
         return found.expand(self.to) if found is not None and self.to is not None else None
 
@@ -52,17 +51,13 @@ RenameLike = Rename | tuple[str, str | None]
 
 
 def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) -> dict[str, tuple[str, bool]]:
-    """For each new name the old one, and whether dims change places. The first rule that matches wins.
+    """The old name of each new name, and whether its dims are swapped. The first rule that matches applies.
 
-    Names that no rule matches stay; those that a rule drops are not in the result.
-
-    Args:
-        rules: ``fs.Rename(...)`` or ``(pattern, to)``.
-        names: all names.
-        what: what they are, for errors.
+    Names without a matching rule stay as they are; names that a rule leaves out are not in the result. ``what`` the
+    names belong to is for errors.
 
     Raises:
-        PlanError: a rule that cannot be, or that decides no name.
+        PlanError: an invalid rule, or one that applies to no name.
         TreeError: two names become one.
     """
     expect("rename=", [("rules", rules, (list, tuple), "a list of (pattern, new name) or fs.Rename(...)")])

@@ -1,9 +1,10 @@
-"""Sources: whatever holds named whole tensors that can be read in part, and a train state from one.
+"""Sources of named whole tensors that can be read in part, and a train state from one.
 
-A rank asks a source for the boxes that its pieces consist of, and nothing else is read. What does not fit the plan is
-found from names, shapes and dtypes alone, before any tensor is read, and comes in one report.
+A rank reads only the boxes that its pieces consist of. Names, shapes and dtypes are compared with the plan before any
+tensor is read, and all misfits come in one report.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,54 +27,60 @@ from fshard.state.train_state import TrainState
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What is known of a tensor without reading it."""
+class TensorMeta:
+    """The shape and dtype of a tensor."""
 
     shape: Shape
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
-class Source(Protocol):
+
+class TensorSource(Protocol):
     """Named whole tensors that can be read in part."""
 
     @property
     def name(self) -> str:
-        """What it is, for errors: a path, or the name of an argument."""
+        """Its name for errors: a path, or the name of an argument."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What there is."""
+    def tensors(self) -> Mapping[str, TensorMeta]:
+        """The tensors by name."""
 
     def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
-        """Write what lies in each block of a tensor to the tensor beside it, which has the block's shape."""
+        """Copy each block of a tensor to the tensor beside it, which has the block's shape."""
 
 
 @dataclass(frozen=True)
-class Tensors:
+class MemorySource:
     """A source in memory."""
 
     name: str
     held: Mapping[str, Tensor]
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorMeta]:
         """Their shapes and dtypes."""
-        return {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in self.held.items()}
+        return {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.held.items()}
 
     def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
         """Copy."""
         for block, out in parts:
-            out.copy_(self.held[name].detach()[index_of(block)])
+            index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.shape, strict=True))
+            out.copy_(self.held[name].detach()[index])
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a leaf comes from.
+    """The source's tensors for a leaf.
 
     Attributes:
-        name: the tensor in the source.
-        transpose: whether its dims change places.
-        again: other tensors of the source that must hold the same: those of tied leaves.
+        name: the tensor's name in the source.
+        transpose: whether its two dims are swapped.
+        again: other tensors of the source that must be equal, with the same flag: those of tied leaves.
     """
 
     name: str
@@ -82,19 +89,12 @@ class Origin:
 
 
 def originate(
-    plan: Plan, source: Source, rename: Sequence[RenameLike], *, fresh: Sequence[str] = (), cast: bool = False
+    plan: Plan, source: TensorSource, rename: Sequence[RenameLike], *, fresh: Sequence[str] = (), cast: bool = False
 ) -> dict[str, Origin]:
-    """Where each leaf of the plan comes from.
-
-    Args:
-        plan: the plan.
-        source: what there is.
-        rename: rules from the source's names to paths.
-        fresh: leaves that may be missing.
-        cast: whether floating-point tensors may be rounded to the leaf's dtype.
+    """The origin of each leaf of the plan; leaves in ``fresh`` may be missing.
 
     Raises:
-        PlanError: a rule that decides nothing.
+        PlanError: a rule that matches no name.
         TreeError: tensors are missing, unexpected, of another shape or dtype; all in one report.
     """
     given = apply_rules(rename, source.tensors, source.name)
@@ -111,8 +111,8 @@ def originate(
     if wrong:
         head = f"{source.name} holds {len(source.tensors)} tensors, which are not the plan's {len(plan.leaves)} leaves:"
         remedy = (
-            "Give rename=[(pattern, path)] rules from its names to the plan's paths, (pattern, None) for what to leave "
-            "out, init=[(pattern, initializer)] for leaves that are new, cast=True to round."
+            "Give rename=[(pattern, path)] rules from its names to the plan's paths, (pattern, None) for tensors to "
+            "leave out, init=[(pattern, initializer)] for leaves that are new, cast=True to round."
         )
         wrong = [printable(row) for row in wrong]
         raise TreeError(lines(head, sorted(wrong, key=lambda line: line.split(" ")[0]), remedy))
@@ -122,30 +122,19 @@ def originate(
 def load(
     plan: Plan,
     opt: Optimizer,
-    source: Source,
+    source: TensorSource,
     *,
     rename: Sequence[RenameLike] = (),
     init: Inits = (),
     seed: int = 0,
     cast: bool = False,
     step: int = 0,
-    moments: Callable[[Entry, Mapping[str, Origin]], None] | None = None,
+    fill: Callable[[Entry, Mapping[str, Origin]], None] | None = None,
 ) -> TrainState:
-    """A state whose parameters come from a source. Local: each rank reads what it holds, and nothing else.
+    """A state whose parameters come from a source, with the arguments of ``load_hf``. Local.
 
-    Args:
-        plan: the plan.
-        opt: the optimizer, whose state starts anew unless ``moments`` fills it.
-        source: where parameters come from.
-        rename: rules from the source's names to paths.
-        init: ``(pattern, initializer)`` rules for leaves that the source does not have.
-        seed: of the initial values of those, and of random numbers inside of steps.
-        cast: whether floating-point tensors may be rounded to the leaf's dtype.
-        step: the number of updates that were made.
-        moments: called with each entry of the optimizer's state, and where each leaf comes from.
-
-    Raises:
-        PlanError, TreeError: as ``originate``.
+    Each rank reads only its own part. The optimizer's state is new, unless ``fill`` is given: it is called with each
+    entry of that state, and the origins of the leaves.
     """
     inits = initializers(plan, init, _absent(plan, source, rename)) if init else {}
     origins = originate(plan, source, rename, fresh=tuple(inits), cast=cast)
@@ -159,18 +148,15 @@ def load(
         return out
 
     state = start(plan, opt, value, step, seed)
-    for entry in entries(state) if moments is not None else ():
-        if moments is not None and entry.name.startswith("opt."):
-            moments(entry, origins)
+    if fill is not None:
+        for entry in entries(state):
+            if entry.name.startswith("opt."):
+                fill(entry, origins)
     return state
 
 
-def read_piece(source: Source, piece: Piece, out: Tensor, origin: Origin) -> None:
-    """Read a piece of a tensor.
-
-    Raises:
-        TreeError: the source has a tied leaf more than once, and not with the same values.
-    """
+def read_piece(source: TensorSource, piece: Piece, out: Tensor, origin: Origin) -> None:
+    """Read a piece of a leaf; raises a TreeError if the source has unequal tensors for it."""
     _read(source, piece, out, origin.name, origin.transpose)
     for name, transpose in origin.again:
         other = torch.empty_like(out)
@@ -182,7 +168,7 @@ def read_piece(source: Source, piece: Piece, out: Tensor, origin: Origin) -> Non
             )
 
 
-def _read(source: Source, piece: Piece, out: Tensor, name: str, transpose: bool) -> None:
+def _read(source: TensorSource, piece: Piece, out: Tensor, name: str, transpose: bool) -> None:
     parts = [(block, out[block.at : block.at + block.numel].view(block.shape)) for block in blocks(piece)]
     if transpose:
         parts = [(Block(block.offset[::-1], block.shape[::-1], 0), part.t()) for block, part in parts]
@@ -190,18 +176,13 @@ def _read(source: Source, piece: Piece, out: Tensor, name: str, transpose: bool)
         source.read(name, parts)
 
 
-def index_of(block: Block) -> tuple[slice, ...]:
-    """The index that picks a block from the whole tensor."""
-    return tuple(slice(o, o + n) for o, n in zip(block.offset, block.shape, strict=True))
-
-
-def _absent(plan: Plan, source: Source, rename: Sequence[RenameLike]) -> list[str]:
+def _absent(plan: Plan, source: TensorSource, rename: Sequence[RenameLike]) -> list[str]:
     given = apply_rules(rename, source.tensors, source.name)
     return [p for p, leaf in plan.leaves.items() if not any(name in given for name in (p, *leaf.aliases))]
 
 
-def _misfits(leaf: Leaf, stored: Stored, name: str, transpose: bool, cast: bool) -> list[str]:
-    """What is wrong with a tensor that is to become a leaf."""
+def _misfits(leaf: Leaf, stored: TensorMeta, name: str, transpose: bool, cast: bool) -> list[str]:
+    """Why a tensor does not fit a leaf."""
     shape, where = stored.shape, _both(name, leaf.path)
     if transpose:
         if len(shape) != 2:
@@ -216,7 +197,7 @@ def _misfits(leaf: Leaf, stored: Stored, name: str, transpose: bool, cast: bool)
 
 
 def fits(have: torch.dtype, want: torch.dtype, cast: bool) -> bool:
-    """Whether values of one dtype may become those of another: if nothing is rounded, or rounding was asked for."""
+    """Whether a dtype converts to another without rounding, or between floats with ``cast``."""
     if have == want:
         return True
     if not (have.is_floating_point and want.is_floating_point):

@@ -9,10 +9,10 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
-from fshard.interchange.moments import STEP, Moments, split_name
+from fshard.interchange.export import export
+from fshard.interchange.optimizer_state import STEP, load_with_optimizer, split_name
 from fshard.interchange.rename import RenameLike
-from fshard.interchange.source import Tensors, load
-from fshard.interchange.stream import export
+from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, ema, every, from_torch, rate, sgd
 from fshard.optim.base import Optimizer
 from fshard.sharding.mesh import Axes
@@ -37,12 +37,12 @@ def to_state_dict(
     Args:
         state: a state, or a tree such as ``state.params`` together with ``plan``.
         plan: the plan of a tree.
-        to: the rank that gets it; the others get an empty dict. None for all of them.
-        axes: as for ``export``: ``()`` leaves experts where they are, and each rank has its own under the leaf's name.
+        to: the rank that receives it; other ranks receive an empty dict. None for all ranks.
+        axes: as for ``export``: with ``()`` experts are not gathered, and each rank has its own under the leaf's name.
         rename: rules from paths to names.
-        buffers: a tree of whole tensors to put in beside, such as ``model.buffers``.
-        nested: whether it is a nested dict, in which a tied leaf occurs once, in place of a flat one, in which it
-            occurs under each of its names, as in PyTorch.
+        buffers: a tree of whole tensors to add, such as ``model.buffers``.
+        nested: return a nested dict, in which a tied leaf occurs once, in place of a flat dict, in which it occurs
+            under each of its names, as in PyTorch.
 
     Raises:
         PlanError, TreeError, CheckpointError: as ``export``.
@@ -77,22 +77,22 @@ def from_state_dict(
     step: int | None = None,
     cast: bool = False,
 ) -> TrainState:
-    """A train state from full state dicts. Local: each rank takes what it holds.
+    """A train state from full state dicts. Local: each rank copies its own part.
 
     Args:
         plan: the plan.
-        opt: the optimizer. Hyper-parameters are its own, not those in ``optim``.
-        params: whole tensors: what ``module.state_dict()`` gives, or a nested dict.
-        optim: what ``optimizer.state_dict()`` gives, or ``get_optimizer_state_dict`` with ``full_state_dict=True``;
-            None to start the optimizer's state anew.
+        opt: the optimizer, which gives the hyper-parameters; those in ``optim`` are ignored.
+        params: whole tensors, as from ``module.state_dict()``, or a nested dict.
+        optim: the result of ``optimizer.state_dict()``, or of ``get_optimizer_state_dict`` with
+            ``full_state_dict=True``; None to start the optimizer's state anew.
         rename: rules from the names in ``params`` to paths; ``(pattern, None)`` leaves a tensor, such as a buffer, out.
-        init: ``(pattern, initializer)`` rules for leaves that are not there.
-        seed: of those values, and of random numbers inside of steps.
-        step: the number of updates that were made, of all leaves alike; by default what ``optim`` says, or 0.
+        init: ``(pattern, initializer)`` rules for missing leaves.
+        seed: the seed of these values, and of random numbers inside of steps.
+        step: the number of updates of every leaf; by default the number in ``optim``, or 0.
         cast: whether floating-point tensors may be rounded to the leaf's dtype.
 
     Raises:
-        PlanError, TreeError: as ``load_hf``, and for the optimizer's state likewise.
+        PlanError, TreeError: as ``load_hf``, also for the optimizer's state.
 
     >>> import fshard as fs
     >>> module = torch.nn.Linear(2, 3)
@@ -106,17 +106,12 @@ def from_state_dict(
         ("optim", optim, (Mapping, type(None)), "what optimizer.state_dict() returned, or None"),
     ]
     expect("from_state_dict(plan, opt, params)", wants)
-    source = Tensors("the state dict", flat_tensors(params, "params"))
-    if optim is None:
-        return load(plan, opt, source, rename=rename, init=init, seed=seed, cast=cast, step=step or 0)
-    held = flat_tensors({"state": _by_name(plan, optim)}, "optim")
-    moments = Moments(plan, Tensors("the optimizer's state dict", held), "state.", cast)
-    if step is None:
-        step = moments.step(list(source.tensors))
-    state = load(plan, opt, source, rename=rename, init=init, seed=seed, cast=cast, step=step, moments=moments.fill)
-    moments.check()
-    state.late = moments.late(state)
-    return state
+    source = MemorySource("the state dict", flat_tensors(params, "params"))
+    state = None
+    if optim is not None:
+        tensors = flat_tensors({"state": _by_name(plan, optim)}, "optim")
+        state = MemorySource("the optimizer's state dict", tensors)
+    return load_with_optimizer(plan, opt, source, state, step=step, cast=cast, rename=rename, init=init, seed=seed)
 
 
 def to_optim_state_dict(
@@ -131,12 +126,11 @@ def to_optim_state_dict(
 
     Args:
         state: the state.
-        opt: its optimizer, whose hyper-parameters make the ``param_groups``: one for each set of them.
-        keys: how parameters are called: by path, as in ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``;
-            or by number, as ``optimizer.load_state_dict`` wants them. Trainable leaves are counted in the order of the
-            tree, group by group.
-        to: the rank that gets it; the others get an empty dict. None for all of them.
-        axes: as for ``export``: ``()`` leaves experts where they are, and each rank has its own under the leaf's name.
+        opt: its optimizer; each of its sets of hyper-parameters becomes one of the ``param_groups``.
+        keys: ``"name"`` for the paths of parameters, as in ``get_optimizer_state_dict``; ``"index"`` for numbers, as
+            for ``optimizer.load_state_dict``: those of the trainable leaves in the order of the tree, group by group.
+        to: the rank that receives it; other ranks receive an empty dict. None for all ranks.
+        axes: as for ``export``: with ``()`` experts are not gathered, and each rank has its own under the leaf's name.
 
     Returns:
         ``{"state": {parameter: {"step": ..., "exp_avg": ...}}, "param_groups": [...]}``.
@@ -160,11 +154,12 @@ def to_optim_state_dict(
     found = dict(export(state, what="opt_state", to=to, axes=axes))
     if to is not None and not found and plan.mesh.rank != to:
         return {}
+    buffers = dict.fromkeys(split_name(name, plan.leaves)[0] for name in found)
     rows: dict[str, dict[str, Any]] = {path: {} for group in groups for path in group["params"]}
     for path, row in rows.items():
         if counts(opt):
             row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)))
-        row.update({key: found[f"{key}.{path}"] for key in _buffers(plan, found) if f"{key}.{path}" in found})
+        row.update({key: found[f"{key}.{path}"] for key in buffers if f"{key}.{path}" in found})
     if keys == "name":
         return {"state": rows, "param_groups": groups}
     number = {path: i for i, path in enumerate(rows)}
@@ -174,24 +169,20 @@ def to_optim_state_dict(
 
 
 def param_groups(plan: Plan, opt: Optimizer, step: int) -> list[dict[str, Any]]:
-    """The ``param_groups`` of torch's optimizer of the same name: leaves with equal hyper-parameters in each.
+    """The ``param_groups`` of torch's equivalent optimizer, one for each set of hyper-parameters.
 
-    Other optimizers' groups hold the fields of ``opt`` and the leaf's own hyper-parameters as they are.
+    Without an equivalent, groups hold the fields of ``opt`` and the leaf's hyper-parameters unchanged.
     """
     by_hyper: dict[Any, list[str]] = {}
     for path, leaf in plan.leaves.items():
         if leaf.trainable:
             by_hyper.setdefault(opt.hyper(path, leaf.shape), []).append(path)
     lr = rate(opt.lr, step + 1)
-    out = []
-    for hyper, paths in by_hyper.items():
-        row = _torch_group(opt, lr, hyper)
-        out.append({**row, "params": paths})
-    return out
+    return [{**_torch_group(opt, lr, hyper), "params": paths} for hyper, paths in by_hyper.items()]
 
 
 def counts(opt: Optimizer) -> bool:
-    """Whether torch's optimizer of the same rule keeps the number of updates of each parameter."""
+    """Whether torch's equivalent optimizer counts the updates of each parameter."""
     param = torch.nn.Parameter(torch.zeros(1))
     twin = _twin(opt, [param], 0.0, 0.0)
     if twin is None:
@@ -202,13 +193,11 @@ def counts(opt: Optimizer) -> bool:
 
 
 def flat_tensors(given: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """The tensors of a flat, nested or mixed dict by dotted name.
-
-    Raises:
-        TreeError: a value that is no plain tensor.
-    """
+    """The tensors of a flat, nested or mixed dict by dotted name; a TreeError for any other value but None."""
     out, wrong = {}, []
-    for name, value in _walk(given, ""):
+    for name, value in dotted(given):
+        if value is None:  # torch.optim.SGD without momentum keeps None
+            continue
         if type(value).__name__ == "DTensor":
             wrong.append(f"{name}: a DTensor; use fs.from_dtensor, or give value.full_tensor()")
         elif not isinstance(value, Tensor):
@@ -220,16 +209,17 @@ def flat_tensors(given: Mapping[str, Any], what: str) -> dict[str, Tensor]:
     return out
 
 
-def _walk(given: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def dotted(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a flat, nested or mixed dict with their dotted names."""
     for key, value in given.items():
         if isinstance(value, Mapping):
-            yield from _walk(value, f"{prefix}{key}.")
-        elif value is not None:  # torch.optim.SGD without momentum keeps None
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
             yield f"{prefix}{key}", value
 
 
 def _by_name(plan: Plan, optim: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer's state dict with names in place of numbers, numbers as tensors."""
+    """The state of an optimizer's state dict by parameter name, with numbers as tensors."""
     state, groups = optim.get("state"), optim.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
         raise TreeError(f"optim has the keys {sorted(map(str, optim))}: give a dict of 'state' and 'param_groups'")
@@ -268,12 +258,8 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _buffers(plan: Plan, names: Mapping[str, Any]) -> list[str]:
-    return list(dict.fromkeys(split_name(plan, name)[0] for name in names))
-
-
 def _torch_group(opt: Optimizer, lr: float, hyper: Any) -> dict[str, Any]:
-    """The settings of a group, as the optimizer of torch writes them, whatever its version adds to them."""
+    """The settings of a group, as torch's equivalent optimizer of the installed version writes them."""
     twin = _twin(opt, [torch.nn.Parameter(torch.empty(0))], lr, hyper)
     if twin is not None:
         return {key: value for key, value in twin.state_dict()["param_groups"][0].items() if key != "params"}
@@ -282,7 +268,7 @@ def _torch_group(opt: Optimizer, lr: float, hyper: Any) -> dict[str, Any]:
 
 
 def _twin(opt: Optimizer, params: list[torch.nn.Parameter], lr: float, hyper: Any) -> torch.optim.Optimizer | None:
-    """The optimizer of torch that has the same rule; None where torch has none."""
+    """torch's equivalent optimizer; None if there is none."""
     while isinstance(opt, ema | every):
         opt = opt.opt
     if isinstance(opt, adamw):

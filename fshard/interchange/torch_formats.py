@@ -1,7 +1,7 @@
 """Formats of torch.distributed: DTensor, and the ``.metadata`` of torch.distributed.checkpoint.
 
-The only module outside of ``runtime/comm`` that imports torch.distributed, since these are classes of its own. It
-starts no collective but those of a DeviceMesh that is built and of ``full_tensor``; the rest of the room does without.
+The only module outside of ``runtime/comm`` that imports torch.distributed, which owns these classes. Its only
+collectives are those of making a DeviceMesh and of ``full_tensor``.
 """
 
 import pickle
@@ -20,15 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Placements = tuple[int | None, ...]
-"""For each dim of a mesh the dim of the tensor that it divides, or None where the tensor is replicated."""
+"""For each dim of a mesh the tensor dim that it divides, or None if the tensor is replicated."""
 
 
 def joined_mesh(mesh: Mesh, given: "DeviceMesh | None") -> "DeviceMesh":
-    """torch's mesh of the same ranks, axes and sizes; collective if it is made here.
-
-    Raises:
-        PlanError: the given one is another, or there are no processes.
-    """
+    """torch's mesh of the same ranks, axes and sizes: the given one, checked, or a new one, made collectively."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -68,12 +64,8 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def take_apart(value: Any, path: str, mesh: Mesh) -> tuple[Tensor, Placements]:
-    """This rank's part of a DTensor, and how it is placed; whole on every rank where no ``Placements`` can say how.
-
-    Raises:
-        TreeError: it lies on another mesh.
-    """
+def local_part(value: Any, path: str, mesh: Mesh) -> tuple[Tensor, Placements]:
+    """This rank's part of a DTensor and its placements; the whole tensor where ``Placements`` cannot describe it."""
     from torch.distributed.tensor import Replicate, Shard
 
     theirs = value.device_mesh

@@ -1,4 +1,4 @@
-"""The loss and its gradients by plain PyTorch: ranks take turns, so that one at a time holds all parameters."""
+"""The loss and its gradients by plain PyTorch. Ranks take turns, so only one at a time holds all parameters."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard.collectives import raw
 from fshard.collectives.group import Group as Ranks
-from fshard.proof.record import Ordinary, Output, gap, tensors_of
+from fshard.proof.record import Output, PlainUnits, gap, tensors_of
 from fshard.proof.report import Tolerance
 from fshard.runtime.batch import microbatches
 from fshard.runtime.comm import Lane, exchange, raise_failures
@@ -22,21 +22,23 @@ from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves
 from fshard.state.train_state import TrainState
 
+REMEDY = "The step computed a loss from the same batch. See whether the loss needs other ranks or a train step."
+
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be run.
+    """What to run.
 
     Attributes:
         fn: the loss function.
         plan: the plan.
         state: the parameters, the seed and the step.
         batch: this rank's batch.
-        accumulate: the microbatches that it is cut into.
-        divided: what gradients are divided by before they are added up, as the step does it.
-        outputs: of units, in the step on this rank.
-        tolerance: how far outputs may be apart.
-        lane: the control lane.
+        accumulate: the number of microbatches.
+        divided: the divisor of gradients before they are summed, as in the step.
+        outputs: the outputs of this rank's units in the step.
+        tolerance: the largest differences of outputs that are allowed.
+        lane: the control communicator.
     """
 
     fn: Callable[..., Any]
@@ -51,15 +53,15 @@ class Task:
 
 
 @dataclass
-class Plainly:
-    """What came of it.
+class PlainResult:
+    """The results of plain PyTorch.
 
     Attributes:
-        loss: the global mean.
-        weighted: whether it is an ``fs.Mean``.
+        loss: the global mean loss.
+        weighted: whether the loss is an ``fs.Mean``.
         count: the elements of the global batch, or the parts.
-        sums: of gradients over the global batch, by group id: what this rank updates of them.
-        first: the first output on this rank that differs: the microbatch, the call, the unit, and how.
+        sums: this rank's part of the sums of gradients over the global batch, by group id.
+        first: the first output on this rank that differs: the microbatch, the call, the unit, and the difference.
     """
 
     loss: float = 0.0
@@ -69,13 +71,13 @@ class Plainly:
     first: tuple[int, int, str, str] | None = None
 
 
-def run_plainly(task: Task) -> Plainly:
-    """Run the loss on whole parameters and the batches of all data ranks, one after the other. Collective.
+def run_plainly(task: Task) -> PlainResult:
+    """Run the loss on whole parameters and the batches of all data ranks, one rank at a time. Collective.
 
     Raises:
-        PeerError: it failed on another rank; or what it raised on this one.
+        PeerError: the loss failed on another rank. On this rank its own error is raised.
     """
-    plan, found = task.plan, Plainly()
+    plan, found = task.plan, PlainResult()
     mine = plan.mesh.index(plan.data_axes)
     total = count = 0.0
     for turn in range(plan.data_size):
@@ -87,12 +89,10 @@ def run_plainly(task: Task) -> Plainly:
                 total, count, grads = _pass(task, leaves, found)
             except Exception as error:
                 failure = error
-        _together(task.lane, failure)
+        raise_failures(task.lane, failure, "plain PyTorch failed, so nothing was verified:", REMEDY)
         del leaves
         _add(plan, grads, turn == mine, found)
-    rows = [[total, count]]
-    if task.lane.size > 1:
-        rows = exchange(task.lane, torch.tensor([total, count], dtype=torch.float64, device="cpu")).tolist()
+    rows = exchange(task.lane, torch.tensor([total, count], dtype=torch.float64, device="cpu")).tolist()
     copies = plan.mesh.size // plan.data_size
     found.count = sum(row[1] for row in rows) / copies
     found.loss = sum(row[0] for row in rows) / copies / found.count if found.count else float("nan")
@@ -100,7 +100,7 @@ def run_plainly(task: Task) -> Plainly:
 
 
 def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
-    """What units read, by path, on the rank whose turn it is: gathered group by group. Collective."""
+    """The parameters as units read them, by path, gathered group by group; empty unless ``keep``. Collective."""
     out: dict[str, Tensor] = {}
     for group, shard in zip(plan.groups, state.finished(), strict=True):
         chunk = shard.param.detach().to(device=plan.mesh.device, dtype=group.compute_dtype)
@@ -112,8 +112,8 @@ def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
     return out
 
 
-def _pass(task: Task, leaves: dict[str, Tensor], found: Plainly) -> tuple[float, float, dict[str, Tensor]]:
-    """The loss and the gradients of this rank's batch: totals, counts and sums over its microbatches."""
+def _pass(task: Task, leaves: dict[str, Tensor], found: PlainResult) -> tuple[float, float, dict[str, Tensor]]:
+    """The total, the count and the sums of gradients over the microbatches of this rank's batch."""
     trained = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
     places, sums = task.plan.places(), dict[str, Tensor]()
     total, count, heard = 0.0, 0.0, 0
@@ -127,10 +127,10 @@ def _pass(task: Task, leaves: dict[str, Tensor], found: Plainly) -> tuple[float,
                 if found.first is None:
                     found.first = _compared(task, at + call, tensors_of(result))
 
-            ordinary = Ordinary(task.plan, hear)
-            loss = read_loss(task.fn(ordinary.tree(leaves), batch))
+            units = PlainUnits(task.plan, hear)
+            loss = read_loss(task.fn(units.tree(leaves), batch))
             check_differentiable(loss)
-            ordinary.over, heard = True, heard + ordinary.count
+            units.over, heard = True, heard + units.count
             found.weighted = loss.count is not None
             total += number(loss.total)
             count += 1.0 if loss.count is None else number(loss.count)
@@ -140,12 +140,8 @@ def _pass(task: Task, leaves: dict[str, Tensor], found: Plainly) -> tuple[float,
                 if grad is not None:
                     _add_up(sums, path, grad, places[path][0])
     if found.first is None and heard != len(task.outputs):
-        found.first = (
-            0,
-            heard,
-            "(the program)",
-            f"{len(task.outputs)} calls of units in the step, {heard} in plain PyTorch",
-        )
+        told = f"{len(task.outputs)} calls of units in the step, {heard} in plain PyTorch"
+        found.first = 0, heard, "(the program)", told
     return total, count, sums
 
 
@@ -155,17 +151,13 @@ def _add_up(sums: dict[str, Tensor], path: str, grad: Tensor, group: Group) -> N
 
 
 def _compared(task: Task, at: int, plain: tuple[Tensor, ...]) -> tuple[int, int, str, str] | None:
-    """How an output differs from that of the step."""
+    """The difference of an output from that of the step; None if they are equal."""
     if at >= len(task.outputs):
         return 0, at, "(the program)", f"a call {at} of a unit that the step does not make"
     own = task.outputs[at]
     if len(own.tensors) != len(plain):
-        return (
-            own.microbatch,
-            own.call,
-            own.unit,
-            f"{len(own.tensors)} tensors in the step, {len(plain)} in plain PyTorch",
-        )
+        told = f"{len(own.tensors)} tensors in the step, {len(plain)} in plain PyTorch"
+        return own.microbatch, own.call, own.unit, told
     for place, (one, other) in enumerate(zip(own.tensors, plain, strict=True)):
         far, size = gap(one, other)
         limit = task.tolerance.limit(size, [one.dtype, other.dtype, *_read_in(task.plan, own.unit)])
@@ -180,16 +172,8 @@ def _read_in(plan: Plan, unit: str) -> list[torch.dtype]:
     return [group.compute_dtype for group in plan.groups if group.unit == unit]
 
 
-def _together(lane: Lane, failure: Exception | None) -> None:
-    """Let all ranks know whether the one whose turn it was has failed."""
-    remedy = (
-        "The step computed a loss from the same batch. See whether the loss function needs other ranks or a train step."
-    )
-    raise_failures(lane, failure, "plain PyTorch failed, so nothing was verified:", remedy)
-
-
-def _add(plan: Plan, grads: dict[str, Tensor], mine: bool, found: Plainly) -> None:
-    """Add what one rank computed to what each rank keeps of the sums. Collective."""
+def _add(plan: Plan, grads: dict[str, Tensor], mine: bool, found: PlainResult) -> None:
+    """Add one rank's gradients to each rank's part of the sums. Collective."""
     for group in plan.groups:
         if not group.trainable:
             continue
@@ -205,8 +189,7 @@ def _add(plan: Plan, grads: dict[str, Tensor], mine: bool, found: Plainly) -> No
 
 
 def earliest(lane: Lane, first: tuple[int, int, str, str] | None) -> tuple[int, int, int, str, str] | None:
-    """Of the first outputs of all ranks that differ, the very first. Collective."""
-    text = json.dumps(first).encode()
-    rows = exchange_bytes(lane, text) if lane.size > 1 else [text]
+    """The first output that differs on any rank. Collective."""
+    rows = exchange_bytes(lane, json.dumps(first).encode())
     found = [(row[0], row[1], number, row[2], row[3]) for number, row in enumerate(map(json.loads, rows)) if row]
     return min(found) if found else None

@@ -1,4 +1,4 @@
-"""The outputs of units: of a step, as its engine runs them, and of plain calls on ordinary tensors."""
+"""The outputs of units: in a step, as its engine runs them, and in plain calls on ordinary tensors."""
 
 import functools
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from fshard.sharding.plan import Plan
 
 @dataclass(frozen=True)
 class Output:
-    """What one call of a unit gave.
+    """The output of one call of a unit.
 
     Attributes:
-        unit: its name.
-        microbatch: of this rank.
+        unit: the unit's name.
+        microbatch: the microbatch of this rank.
         call: the number of the call in the microbatch.
         tensors: its tensors, on the host.
     """
@@ -34,13 +34,13 @@ class Output:
 
 @dataclass
 class Record:
-    """The calls of a step on this rank, in order. A program that is run again, on demand, has another engine."""
+    """The calls of a step on this rank, in order. Another engine, which runs the program again, clears it."""
 
     calls: list[Output] = field(default_factory=list)
     engine: Any = None
 
     def note(self, engine: Engine, unit: str, call: int, result: Any) -> None:
-        """Keep what a call gave."""
+        """Keep the output of a call."""
         if engine is not self.engine:
             self.engine = engine
             self.calls.clear()
@@ -48,7 +48,7 @@ class Record:
         self.calls.append(Output(unit, microbatch, call, tensors_of(result)))
 
     def drop(self) -> None:
-        """Let go of the engine."""
+        """Release the engine."""
         self.engine = None
 
 
@@ -58,15 +58,15 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(x.to("cpu", copy=True) for x in found)
 
 
-class Listening(Engine):
-    """An engine that keeps the outputs of units."""
+class RecordingEngine(Engine):
+    """An engine that records the outputs of units."""
 
     def __init__(self, plan: Plan, sink: Sink, record: Record) -> None:
         super().__init__(plan, sink)
         self.record = record
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the unit as ever, and note what it gives."""
+        """Run the unit and record its output."""
         if self.inside or self.differentiating:
             return super().call(unit, params, args, kwargs)
         result = super().call(unit, params, args, kwargs)
@@ -74,12 +74,12 @@ class Listening(Engine):
         return result
 
 
-class Ordinary:
-    """Runs units as the ordinary functions that they are, and tells what they give.
+class PlainUnits:
+    """Runs units as ordinary functions and reports their outputs.
 
     Args:
-        plan: whose casts around units are made.
-        hear: called with the number of a call and its result.
+        plan: the plan, which gives the casts around units.
+        hear: a function of the number of a call and its result.
     """
 
     def __init__(self, plan: Plan, hear: Callable[[int, Any], None]) -> None:
@@ -89,7 +89,7 @@ class Ordinary:
         self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the unit's function. A unit inside of a unit is part of the outer one."""
+        """Call the unit's function. Calls inside of a unit belong to the outer unit."""
         if self.inside or self.over:
             return unit.fn(params, *args, **kwargs)
         self.inside = True
@@ -102,15 +102,15 @@ class Ordinary:
         return result
 
     def tree(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
-        """The parameter tree of ordinary tensors, which bring calls of units here."""
+        """The parameter tree of ordinary tensors whose units call this object."""
         for path, tensor in leaves.items():
             attach(tensor, Slot(self, path, self.casting, self.plan.leaves[path].shape))
         return tree.nest({path: leaves[path] for path in self.plan.leaves})
 
 
-def listening(record: Record) -> Callable[[Plan, Sink], Engine]:
-    """What makes engines that write to a record."""
-    return functools.partial(Listening, record=record)
+def recording(record: Record) -> Callable[[Plan, Sink], Engine]:
+    """A factory of engines that write to a record."""
+    return functools.partial(RecordingEngine, record=record)
 
 
 def gap(one: Tensor, other: Tensor) -> tuple[float, float]:

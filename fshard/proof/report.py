@@ -1,4 +1,4 @@
-"""What a verification tells: rows of a table, and the error that names what differs."""
+"""The result of a verification: rows of a table, and the error that names the differences."""
 
 import math
 from collections.abc import Sequence
@@ -9,27 +9,27 @@ import torch
 from fshard.errors import ShardError, lines
 
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far numbers may be apart, as a part of the largest magnitude in their tensor: sums over ranks and microbatches
-have another order than in one process, and compiled units round otherwise. What is wrong is further off."""
+"""The largest difference that is allowed, relative to the largest magnitude in the tensor: sums over ranks and
+microbatches have another order than in one process, and compiled units round differently. Real errors are larger."""
 
 
 class VerifyError(ShardError, AssertionError):
-    """A train step that does not compute what plain PyTorch computes."""
+    """A train step that computes something else than plain PyTorch."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far numbers may be apart: ``atol + rtol * largest``. ``rtol=None`` goes by dtype."""
+    """The largest difference that is allowed: ``atol + rtol * largest``; ``rtol=None`` takes the dtype's own."""
 
     rtol: float | None = None
     atol: float = 0.0
 
     def limit(self, largest: float, dtypes: Sequence[torch.dtype]) -> float:
-        """The largest difference that is none, for numbers that went through these dtypes."""
+        """The largest difference that counts as equal, for numbers that were computed in these dtypes."""
         if self.rtol is not None:
             return self.atol + self.rtol * largest
         known = [RTOL[dtype] for dtype in dtypes if dtype in RTOL]
-        if not known:  # codes of eight bits may come out on either side of what they stand for
+        if not known:  # codes of eight bits may be rounded up or down
             return max(self.atol, 1.0) if any(dtype == torch.uint8 for dtype in dtypes) else self.atol
         return self.atol + max(known) * largest
 
@@ -40,12 +40,12 @@ class Row:
 
     Attributes:
         name: "loss", "grad_norm", or an entry such as ``grad.head.weight``, ``params.head.weight``.
-        plain: the number in plain PyTorch; of a tensor its norm.
-        sharded: the same of the step.
-        difference: the largest of an element.
-        limit: the largest that is none.
-        unit: whose leaf it is.
-        note: what else is wrong with it.
+        plain: the number in plain PyTorch, or the norm of a tensor.
+        sharded: the same in the step.
+        difference: the largest difference of an element.
+        limit: the largest difference that counts as equal.
+        unit: the unit of the leaf.
+        note: another problem with it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether it is equal."""
+        """Whether plain PyTorch and the step agree."""
         return not self.note and self.difference <= self.limit
 
     def cells(self) -> tuple[str, ...]:
@@ -84,8 +84,8 @@ class Verified:
 
     Attributes:
         rows: the comparisons: loss, norm, gradients, parameters and the optimizer's state.
-        calls: the calls of units whose outputs were compared on this rank.
-        first: the first output of a unit that differs; None in what is returned, since that is an error.
+        calls: the number of calls of units whose outputs were compared on this rank.
+        first: the first output of a unit that differs; None in a returned value, since a difference raises.
         notes: what was not compared, and why.
     """
 
@@ -96,7 +96,7 @@ class Verified:
 
     @property
     def right(self) -> bool:
-        """Whether all is equal."""
+        """Whether everything agrees."""
         return self.first is None and all(row.right for row in self.rows)
 
     def __repr__(self) -> str:
@@ -108,11 +108,7 @@ class Verified:
         return "\n".join([*out, f"outputs of {self.calls} calls of units: {units}", *self.notes])
 
     def check(self) -> None:
-        """Raise what differs.
-
-        Raises:
-            VerifyError: with the first unit whose output differs, and every leaf that does.
-        """
+        """Raise a VerifyError with the first unit whose output differs, and every leaf that differs."""
         if self.right:
             return
         wrong = [row for row in self.rows if not row.right]
@@ -126,8 +122,8 @@ class Verified:
                 f"the last unit with wrong gradients is {last}: look at its backward, and at the one after it"
             )
         remedy = (
-            "Look at the unit that is named first: try debug=True and compile=None, look at custom backwards and at "
-            "what the unit reads beside its arguments. Give rtol= and atol= if this is rounding."
+            "Look at the unit that is named first: try debug=True and compile=None, and check custom backwards and "
+            "what the unit reads beside its arguments. If this is rounding, pass rtol= and atol=."
         )
         raise VerifyError(lines("the step does not compute what plain PyTorch computes:", problems, remedy))
 

@@ -1,4 +1,4 @@
-"""``fs.verify``: one step, run as it is and by plain PyTorch, compared."""
+"""``fs.verify``: one step compared with plain PyTorch."""
 
 import random
 from collections.abc import Iterator
@@ -21,33 +21,33 @@ from fshard.step import TrainStep
 
 
 def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None = None, atol: float = 0.0) -> Verified:
-    """Run one step as it is, and by plain PyTorch on whole parameters, and compare all that comes of it. Collective.
+    """Run one step, and the same step by plain PyTorch on whole parameters, and compare the results. Collective.
 
     Plain PyTorch is the same loss function on ordinary tensors, ``torch.autograd.grad``, and the optimizer on whole
-    leaves. Compared are the outputs of every call of a unit, the loss, the gradient of every leaf, its norm and, given
-    the step's own gradient, every leaf of the updated parameters and of the optimizer's state. Call it once at the
-    start of a run.
+    leaves. It compares the outputs of every call of a unit, the loss, the gradient of every leaf, the gradient norm
+    and, given the step's own gradient, every leaf of the updated parameters and of the optimizer's state. Call it once
+    at the start of a run.
 
-    The state, the step and its programs, and random generators are as they were afterwards. Random numbers inside of
-    the loss are those that the step draws. Casts that the plan's precision says are made in plain PyTorch too. Ranks
-    take turns: the one whose turn it is holds all parameters and their gradients, as one plain process would, and every
-    rank keeps the outputs of its units on the host.
+    It leaves the state, the step, its programs and random generators unchanged. Plain PyTorch draws the random numbers
+    of the step and makes the casts of the plan's precision. Ranks take turns: one rank at a time holds all parameters
+    and their gradients, as a plain process would, and every rank keeps the outputs of its units on the host.
 
     Args:
-        step: what ``fs.make_train_step`` returned.
+        step: the result of ``fs.make_train_step``.
         state: the state; it is not donated.
         batch: this rank's batch.
-        rtol: how far numbers may be apart, as a part of the largest in their tensor; None for 1e-9 in float64, 1e-4 in
-            float32, 1e-2 in float16 and 5e-2 in bfloat16, the largest of these for the dtypes that they went through.
-        atol: added to that.
+        rtol: the largest difference that is allowed, relative to the largest magnitude in the tensor; None for 1e-9 in
+            float64, 1e-4 in float32, 1e-2 in float16 and 5e-2 in bfloat16, the largest of these that applies.
+        atol: an absolute difference that is allowed in addition.
 
     Returns:
-        What was compared; its repr is a table.
+        The comparison; its repr is a table.
 
     Raises:
-        VerifyError: something differs, named alike on all ranks: the first unit whose output does, and all leaves.
-        PlanError: the loss communicates itself, such as tensor-parallel or expert-parallel layers do over their axes:
-            then one rank alone cannot compute it. Verify it on a mesh on which these axes have one rank.
+        VerifyError: results differ. The error, equal on all ranks, names the first unit whose output differs, and all
+            leaves that do.
+        PlanError: the loss itself communicates, as tensor-parallel and expert-parallel layers do over their axes, so
+            one rank alone cannot compute it. Verify it on a mesh on which these axes have one rank.
 
     >>> import torch, fshard as fs
     >>> w = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -103,7 +103,7 @@ def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolera
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Put torch's and Python's random generators back."""
+    """Restore torch's and Python's random generators at the end."""
     python, host = random.getstate(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:

@@ -1,4 +1,4 @@
-"""A train step that can be looked into."""
+"""A train step whose gradients and outputs can be inspected."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fshard.errors import PlanError
 from fshard.optim.scaling import Scale
-from fshard.proof.record import Record, listening
+from fshard.proof.record import Record, recording
 from fshard.runtime.attempt import Outcome
 from fshard.runtime.commit import Verdict
 from fshard.state.train_state import TrainState
@@ -14,20 +14,20 @@ from fshard.step import TrainStep
 
 
 class Watched(TrainStep):
-    """A step like another one, with its graphs, that leaves the state it is given, and keeps gradients and outputs.
+    """A copy of a step, with its graphs, that does not donate the state and keeps gradients and outputs.
 
     Attributes:
         outputs: the outputs of units.
-        seen: what ranks learned at the commit.
-        divided: what gradients were divided by.
-        kept: the sums of gradients, by group id; none with ``update="in_backward"``.
+        seen: the verdict of all ranks.
+        divided: the divisor of gradients.
+        kept: the sums of gradients by group id; empty with ``update="in_backward"``.
     """
 
     def __init__(self, step: TrainStep) -> None:
         super().__init__(step._runner.fn, step.opt, step.plan, replace(step.options, donate=False))
         theirs, mine = step._runner.workshop, self._runner.workshop
         self.outputs = Record()
-        mine.engine, mine.choices = listening(self.outputs), dict(theirs.choices)
+        mine.engine, mine.choices = recording(self.outputs), dict(theirs.choices)
         if theirs.cache is not None:
             report = {unit: dict(runs) for unit, runs in theirs.cache.report.items()}
             mine.cache = replace(theirs.cache, graphs=dict(theirs.cache.graphs), report=report)
@@ -37,26 +37,22 @@ class Watched(TrainStep):
 
     @property
     def mean(self) -> float:
-        """What sums of gradients are multiplied by to become those of the mean."""
+        """The factor from sums of gradients to the gradients of the mean."""
         return self._decide.mean(*self.at, self.seen)
 
     @property
     def carry(self) -> float:
-        """What they are multiplied by to be carried to a later step."""
+        """The factor from sums of gradients to those carried to a later step."""
         return self._decide.unit(self.seen, self.divided)
 
     def check_alone(self) -> None:
-        """Refuse a program that communicates itself.
-
-        Raises:
-            PlanError: naming the axes.
-        """
+        """Raise a PlanError with the axes over which the program itself communicates, if there are any."""
         found = self._runner.seen
         axes = {axis: None for lane in (found.lanes if found is not None else ()) for axis in lane}
         over = {axis: self.plan.mesh.shape[axis] for axis in axes if self.plan.mesh.shape[axis] > 1}
         if over:
             raise PlanError(
-                f"the loss communicates itself over the axes {over}, so one rank alone cannot compute it by plain "
+                f"the loss itself communicates over the axes {over}, so one rank alone cannot compute it by plain "
                 f"PyTorch: verify it on a mesh on which these axes have one rank; fs.make_train_step(debug=True) "
                 f"compares copies of leaves along them"
             )

@@ -208,7 +208,7 @@ def test_names_of_a_job_reach_its_settings(tmp_path: Path) -> None:
     text = (tmp_path / "dcp" / where.file).read_bytes()[where.begin : where.begin + where.length]
     assert torch.load(io.BytesIO(text), weights_only=True) == ["net.w", "net.b"]
     assert fs.load_dcp(placed(), OPT, tmp_path / "dcp", rename=[(r"net\.(.)", r"\1")]).step == 0
-    with pytest.raises(TreeError, match="does not transpose"):
+    with pytest.raises(TreeError, match="cannot transpose"):
         turned = [fs.Rename("w", "w", transpose=True)]
         fs.save_dcp(fs.init_state(placed(), OPT, params=LEAVES), OPT, tmp_path / "other", rename=turned)
 

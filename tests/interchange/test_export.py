@@ -13,8 +13,8 @@ import fshard as fs
 from fshard import P, tree
 from fshard.collectives.group import Group
 from fshard.errors import CheckpointError, DonatedError, PlanError, TreeError
-from fshard.interchange import parcels
-from fshard.interchange.transfer import transfer
+from fshard.interchange import export_plan
+from fshard.interchange.export_plan import exchange_pieces
 from fshard.sharding.layout import Piece
 from tests.runtime.test_memory_measured import Peak
 from tests.shared.workers import Pools
@@ -142,7 +142,7 @@ def tensor_parallel() -> None:
 
 @pytest.mark.parametrize("slab", [1 << 20, 20, 4])
 def test_tensor_parallel_slices_come_as_they_are_or_whole(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
-    monkeypatch.setattr(parcels, "SLAB", slab)
+    monkeypatch.setattr(export_plan, "SLAB", slab)
     fs.virtual_mesh((2, 2), ("shard", "tp")).run(tensor_parallel)
 
 
@@ -183,7 +183,7 @@ def test_a_stream_takes_the_memory_of_its_largest_leaf(pool: Pools, to: int | No
 
 
 def _bound(receives: bool) -> int:
-    return LARGEST * receives + parcels.SLAB + MEBI
+    return LARGEST * receives + export_plan.SLAB + MEBI
 
 
 def broken(where: int) -> str:
@@ -287,7 +287,7 @@ def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
 
     def on_rank() -> bool:
         mesh = fs.make_mesh((world,), ("x",))
-        part = transfer(Group(mesh, ("x",)), held(have[mesh.rank]), have, want)
+        part = exchange_pieces(Group(mesh, ("x",)), held(have[mesh.rank]), have, want)
         return torch.equal(part, held(want[mesh.rank]))
 
     assert all(fs.virtual_mesh((world,), ("x",)).run(on_rank))

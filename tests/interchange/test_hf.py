@@ -15,9 +15,9 @@ import fshard as fs
 from fshard import P, tree
 from fshard.checkpoint.ranges import Block
 from fshard.errors import CheckpointError, DamagedError, PeerError, PlanError, TreeError
-from fshard.interchange import folders
-from fshard.interchange.folders import INDEX, SINGLE, Folder
-from fshard.interchange.source import Stored, Tensors, load
+from fshard.interchange import hf_files
+from fshard.interchange.hf_files import INDEX, SINGLE, HfFiles
+from fshard.interchange.source import MemorySource, TensorMeta, load
 from tests.shared.workers import Pools
 
 OPT = fs.optim.adamw(1e-3)
@@ -130,7 +130,7 @@ def written(folder: Path, **tensors: Tensor) -> Path:
 GOOD = {"net__w": torch.arange(24.0).view(4, 6), "b": torch.arange(5.0)}
 
 
-class Spy(Tensors):
+class Spy(MemorySource):
     """A source that notes how many elements of each tensor were read."""
 
     def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
@@ -258,7 +258,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "file elsewhere": (_index(lambda text: text["weight_map"].update(b="../x.safetensors")), DamagedError, "may not"),
     "absolute file": (_index(lambda text: text["weight_map"].update(b="/x.safetensors")), DamagedError, "may not"),
     "pickle in index": (_index(lambda text: text["weight_map"].update(b="x.bin")), DamagedError, "may not"),
-    "file gone": (_index(lambda text: text["weight_map"].update(b="x.safetensors")), DamagedError, "not there:\n  x.s"),
+    "file gone": (
+        _index(lambda text: text["weight_map"].update(b="x.safetensors")),
+        DamagedError,
+        "not exist:\n  x.s",
+    ),
     "name gone": (_index(lambda text: text["weight_map"].pop("b") and None), DamagedError, "b: the index says nothing"),
     "name too many": (
         _index(lambda text: text["weight_map"].update(c="model-00001-of-00002.safetensors")),
@@ -317,7 +321,7 @@ def test_weights_that_are_there_are_not_overwritten_by_chance(tmp_path: Path) ->
     fs.save_hf(state, folder, overwrite=True, max_shard_size=40, config={"model_type": "x"}, dtype=torch.bfloat16)
     names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
-    assert {stored.dtype for stored in Folder(folder).tensors.values()} == {torch.bfloat16}
+    assert {stored.dtype for stored in HfFiles(folder).tensors.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("size", ["5", "GB", 0, -3, True, "0GB", 1.5])
@@ -348,8 +352,10 @@ def test_all_ranks_learn_that_rank_0_could_not_write(pool: Pools, tmp_path: Path
 
 
 def test_files_hold_tensors_up_to_the_limit() -> None:
-    sizes = {name: Stored((count,), torch.uint8) for name, count in {"a": 4, "b": 5, "c": 12, "d": 1, "e": 9}.items()}
-    assert [list(part) for part in folders.fill_files(sizes, 10)] == [["a", "b"], ["c"], ["d", "e"]]
+    sizes = {
+        name: TensorMeta((count,), torch.uint8) for name, count in {"a": 4, "b": 5, "c": 12, "d": 1, "e": 9}.items()
+    }
+    assert [list(part) for part in hf_files.split_files(sizes, 10)] == [["a", "b"], ["c"], ["d", "e"]]
 
 
 def test_rules_read_as_they_are_written() -> None:

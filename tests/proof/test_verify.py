@@ -227,7 +227,7 @@ def refused() -> bool:
         def summed(p: Any, x: Tensor) -> Tensor:
             return fs.collectives.psum((x @ p["w"]).square().mean(), "shard")
 
-        with pytest.raises(PlanError, match=r"communicates itself over the axes {'shard': 2}"):
+        with pytest.raises(PlanError, match=r"itself communicates over the axes {'shard': 2}"):
             fs.verify(fs.make_train_step(summed, fs.optim.sgd(0.1), plan), state, x)
 
         def fails(p: Any, x: Tensor) -> Tensor:

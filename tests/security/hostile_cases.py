@@ -29,7 +29,7 @@ from fshard.checkpoint.folder import read_manifest
 from fshard.checkpoint.manifest import FileInfo
 from fshard.checkpoint.read import verify_step
 from fshard.interchange.convert import to_state
-from fshard.interchange.folders import INDEX, SINGLE
+from fshard.interchange.hf_files import INDEX, SINGLE
 from tests.checkpoint.test_crafted import places
 from tests.checkpoint.test_damaged import seal
 

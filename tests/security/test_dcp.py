@@ -20,7 +20,7 @@ from fshard.checkpoint.ranges import Block
 from fshard.errors import DamagedError
 from fshard.interchange.boxes import read_box
 from fshard.interchange.metadata import filled, read_metadata
-from fshard.interchange.pickles import Made, Name, read_pickle
+from fshard.interchange.pickles import CallRecord, GlobalName, read_pickle
 from tests.security.hostile_cases import LEAVES, OPT, plan
 from tests.security.test_security import ROOT, Folders, load, within
 
@@ -37,7 +37,7 @@ def folders(tmp_path: Path) -> Folders:
 # Pickles.
 
 
-def anything(name: Name) -> bool:
+def anything(name: GlobalName) -> bool:
     """Every name is known."""
     return bool(name)
 
@@ -84,7 +84,7 @@ def test_tuples_that_share_their_parts_are_never_printed_or_walked(folders: Fold
 @pytest.mark.parametrize("name", ["torch\nSize", "torch.serialization\n_get_layout", "pathlib\nPosixPath"])
 def test_a_state_is_given_to_nothing_that_a_name_gave(folders: Folders, name: str) -> None:
     put(folders["dcp"], b"c" + name.encode() + b"\n}X\x06\x00\x00\x00harmedK\x01sb.")
-    with pytest.raises(DamagedError, match="is for nothing that could have one"):
+    with pytest.raises(DamagedError, match="is for a value that cannot have one"):
         read_metadata(folders["dcp"])
     source = (ROOT / "fshard" / "interchange" / "pickles.py").read_text()
     assert not {"getattr", "setattr", "__import__", "import_module", "eval", "exec"} & {
@@ -93,14 +93,14 @@ def test_a_state_is_given_to_nothing_that_a_name_gave(folders: Folders, name: st
 
 
 OPCODES: dict[str, tuple[bytes, str]] = {
-    "containers": (b"}" * 300_000, "one container more"),
-    "marks": (b"(" * 300_000, "one container more"),
+    "containers": (b"}" * 300_000, "makes more containers"),
+    "marks": (b"(" * 300_000, "makes more containers"),
     "duplicates": (b"N2.", "is the opcode b'2'"),
     "bytes that are not there": (b"\x8e" + struct.pack("<Q", 2**40), "is the opcode"),
     "text that is not there": (b"\x8d" + struct.pack("<Q", 2**40), "ends before byte"),
     "a long number": (b"\x8a\xff" + b"\xff" * 255 + b".", "a number of 255 bytes"),
     "a longer number": (b"\x8b\xff\xff\xff\x7f", "is the opcode"),
-    "a frame": (b"\x95" + struct.pack("<Q", 2**62), "longer than what is left"),
+    "a frame": (b"\x95" + struct.pack("<Q", 2**62), "longer than the rest of the text"),
     "a key that can collide": (b"}K\x01K\x02s.", "no string, or there twice"),
     "a call of a string": (b"X\x01\x00\x00\x00x)R.", "is of no name"),
     "more behind it": (b"N.N.", "ends at byte"),
@@ -130,7 +130,7 @@ def test_pickles_are_read_as_python_reads_them() -> None:
     for protocol, value in itertools.product((2, 3, 4, 5), values):
         assert read_pickle(pickle.dumps(value, protocol), anything) == value
     made = read_pickle(pickle.dumps(MetadataIndex("w", [0, 2], 5)), anything)
-    assert isinstance(made, Made) and made.of.name == "MetadataIndex" and made.get("fqn") == "w"
+    assert isinstance(made, CallRecord) and made.of.name == "MetadataIndex" and made.get("fqn") == "w"
 
 
 def test_a_compressed_chunk_is_not_inflated(folders: Folders) -> None:

@@ -23,7 +23,7 @@ from fshard.checkpoint.folder import LOCK, read_manifest
 from fshard.checkpoint.strict_json import DEPTH, parse_json, weigh
 from fshard.errors import CheckpointError, DamagedError, ShardError, TreeError
 from fshard.interchange.convert import to_state
-from fshard.interchange.folders import INDEX, SINGLE
+from fshard.interchange.hf_files import INDEX, SINGLE
 from tests.checkpoint.test_damaged import seal, unprivileged
 from tests.security import hostile
 from tests.security.hostile_cases import LEAVES, OPT, STEP, good, plan
@@ -280,15 +280,14 @@ OPEN = {
     ("folder.py", "os.open"),  # the lock, what is written, folders that are synced
     ("folder.py", "os.fdopen"),
     ("write.py", "os.open"),  # what is written: new files alone
+    ("write.py", "open"),
     ("convert.py", "open"),
     ("dcp_write.py", "open"),
-    ("folders.py", "open"),
-    ("meeting.py", "json.loads"),  # what ranks of one job tell each other
+    ("hf_files.py", "open"),
     ("save.py", "json.loads"),  # what was made a line before
     ("strict_json.py", "json.loads"),  # behind its bounds
     ("hf.py", "load"),  # of a source, which opens by the reader
-    ("dcp.py", "load"),
-    ("state_dicts.py", "load"),
+    ("optimizer_state.py", "load"),
 }
 
 

@@ -1,35 +1,59 @@
 """Optimizer state by name: which of a source's tensors becomes which buffer of which leaf.
 
-``torch.optim`` names state by parameter and then by buffer, ``state.blocks.0.weight.exp_avg``, once the integers of
-its own state dicts are replaced by names; fshard names it by buffer and then by leaf. Buffers have torch's names.
+``torch.optim`` names state by parameter and buffer, ``state.blocks.0.weight.exp_avg``, once the integers of its state
+dicts are replaced by names; fshard names it by buffer and leaf. The buffers have the same names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fshard.checkpoint.ranges import Block
 from fshard.errors import DamagedError, TreeError, lines
-from fshard.interchange.source import Origin, Source, fits, read_piece
+from fshard.interchange.source import Origin, TensorSource, fits, load, read_piece
+from fshard.optim.base import Optimizer
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry
 from fshard.state.train_state import TrainState
 
 STEP = "step"
-"""What torch calls the number of updates that a parameter had; it keeps one for each."""
+"""torch's name of the number of updates of a parameter."""
 
 
-class Moments:
-    """Fills the entries of an optimizer's state from a source, and keeps account of what does not fit.
+def load_with_optimizer(
+    plan: Plan,
+    opt: Optimizer,
+    params: TensorSource,
+    optim: TensorSource | None,
+    *,
+    step: int | None,
+    cast: bool,
+    **options: Any,
+) -> TrainState:
+    """A state of parameters and of optimizer state from sources; without ``optim`` the optimizer's state is new."""
+    if optim is None:
+        return load(plan, opt, params, step=step or 0, cast=cast, **options)
+    reader = OptimizerReader(plan, optim, "state.", cast)
+    if step is None:
+        step = reader.step(list(params.tensors))
+    state = load(plan, opt, params, step=step, cast=cast, fill=reader.fill, **options)
+    reader.check()
+    state.late = reader.late(state)
+    return state
+
+
+class OptimizerReader:
+    """Fills the entries of an optimizer's state from a source, and records what does not fit.
 
     Args:
         plan: the plan.
-        source: where state comes from, named ``{prefix}{parameter}.{buffer}``.
-        prefix: what the names begin with.
+        source: the optimizer's state, named ``{prefix}{parameter}.{buffer}``.
+        prefix: the beginning of the names.
         cast: whether floating-point tensors may be rounded.
     """
 
-    def __init__(self, plan: Plan, source: Source, prefix: str, cast: bool) -> None:
+    def __init__(self, plan: Plan, source: TensorSource, prefix: str, cast: bool) -> None:
         self.plan, self.source, self.prefix, self.cast = plan, source, prefix, cast
         self.used: set[str] = set()
         self.problems: list[str] = []
@@ -37,11 +61,11 @@ class Moments:
         self.names: dict[str, str | None] = {}  # of leaves with state; None for a new leaf
 
     def fill(self, entry: Entry, origins: Mapping[str, Origin]) -> None:
-        """Fill one entry."""
-        buffer, path = split_name(self.plan, entry.name)
+        """Fill one entry; the state of a new leaf stays as it starts."""
+        buffer, path = split_name(entry.name, self.plan.leaves)
         self.names[path] = origins[path].name if path in origins else None
         if path not in origins:
-            return  # a new leaf, which starts with a new state
+            return
         origin = origins[path]
         names = [
             (f"{self.prefix}{name}.{buffer}", turn) for name, turn in ((origin.name, origin.transpose), *origin.again)
@@ -62,24 +86,16 @@ class Moments:
             read_piece(self.source, entry.piece, entry.tensor, Origin(*there[0], again=tuple(there[1:])))
 
     def check(self) -> None:
-        """Raise what was wrong.
-
-        Raises:
-            TreeError: state is missing, unexpected or of another shape or dtype; all in one report.
-        """
+        """Raise a TreeError that lists missing, unexpected and mismatched state."""
         left = [n for n in self.source.tensors if n.startswith(self.prefix) and n not in self.used]
         self.problems += [f"unexpected  {name}" for name in left if not name.endswith(f".{STEP}")]
         if self.problems:
             head = f"{self.source.name} does not hold the state of this optimizer:"
-            remedy = "Give the optimizer that it was saved with; read parameters alone to start its state anew."
+            remedy = "Give the optimizer that it was saved with, or read the parameters only to start its state anew."
             raise TreeError(lines(head, self.problems, remedy))
 
     def step(self, names: Sequence[str]) -> int:
-        """The number of updates that were made: the most that any parameter has had; 0 if the source does not say.
-
-        Args:
-            names: of the parameters, in the source.
-        """
+        """The largest number of updates of any of these parameters; 0 if the source has none."""
         for name in names:
             stored = self.source.tensors.get(count := f"{self.prefix}{name}.{STEP}")
             if stored is not None and stored.shape in ((), (1,)):
@@ -89,25 +105,24 @@ class Moments:
         return max(self.counts.values(), default=0)
 
     def late(self, state: TrainState) -> dict[str, int]:
-        """What ``state.late`` is, once all entries are filled: leaves whose parameter had fewer updates than others."""
+        """The value of ``state.late`` once all entries are filled: leaves that had fewer updates than others."""
         missed = {path: state.step - self.counts.get(name or "", state.step) for path, name in self.names.items()}
         missed |= {path: state.step for path, name in self.names.items() if name is None}
         return {path: late for path, late in missed.items() if late > 0}
 
 
 def _count(what: str, value: float) -> int:
-    """A number of updates.
-
-    Raises:
-        DamagedError: it is none.
-    """
     if not (value.is_integer() and 0 <= value < 1 << 53):
         raise DamagedError(f"{what} is {value}, which is no number of updates: give step= and optimizer=None")
     return int(value)
 
 
-def split_name(plan: Plan, name: str) -> tuple[str, str]:
-    """The buffer and the path of an optimizer's entry, ``opt.exp_avg.blocks.0.weight`` with or without ``opt``."""
+def split_name(name: str, leaves: Container[str]) -> tuple[str, str]:
+    """The buffer and the leaf of an optimizer's entry, ``opt.exp_avg.blocks.0.weight`` with or without ``opt``.
+
+    >>> split_name("opt.exp_avg.blocks.0.weight", {"blocks.0.weight", "weight"})
+    ('exp_avg', 'blocks.0.weight')
+    """
     parts = name.removeprefix("opt.").split(".")
-    cut = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in plan.leaves), len(parts))
+    cut = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in leaves), len(parts))
     return ".".join(parts[:cut]), ".".join(parts[cut:])

@@ -1,4 +1,4 @@
-"""Export: the leaves of a state one by one, each gathered on its own, to one rank or to all of them."""
+"""Export: the leaves of a state one by one, each gathered on its own, to one rank or to all ranks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard.arguments import described, expect
 from fshard.errors import PlanError
-from fshard.interchange.parcels import ROLE, Parcel, fetch, pack
+from fshard.interchange.export_plan import ROLE, ExportItem, fetch, plan_export
 from fshard.interchange.rename import RenameLike
 from fshard.runtime.comm import mesh_lane, raise_failures
 from fshard.sharding.mesh import Axes
@@ -60,36 +60,36 @@ def export(
     rename: Sequence[RenameLike] = (),
     callback: Callback | None = None,
 ) -> Iterator[tuple[str, Tensor]] | None:
-    """Stream a state leaf by leaf, gathered: to push weights to an inference engine, or to write them somewhere.
+    """Stream a state leaf by leaf, gathered: to send weights to an inference engine, or to write them. Collective.
 
-    Collective: every rank calls it alike and goes through the whole stream, also where it receives nothing. Beside what
-    the caller keeps, a rank holds one leaf and a slab of at most 16 MiB; one that receives nothing holds a slab.
+    Every rank makes the same call and iterates over the whole stream, even if it receives nothing. Beside what the
+    caller keeps, a receiving rank holds one leaf and a slab of at most 16 MiB; any other rank holds a slab.
 
-    A leaf comes out as units read it: gathered over the axes over which compute gathers it, and local on all others. So
-    experts, and slices of tensor parallelism, stay where they are: each rank gets its own, under the same name. Name
-    axes in ``axes=`` to gather over these too, or say ``"all"`` for whole leaves.
+    Leaves arrive as units read them: gathered over the axes over which compute gathers them, and local on all other
+    axes. So experts, and slices of tensor parallelism, are not gathered: each rank receives its own under the same
+    name. Name axes in ``axes=`` to gather over these too, or pass ``"all"`` for whole leaves.
 
     Args:
         state: a state, or a tree such as ``state.params`` together with ``plan``.
         plan: the plan of a tree.
-        what: ``"params"``; ``"opt_state"``, whose names begin with the buffer's, as ``exp_avg.blocks.0.weight``; or
-            ``"state"``, which is both, as ``params.blocks.0.weight`` and ``opt.exp_avg.blocks.0.weight``.
-        to: the rank that gets the leaves; None for all of them. Of a leaf that stays local on an axis, each rank
-            along that axis has a block of its own, and it goes to the one that is otherwise where ``to`` is.
+        what: ``"params"``; ``"opt_state"``, with names such as ``exp_avg.blocks.0.weight``; or ``"state"`` for both,
+            with names such as ``params.blocks.0.weight`` and ``opt.exp_avg.blocks.0.weight``.
+        to: the rank that receives the leaves; None for all ranks. If a leaf stays local on an axis, each block along
+            that axis goes to the rank that has the coordinates of ``to`` on all other axes.
         axes: axes over which leaves are gathered although compute leaves them local, or ``"all"``.
-        dtype: what floating-point leaves are cast to before they travel; None for none.
-        rename: rules from paths to names, ``fs.Rename`` or ``(pattern, name)``; None for a name leaves it out.
-        callback: called with each name and tensor instead. If it raises on one rank, the others go through the
-            stream without it, and all ranks raise at its end.
+        dtype: the dtype to which floating-point leaves are cast before they are sent; None for no cast.
+        rename: rules from paths to names, ``fs.Rename`` or ``(pattern, name)``; the name None leaves a leaf out.
+        callback: a function that is called with each name and tensor. If it raises on one rank, the other ranks
+            finish the stream, and all ranks raise at its end.
 
     Returns:
-        An iterator over ``(name, tensor)``, in the order of the tree; the tensor has memory of its own. With
-        ``callback`` None, when all is done.
+        An iterator over ``(name, tensor)`` in the order of the tree; each tensor has its own memory. With
+        ``callback``, None at the end of the stream.
 
     Raises:
-        PlanError: an argument that cannot be, or an abstract mesh.
-        TreeError: a tree that is not the plan's.
-        CheckpointError: ranks called it with different arguments.
+        PlanError: an invalid argument, or an abstract mesh.
+        TreeError: a tree that does not fit the plan.
+        CheckpointError: ranks passed different arguments.
         PeerError: the callback failed on another rank.
 
     >>> import fshard as fs
@@ -99,45 +99,36 @@ def export(
     [('w', (2, 3)), ('b', (3,))]
     """
     expect("export(state)", [("callback", callback, (Callable, type(None)), "a function (name, tensor), or None")])
-    plan, listed, alive = listing(state, plan, what)
-    parcels = pack(plan, listed, to=to, axes=axes, dtype=dtype, rename=rename)
+    plan, listed, check_alive = export_entries(state, plan, what)
+    items = plan_export(plan, listed, to=to, axes=axes, dtype=dtype, rename=rename)
+    stream = _stream(plan, items, check_alive)
     if callback is None:
-        return _stream(plan, parcels, alive)
-    deliver(plan, parcels, callback, alive)
+        return ((name, tensor) for name, tensor in stream if tensor is not None)
+    failure: BaseException | None = None
+    for name, tensor in stream:
+        if tensor is not None and failure is None:
+            try:
+                callback(name, tensor)
+            except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's part of the stream
+                failure = error
+    lane = mesh_lane(plan.mesh, ROLE)
+    raise_failures(lane, failure, "export failed on other ranks:", "The state is as it was.")
     return None
 
 
-def deliver(plan: Plan, parcels: Sequence[Parcel], callback: Callback, alive: Callable[[], object]) -> None:
-    """Go through a stream; a callback that raises makes all ranks raise, at its end."""
-    failure: BaseException | None = None
-    for parcel in parcels:
-        alive()
-        tensor = fetch(plan.mesh, parcel)
-        if tensor is not None and failure is None:
-            try:
-                callback(parcel.name, tensor)
-            except BaseException as error:  # Ctrl-C too: the other ranks are waiting for this one's part
-                failure = error
-    raise_failures(mesh_lane(plan.mesh, ROLE), failure, "export failed on other ranks:", "The state is as it was.")
+def _stream(
+    plan: Plan, items: Sequence[ExportItem], check_alive: Callable[[], object]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The exported names with their leaves, or None on ranks that do not receive them."""
+    for item in items:
+        check_alive()
+        yield item.name, fetch(plan.mesh, item)
 
 
-def _stream(plan: Plan, parcels: Sequence[Parcel], alive: Callable[[], object]) -> Iterator[tuple[str, Tensor]]:
-    for parcel in parcels:
-        alive()
-        tensor = fetch(plan.mesh, parcel)
-        if tensor is not None:
-            yield parcel.name, tensor
-
-
-def listing(
+def export_entries(
     state: TrainState | Mapping[str, Any], plan: Plan | None, what: What
 ) -> tuple[Plan, list[Entry], Callable[[], object]]:
-    """The plan, the entries to export under the names that they will have, and what raises once they are donated.
-
-    Raises:
-        PlanError: an argument that cannot be.
-        TreeError: a tree that is not the plan's.
-    """
+    """The plan, the entries to export under their exported names, and a function that raises if they were donated."""
     if what not in ("params", "opt_state", "state"):
         raise PlanError(f"what={what!r} must be 'params', 'opt_state' or 'state'")
     if isinstance(state, TrainState):
@@ -158,7 +149,7 @@ def listing(
 
 
 def param_entry(plan: Plan, path: str, tensor: Tensor) -> Entry:
-    """The entry of one leaf of a tree of local tensors, under its bare path."""
+    """The entry of one leaf of a tree of local tensors, under its path."""
     group, number = plan.places()[path]
     leaf, mesh = group.leaves[number], plan.mesh
     others = tuple(axis for axis in mesh.axis_names if axis not in leaf.at_rest.axes)
