@@ -306,7 +306,7 @@ PROMISE = re.compile(r"`(tests/[a-z_/]+\.py)::(test_[a-z0-9_]+)`")
 
 def test_every_promise_of_the_page_names_a_test_that_exists() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
-    section = page.partition("## What is promised of hostile files")[2].partition("\n## ")[0]
+    section = page.partition("## Promises about hostile files")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
     assert len(rows) >= 12
     for row in rows:
