@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map train bench test quick parity fuzz faults hostile lint format clean
+.PHONY: help map mutations train bench test quick parity fuzz faults hostile lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the ta
 
 hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of memory and time.
 	$(BIN)/python -m tests.security.hostile --cases 10000 $(ARGS)
+
+mutations: $(STAMP)  ## Put twenty seeded faults into copies of the tree: tests must catch each.
+	$(BIN)/python -m tests.project.mutations $(ARGS)
 
 map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--against OTHER_CHECKOUT" beside another.
 	$(BIN)/python -m tests.project.map $(ARGS)
