@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError, TreeError
-from tests.shared import modules
+from tests.shared import modules, parity
 from tests.shared.workers import Pools
 
 RANK, ALPHA, STEPS, ROWS = 2, 8.0, 10, 8
@@ -199,16 +199,9 @@ def trained(compile: str | None) -> dict[str, Any]:
             lambda p, b: loss_of(model.apply(p, b[0]), b[1]), opt, plan, debug=True, compile=compile
         )
         part = ROWS // mesh.size
-        losses, kept = [], True
-        for number in range(STEPS):
-            state, metrics = step(state, tokens(number, slice(mesh.rank * part, (mesh.rank + 1) * part)))
-            losses.append(float(metrics.loss))
-            kept = kept and step.record == step.schedule.ops
+        batches = (tokens(number, slice(mesh.rank * part, (mesh.rank + 1) * part)) for number in range(STEPS))
         return {
-            "losses": losses,
-            "kept": kept,
-            "params": fs.unshard(state.params, plan),
-            "states": sorted(path for path, _ in tree.paths(state.opt_state["momentum_buffer"])),
+            "run": parity.sharded(step, state, plan, batches)[0],
             "groups": {group.name for group in plan.groups if group.trainable},
             "memory": {item for item in step.schedule.memory.sizes if item.partition(":")[0] != "param"},
         }
@@ -223,23 +216,19 @@ def test_training_adapters_equals_one_process(pool: Pools, world: int, compile: 
     for path in small:
         flat[path].requires_grad_()
     rule = torch.optim.SGD([flat[path] for path in small], lr=LR, momentum=0.9)
-    losses = []
-    for number in range(STEPS):
-        x, y = tokens(number)
-        loss = loss_of(model.apply(fs.lora.merge(tree.nest(flat), alpha=ALPHA), x), y)
-        rule.zero_grad()
-        loss.backward()
-        rule.step()
-        losses.append(loss.item())
-    assert losses[0] - losses[-1] > 0.05
-    for ours in pool(world).run(trained, compile):
-        assert ours["losses"] == pytest.approx(losses, rel=1e-5)
-        assert ours["kept"] and ours["states"] == sorted(small)
-        for path, leaf in tree.paths(ours["params"]):
-            if path in small:
-                torch.testing.assert_close(leaf, flat[path].detach(), rtol=1e-4, atol=1e-5)
-            else:
-                assert torch.equal(leaf, flat[path]), path
+
+    def backward(step: int) -> float:
+        x, y = tokens(step)
+        return parity.backward(loss_of(model.apply(fs.lora.merge(tree.nest(flat), alpha=ALPHA), x), y))
+
+    want = parity.plain(flat, rule, backward, STEPS)
+    assert want.losses[0] - want.losses[-1] > 0.05
+    ranks = pool(world).run(trained, compile)
+    problems = parity.differences([ours["run"] for ours in ranks], want, parity.Near(loss=4e-5))
+    assert not problems, "\n".join(problems)
+    for ours in ranks:
+        assert ours["run"].state.keys() == {f"momentum_buffer.{path}" for path in small}
+        assert all(torch.equal(leaf, flat[path]) for path, leaf in ours["run"].params.items() if path not in small)
         assert {item.partition(":")[2] for item in ours["memory"]} == ours["groups"]
 
 

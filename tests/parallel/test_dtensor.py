@@ -17,6 +17,8 @@ from torch.func import functional_call
 
 import fshard as fs
 from fshard import P, parallel, tree
+from tests.shared import parity
+from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
 STEPS = 10
@@ -51,7 +53,7 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def train(sequence: bool) -> tuple[list[float], dict[str, Tensor]]:
+def train(sequence: bool) -> Run:
     """On a rank: losses, and whole parameters after the last step."""
     blocks = modules()
     with fs.make_mesh((2, -1), ("tp", "shard")) as mesh:
@@ -88,36 +90,27 @@ def train(sequence: bool) -> tuple[list[float], dict[str, Tensor]]:
         plan = fs.make_plan(whole, mesh, rules, batch=P("shard"), units=("*",))
         opt = fs.optim.sgd(0.1, momentum=0.9)
         state = fs.init_state(plan, opt, params=whole)
-        step, losses = fs.make_train_step(loss_fn, opt, plan, debug=True), []
-        for number in range(STEPS):
-            mine = tuple(x.chunk(mesh.shape["shard"])[mesh.index(("shard",))] for x in batch(number))
-            state, metrics = step(state, mine)
-            losses.append(metrics.loss.item())
-            if number:
-                assert tuple(step.record) == tuple(step.schedule.ops)
-        return losses, {k: v.clone() for k, v in tree.paths(fs.unshard(state.params, plan))}
+        step = fs.make_train_step(loss_fn, opt, plan, debug=True)
+        parts, at = mesh.shape["shard"], mesh.index(("shard",))
+        batches = (tuple(x.chunk(parts)[at] for x in batch(number)) for number in range(STEPS))
+        return parity.sharded(step, state, plan, batches, scheduled_from=1)[0]
 
 
-def plain() -> tuple[list[float], dict[str, Tensor]]:
+def plain() -> Run:
     """One process, without any of it."""
     net = nn.ModuleList(modules())
-    opt, losses = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), []
-    for number in range(STEPS):
+
+    def backward(number: int) -> float:
         x, target = batch(number)
         for block in net:
             x = x + block(x)
-        loss = loss_of(x, target)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return losses, {k: v.detach() for k, v in net.named_parameters()}
+        return parity.backward(loss_of(x, target))
+
+    rule = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return parity.plain(dict(net.named_parameters()), rule, backward, STEPS)
 
 
 @pytest.mark.parametrize(("world", "sequence"), [(2, False), (4, True)])
 def test_parallelised_modules_equal_one_process(pool: Pools, world: int, sequence: bool) -> None:
-    losses, params = plain()
-    for mine, whole in pool(world).run(train, sequence):
-        torch.testing.assert_close(mine, losses, rtol=0, atol=1e-5)
-        for path, leaf in params.items():
-            torch.testing.assert_close(whole[path], leaf, rtol=0, atol=1e-5)
+    problems = parity.differences(pool(world).run(train, sequence), plain())
+    assert not problems, "\n".join(problems)
