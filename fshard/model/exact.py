@@ -105,11 +105,15 @@ class Exact(TorchFunctionMode):
 
     Args:
         by_reverse: makes a function whose forward derivative is taken by reverse ones.
+
+    Attributes:
+        used: whether it has computed an operator in another way.
     """
 
     def __init__(self, by_reverse: Callable[[Op], Op]) -> None:
         super().__init__()
         self.by_reverse = by_reverse
+        self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it, or what is to be called in its place."""
@@ -117,10 +121,12 @@ class Exact(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is None:
             if func is _CUSTOM and not args[0].__module__.startswith("fshard.") and _under(args).forward > 1:
+                self.used = True
                 return self.by_reverse(args[0].apply)(*args[1:], **kwargs)
             return func(*args, **kwargs)
         if _functorch.peek_interpreter_stack() is None or not rule.when(_under(args)):
             return func(*args, **kwargs)
+        self.used = True
         return (rule.formula or self.by_reverse(func))(*args, **kwargs)
 
 

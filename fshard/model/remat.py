@@ -157,10 +157,10 @@ def exact() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _exact() -> Iterator[None]:
+def _exact() -> Iterator[Exact]:
     try:
-        with Exact(by_reverse):
-            yield
+        with Exact(by_reverse) as mode:
+            yield mode
     except RuntimeError as error:
         if _functorch.peek_interpreter_stack() is not None and _in_checkpoint(error.__traceback__):
             raise TransformError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from fshard import tree
 from fshard.model.casting import make_casting
@@ -67,7 +68,7 @@ class RecordingEngine(Engine):
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the unit and record its output."""
-        if self.inside or self.differentiating:
+        if self.inside or self.differentiating or peek_interpreter_stack() is not None:
             return super().call(unit, params, args, kwargs)
         result = super().call(unit, params, args, kwargs)
         self.record.note(self, self._identify(unit, params)[0], sum(self.counts.values()) - 1, result)
@@ -89,8 +90,8 @@ class PlainUnits:
         self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the unit's function. Calls inside of a unit belong to the outer unit."""
-        if self.inside or self.over:
+        """Call the unit's function. Calls inside of a unit belong to the outer unit; calls in a transform are silent."""
+        if self.inside or self.over or peek_interpreter_stack() is not None:
             return unit.fn(params, *args, **kwargs)
         self.inside = True
         try:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from fshard import tree
 from fshard.errors import LossError, UnitError, written_outside
@@ -67,6 +68,7 @@ class Engine:
         inner: the units that the program has differentiated itself.
         graphs: what runs units as compiled graphs; None if nothing does.
         remat: which units are computed again in their backward.
+        exact: whether the loss takes derivatives that PyTorch gets wrong.
         epoch: changes whenever leaves have been bound to other memory.
     """
 
@@ -95,6 +97,7 @@ class Engine:
         self.inner: set[str] = set()
         self.graphs: Compiled | None = None
         self.remat = Remat()
+        self.exact = False
         self.epoch = -1
 
     def start(self, executor: Executor) -> None:
@@ -146,6 +149,8 @@ class Engine:
         name, params, leaves, function = self._identify(unit, params)
         if self.differentiating:
             return self._again(name, function, args, kwargs)
+        if peek_interpreter_stack() is not None:
+            return self._transformed(name, function, args, kwargs)
         index = self.counts.get(name, 0)
         self.counts[name] = index + 1
         executor.reach("forward", name, index)
@@ -173,11 +178,11 @@ class Engine:
         finally:
             self.inside, self.passed = "", ()
         if versions != [x._version for x in watched]:
-            raise self._written(name, watched, versions)
+            raise self.reads[name].written(name, watched, versions)
         mark = None
         for number, out in enumerate(_tensors(result)):
             if out.untyped_storage()._cdata in self.storages:
-                raise self._aliased(name, number)
+                raise self.reads[name].aliased(name, number)
             if out.requires_grad and not any([out is x for x in inputs]):
                 mark = mark or Mark(self, name, index)
                 out.register_hook(mark)  # type: ignore[no-untyped-call]
@@ -293,6 +298,17 @@ class Engine:
             raise Mispredicted(f"the program calls unit {name} again inside of its backward")
         return function(*args, **kwargs)
 
+    def _transformed(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # A transform of torch.func differentiates the unit when it likes: it is code like any outside of units.
+        assert self.executor is not None
+        if self.graphs is not None:
+            self.graphs.transformed(name)
+        if not all([self.executor.outside(group) for group in self.reads[name].groups]):
+            raise Mispredicted(f"unit {name} is called under a transform of torch.func")
+        return function(*args, **kwargs)
+
     def _running(self, unit: Unit) -> Executor:
         if self.executor is None:
             raise UnitError(
@@ -348,25 +364,7 @@ class Engine:
         versions = [x._version for x in watched]
         with torch.no_grad():
             unit.fn(copies[0], *copies[1], **copies[2])
-        return self._written(name, watched, versions)
-
-    def _written(self, name: str, watched: list[Tensor], versions: list[int]) -> UnitError:
-        paths = self.reads[name].paths
-        count = len(watched) - len(paths)
-        changed = [i for i, x in enumerate(watched) if x._version != versions[i]]
-        what = [f"parameter {paths[i - count]}" if i >= count else f"input {i}" for i in changed]
-        return UnitError(
-            f"unit {name} wrote in place to {', '.join(what)}: units are pure functions, so return new values "
-            f"(x = x + y, not x += y), or clone what is to be changed"
-        )
-
-    def _aliased(self, name: str, number: int) -> UnitError:
-        paths = self.reads[name].paths
-        some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
-        return UnitError(
-            f"output {number} of unit {name} is a view of one of its parameters ({some}), whose memory will hold "
-            f"another unit's weights: return a copy (.clone()), or read the parameter where it is used"
-        )
+        return self.reads[name].written(name, watched, versions)
 
 
 class Mark:

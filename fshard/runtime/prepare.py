@@ -165,7 +165,7 @@ class Workshop:
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
-        key = (program.text, weighted, foreign, found.inner, found.lanes)
+        key = (program.text, weighted, foreign, found.inner, found.lanes, found.exact)
         if key not in self.programs:
             schedule = self.schedule(found)
             arena = self._arena(schedule.memory.arena_bytes)
@@ -173,6 +173,7 @@ class Workshop:
             own = digest((prepared.digest, found.lanes)) if found.lanes else prepared.digest
             self.programs[key] = replace(prepared, digest=own, lanes=found.lanes)
             self.programs[key].engine.foreign = foreign
+            self.programs[key].engine.exact = found.exact
             self.programs[key].engine.guard(program.reads[ROOT])
             self._compiled(self.programs[key], found)
         return self.programs[key]

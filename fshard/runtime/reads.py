@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fshard.errors import UnitError
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import Plan
 
@@ -46,6 +47,24 @@ class Reads:
             "such as fs.parallel.local_heads(heads)."
         )
         return "\n".join([head, *rows[:MOST], *more, remedy])
+
+    def written(self, unit: str, watched: Sequence[Tensor], versions: Sequence[int]) -> UnitError:
+        """The error of a unit that wrote in place to its inputs or leaves, which had these versions before."""
+        count = len(watched) - len(self.paths)
+        changed = [i for i, x in enumerate(watched) if x._version != versions[i]]
+        what = [f"parameter {self.paths[i - count]}" if i >= count else f"input {i}" for i in changed]
+        return UnitError(
+            f"unit {unit} wrote in place to {', '.join(what)}: units are pure functions, so return new values "
+            f"(x = x + y, not x += y), or clone what is to be changed"
+        )
+
+    def aliased(self, unit: str, number: int) -> UnitError:
+        """The error of a unit one of whose outputs is a view of a leaf."""
+        some = ", ".join(self.paths[:4]) + (", ..." if len(self.paths) > 4 else "")
+        return UnitError(
+            f"output {number} of unit {unit} is a view of one of its parameters ({some}), whose memory will hold "
+            f"another unit's weights: return a copy (.clone()), or read the parameter where it is used"
+        )
 
 
 _GRAD = operator.attrgetter("grad")

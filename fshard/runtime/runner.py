@@ -10,6 +10,7 @@ import torch
 from fshard import tree
 from fshard.arguments import raised
 from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
+from fshard.model.remat import exact
 from fshard.runtime.attempt import (
     BEHIND,
     FAILURE,
@@ -272,7 +273,9 @@ class Runner:
         with together(lanes):
             executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
-        self.found[signature(work.batch)] = Found(program, outcome.weighted, True, frozenset(prepared.engine.inner))
+        self.found[signature(work.batch)] = Found(
+            program, outcome.weighted, True, frozenset(prepared.engine.inner), exact=prepared.engine.exact
+        )
         return outcome
 
     def _left(self, lane: Lane, outcome: Outcome) -> None:
@@ -322,8 +325,11 @@ class Runner:
     def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, part: Any) -> Any:
         engine = prepared.engine
         watch = nullcontext() if isinstance(executor, Scheduled) else GlueWatch(engine, executor)
-        with watch, work.shield.opened():
-            return engine.run(self.fn, part, self.workshop.train)
+        plain = isinstance(executor, Scheduled) and not engine.exact
+        with watch, nullcontext() if plain else exact() as derivatives, work.shield.opened():
+            result = engine.run(self.fn, part, self.workshop.train)
+        engine.exact = derivatives is not None and derivatives.used
+        return result
 
     def _microbatch(
         self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, part: Any, outcome: Outcome

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fshard import tree
 from fshard.errors import PlanError, UnitError
 from fshard.model.opaque import held, opaque
+from fshard.model.remat import exact
 from fshard.model.unit import slot_of
 from fshard.runtime.batch import check_kept, faked
 from fshard.runtime.comm import Processes
@@ -49,6 +50,7 @@ class Found:
         needs: what its compute ops need on the batch that it was traced with; nothing if it was not traced.
         lanes: the axes over which it communicates itself.
         idle: the trained leaves that it gives no gradient; None if it was not traced.
+        exact: whether its loss takes derivatives that PyTorch gets wrong.
     """
 
     program: Program
@@ -58,6 +60,7 @@ class Found:
     needs: tuple[Need, ...] = ()
     lanes: tuple[Axes, ...] = ()
     idle: tuple[str, ...] | None = None
+    exact: bool = False
 
 
 def idle_leaves(found: Found | None) -> tuple[str, ...]:
@@ -145,6 +148,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
             for context in (*around, foreseeing(plan.mesh, own)):
                 stack.enter_context(context)
             stack.enter_context(torch.set_grad_enabled(train))
+            derivatives = stack.enter_context(exact())
             result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
@@ -160,7 +164,8 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     ledger.turn()
     idle = tuple(path for path, leaf in plan.leaves.items() if train and leaf.trainable and path not in moved)
     inner, needs = frozenset(engine.inner), tuple(ledger.needs)
-    return Found(program_of(seen, groups), weighted, foreign, inner, needs, tuple(own), idle)
+    wrong = derivatives is not None and derivatives.used
+    return Found(program_of(seen, groups), weighted, foreign, inner, needs, tuple(own), idle, wrong)
 
 
 @contextmanager

@@ -15,3 +15,6 @@ class Compiled(Protocol):
         self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
     ) -> tuple[bool, Any]:
         """Run a call, or do not; and its result."""
+
+    def transformed(self, name: str) -> None:
+        """A unit is called under a transform of ``torch.func``, as code outside of units is."""

@@ -29,6 +29,8 @@ GIVEN_UP = (
     f"and make units outside of the loss function"
 )
 
+TRANSFORMED = "it is called under a transform of torch.func"
+
 DEMANDED = "as it is: its steps were gathered on demand"
 
 
@@ -190,6 +192,10 @@ class Graphs:
             return False, None
         return True, Call(form.bound, self.host, self.claim, name, index).run(inputs, self.anchored)
 
+    def transformed(self, name: str) -> None:
+        """Note a call that is not offered to ``call``."""
+        self.cache.note(name, TRANSFORMED)
+
     def _form(self, site: Site, key: Key, unit: Unit, name: str, call: tuple[Any, ...]) -> Form:
         for form in site.found.get(key, ()):
             if form.around.holds():
@@ -331,7 +337,7 @@ def _autocast() -> Key:
 def _watched() -> str:
     """Who looks into the calls of ops, so that the unit's own are to be seen; empty if nobody does."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "it is called under a transform of torch.func"
+        return TRANSFORMED
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return "it is called under torch.utils.checkpoint, or under other hooks on saved tensors"
     if torch._C._len_torch_dispatch_stack() > 0:
