@@ -90,7 +90,7 @@ class PlainUnits:
         self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the unit's function. Calls inside of a unit belong to the outer unit; calls in a transform are silent."""
+        """Call the unit's function. Calls in a unit or a transform belong to what is around."""
         if self.inside or self.over or peek_interpreter_stack() is not None:
             return unit.fn(params, *args, **kwargs)
         self.inside = True
