@@ -1,8 +1,8 @@
-"""Runs that outlive their processes: the train loop that resumes, saves when it is due, and saves before it is ended.
+"""Runs that outlive their processes: a train loop that resumes, saves when it is due, and saves before it is ended.
 
-torchrun starts all ranks anew when one has failed (``--max-restarts``), with as many as there are then
-(``--nnodes MIN:MAX``); what is left to the program is to go on where the last checkpoint is, and to leave one when the
-cluster wants its machines back (Orbax' preemption checkpointing, ``reached_preemption`` in ``CheckpointManager``).
+torchrun restarts all ranks when one has failed (``--max-restarts``), with as many nodes as there are
+(``--nnodes MIN:MAX``). The program must resume from the last checkpoint, and save one before the cluster takes its
+machines back (Orbax' preemption checkpointing, ``reached_preemption`` in ``CheckpointManager``).
 """
 
 import signal
@@ -21,10 +21,10 @@ from fshard.step import TrainStep
 
 
 class Preempted(SystemExit):
-    """The process was asked to end, and the train loop has saved and stopped at one step on all ranks.
+    """A signal asked the process to end, and the train loop has saved and stopped at the same step on all ranks.
 
-    Not caught, it ends the process with the exit code of one that the signal ended, such as 143 for SIGTERM, so that
-    torchrun and schedulers know that the run is not complete.
+    If it is not caught, the process ends with the exit code of the signal, such as 143 for SIGTERM, so that torchrun
+    and schedulers know that the run is incomplete.
     """
 
     def __init__(self, number: int, step: int) -> None:
@@ -36,13 +36,13 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Notes signals that ask a process to end, instead of ending it.
+    """Records signals that ask a process to end, instead of ending it.
 
-    Inside of the context ``asked`` says which one has come; leaving it puts the handlers back that were there. Handlers
-    belong to the main thread: in any other one this does nothing.
+    Inside of the context ``asked`` is the last signal; leaving it restores the previous handlers. Only the main thread
+    can have handlers: in any other thread this does nothing.
 
     Args:
-        signals: which ones. Slurm sends what ``--signal`` names; SIGTERM is what most others send, torchrun too.
+        signals: the signals. Slurm sends the one in ``--signal``; torchrun and most others send SIGTERM.
 
     >>> import os, signal
     >>> with Preemption() as preemption:
@@ -63,7 +63,7 @@ class Preemption:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            # None: installed by other means than Python, which cannot put it back.
+            # None: a handler that was not installed by Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
 
@@ -83,31 +83,31 @@ def train_loop(
 ) -> Iterator[tuple[TrainState, Metrics]]:
     """Train until a step, from the last checkpoint if there is one: ``for state, metrics in fs.train_loop(...)``.
 
-    It restores the newest checkpoint onto the mesh that there is now, whatever the mesh was that saved it, and saves
-    when ``checkpoints.due`` says so, after the last step, and when any rank gets one of ``signals``: then all ranks
-    finish the step that they are at, save, yield once more and raise ``Preempted``. So under torchrun a script of this
-    loop resumes by itself. The handlers of signals are those of before when the loop is over or left.
+    The loop restores the newest checkpoint onto the current mesh, which may differ from the mesh that saved it. It
+    saves when ``checkpoints.due``, after the last step, and when any rank gets one of ``signals``: then all ranks
+    finish the current step, save, yield once more and raise ``Preempted``. So a script with this loop resumes by itself
+    under torchrun. The loop restores the previous signal handlers when it ends.
 
     Args:
-        step: what ``fs.make_train_step`` returned.
-        start: makes the state of a run that has no checkpoint yet.
-        batches: this rank's batch as a function of the number of steps made, so that a resumed run sees what it would
-            have seen; or any iterable. An iterable with ``state_dict`` and ``load_state_dict`` (JSON; such as
-            torchdata's ``StatefulDataLoader``) is saved and restored with the state, rank by rank, on as many ranks; of
-            any other as many batches are skipped as were taken. It ends the loop when it ends, on all ranks alike.
+        step: the result of ``fs.make_train_step``.
+        start: a function that makes the state of a run without a checkpoint.
+        batches: this rank's batch as a function of the number of steps made, so that a resumed run sees the same
+            batches; or any iterable. An iterable with ``state_dict`` and ``load_state_dict`` (JSON; such as torchdata's
+            ``StatefulDataLoader``) is saved and restored with the state, on as many ranks as before; of any other, the
+            batches that were taken are skipped. The loop ends when the iterable ends, which it must on all ranks.
         steps: the step at which to end.
         checkpoints: where to save and restore; None for neither.
-        signals: what asks the run to save and stop.
-        fallback: if the newest checkpoint is damaged, warn and take the newest good one.
+        signals: the signals that ask the run to save and stop.
+        fallback: if the newest checkpoint is damaged, warn and restore the newest good one.
 
     Yields:
         The state after each step, and its metrics. The state is donated to the next step: do not keep it.
 
     Raises:
         Preempted: after a signal; a ``SystemExit``.
-        PlanError: arguments out of range; a data loader of another number of ranks.
-        CheckpointError: a checkpoint that cannot be read or written.
-        Exception: whatever the step raises. Nothing is saved then: the last checkpoint is good.
+        PlanError: arguments out of range; a data loader that was saved by another number of ranks.
+        CheckpointError: a checkpoint cannot be read or written.
+        Exception: the errors of the step. Nothing is saved then: the last checkpoint is good.
 
     >>> import fshard as fs, tempfile, torch
     >>> plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
@@ -134,13 +134,13 @@ def train_loop(
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise PlanError(f"train_loop(steps={steps!r}): give the step at which to end, an int >= 0")
     expect("train_loop", [("checkpoints", checkpoints, (Checkpointer, type(None)), "an fs.Checkpointer, or None")])
-    return _loop(step, start, Source(batches, step), steps, checkpoints, Preemption(signals), fallback)
+    return _loop(step, start, Batches(batches, step), steps, checkpoints, Preemption(signals), fallback)
 
 
 def _loop(
     step: TrainStep,
     start: Callable[[], TrainState],
-    source: "Source",
+    source: "Batches",
     steps: int,
     checkpoints: Checkpointer | None,
     preemption: Preemption,
@@ -167,7 +167,9 @@ def _loop(
             checkpoints.wait()
 
 
-def _restored(step: TrainStep, source: "Source", checkpoints: Checkpointer | None, fallback: bool) -> TrainState | None:
+def _restored(
+    step: TrainStep, source: "Batches", checkpoints: Checkpointer | None, fallback: bool
+) -> TrainState | None:
     """The state of the newest checkpoint, with the batches where it was saved; None if there is none."""
     if checkpoints is None or not _exists(checkpoints, step):
         return None
@@ -183,13 +185,8 @@ def _exists(checkpoints: Checkpointer, step: TrainStep) -> bool:
     return first_rank_or_raise(mesh_lane(mesh), mesh.rank, checkpoints.latest) is not None
 
 
-class Source:
-    """Where batches come from, and how many were taken.
-
-    Args:
-        batches: a function of the step, or an iterable.
-        step: whose ranks take them.
-    """
+class Batches:
+    """The batches of a loop, from a function of the step or an iterable, and the number of those taken."""
 
     def __init__(self, batches: Any, step: TrainStep) -> None:
         self.batches, self.mesh = batches, step.plan.mesh
@@ -199,7 +196,7 @@ class Source:
         self.under_way: Iterator[Any] | None = None
 
     def take(self, number: int) -> Any:
-        """The next batch; the source itself if there is none."""
+        """The next batch, or this object at the end."""
         self.taken += 1
         if self.by_step:
             return self.batches(number)
@@ -208,16 +205,12 @@ class Source:
         return next(self.under_way, self)
 
     def position(self) -> Any:
-        """What a checkpoint keeps of it: JSON, equal on all ranks. Collective."""
+        """The position that a checkpoint holds: JSON, equal on all ranks. Collective."""
         loaders = all_ranks_or_raise(mesh_lane(self.mesh), self.batches.state_dict) if self.kept else None
         return {"batches": self.taken, "loaders": loaders}
 
     def restore(self, data: Any) -> None:
-        """Go on where a checkpoint was made.
-
-        Raises:
-            PlanError: another number of ranks has saved the positions of data loaders.
-        """
+        """Continue at the position of a checkpoint."""
         if not isinstance(data, dict) or "batches" not in data:
             return
         self.taken, loaders = int(data["batches"]), data.get("loaders")
@@ -225,8 +218,8 @@ class Source:
             if len(loaders) != self.mesh.size:
                 raise PlanError(
                     f"the checkpoint holds the positions of data loaders of {len(loaders)} ranks, and there are "
-                    f"{self.mesh.size} now: give batches as a function of the step, which any number of ranks can "
-                    f"go on with, or start as many ranks"
+                    f"{self.mesh.size} now: give batches as a function of the step, which works on any number of "
+                    f"ranks, or start as many ranks"
                 )
             self.batches.load_state_dict(loaders[self.mesh.rank])
         elif not self.by_step:

@@ -77,15 +77,15 @@ class RematError(ShardError, RuntimeError):
 
 
 class CheckpointError(ShardError, RuntimeError):
-    """A checkpoint that cannot be written or read. What is on disk is as it was before the call."""
+    """A checkpoint that cannot be written or read. The files on disk are as they were before the call."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written, or that nobody wrote in earnest."""
+    """A checkpoint whose bytes differ from those that were written, or that is malformed."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that was passed over, since it is damaged."""
+    """A damaged checkpoint was skipped."""
 
 
 class KeyReuseError(ShardError, RuntimeError):

@@ -16,18 +16,18 @@ def make_mesh(
 ) -> Mesh:
     """The mesh of this job's ranks (``jax.make_mesh``).
 
-    Under torchrun it joins the process group: NCCL where CUDA is available, else gloo. In a process that has one
-    already it takes that. Without torchrun it is a mesh of one rank, so scripts and notebooks run everywhere.
-    Inside of ``fs.virtual_mesh(...).run`` it is the mesh of the ranks that are played.
+    Under torchrun it joins the process group: NCCL if CUDA is available, else gloo. A process group that exists already
+    is used. Without torchrun the mesh has one rank, so scripts and notebooks run everywhere. Inside of
+    ``fs.virtual_mesh(...).run`` it is the virtual mesh.
 
     Args:
-        sizes: ranks along each axis; one may be ``-1`` for what is left of the world.
+        sizes: the number of ranks along each axis; one may be ``-1`` for the rest of the world.
         axis_names: one name an axis.
         timeout: seconds after which a collective that does not finish raises ``CommError``.
-        shared_memory: let CPU ranks of one host talk through memory that they share. False sends everything by gloo.
+        shared_memory: let CPU ranks of one host communicate through shared memory. False uses gloo for everything.
 
     Returns:
-        The mesh as this rank sees it. ``mesh.close()`` leaves the process group; it is also a context manager.
+        This rank's mesh. ``mesh.close()`` leaves the process group; the mesh is also a context manager.
 
     Raises:
         PlanError: the sizes do not fit the world.

@@ -194,14 +194,7 @@ class Checkpointer:
             PlanError: invalid rules.
         """
         self.wait()
-        if not isinstance(plan, Plan):
-            raise PlanError(f"restore(plan, opt) takes a plan, and was given {kind(plan)}")
-        pairs = "a list of (pattern, name in the checkpoint or None)"
-        expect("restore(plan, opt)", [("step", step, (int, type(None)), "an int, or None for the newest")])
-        known = ("into", into, (TrainState, type(None)), "a train state")
-        expect("restore(plan, opt)", [("rules", rules, (list, tuple, type(None)), pairs), known])
-        if into is not None:
-            into.check_plan(plan)
+        _check_restore(plan, step, rules, into)
         mesh = plan.mesh
         enter(mesh, "restore")
         lane = mesh_lane(mesh)
@@ -312,3 +305,15 @@ def _check(state: TrainState, user: Mapping[str, Any]) -> None:
     for name in ("data", "metadata"):
         check_json(name, user[name])
     entries(state)
+
+
+def _check_restore(plan: Plan, step: int | None, rules: TakeRules | None, into: TrainState | None) -> None:
+    """Check the arguments of a restore."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"restore(plan, opt) takes a plan, and was given {kind(plan)}")
+    pairs = "a list of (pattern, name in the checkpoint or None)"
+    expect("restore(plan, opt)", [("step", step, (int, type(None)), "an int, or None for the newest")])
+    known = ("into", into, (TrainState, type(None)), "a train state")
+    expect("restore(plan, opt)", [("rules", rules, (list, tuple, type(None)), pairs), known])
+    if into is not None:
+        into.check_plan(plan)

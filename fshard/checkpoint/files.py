@@ -136,8 +136,7 @@ def plain_file(
     except FileNotFoundError:
         raise refuse(path, ["it is missing"]) from None
     except OSError as error:
-        error.filename = path  # the system gives the name alone
-        raise
+        raise OSError(error.errno, error.strerror, path) from None  # the system gives the name without the folder
     try:
         status = os.fstat(number)
         _check_kind(path, status, refuse)  # again: the name may have changed its meaning meanwhile

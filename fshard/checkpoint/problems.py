@@ -27,7 +27,7 @@ def printable(text: str, most: int = 400) -> str:
 
 def damaged(path: str, problems: Iterable[str]) -> DamagedError:
     """Bytes on disk differ from what was written."""
-    remedy = "Restore another step (fallback=True takes the newest good one), or copy the checkpoint anew."
+    remedy = "Restore another step (fallback=True takes the newest good one), or copy the checkpoint again."
     return DamagedError(lines(f"{path} is damaged, or was changed:", listed(list(problems)), remedy))
 
 
@@ -88,7 +88,7 @@ def no_such_step(path: str, step: int, steps: Sequence[int]) -> CheckpointError:
 def exists(path: str, step: int) -> CheckpointError:
     """A step that exists already."""
     return CheckpointError(
-        f"{path} is there already: step {step} was saved before. Pass overwrite=True to replace it, or give this run "
+        f"{path} exists already: step {step} was saved before. Pass overwrite=True to replace it, or give this run "
         f"a folder of its own"
     )
 
@@ -121,7 +121,7 @@ def locked(path: str, holder: str) -> CheckpointError:
     """A folder that another job writes to."""
     return CheckpointError(
         f"{path} is being written to by another Checkpointer ({holder or 'which left no name'}): give each job a "
-        f"folder of its own, or close() the other one. What holds {path}/.lock, fuser and lslocks show"
+        f"folder of its own, or close() the other one. fuser and lslocks show the process that holds {path}/.lock"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import read_manifest, step_folder
-from fshard.checkpoint.manifest import Manifest, typed
+from fshard.checkpoint.manifest import Manifest, TensorInfo, typed
 from fshard.checkpoint.problems import damaged, listed, mismatched, other_checkpoints, other_folder
 from fshard.checkpoint.read import Target, read_into
 from fshard.checkpoint.tensorfile import NAMES
@@ -93,8 +93,7 @@ def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainSta
 
 def sources(path: str, manifest: Manifest, entries: Sequence[Entry], request: Request) -> dict[str, str]:
     """The name of the tensor that each entry is read from, by the entry's name; all misfits in one TreeError."""
-    have = manifest.tensors
-    missing, extra, wrong = [], [], []
+    have, extra = manifest.tensors, []
     if request.rules is not None:
         wanted = _by_rules(request.rules, entries)
     else:
@@ -102,22 +101,30 @@ def sources(path: str, manifest: Manifest, entries: Sequence[Entry], request: Re
         required = "" if request.opt is not None else "params."
         unread = [name for name in have if name not in wanted and name.startswith(required)]
         extra = [f"extra  {name}  {typed(have[name])}" for name in unread]
-    for entry in entries:
-        source = wanted.get(entry.name)
-        if source is None:
-            continue
-        told = f"{entry.name}  {NAMES.get(entry.dtype, entry.dtype)}{list(entry.shape)}"
-        told += "" if source == entry.name else f" from {source}"
-        if source not in have:
-            missing.append(f"missing  {told}")
-        elif have[source].shape != entry.shape:
-            wrong.append(f"misshapen  {told}: the checkpoint has {typed(have[source])}")
-        elif have[source].dtype != entry.dtype and not request.cast:
-            wrong.append(f"other dtype  {told}: the checkpoint has {typed(have[source])}")
-    if missing or extra or wrong:
+    misfits = [
+        text
+        for entry in entries
+        if entry.name in wanted and (text := _misfit(entry, wanted[entry.name], have, request.cast))
+    ]
+    if misfits or extra:
+        missing = [text for text in misfits if text.startswith("missing")]
+        wrong = [text for text in misfits if not text.startswith("missing")]
         counts = f"{len(missing)} missing, {len(extra)} extra, {len(wrong)} mismatched of {len(have)} tensors"
         raise mismatched(path, [row for kind in (missing, extra, wrong) for row in listed(kind)], counts)
     return wanted
+
+
+def _misfit(entry: Entry, source: str, have: Mapping[str, TensorInfo], cast: bool) -> str:
+    """Why an entry cannot be read from a tensor; empty if it can."""
+    told = f"{entry.name}  {NAMES.get(entry.dtype, entry.dtype)}{list(entry.shape)}"
+    told += "" if source == entry.name else f" from {source}"
+    if source not in have:
+        return f"missing  {told}"
+    if have[source].shape != entry.shape:
+        return f"misshapen  {told}: the checkpoint has {typed(have[source])}"
+    if have[source].dtype != entry.dtype and not cast:
+        return f"other dtype  {told}: the checkpoint has {typed(have[source])}"
+    return ""
 
 
 def _by_rules(rules: TakeRules, entries: Sequence[Entry]) -> dict[str, str]:

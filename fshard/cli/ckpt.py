@@ -1,10 +1,11 @@
-"""``fshard ckpt``: what is in a folder of checkpoints. Manifests are read; tensors only where a command says so."""
+"""``fshard ckpt``: the contents of a folder of checkpoints, mostly from the manifests alone."""
 
 import argparse
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, r
 from fshard.checkpoint.manifest import Manifest, typed
 from fshard.checkpoint.problems import empty, printable
 from fshard.checkpoint.read import verify_step
-from fshard.cli.table import print_table
 from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
 from fshard.interchange.hf_files import size_in_bytes
@@ -39,7 +39,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     ls.add_argument("dir", help="a folder of checkpoints")
     show = add("show", run_show, "Show what a step holds, from its manifest.")
     verify = add("verify", run_verify, "Read every byte of all steps, or of one, and compare it with the manifest.")
-    convert = add("convert", run_convert, "Write a step in another form, or a folder of others as a step.")
+    convert = add("convert", run_convert, "Write a step in another form, or another library's folder as a step.")
     for command in (show, verify, convert):
         command.add_argument("dir", help=where)
         default = "all of them" if command is verify else "the newest"
@@ -47,7 +47,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--match", default=".*", help="a regular expression on whole names of tensors")
     convert.add_argument("out", help="a file that ends in .safetensors, or a folder of checkpoints")
     convert.add_argument("--ranks", type=int, default=1, help="for a folder: cut for this many ranks")
-    convert.add_argument("--params", action="store_true", help="for a file: parameters alone, without 'params.'")
+    convert.add_argument("--params", action="store_true", help="for a file: only parameters, without 'params.'")
     convert.add_argument("--to", choices=("hf", "dcp"), help="a folder for transformers, or of torch.distributed")
     convert.add_argument("--max-shard-size", default="5GB", help="with --to hf: bytes of a file at most")
     diff = add("diff", run_diff, "Compare two steps: names, shapes, dtypes, numbers; with --values the tensors too.")
@@ -59,11 +59,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def find(path: str, step: int | None) -> str:
-    """The folder of a step.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The folder of a step; a CheckpointError if there is none."""
     path = os.path.abspath(path)
     if step is None and os.path.lexists(os.path.join(path, MANIFEST)):
         return path
@@ -71,7 +67,7 @@ def find(path: str, step: int | None) -> str:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """List steps, and what is left of failed saves."""
+    """List steps and leftovers of failed saves."""
     root = os.path.abspath(args.dir)
     steps = list_steps(root)
     rows, status = [], 0
@@ -91,7 +87,7 @@ def run_ls(args: argparse.Namespace) -> int:
     with file_errors("list", root):
         left = sorted(name for name in os.listdir(root) if LEFT.fullmatch(name))
     for name in left:
-        print(f"{name}: left by a save that is under way, or that failed; the next save clears it")
+        print(f"{name}: of a save that is in progress or has failed; the next save removes it")
     return status
 
 
@@ -116,10 +112,8 @@ def run_show(args: argparse.Namespace) -> int:
         if pattern.fullmatch(name)
     ]
     print_table(["tensor", "type", "spec", "bytes", "extents"], rows)
-    print_table(
-        ["file", "bytes", "sha256"],
-        [[name, str(info.size), info.sha256] for name, info in sorted(manifest.files.items())],
-    )
+    rows = [[name, str(info.size), info.sha256] for name, info in sorted(manifest.files.items())]
+    print_table(["file", "bytes", "sha256"], rows)
     return 0
 
 
@@ -146,7 +140,7 @@ def run_convert(args: argparse.Namespace) -> int:
     """Write a step in another form."""
     kind = kind_of(args.dir)
     if kind is not None:
-        return _from_others(args, kind)
+        return _import(args, kind)
     folder = find(args.dir, args.step)
     manifest = read_manifest(folder)
     if args.to == "hf":
@@ -167,7 +161,7 @@ def run_convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_others(args: argparse.Namespace, kind: Kind) -> int:
+def _import(args: argparse.Namespace, kind: Kind) -> int:
     """Write a folder of Hugging Face or of torch.distributed.checkpoint as a checkpoint."""
     if args.step is not None or args.to is not None or args.params or args.out.endswith(".safetensors"):
         raise CheckpointError(f"{args.dir} is no checkpoint of fshard ({kind}): it converts to a folder of checkpoints")
@@ -198,9 +192,8 @@ def differences(one: str, other: str, values: bool) -> Iterator[str]:
     for name in dict.fromkeys([*a.tensors, *b.tensors]):
         mine, theirs = a.tensors.get(name), b.tensors.get(name)
         if mine is None or theirs is None:
-            there = mine or theirs
-            assert there is not None
-            yield f"{name}: {typed(there)} is only in {one if theirs is None else other}"
+            where = one if theirs is None else other
+            yield from (f"{name}: {typed(info)} is only in {where}" for info in (mine, theirs) if info)
         elif typed(mine) != typed(theirs):
             yield f"{name}: {typed(mine)} and {typed(theirs)}"
         elif values:
@@ -215,3 +208,32 @@ def _values(name: str, one: tuple[str, Manifest], other: tuple[str, Manifest]) -
         off = int(wrong.view(x.numel(), -1).any(1).sum())
         far = (x.double() - y.double()).abs().max().item()
         yield f"{name}: {off} of {x.numel()} elements differ, by {far:.3g} at most"
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under heads, by rich if it is installed, with numbers to the right. Cells may hold untrusted names."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    right = [all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows) for i in range(len(heads))]
+    if sys.stdout.isatty() and _rich(heads, rows, right):
+        return
+    widths = [max(len(head), *(len(row[i]) for row in rows)) if rows else len(head) for i, head in enumerate(heads)]
+    for row in (heads, *rows):
+        cells = (f"{cell:>{w}}" if r else f"{cell:<{w}}" for cell, w, r in zip(row, widths, right, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _rich(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> bool:
+    """Print by rich; returns whether it is installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return False
+    table = Table(box=None, header_style="bold")
+    for head, to_right in zip(heads, right, strict=True):
+        table.add_column(head, justify="right" if to_right else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+    return True

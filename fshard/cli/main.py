@@ -14,19 +14,15 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="fshard", description="Tools for fshard's files.")
     root.add_argument("--version", action="version", version=f"fshard {VERSION}")
     tools = root.add_subparsers(required=True, title="commands", metavar="ckpt")
-    text = "look at, verify and convert checkpoints"
-    ends = "Exit status: 0; 1 if what was looked at differs, or is damaged; 2 if it could not be done."
+    text = "list, verify and convert checkpoints"
+    ends = "Exit status: 0; 1 if something differs or is damaged; 2 if the command failed."
     ckpt.add_commands(tools.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", epilog=ends))
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0; 1 if what was looked at differs, or is damaged; 2 if it could not be done.
-
-    Args:
-        argv: the arguments; those of the process by default.
-    """
-    if hasattr(sys.stdout, "reconfigure"):  # names come from files, and may hold anything
+    """Run a command with these arguments, by default the process' own; returns the exit status."""
+    if hasattr(sys.stdout, "reconfigure"):  # names in files may hold any character
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     try:

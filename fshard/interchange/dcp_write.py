@@ -75,7 +75,7 @@ def save_dcp(
         overwrite: whether an existing checkpoint may be replaced.
 
     Raises:
-        CheckpointError: the folder holds a checkpoint already, or a rank cannot write to it; on all ranks alike.
+        CheckpointError: the folder holds a checkpoint already, or a rank cannot write to it; equal on all ranks.
         PlanError, TreeError: as ``export``.
 
     >>> import fshard as fs, tempfile

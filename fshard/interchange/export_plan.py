@@ -19,7 +19,7 @@ from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_proce
 from fshard.interchange.optimizer_state import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.runtime.clock import marks
-from fshard.runtime.comm import all_ranks_or_raise, enter, exchange, mesh_lane
+from fshard.runtime.comm import Lane, all_ranks_or_raise, enter, exchange, mesh_lane
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
@@ -91,33 +91,44 @@ def plan_export(
     wanted = _check(mesh, to, axes, dtype)
     by_name = {entry.name: entry for entry in listed}
     names = apply_rules(rename, by_name, "the state")
-    turned = [by_name[old] for old, transpose in names.values() if transpose]
-    wrong = [f"{entry.name}: {list(entry.shape)}" for entry in turned if len(entry.shape) != 2]
-    if wrong:
-        raise TreeError(lines("rename= transposes leaves that have not two dims:", wrong, "Make the rules narrower."))
+    _check_transposed([by_name[old] for old, transpose in names.values() if transpose])
     leaves = [(new, turn, by_name[old].shape) for new, (old, turn) in names.items()]
     compare_arguments(mesh, "export", {"to": to, "axes": wanted, "dtype": dtype, "leaves": leaves})
     held = pieces_of_ranks(mesh, [by_name[old] for old, _ in names.values()])
-    out = []
-    for (new, (old, turn)), pieces in zip(names.items(), held, strict=True):
-        entry = by_name[old]
-        local = [axis for axis in _compute_axes(plan, entry) if axis not in wanted]
-        gathered = tuple(axis for axis in mesh.axis_names if axis in entry.spec.axes and axis not in local)
-        members = _positions(Ranks(mesh, gathered))
-        root = None if to is None else _counterpart(mesh, to, local)
-        out.append(
-            ExportItem(
-                name=new,
-                entry=entry,
-                axes=gathered,
-                have=tuple(pieces[rank] for rank in members),
-                root=members.index(root) if root in members else None,
-                takes_part=root is None or root in members,
-                dtype=entry.dtype if dtype is None or not entry.dtype.is_floating_point else dtype,
-                transpose=turn,
-            )
-        )
-    return out
+    return [
+        _item(plan, new, by_name[old], pieces, wanted, to, dtype, turn)
+        for (new, (old, turn)), pieces in zip(names.items(), held, strict=True)
+    ]
+
+
+def _item(
+    plan: Plan,
+    name: str,
+    entry: Entry,
+    pieces: Sequence[Piece],
+    wanted: Axes,
+    to: int | None,
+    dtype: torch.dtype | None,
+    transpose: bool,
+) -> ExportItem:
+    """The item of one entry, whose ``pieces`` are those of all ranks."""
+    mesh = plan.mesh
+    local = [axis for axis in _compute_axes(plan, entry) if axis not in wanted]
+    gathered = tuple(axis for axis in mesh.axis_names if axis in entry.spec.axes and axis not in local)
+    members = _positions(Ranks(mesh, gathered))
+    have = tuple(pieces[rank] for rank in members)
+    out = entry.dtype if dtype is None or not entry.dtype.is_floating_point else dtype
+    if to is None:
+        return ExportItem(name, entry, gathered, have, None, True, out, transpose)
+    root = _counterpart(mesh, to, local)
+    position = members.index(root) if root in members else None
+    return ExportItem(name, entry, gathered, have, position, root in members, out, transpose)
+
+
+def _check_transposed(entries: Sequence[Entry]) -> None:
+    wrong = [f"{entry.name}: {list(entry.shape)}" for entry in entries if len(entry.shape) != 2]
+    if wrong:
+        raise TreeError(lines("rename= transposes leaves that have not two dims:", wrong, "Make the rules narrower."))
 
 
 def fetch(mesh: Mesh, item: ExportItem) -> Tensor | None:
@@ -133,22 +144,28 @@ def fetch(mesh: Mesh, item: ExportItem) -> Tensor | None:
     step = max(1, SLAB // item.dtype.itemsize)
     for begin in range(0, total, step):
         end = min(begin + step, total)
-        if item.root is not None:
+        slab = out[begin:end] if receives else None
+        if item.root is None:
+            _gather_slab(lane, ranks, mine, item, out[begin:end], begin, end)
+        else:
             want = [Piece(low, shape, begin, end if i == item.root else begin) for i in range(ranks.size)]
-            exchange_pieces(ranks, mine, item.have, want, out[begin:end] if receives else None)
-            continue
-        # All ranks receive it: first each an equal part of the slab, then all of them gather the parts.
-        count, width = end - begin, -(-(end - begin) // ranks.size)
-        cuts = [(min(begin + i * width, end), min(begin + (i + 1) * width, end)) for i in range(ranks.size)]
-        part = exchange_pieces(ranks, mine, item.have, [Piece(low, shape, a, b) for a, b in cuts])
-        part = torch.cat([part, part.new_zeros(width - part.numel())]) if part.numel() < width else part
-        slab = out[begin:end] if width * ranks.size == count else part.new_empty(width * ranks.size)
-        lane.all_gather(slab.view(torch.uint8), part.view(torch.uint8), marks(mine.device)).wait()
-        if slab.numel() != count:
-            out[begin:end] = slab[:count]
+            exchange_pieces(ranks, mine, item.have, want, slab)
     if not receives:
         return None
     return out.view(shape).t().contiguous() if item.transpose else out.view(shape)
+
+
+def _gather_slab(lane: Lane, ranks: Ranks, mine: Tensor, item: ExportItem, out: Tensor, begin: int, end: int) -> None:
+    """Send a slab to all ranks: first an equal part to each rank, then all ranks gather the parts. Collective."""
+    low, shape = item.block
+    count, width = end - begin, -(-(end - begin) // ranks.size)
+    cuts = [(min(begin + i * width, end), min(begin + (i + 1) * width, end)) for i in range(ranks.size)]
+    part = exchange_pieces(ranks, mine, item.have, [Piece(low, shape, a, b) for a, b in cuts])
+    part = torch.cat([part, part.new_zeros(width - part.numel())]) if part.numel() < width else part
+    slab = out if width * ranks.size == count else part.new_empty(width * ranks.size)
+    lane.all_gather(slab.view(torch.uint8), part.view(torch.uint8), marks(mine.device)).wait()
+    if slab.numel() != count:
+        out.copy_(slab[:count])
 
 
 def compare_arguments(mesh: Mesh, call: str, given: Mapping[str, Any]) -> None:
@@ -204,20 +221,24 @@ def exchange_pieces(
     for place, view in zip(places[me], sent[me], strict=True):  # this rank's own elements are copied directly
         place.copy_(view)
     sent[me] = places[me] = []
-    if count == 1:
-        return out
-    width = mine.element_size()  # elements travel as bytes, whatever their dtype
+    if count > 1:
+        _all_to_all(ranks, mine[:0], sent, places)
+    return out
+
+
+def _all_to_all(ranks: Ranks, empty: Tensor, sent: list[list[Tensor]], places: list[list[Tensor]]) -> None:
+    """Copy the views for each position to its places. Elements travel as bytes, whatever their dtype."""
+    width = empty.element_size()
     send = [width * sum(view.numel() for view in views) for views in sent]
     receive = [width * sum(place.numel() for place in row) for row in places]
-    flat = torch.cat([view.reshape(-1) for views in sent for view in views] or [mine[:0]])
-    arrived = torch.empty(sum(receive) // width, dtype=flat.dtype, device=flat.device)
+    flat = torch.cat([view.reshape(-1) for views in sent for view in views] or [empty])
+    arrived = flat.new_empty(sum(receive) // width)
     data = arrived.view(torch.uint8), flat.view(torch.uint8)
     ranks.lane.all_to_all(*data, receive, send, marks(flat.device)).wait()
     at = 0
     for place in (place for row in places for place in row):
         place.copy_(arrived[at : at + place.numel()].view(place.shape))
         at += place.numel()
-    return out
 
 
 def _positions(ranks: Ranks) -> list[int]:

@@ -171,30 +171,31 @@ def _places(data: Any, sizes: FileSizes, problems: list[str]) -> dict[str, FileR
     for index, info in (data if isinstance(data, dict) else {}).items():
         if not isinstance(index, CallRecord) or not isinstance(info, CallRecord):
             problems.append(f"storage_data holds {kind_of(index)}: {kind_of(info)}")
-            continue
-        name, offset = index.get("fqn"), _shape(index.get("offset"))
-        file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
-        if (
-            not isinstance(name, str)
-            or (offset is None and index.get("offset") is not None)
-            or not isinstance(file, str)
-        ):
-            problems.append(f"storage_data: {shown(name)} at {shown(index.get('offset'))} in {shown(file)}")
-        elif not is_plain_name(file):
-            problems.append(f"{name}: lies in {file!r}, but only files in the folder itself are read")
-        elif info.get("transform_descriptors"):
-            problems.append(
-                f"{name}: was transformed by {shown(info.get('transform_descriptors'))}, which fshard cannot undo"
-            )
-        elif not is_count(begin) or not is_count(length) or begin + length > sizes.of(file):
-            problems.append(f"{name}: bytes {shown(begin)} to +{shown(length)} of {file}, which has {sizes.of(file)}")
-        elif place_of(name, offset) in out:
-            problems.append(f"{name}: the chunk at {offset} lies in two places")
+        elif isinstance(found := _place(index, info, sizes), str):
+            problems.append(found)
+        elif found[0] in out:
+            problems.append(f"{index.get('fqn')}: the chunk at {_shape(index.get('offset'))} lies in two places")
         else:
-            out[place_of(name, offset)] = FileRange(file, begin, length)
+            out[found[0]] = found[1]
         if len(problems) >= MOST:
             break
     return out
+
+
+def _place(index: CallRecord, info: CallRecord, sizes: FileSizes) -> tuple[str, FileRange] | str:
+    """The key and the place of a chunk or another value, or the problem with it."""
+    name, offset = index.get("fqn"), _shape(index.get("offset"))
+    file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+    misplaced = offset is None and index.get("offset") is not None
+    if not isinstance(name, str) or not isinstance(file, str) or misplaced:
+        return f"storage_data: {shown(name)} at {shown(index.get('offset'))} in {shown(file)}"
+    if not is_plain_name(file):
+        return f"{name}: lies in {file!r}, but only files in the folder itself are read"
+    if info.get("transform_descriptors"):
+        return f"{name}: was transformed by {shown(info.get('transform_descriptors'))}, which fshard cannot undo"
+    if not is_count(begin) or not is_count(length) or begin + length > sizes.of(file):
+        return f"{name}: bytes {shown(begin)} to +{shown(length)} of {file}, which has {sizes.of(file)}"
+    return place_of(name, offset), FileRange(file, begin, length)
 
 
 def _contents(listed: Any, places: dict[str, FileRange], problems: list[str]) -> Contents:
@@ -223,9 +224,7 @@ def _tensor(
     name: str, what: CallRecord, places: dict[str, FileRange], problems: list[str]
 ) -> tuple[TensorMeta, tuple[Chunk, ...]] | None:
     """One tensor, which its chunks must fill; None after a problem."""
-    shape, rows, properties = _shape(what.get("size")), what.get("chunks"), what.get("properties")
-    state = properties.state if isinstance(properties, CallRecord) else None
-    of = state[0] if isinstance(state, tuple) and state else None
+    shape, rows, of = _shape(what.get("size")), what.get("chunks"), _dtype_name(what.get("properties"))
     dtype = DTYPES.get(of.name) if isinstance(of, GlobalName) and of.module == "torch" else None
     if dtype is None or shape is None or not isinstance(rows, list):
         problems.append(f"{name}: dtype {shown(of)}, size {shown(what.get('size'))}, chunks in a {kind_of(rows)}")
@@ -240,6 +239,12 @@ def _tensor(
     if len(problems) == before and not filled(shape, [chunk.block for chunk in held]):
         problems.append(f"{name}: its {len(held)} chunks do not fill {list(shape)} without gap or overlap")
     return TensorMeta(shape, dtype), held
+
+
+def _dtype_name(properties: Any) -> Any:
+    """The first value in the state of a ``TensorProperties``."""
+    state = properties.state if isinstance(properties, CallRecord) else None
+    return state[0] if isinstance(state, tuple) and state else None
 
 
 def _chunk(name: str, shape: Shape, row: Any, places: dict[str, FileRange], problems: list[str]) -> Chunk | None:

@@ -42,6 +42,10 @@ class CallRecord:
         """A field of its state; None if the state has none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
+    def build(self, state: Any) -> None:
+        """Add its state."""
+        self.state = state
+
 
 class UnknownNameError(ValueError):
     """A pickle contains a name that its reader does not know."""
@@ -124,6 +128,17 @@ class _Machine:
         self.at = end + 1
         return line
 
+    def mark(self) -> None:
+        """Begin a list of values, which counts as a container."""
+        self.hold(None)
+        self.stack.pop()
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def end(self) -> None:
+        """Pop the result."""
+        self.value, self.done = self.stack.pop(), True
+
     def marked(self) -> list[Any]:
         """Pop the values since the last mark, and the mark."""
         items = self.stack
@@ -145,19 +160,13 @@ class _Machine:
             raise ValueError(f"the memo has no entry {key} at byte {self.at}")
         self.stack.append(self.memo[key])
 
-    def call(self, of: Any, args: Any) -> None:
-        """Push the record of a call."""
-        if not isinstance(of, GlobalName) or not isinstance(args, tuple):
-            raise ValueError(f"the call before byte {self.at} is of no name with arguments")
-        self.hold(CallRecord(of, args))
-
     def build(self) -> None:
         """Add the state to a call record that has none."""
         state = self.stack.pop()
         made = self.stack[-1]
         if not isinstance(made, CallRecord) or made.of == PERSISTENT or made.state is not None:
             raise ValueError(f"the state before byte {self.at} is for a value that cannot have one")
-        made.state = state
+        made.build(state)
 
     def extend(self, items: list[Any]) -> None:
         """Append to a list."""
@@ -177,29 +186,13 @@ class _Machine:
                 raise ValueError(f"a key before byte {self.at} is no string, or there twice")
             target[key] = items[at + 1]
 
-    def end(self) -> None:
-        """Pop the result."""
-        self.value, self.done = self.stack.pop(), True
-
-    def frame(self) -> None:
-        """Check the length of a frame, which is otherwise ignored."""
-        if self.number(8) > len(self.text) - self.at:
-            raise ValueError(f"the frame at byte {self.at} is longer than the rest of the text")
-
-    def long(self) -> None:
-        """Push an integer that is preceded by its length."""
-        count = self.number(1)
-        if count > DIGITS:
-            raise ValueError(f"a number of {count} bytes at byte {self.at}, of at most {DIGITS}")
-        self.stack.append(int.from_bytes(self.take(count), "little", signed=True))
-
-    def tuple_of(self, count: int) -> None:
-        """Replace the last values by a tuple of them."""
+    def last(self, count: int) -> list[Any]:
+        """Pop the last values."""
         if len(self.stack) < count:
             raise IndexError
-        items = tuple(self.stack[-count:])
-        del self.stack[-count:]
-        self.hold(items)
+        items = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return items
 
 
 Step = Callable[[_Machine], Any]
@@ -210,6 +203,30 @@ def _proto(m: _Machine) -> None:
         raise ValueError("its protocol is none of 2 to 5")
 
 
+def _frame(m: _Machine) -> None:
+    if m.number(8) > len(m.text) - m.at:
+        raise ValueError(f"the frame at byte {m.at} is longer than the rest of the text")
+
+
+def _long(m: _Machine) -> None:
+    count = m.number(1)
+    if count > DIGITS:
+        raise ValueError(f"a number of {count} bytes at byte {m.at}, of at most {DIGITS}")
+    m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
+
+
+def _push_name(m: _Machine) -> None:
+    module, name = m.last(2)
+    m.stack.append(m.name(module, name))
+
+
+def _call(m: _Machine) -> None:
+    of, args = m.last(2)
+    if not isinstance(of, GlobalName) or not isinstance(args, tuple):
+        raise ValueError(f"the call before byte {m.at} is of no name with arguments")
+    m.hold(CallRecord(of, args))
+
+
 def _text(count: int) -> Step:
     return lambda m: m.stack.append(m.take(m.number(count)).decode())
 
@@ -218,57 +235,32 @@ def _store(count: int) -> Step:
     return lambda m: m.memo.__setitem__(m.number(count), m.stack[-1])
 
 
-def _mark(m: _Machine) -> None:
-    m.hold(None)
-    m.stack.pop()
-    m.marks.append(m.stack)
-    m.stack = []
-
-
-def _tuple(m: _Machine) -> None:
-    items = tuple(m.marked())
-    m.hold(items)
-
-
-def _pair(m: _Machine, then: Callable[[Any, Any], None]) -> None:
-    last = m.stack.pop()
-    then(m.stack.pop(), last)
-
-
-def _one(m: _Machine, then: Callable[[list[Any]], None], count: int) -> None:
-    if len(m.stack) <= count:
-        raise IndexError
-    items = m.stack[-count:]
-    del m.stack[-count:]
-    then(items)
-
-
 STEPS: dict[int, Step] = {
     0x80: _proto,
-    0x95: _Machine.frame,
+    0x95: _frame,
     ord("."): _Machine.end,
-    ord("("): _mark,
+    ord("("): _Machine.mark,
     ord("N"): lambda m: m.stack.append(None),
     0x88: lambda m: m.stack.append(True),
     0x89: lambda m: m.stack.append(False),
     ord("K"): lambda m: m.stack.append(m.number(1)),
     ord("M"): lambda m: m.stack.append(m.number(2)),
     ord("J"): lambda m: m.stack.append(struct.unpack("<i", m.take(4))[0]),
-    0x8A: _Machine.long,
+    0x8A: _long,
     ord("G"): lambda m: m.stack.append(struct.unpack(">d", m.take(8))[0]),
     0x8C: _text(1),
     ord("X"): _text(4),
     0x8D: _text(8),
     ord(")"): lambda m: m.stack.append(()),
-    0x85: lambda m: m.tuple_of(1),
-    0x86: lambda m: m.tuple_of(2),
-    0x87: lambda m: m.tuple_of(3),
-    ord("t"): _tuple,
+    0x85: lambda m: m.hold(tuple(m.last(1))),
+    0x86: lambda m: m.hold(tuple(m.last(2))),
+    0x87: lambda m: m.hold(tuple(m.last(3))),
+    ord("t"): lambda m: m.hold(tuple(m.marked())),
     ord("]"): lambda m: m.hold([]),
-    ord("a"): lambda m: _one(m, m.extend, 1),
+    ord("a"): lambda m: m.extend(m.last(1)),
     ord("e"): lambda m: m.extend(m.marked()),
     ord("}"): lambda m: m.hold({}),
-    ord("s"): lambda m: _one(m, m.update, 2),
+    ord("s"): lambda m: m.update(m.last(2)),
     ord("u"): lambda m: m.update(m.marked()),
     0x94: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
     ord("q"): _store(1),
@@ -276,9 +268,9 @@ STEPS: dict[int, Step] = {
     ord("h"): lambda m: m.recall(m.number(1)),
     ord("j"): lambda m: m.recall(m.number(4)),
     ord("c"): lambda m: m.stack.append(m.name(m.line(), m.line())),
-    0x93: lambda m: _pair(m, lambda module, name: m.stack.append(m.name(module, name))),
-    ord("R"): lambda m: _pair(m, m.call),
-    0x81: lambda m: _pair(m, m.call),
+    0x93: _push_name,
+    ord("R"): _call,
+    0x81: _call,
     ord("b"): _Machine.build,
     ord("Q"): lambda m: m.hold(CallRecord(PERSISTENT, (m.stack.pop(),))),
 }

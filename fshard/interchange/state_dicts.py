@@ -154,14 +154,18 @@ def to_optim_state_dict(
     found = dict(export(state, what="opt_state", to=to, axes=axes))
     if to is not None and not found and plan.mesh.rank != to:
         return {}
-    buffers = dict.fromkeys(split_name(name, plan.leaves)[0] for name in found)
     rows: dict[str, dict[str, Any]] = {path: {} for group in groups for path in group["params"]}
-    for path, row in rows.items():
-        if counts(opt):
-            row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)))
-        row.update({key: found[f"{key}.{path}"] for key in buffers if f"{key}.{path}" in found})
-    if keys == "name":
-        return {"state": rows, "param_groups": groups}
+    for path, row in rows.items() if counts(opt) else ():
+        row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)))
+    for name, tensor in found.items():
+        buffer, path = split_name(name, plan.leaves)
+        if path in rows:
+            rows[path][buffer] = tensor
+    return {"state": rows, "param_groups": groups} if keys == "name" else _by_number(rows, groups)
+
+
+def _by_number(rows: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """An optimizer's state dict with numbers in place of names."""
     number = {path: i for i, path in enumerate(rows)}
     for group in groups:
         group["param_names"], group["params"] = group["params"], [number[path] for path in group["params"]]
@@ -187,7 +191,7 @@ def counts(opt: Optimizer) -> bool:
     twin = _twin(opt, [param], 0.0, 0.0)
     if twin is None:
         return True
-    param.grad = torch.zeros(1)
+    param.sum().backward()  # type: ignore[no-untyped-call]
     twin.step()
     return STEP in twin.state[param]
 
@@ -205,7 +209,7 @@ def flat_tensors(given: Mapping[str, Any], what: str) -> dict[str, Tensor]:
         else:
             out[name] = value
     if wrong:
-        raise TreeError(lines(f"{what} holds what is no plain tensor:", wrong, "Give whole tensors by name."))
+        raise TreeError(lines(f"{what} holds values that are not plain tensors:", wrong, "Give whole tensors by name."))
     return out
 
 

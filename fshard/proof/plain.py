@@ -53,23 +53,38 @@ class Task:
     lane: Lane
 
 
-@dataclass
+Difference = tuple[int, int, str, str]
+"""The microbatch, the call and the unit of an output that differs, and the difference."""
+
+
+@dataclass(frozen=True)
 class PlainResult:
     """The results of plain PyTorch.
 
     Attributes:
         loss: the global mean loss.
-        weighted: whether the loss is an ``fs.Mean``.
+        weighted: whether this rank's loss is an ``fs.Mean``.
         count: the elements of the global batch, or the parts.
         sums: this rank's part of the sums of gradients over the global batch, by group id.
-        first: the first output on this rank that differs: the microbatch, the call, the unit, and the difference.
+        first: the first output on this rank that differs.
     """
 
-    loss: float = 0.0
-    weighted: bool = False
+    loss: float
+    weighted: bool
+    count: float
+    sums: dict[int, Tensor]
+    first: Difference | None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The loss of this rank's batch: total, count and sums of gradients over microbatches, and what differs."""
+
+    total: float = 0.0
     count: float = 0.0
-    sums: dict[int, Tensor] = field(default_factory=dict)
-    first: tuple[int, int, str, str] | None = None
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    weighted: bool = False
+    first: Difference | None = None
 
 
 def run_plainly(task: Task) -> PlainResult:
@@ -78,26 +93,23 @@ def run_plainly(task: Task) -> PlainResult:
     Raises:
         PeerError: the loss failed on another rank. On this rank its own error is raised.
     """
-    plan, found = task.plan, PlainResult()
+    plan, own, sums = task.plan, Pass(), dict[int, Tensor]()
     mine = plan.mesh.index(plan.data_axes)
-    total = count = 0.0
     for turn in range(plan.data_size):
         leaves = _collect(plan, task.state, turn == mine)
-        grads: dict[str, Tensor] = {}
         failure: Exception | None = None
         if turn == mine:
             try:
-                total, count, grads = _pass(task, leaves, found)
+                own = _run(task, leaves)
             except Exception as error:
                 failure = error
         raise_failures(task.lane, failure, "plain PyTorch failed, so nothing was verified:", REMEDY)
         del leaves
-        _add(plan, grads, turn == mine, found)
-    rows = exchange(task.lane, torch.tensor([total, count], dtype=torch.float64, device="cpu")).tolist()
+        _add(plan, own.grads if turn == mine else None, sums)
+    row = torch.tensor([own.total, own.count], dtype=torch.float64, device="cpu")
     copies = plan.mesh.size // plan.data_size
-    found.count = sum(row[1] for row in rows) / copies
-    found.loss = sum(row[0] for row in rows) / copies / found.count if found.count else float("nan")
-    return found
+    total, count = (exchange(task.lane, row).sum(0) / copies).tolist()
+    return PlainResult(total / count if count else float("nan"), own.weighted, count, sums, own.first)
 
 
 def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
@@ -113,27 +125,26 @@ def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
     return out
 
 
-def _pass(task: Task, leaves: dict[str, Tensor], found: PlainResult) -> tuple[float, float, dict[str, Tensor]]:
-    """The total, the count and the sums of gradients over the microbatches of this rank's batch."""
+def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
+    """Run the loss on this rank's batch."""
     trained = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
     places, sums = task.plan.places(), dict[str, Tensor]()
-    total, count, heard = 0.0, 0.0, 0
+    total, count, weighted = 0.0, 0.0, False
+    first: Difference | None = None
+
+    def hear(call: int, result: Any) -> None:
+        nonlocal first
+        first = first or _compared(task, call, tensors_of(result))
+
+    units = PlainUnits(task.plan, hear)
     part = task.plan.mesh.index(task.plan.data_axes)
     torch.clear_autocast_cache()
     with seeded(task.state.seed, task.state.step, part, task.plan.mesh.device):
         for batch in microbatches(task.batch, task.accumulate):
-            at = heard
-
-            def hear(call: int, result: Any, at: int = at) -> None:
-                if found.first is None:
-                    found.first = _compared(task, at + call, tensors_of(result))
-
-            units = PlainUnits(task.plan, hear)
-            with exact():  # PyTorch's own derivatives of derivatives would not do as a reference
+            with units.heard(), exact():  # PyTorch's own derivatives of derivatives would not do as a reference
                 loss = read_loss(task.fn(units.tree(leaves), batch))
             check_differentiable(loss)
-            units.over, heard = True, heard + units.count
-            found.weighted = loss.count is not None
+            weighted = loss.count is not None
             total += number(loss.total)
             count += 1.0 if loss.count is None else number(loss.count)
             seed = torch.full_like(loss.total, 1.0 / task.divided)
@@ -141,10 +152,10 @@ def _pass(task: Task, leaves: dict[str, Tensor], found: PlainResult) -> tuple[fl
             for path, grad in zip(trained, grads, strict=True):
                 if grad is not None:
                     _add_up(sums, path, grad, places[path][0])
-    if found.first is None and heard != len(task.outputs):
-        told = f"{len(task.outputs)} calls of units in the step, {heard} in plain PyTorch"
-        found.first = 0, heard, "(the program)", told
-    return total, count, sums
+    if first is None and units.count != len(task.outputs):
+        told = f"{len(task.outputs)} calls of units in the step, {units.count} in plain PyTorch"
+        first = 0, units.count, "(the program)", told
+    return Pass(total, count, sums, weighted, first)
 
 
 def _add_up(sums: dict[str, Tensor], path: str, grad: Tensor, group: Group) -> None:
@@ -152,7 +163,7 @@ def _add_up(sums: dict[str, Tensor], path: str, grad: Tensor, group: Group) -> N
     sums[path] = sums[path] + rounded if path in sums else rounded
 
 
-def _compared(task: Task, at: int, plain: tuple[Tensor, ...]) -> tuple[int, int, str, str] | None:
+def _compared(task: Task, at: int, plain: tuple[Tensor, ...]) -> Difference | None:
     """The difference of an output from that of the step; None if they are equal."""
     if at >= len(task.outputs):
         return 0, at, "(the program)", f"a call {at} of a unit that the step does not make"
@@ -174,23 +185,23 @@ def _read_in(plan: Plan, unit: str) -> list[torch.dtype]:
     return [group.compute_dtype for group in plan.groups if group.unit == unit]
 
 
-def _add(plan: Plan, grads: dict[str, Tensor], mine: bool, found: PlainResult) -> None:
-    """Add one rank's gradients to each rank's part of the sums. Collective."""
+def _add(plan: Plan, grads: dict[str, Tensor] | None, sums: dict[int, Tensor]) -> None:
+    """Add one rank's gradients, which are None on other ranks, to each rank's part of the sums. Collective."""
     for group in plan.groups:
         if not group.trainable:
             continue
         owned = group.owned
         zeros = [torch.zeros(leaf.compute_shape, dtype=group.dtype, device=plan.mesh.device) for leaf in group.leaves]
-        parts = [grads.get(leaf.path, zero) for leaf, zero in zip(group.leaves, zeros, strict=True)]
-        full = join_leaves(owned, parts if mine else zeros).to(torch.float64)
+        parts = [(grads or {}).get(leaf.path, zero) for leaf, zero in zip(group.leaves, zeros, strict=True)]
+        full = join_leaves(owned, parts).to(torch.float64)
         ranks = Ranks(plan.mesh, plan.data_axes)
         whole = raw.sum_all(ranks, full)() if ranks.size > 1 else full
         begin = plan.mesh.index(owned.gather_axes) * owned.chunk
         own = whole[begin : begin + owned.chunk].clone()
-        found.sums[group.id] = found.sums[group.id] + own if group.id in found.sums else own
+        sums[group.id] = sums[group.id] + own if group.id in sums else own
 
 
-def earliest(lane: Lane, first: tuple[int, int, str, str] | None) -> tuple[int, int, int, str, str] | None:
+def earliest(lane: Lane, first: Difference | None) -> tuple[int, int, int, str, str] | None:
     """The first output that differs on any rank. Collective."""
     rows = exchange_bytes(lane, json.dumps(first).encode())
     found = [(row[0], row[1], number, row[2], row[3]) for number, row in enumerate(map(json.loads, rows)) if row]

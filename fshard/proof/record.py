@@ -1,7 +1,8 @@
 """The outputs of units: in a step, as its engine runs them, and in plain calls on ordinary tensors."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,13 +86,13 @@ class PlainUnits:
 
     def __init__(self, plan: Plan, hear: Callable[[int, Any], None]) -> None:
         self.plan, self.hear = plan, hear
-        self.inside = self.over = False
+        self.inside = self.listening = False
         self.count = 0
         self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the unit's function. Calls in a unit or a transform belong to what is around."""
-        if self.inside or self.over or peek_interpreter_stack() is not None:
+        """Call the unit's function. Calls inside of a unit belong to the outer unit; calls in a transform are silent."""
+        if self.inside or not self.listening or peek_interpreter_stack() is not None:
             return unit.fn(params, *args, **kwargs)
         self.inside = True
         try:
@@ -101,6 +102,15 @@ class PlainUnits:
         self.hear(self.count, result)
         self.count += 1
         return result
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Report calls inside of this context: later calls, such as in a backward, compute an output again."""
+        self.listening = True
+        try:
+            yield
+        finally:
+            self.listening = False
 
     def tree(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
         """The parameter tree of ordinary tensors whose units call this object."""

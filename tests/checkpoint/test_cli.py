@@ -31,8 +31,8 @@ RULES = [(".*", fs.fsdp("data"))]
     ("arguments", "says"),
     [
         (["--version"], rf"^fshard {re.escape(fs.__version__)}\n$"),
-        (["--help"], r"--version(?s:.*)commands:(?s:.*)look at, verify and convert checkpoints"),
-        (["ckpt", "--help"], r"Look at(?s:.*)ls +List the steps(?s:.*)Exit status: 0; 1 if"),
+        (["--help"], r"--version(?s:.*)commands:(?s:.*)list, verify and convert checkpoints"),
+        (["ckpt", "--help"], r"List, verify(?s:.*)ls +List the steps(?s:.*)Exit status: 0; 1 if"),
         (["ckpt", "verify", "--help"], "the step; all of them by default"),
         (["ckpt", "show", "--help"], "the step; the newest by default"),
     ],
@@ -68,7 +68,7 @@ def test_ls(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = out.splitlines()
     assert status == 0 and lines[0].split() == ["step", "tensors", "files", "bytes", "mesh"]
     assert lines[1].split() == ["0", "7", "2", "3.4", "KiB", "data=2", "x", "tensor=1"], lines
-    assert lines[3].startswith("step-00000004.tmp-0123abcd: left by a save")
+    assert lines[3].startswith("step-00000004.tmp-0123abcd: of a save that")
     (run_folder / "step-00000003" / "manifest.json").write_text("{}")
     status, out, _ = fshard(capsys, "ls", run_folder)
     assert status == 1 and "no checkpoint of fshard" in out.splitlines()[2]

@@ -156,7 +156,7 @@ def test_an_optimizer_state_that_does_not_fit(name: str) -> None:
 
 def test_state_dicts_that_do_not_fit() -> None:
     plan, state = one()
-    with pytest.raises(TreeError, match="holds what is no plain tensor:\n  a: ndarray|list"):
+    with pytest.raises(TreeError, match="holds values that are not plain tensors:\n  a: ndarray|list"):
         fs.from_state_dict(plan, OPT, {**LEAVES, "a": [1.0]})
     with pytest.raises(PlanError, match="keys='path'"):
         fs.to_optim_state_dict(state, OPT, keys="path")  # type: ignore[arg-type]
