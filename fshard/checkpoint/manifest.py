@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.problems import damaged, foreign, newer, too_large
+from fshard.checkpoint.problems import damaged, foreign
 from fshard.checkpoint.strict_json import check_bounds, parse_json
 from fshard.checkpoint.tensorfile import DTYPES, NAMES, is_count, is_shape
-from fshard.errors import MOST
+from fshard.errors import MOST, CheckpointError
 from fshard.sharding.layout import Piece
 from fshard.sharding.spec import Shape
 
@@ -149,7 +149,8 @@ class Manifest:
         try:
             check_bounds(text)
         except ValueError as error:
-            raise too_large(error) from error
+            remedy = "pass less as data= and metadata="
+            raise CheckpointError(f"the manifest is too large to be read again: {error}; {remedy}") from error
         seal = hashlib.sha256(text).hexdigest()
         return text[:-1] + f',"sha256":"{seal}"}}\n'.encode()
 
@@ -183,7 +184,8 @@ def parse(path: str, text: bytes) -> Manifest:
     if not is_count(version) or not version:
         raise damaged(path, [f"its version is {version!r}"])
     if version > VERSION:
-        raise newer(path, version, VERSION)
+        known = f"this fshard reads formats up to {VERSION}"
+        raise CheckpointError(f"{path} has format {version}, and {known}: update fshard to read it")
     seal = body.pop("sha256", None)
     found = hashlib.sha256(_text(body)).hexdigest()
     if seal != found:
@@ -222,32 +224,31 @@ def _read(body: Mapping[str, Any], problems: list[str]) -> Manifest | None:
     ]
     if problems:
         return None
-    files = {name: _file(name, row, problems) for name, row in parts["files"].items()}
-    tensors = {name: _tensor(name, row, problems) for name, row in parts["tensors"].items()}
-    if problems:
-        return None
-    return Manifest(**{**parts, "files": files, "tensors": tensors})
+    read: dict[str, dict[str, Any]] = {"files": {}, "tensors": {}}
+    for what, reader in (("files", _file), ("tensors", _tensor)):
+        for name, row in parts[what].items():
+            try:
+                read[what][name] = reader(name, row)
+            except ValueError as error:
+                problems.append(f"{what}[{name[:200]!r}]{error}")
+    return None if problems else Manifest(**{**parts, **read})
 
 
-def _file(name: str, row: Any, problems: list[str]) -> FileInfo:
-    """A row of ``files``."""
-    where = f"files[{name[:80]!r}]"
+def _file(name: str, row: Any) -> FileInfo:
+    """A row of ``files``; a ValueError says what is wrong with it."""
     if not FILE_NAME.fullmatch(name):
-        problems.append(f"{where}: not a plain file name, such as rank-00000-000.safetensors")
+        raise ValueError(": not a plain file name, such as rank-00000-000.safetensors")
     if not isinstance(row, dict) or set(row) != {"size", "chunk", "sha256", "chunks"}:
-        problems.append(f"{where}: not an object of size, chunk, sha256 and chunks")
-        return FileInfo(0, ())
+        raise ValueError(": not an object of size, chunk, sha256 and chunks")
     size, chunk, chunks = row["size"], row["chunk"], row["chunks"]
     good = is_count(size) and is_count(chunk) and 64 <= chunk <= LARGEST_CHUNK and not chunk % 64
     if not good or not isinstance(chunks, list):
-        problems.append(f"{where}: a size of {str(size)[:30]} bytes in chunks of {str(chunk)[:30]}")
-        return FileInfo(0, ())
+        raise ValueError(f": a size of {str(size)[:30]} bytes in chunks of {str(chunk)[:30]}")
     if len(chunks) != -(-size // chunk) or not all(map(is_sha256, chunks)):
-        problems.append(f"{where}: {size} bytes need {-(-size // chunk)} SHA-256 of chunks, and it has {len(chunks)}")
-        return FileInfo(0, ())
+        raise ValueError(f": {size} bytes need {-(-size // chunk)} SHA-256 of chunks, and it has {len(chunks)}")
     info = FileInfo(size, tuple(chunks), chunk)
     if row["sha256"] != info.sha256:
-        problems.append(f"{where}: its SHA-256 is not that of its chunks")
+        raise ValueError(": its SHA-256 is not that of its chunks")
     return info
 
 
@@ -266,25 +267,21 @@ def is_sha256(value: Any) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
-def _tensor(name: str, row: Any, problems: list[str]) -> TensorInfo:
-    """A row of ``tensors``."""
-    where = f"tensors[{name[:200]!r}]"
-    nothing = TensorInfo(torch.float32, (), "", ())
+def _tensor(name: str, row: Any) -> TensorInfo:
+    """A row of ``tensors``; a ValueError says what is wrong with it."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "spec", "extents"}:
-        problems.append(f"{where}: not an object of dtype, shape, spec and extents")
-        return nothing
-    dtype, shape, rows = row["dtype"], row["shape"], row["extents"]
+        raise ValueError(": not an object of dtype, shape, spec and extents")
+    dtype, shape, spec, rows = row["dtype"], row["shape"], row["spec"], row["extents"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        problems.append(f"{where}: dtype {str(dtype)[:80]!r}, which is none of {', '.join(DTYPES)}")
-    elif not is_shape(shape) or not isinstance(row["spec"], str) or not isinstance(rows, list):
-        problems.append(f"{where}: shape {str(shape)[:80]}, or its spec or extents, are not what they must be")
-    else:
-        extents = [read_extent(extent) for extent in rows]
-        if None not in extents:
-            kept = tuple(extent for extent in extents if extent is not None)
-            return TensorInfo(DTYPES[dtype], tuple(shape), row["spec"], kept)
-        problems.append(f"{where}.extents[{extents.index(None)}]: not [file, byte, offset, shape, start, stop]")
-    return nothing
+        raise ValueError(f": dtype {str(dtype)[:80]!r}, which is none of {', '.join(DTYPES)}")
+    if not is_shape(shape) or not isinstance(spec, str) or not isinstance(rows, list):
+        raise ValueError(f": shape {str(shape)[:80]}, its spec or its extents are invalid")
+    extents = []
+    for number, extent in enumerate(map(read_extent, rows)):
+        if extent is None:
+            raise ValueError(f".extents[{number}]: not [file, byte, offset, shape, start, stop]")
+        extents.append(extent)
+    return TensorInfo(DTYPES[dtype], tuple(shape), spec, tuple(extents))
 
 
 def read_extent(row: Any) -> Extent | None:

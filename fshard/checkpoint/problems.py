@@ -36,21 +36,9 @@ def foreign(path: str, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is no checkpoint of fshard: {what}. Give the folder that fs.Checkpointer wrote to.")
 
 
-def newer(path: str, version: object, known: int) -> CheckpointError:
-    """A checkpoint of a newer format."""
-    return CheckpointError(
-        f"{path} has format {version}, and this fshard reads formats up to {known}: update fshard to read it"
-    )
-
-
 def unusable(path: str, problems: Iterable[str]) -> DamagedError:
     """A damaged file of another library."""
     return DamagedError(lines(f"{path} cannot be used:", listed(list(problems)), "Fetch it or write it again."))
-
-
-def too_large(error: ValueError) -> CheckpointError:
-    """A manifest that exceeds the bounds of its reader."""
-    return CheckpointError(f"the manifest is too large to be read again: {error}; pass less as data= and metadata=")
 
 
 def unreachable(path: str, doing: str, error: OSError) -> CheckpointError:

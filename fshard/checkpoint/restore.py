@@ -93,14 +93,9 @@ def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainSta
 
 def sources(path: str, manifest: Manifest, entries: Sequence[Entry], request: Request) -> dict[str, str]:
     """The name of the tensor that each entry is read from, by the entry's name; all misfits in one TreeError."""
-    have, extra = manifest.tensors, []
-    if request.rules is not None:
-        wanted = _by_rules(request.rules, entries)
-    else:
-        wanted = {entry.name: entry.name for entry in entries}
-        required = "" if request.opt is not None else "params."
-        unread = [name for name in have if name not in wanted and name.startswith(required)]
-        extra = [f"extra  {name}  {typed(have[name])}" for name in unread]
+    have = manifest.tensors
+    wanted = {e.name: e.name for e in entries} if request.rules is None else _by_rules(request.rules, entries)
+    extra = _unread(have, wanted, request) if request.rules is None else []
     misfits = [
         text
         for entry in entries
@@ -112,6 +107,12 @@ def sources(path: str, manifest: Manifest, entries: Sequence[Entry], request: Re
         counts = f"{len(missing)} missing, {len(extra)} extra, {len(wrong)} mismatched of {len(have)} tensors"
         raise mismatched(path, [row for kind in (missing, extra, wrong) for row in listed(kind)], counts)
     return wanted
+
+
+def _unread(have: Mapping[str, TensorInfo], wanted: Mapping[str, str], request: Request) -> list[str]:
+    """The tensors that no entry reads; without an optimizer its tensors may be left."""
+    required = "" if request.opt is not None else "params."
+    return [f"extra  {n}  {typed(info)}" for n, info in have.items() if n not in wanted and n.startswith(required)]
 
 
 def _misfit(entry: Entry, source: str, have: Mapping[str, TensorInfo], cast: bool) -> str:

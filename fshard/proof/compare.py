@@ -21,6 +21,7 @@ from fshard.proof.watched import Watched
 from fshard.runtime.comm import Lane
 from fshard.runtime.comm.exchange import exchange_bytes
 from fshard.sharding.layout import Piece
+from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries, gradients
 from fshard.state.init import take
 from fshard.state.move import whole_entry
@@ -129,11 +130,7 @@ class Comparison:
         grads = {entry.name: entry for entry in gradients(plan, source)} if not self.metrics.skipped else {}
         listed = [*before, *grads.values()]
         where = {e.name: pieces for e, pieces in zip(listed, pieces_of_ranks(plan.mesh, listed), strict=True)}
-        by_leaf: dict[str, list[Entry]] = {path: [] for path in plan.leaves}
-        for entry in before:
-            kind, _, path = entry.name.partition(".")
-            by_leaf[path if kind == "params" else split_name(entry.name, plan.leaves)[1]].append(entry)
-        for path, parts in by_leaf.items():
+        for path, parts in _by_leaf(before, plan).items():
             old = {e.name: self._whole(e, where[e.name]) for e in parts}
             new = {name: self._whole(after[name], where[name]) for name in old}
             want = {name: value.clone() for name, value in old.items()}
@@ -194,6 +191,15 @@ class Comparison:
             else row
             for row in rows
         ]
+
+
+def _by_leaf(found: Sequence[Entry], plan: Plan) -> dict[str, list[Entry]]:
+    """The entries of a state by leaf."""
+    out: dict[str, list[Entry]] = {path: [] for path in plan.leaves}
+    for entry in found:
+        kind, _, path = entry.name.partition(".")
+        out[path if kind == "params" else split_name(entry.name, plan.leaves)[1]].append(entry)
+    return out
 
 
 def _norm(x: Tensor) -> float:

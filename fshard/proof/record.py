@@ -91,7 +91,7 @@ class PlainUnits:
         self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the unit's function. Calls inside of a unit belong to the outer unit; calls in a transform are silent."""
+        """Call the unit's function. Calls in a unit belong to the outer unit; calls in a transform are silent."""
         if self.inside or not self.listening or peek_interpreter_stack() is not None:
             return unit.fn(params, *args, **kwargs)
         self.inside = True
