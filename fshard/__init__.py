@@ -11,10 +11,10 @@ The spec says where, the schedule says when, the runtime does it::
     collectives/    psum, all_gather, ... by axis name, differentiable
     parallel/       tensor, sequence, expert and context parallelism, for the code of units
     state/          the train state, and its ways in and out of whole tensors
-    checkpoint/     train states on disk: saved whole or not at all, restored on any mesh
-    cli/            the command ``fshard ckpt``, which looks at them
-    interchange/    states from and to the formats of others, leaf by leaf
-    proof/          a step beside plain PyTorch: fs.verify
+    checkpoint/     train states on disk: complete or not at all, restored onto any mesh
+    cli/            the command ``fshard ckpt``: list, verify and convert them
+    interchange/    states from and to the formats of other libraries, leaf by leaf
+    proof/          fs.verify: a step compared with plain PyTorch
     transform/      losses of shards for torch.func, and tools on them
     step, evaluate, metrics  a function, an optimizer and a plan become a step, and what it tells
     elastic         the train loop that resumes, and saves before it is ended

@@ -5,7 +5,6 @@ that such files consist of, which become records; any other name is refused. Its
 beside it before any of them is read.
 """
 
-import math
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ import torch
 from fshard.checkpoint.files import File, folder_at, is_plain_name, plain_file
 from fshard.checkpoint.problems import printable, unusable
 from fshard.checkpoint.ranges import Block
-from fshard.checkpoint.tensorfile import DIMS, LARGEST, is_count
+from fshard.checkpoint.tensorfile import DIMS, is_count, is_shape
 from fshard.errors import MOST, CheckpointError, DamagedError, lines
 from fshard.interchange.archive import DTYPES
 from fshard.interchange.pickles import CallRecord, GlobalName, UnknownNameError, read_pickle
@@ -299,8 +298,7 @@ def _shape(value: Any) -> Shape | None:
     """The sizes in a ``torch.Size``, as DCP writes it, or in a tuple; None for any other value."""
     if isinstance(value, CallRecord) and value.of == SIZE and len(value.args) == 1:
         value = value.args[0]
-    good = isinstance(value, tuple) and len(value) <= DIMS and all(map(is_count, value))
-    return value if good and math.prod(n for n in value if n) <= LARGEST else None
+    return value if isinstance(value, tuple) and is_shape(list(value[: DIMS + 1])) else None
 
 
 def shown(value: Any) -> str:
