@@ -91,14 +91,15 @@ def replay(peer: peers.Fshard) -> Callable[[Tensor], None]:
     """A function that runs the communication of the peer's schedule and nothing else."""
     prepared = peer.train._runner.latest
     shards = peer.state.finished()
-    ops = [op for op in peer.train.schedule.ops if op.kind in WIRE]
+    actions = prepared.actions
+    runs = actions.bind([op for op in peer.train.schedule.ops if op.kind in WIRE])
 
     def run(batch: Tensor) -> None:
-        prepared.actions.start(shards, None)
-        prepared.actions.touched.update(group.id for group in peer.plan.groups)  # or gradients would be zeroed first
-        for op in ops:
-            prepared.actions.perform(op)
-        prepared.actions.stop()
+        actions.start(shards, None)
+        actions.gradients.touched.update(group.id for group in peer.plan.groups)  # or they would be zeroed first
+        for perform in runs:
+            perform()
+        actions.stop()
 
     return run
 

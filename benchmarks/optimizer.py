@@ -76,7 +76,7 @@ def finish_fshard(peer: Fshard, batch: Tensor) -> float:
     peer.state, _ = peer.train(peer.state, batch)
     runner = peer.train._runner
     begin = time.perf_counter()
-    squares = runner.latest.actions.sumsq()
+    squares = runner.latest.actions.gradients.sumsq()
     tally = commit.Tally(sumsq=squares, total=1.0, count=1.0)
     verdict = commit.vote(runner.workshop.lanes.control, tally, runner.parts, 1, runner.parts)
     peer.train._decide.scales(peer.state.step, verdict.norm, verdict.scale)

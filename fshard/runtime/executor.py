@@ -6,36 +6,68 @@ its own program does. A call that the schedule does not hold ahead cannot be ser
 step is given up on all ranks together, and runs again on demand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.handles import Mispredicted
 from fshard.runtime.interrupts import Shield
-from fshard.schedule.ops import ROOT, Call, Op, Program
+from fshard.schedule.ops import GROUP_KINDS, ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import started
 
 COMPUTE = frozenset(("forward", "backward"))
-EAGER = frozenset(("update", "all_gather", "free", "reduce_scatter"))
-"""Ops that never wait, so they are issued as soon as the compute op before them is over."""
 
-
-Positions = Mapping[tuple[str, str, int, int], int]
-"""Where each compute op stands in a schedule, by kind, unit, call and microbatch."""
+Run = Callable[[], None]
 
 
 class Actions(Protocol):
     """What the ops of a schedule do."""
 
-    def perform(self, op: Op) -> None:
-        """Do one op that is neither a compute op nor an update."""
+    readable: set[int]
+    """The groups that units can read now."""
 
-    def apply(self, groups: Sequence[str]) -> None:
+    def bind(self, ops: Sequence[Op]) -> list[Run | None]:
+        """What to call for each op; None for computes, updates, the handshake and the consensus."""
+
+    def apply(self, groups: Sequence[int]) -> None:
         """Update these groups."""
 
-    def live(self, group: str) -> bool:
-        """Whether units can read this group now."""
+    def where(self, name: str) -> str:
+        """The unit and the leaves of a group, as an error names them."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A schedule as it runs, with all that can be looked up before: made once a schedule.
+
+    Attributes:
+        schedule: the schedule.
+        runs: what to call for each op; None for those that the executor performs itself.
+        ids: the groups' ids by name.
+        positions: where each compute op stands, by kind, unit, call and microbatch.
+        settled: for each op, the first one from it on that may wait.
+    """
+
+    schedule: Schedule
+    runs: list[Run | None]
+    ids: Mapping[str, int]
+    positions: Mapping[tuple[str, str, int, int], int]
+    settled: Sequence[int]
+
+
+def make_route(schedule: Schedule, actions: Actions) -> Route:
+    """The route of a schedule."""
+    ops = schedule.ops
+    settled = [*range(len(ops) + 1)]
+    for at in range(len(ops) - 1, -1, -1):
+        if started(ops[at].kind) or ops[at].kind in GROUP_KINDS:
+            settled[at] = settled[at + 1]
+    positions = {(op.kind, op.target, op.index, op.microbatch): at for at, op in enumerate(ops) if op.kind in COMPUTE}
+    ids = {group.name: number for number, group in enumerate(schedule.groups)}
+    return Route(schedule, actions.bind(ops), ids, positions, settled)
 
 
 class Scheduled:
@@ -49,9 +81,10 @@ class Scheduled:
     """
 
     def __init__(
-        self, schedule: Schedule, positions: Positions, actions: Actions, shield: Shield | None = None
+        self, route: Route, actions: Actions, handshake: Run, consensus: Run, shield: Shield | None = None
     ) -> None:
-        self.schedule, self.ops, self.positions, self.actions = schedule, schedule.ops, positions, actions
+        self.route, self.ops, self.runs, self.actions = route, route.schedule.ops, route.runs, actions
+        self.around = {"handshake": handshake, "consensus": consensus}
         self.shield = shield or Shield()
         self.lost = self.draining = False
         self.cursor = 0
@@ -61,7 +94,7 @@ class Scheduled:
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Run everything that stands before this compute op."""
-        position = self.positions.get((kind, unit, index, self.microbatch), -1)
+        position = self.route.positions.get((kind, unit, index, self.microbatch), -1)
         if position < self.cursor:
             raise Mispredicted(f"{kind} {unit} #{index} is not ahead in the schedule")
         self._run_to(position)
@@ -69,27 +102,24 @@ class Scheduled:
         self.times.append(perf_counter())
         self.cursor = position + 1
 
-    def agree(self) -> None:
+    def handshake(self) -> None:
         """Run the first op, before which nothing can go wrong alone."""
         self._run_to(1)
 
     def settle(self) -> None:
         """Issue the ops that need not wait."""
-        end = self.cursor
-        while end < len(self.ops) and self.ops[end].kind in EAGER:
-            end += 1
-        self._run_to(end)
+        self._run_to(self.route.settled[self.cursor])
 
     def end_microbatch(self) -> None:
         """Nothing to add: the schedule holds it."""
 
     def readable(self, groups: Sequence[int]) -> bool:
         """Whether all of these groups can be read now."""
-        return all(self.actions.live(self.schedule.groups[g].name) for g in groups)
+        return self.actions.readable.issuperset(groups)
 
     def outside(self, group: int) -> bool:
         """Whether the schedule keeps this group for code outside of units."""
-        return group in self.schedule.program.reads[ROOT]
+        return group in self.route.schedule.program.reads[ROOT]
 
     def finish(self) -> None:
         """Run to the end of the schedule. After an error that is no ``CommError`` it can be called again."""
@@ -107,23 +137,27 @@ class Scheduled:
             return
         before, self.shield.open = self.shield.open, False
         while self.cursor < position:
-            op = self.ops[self.cursor]
-            if op.kind == "update":
-                self._update(position)
-                continue
-            if op.kind not in COMPUTE:
-                self._perform(op)
+            run = self.runs[self.cursor]
+            if run is None:
+                kind = self.ops[self.cursor].kind
+                if kind == "update":
+                    self._update(position)
+                    continue
+                run = self.around.get(kind)
+            if run is not None:
+                self._perform(run)
             self.cursor += 1  # only now: what has failed is still to be done
         if before:
             self.shield.reopen()
 
-    def _perform(self, op: Op) -> None:
-        begun = perf_counter()
+    def _perform(self, run: Run) -> None:
+        op, begun = self.ops[self.cursor], perf_counter()
         try:
-            self.actions.perform(op)
+            run()
         except CommError as error:
             self.lost = True
-            raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}': {error}") from error
+            where = self.actions.where(op.target)
+            raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}': {error}{where}") from error
         self.record.append(op)
         self.times.append(begun)
 
@@ -134,7 +168,7 @@ class Scheduled:
             end += 1
         ops, begun = self.ops[self.cursor : end], perf_counter()
         try:
-            self.actions.apply([op.target for op in ops])
+            self.actions.apply([self.route.ids[op.target] for op in ops])
         except Exception:
             if not self.draining:
                 raise
@@ -172,7 +206,8 @@ class OnDemand:
     Args:
         reads: the groups of a unit by its name; asked when a unit is called.
         agree: compares a request with all ranks; raises if they differ.
-        closing: the ops that end the step, reductions and consensus.
+        closing: the ops that end a microbatch, of its number.
+        consensus: ends the step.
         shield: holds signals back while ranks communicate.
     """
 
@@ -183,9 +218,11 @@ class OnDemand:
         reads: Callable[[str], Sequence[int]],
         agree: Callable[[str], None],
         closing: Callable[[int], list[Op]],
+        consensus: Run,
         shield: Shield | None = None,
     ) -> None:
         self.actions, self.names, self.reads, self.agree, self.closing = actions, names, reads, agree, closing
+        self.consensus = consensus
         self.shield, self.lost = shield or Shield(), False
         self.microbatch = 0
         self.record: list[Op] = []
@@ -213,11 +250,11 @@ class OnDemand:
     def demand(self, group: int) -> None:
         """Make a group readable."""
         name = self.names[group]
-        if not self.actions.live(name):
+        if group not in self.actions.readable:
             with self.shield.closed():
                 self._ask(f"all_gather {name}")
-                for kind in ("all_gather", "wait all_gather"):
-                    self._perform(Op(kind, name))
+                for op, run in self._bound([Op("all_gather", name), Op("wait all_gather", name)]):
+                    self._perform(op, run)
 
     def settle(self) -> None:
         """Nothing runs ahead on demand."""
@@ -225,7 +262,7 @@ class OnDemand:
     def readable(self, groups: Sequence[int]) -> bool:
         """What was gathered stays."""
         self.again.note(groups)
-        return all(self.actions.live(self.names[g]) for g in groups)
+        return self.actions.readable.issuperset(groups)
 
     def outside(self, group: int) -> bool:
         """What is gathered is there for everybody. A schedule must know who reads it."""
@@ -237,20 +274,20 @@ class OnDemand:
         with self.shield.closed():
             self._ask(f"end of microbatch {self.microbatch}")
             failure: Exception | None = None
-            for op in self.closing(self.microbatch):
+            for op, run in self._bound(self.closing(self.microbatch)):
                 try:
-                    self._perform(op)
+                    self._perform(op, run)
                 except CommError:
                     raise
                 except Exception as error:  # the others are at this op: no rank leaves before it is done
                     failure = error
-                    self._perform(op)
+                    self._perform(op, run)
             if failure is not None:
                 raise failure
 
     def finish(self) -> None:
         """Vote."""
-        self._perform(Op("consensus", ""))
+        self._perform(Op("consensus"), self.consensus)
 
     def _ask(self, request: str) -> None:
         try:
@@ -261,12 +298,15 @@ class OnDemand:
                 raise CommError(f"on demand, '{request}': {error}") from error
             raise
 
-    def _perform(self, op: Op) -> None:
+    def _bound(self, ops: Sequence[Op]) -> Iterator[tuple[Op, Run]]:
+        return ((op, run) for op, run in zip(ops, self.actions.bind(ops), strict=True) if run is not None)
+
+    def _perform(self, op: Op, run: Run) -> None:
         try:
-            self.actions.perform(op)
+            run()
         except CommError as error:
             self.lost = True
-            raise CommError(f"on demand, '{op}': {error}") from error
+            raise CommError(f"on demand, '{op}': {error}{self.actions.where(op.target)}") from error
         self.record.append(op)
 
 

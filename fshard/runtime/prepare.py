@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fshard.errors import unknown_rates
 from fshard.optim.contract import Contract
-from fshard.runtime.actions import Actions
+from fshard.runtime.actions import Actions, make_resident
 from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.engine import Engine, Sink
-from fshard.runtime.executor import COMPUTE
+from fshard.runtime.executor import Route, make_route
+from fshard.runtime.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.held import Segment, most_bytes
 from fshard.runtime.lanes import Lanes
 from fshard.runtime.measure import common, measured
@@ -50,6 +51,7 @@ class Prepared:
     Attributes:
         weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
         digest: equal on two ranks if their schedules are, and the axes of their own collectives.
+        route: the schedule as it runs.
         lanes: the axes over which the program communicates itself.
     """
 
@@ -58,7 +60,7 @@ class Prepared:
     actions: Actions
     weighted: bool | None
     digest: int
-    positions: Mapping[tuple[str, str, int, int], int]
+    route: Route | None
     lanes: tuple[Axes, ...] = ()
 
     def text(self) -> str:
@@ -189,7 +191,7 @@ class Workshop:
             readers.update(program.reads[unit])
         trained = [slots for slots in engine.slots.groups if slots.group.trainable]
         grads = {slots.group.id: slots.grads for slots in trained}
-        claim = prepared.actions.claim
+        claim = prepared.actions.gradients.claim
         if any(slots.grad is not None and slots.grad.dtype != slots.group.compute_dtype for slots in trained):
             claim = _refuse  # a graph writes in the dtype in which it computes; the sink casts
         engine.graphs = Graphs(
@@ -221,8 +223,9 @@ class Workshop:
         self, schedule: Schedule | None, weighted: bool | None, arena: Tensor, offsets: Mapping[str, int]
     ) -> Prepared:
         assert self.lanes is not None
-        sinks: list[Actions] = []
-        engine = self.engine(self.plan, lambda group, numbers, grads: sinks[0].sink(group, numbers, grads))
+        buffers: dict[int, GradientBuffers] = {}
+        gradients = FlatGradients(self.plan, buffers, self.offload, self.carried)
+        engine = self.engine(self.plan, gradients.sink)
         engine.remat = self.remat
         engine.slots.place(arena, offsets, {g: stage_numel(self.plan, self.plan.groups[g]) for g in self.reduced})
         if self.train:
@@ -232,13 +235,16 @@ class Workshop:
                 elif slots.group.trainable:
                     self._grad(slots.group.id)
         self._make_casts()
-        lent = self.grads, self.parted, self.landed, self.casts, self.carried, self.offload
-        actions = Actions(self.plan, engine.slots, self.lanes, *lent, self.poison)
-        sinks.append(actions)
-        ops = schedule.ops if schedule else ()
-        positions = {(o.kind, o.target, o.index, o.microbatch): i for i, o in enumerate(ops) if o.kind in COMPUTE}
-        number = int(schedule.hash[:15], 16) if schedule else 0
-        return Prepared(schedule, engine, actions, weighted, number, positions)
+        for number, home in self.grads.items():
+            own = self.landed.get(number, home)
+            late = any([transfer.late for transfer in self.infos[number].transfers])
+            shard = self.parted.get(number, own)
+            buffers[number] = GradientBuffers(engine.slots.groups[number], shard, own, home, late)
+        actions = Actions(engine.slots, self.lanes, gradients, make_resident(self.casts, self.offload), self.poison)
+        if schedule is None:
+            return Prepared(None, engine, actions, weighted, 0, None)
+        route = make_route(schedule, actions)
+        return Prepared(schedule, engine, actions, weighted, int(schedule.hash[:15], 16), route)
 
     def _make_casts(self) -> None:
         for group in self.plan.groups:

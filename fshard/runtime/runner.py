@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -208,20 +209,22 @@ class Runner:
         return self.workshop.scheduled(found), parts, facts
 
     def _scheduled(self, prepared: Prepared, work: Work) -> Outcome:
-        assert self.workshop.lanes is not None and prepared.schedule is not None
+        assert self.workshop.lanes is not None and prepared.route is not None
         lanes, actions, outcome = self.workshop.lanes, prepared.actions, Outcome()
         equal_rows = self.workshop.train and not prepared.weighted
         actions.start(work.shards, work.update, self.in_backward)
         intent = Intent(prepared.digest, prepared.text)
-        actions.on_agree = lambda: outcome.uneven.extend(
-            agree(lanes.control, self.call, intent, work.batch, equal_rows, None, work.facts())
-        )
-        actions.on_commit = lambda: self._vote(prepared, work, outcome)
-        executor = Scheduled(prepared.schedule, prepared.positions, actions, work.shield)
+
+        def handshake() -> None:
+            rows = agree(lanes.control, self.call, intent, work.batch, equal_rows, None, work.facts())
+            outcome.uneven.extend(rows)
+
+        consensus = partial(self._vote, prepared, work, outcome)
+        executor = Scheduled(prepared.route, actions, handshake, consensus, work.shield)
         self.latest, self.record, self.times = prepared, executor.record, executor.times
         with together(lanes):
             try:
-                executor.agree()
+                executor.handshake()
                 lanes.open()
                 for axes in prepared.lanes:
                     lanes.transport.lane(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
@@ -256,6 +259,7 @@ class Runner:
             lambda unit: list(reads[unit].groups),
             lambda text: request(lanes.control, text),
             self.workshop.closing,
+            partial(self._vote, prepared, work, outcome),
             work.shield,
         )
         self.record, self.times = executor.record, []
@@ -292,7 +296,6 @@ class Runner:
             if work.update is not None and not self.in_backward:
                 work.update.finish()
             prepared.actions.start(work.shards, None)
-            prepared.actions.on_commit = lambda: self._vote(prepared, work, outcome)
 
     def _program(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         engine = prepared.engine
@@ -361,10 +364,11 @@ class Runner:
     def _tally(self, prepared: Prepared, work: Work, outcome: Outcome) -> Tally:
         if not self.workshop.train:  # all ranks average as many numbers, or none does
             return Tally(OK, means=fingerprint(as_means(outcome.aux)))
-        prepared.actions.settle_gradients()
+        gradients = prepared.actions.gradients
+        gradients.settle()
         # The only reads of the device in a step: until here the host runs ahead of it.
         total, count = (sum(map(number, column)) for column in zip(*outcome.losses, strict=True))
-        return Tally(OK, prepared.actions.sumsq(), total, count, outcome.weighted, fingerprint(outcome.aux), work.stop)
+        return Tally(OK, gradients.sumsq(), total, count, outcome.weighted, fingerprint(outcome.aux), work.stop)
 
 
 def _spec(values: Any) -> Any:

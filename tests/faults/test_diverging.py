@@ -44,17 +44,16 @@ def leaving(kind: str, how: str, where: str, report: str) -> None:
     fault = Fault()
     step = fs.make_train_step(make_loss(fault), opt, plan)
     state, _ = step(state, batch(0, mesh.rank))
-    actions = step._runner.latest.actions  # type: ignore[union-attr]
     if mesh.rank == 1:
-        verbs, name = actions.verbs, where.rpartition(" ")[0]
-        verb = verbs[name]
+        route = step._runner.latest.route  # type: ignore[union-attr]
+        at = [str(op) for op in route.schedule].index(where)
+        run = route.runs[at]
 
-        def leave(slots: Any, microbatch: int) -> None:
-            if slots.group.name == where.rpartition(" ")[2]:
-                _leaves(how)
-            verb(slots, microbatch)
+        def leave() -> None:
+            _leaves(how)
+            run()
 
-        verbs[name] = leave
+        route.runs[at] = leave
         step(state, batch(1, mesh.rank))
         return
     began = time.monotonic()

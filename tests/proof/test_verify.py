@@ -142,15 +142,14 @@ def test_a_unit_that_computes_something_else_is_named(pool: Pools, monkeypatch: 
 
 
 def test_a_gather_that_is_wrong_names_the_unit_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    perform = Actions.perform
+    gathered = Actions._gathered
 
-    def wrong(self: Any, op: Any) -> None:
-        perform(self, op)
-        slots = self.by_name.get(op.target) if op.kind == "wait all_gather" else None
-        if slots is not None and slots.group.unit == "3":
+    def wrong(self: Any, slots: Any) -> None:
+        gathered(self, slots)
+        if slots.group.unit == "3":
             slots.leaves[0].data.view(-1)[5] += 0.1
 
-    monkeypatch.setattr(Actions, "perform", wrong)
+    monkeypatch.setattr(Actions, "_gathered", wrong)
     said = fs.virtual_mesh((2,), ("any",)).run(broken, "gather")
     assert said[0] == said[1] and "unit 3: output 0" in said[0]
 

@@ -1,0 +1,183 @@
+"""Gradients while a step runs: from what autograd makes of leaves to flat gradients, and their norms."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.norms import norms_of, share_of
+from fshard.runtime.offload import Offload
+from fshard.runtime.slots import GroupSlots
+from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class GradientBuffers:
+    """Where the gradient of a trainable group lies on its path. They may be one tensor.
+
+    Attributes:
+        slots: the group's memory in the arena, with the flat gradient and its staging.
+        shard: the gradient shard.
+        own: what this rank updates of it, on the device.
+        home: the same where the update reads it: on the device, or in host memory.
+        late: whether the first sum of a shard is made in the staging.
+    """
+
+    slots: GroupSlots
+    shard: Tensor
+    own: Tensor
+    home: Tensor
+    late: bool = False
+
+    @property
+    def leaves_device(self) -> bool:
+        """Whether it is updated on the host."""
+        return self.home is not self.own
+
+
+@dataclass
+class FlatGradients:
+    """Takes the gradients of leaves, and knows which groups have any, and their norms.
+
+    Attributes:
+        plan: the plan.
+        buffers: those of trainable groups, by group id; filled before the first step.
+        offload: copies to and from host memory.
+        carried: what is added to gradients before their norms are taken, and times what, by group id; it changes from
+            step to step.
+        touched: the groups whose flat gradient holds something.
+        summed: those whose shard does.
+        waiting: gradients of leaves that are not in a flat gradient yet, and the numbers of the leaves, by group id.
+        norms: of shards, by group id; those that an update uses up are taken before it.
+    """
+
+    plan: Plan
+    buffers: Mapping[int, GradientBuffers]
+    offload: Offload
+    carried: Mapping[int, tuple[Tensor, float]]
+    touched: set[int] = field(default_factory=set)
+    summed: set[int] = field(default_factory=set)
+    waiting: dict[int, tuple[Sequence[int], Sequence[Tensor | None]]] = field(default_factory=dict)
+    norms: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shares = {g.id: share_of(g, self.plan.mesh) for g in self.plan.groups if g.trainable}
+        self.away = any([group.offloaded for group in self.plan.groups])
+
+    def clear(self) -> None:
+        """Forget what was there."""
+        for held in (self.touched, self.summed, self.waiting, self.norms):
+            held.clear()
+
+    def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
+        """Put gradients of some leaves of a group into its flat gradient; what is missing is zero.
+
+        The first ones of a group that is to be reduced wait for that, or for others to be added to, as they are: until
+        then a reduction before theirs may end, which makes room.
+        """
+        slots = self.buffers[group].slots
+        if group not in self.touched:
+            self.touched.add(group)
+            if slots.reduced:
+                self.waiting[group] = numbers, grads
+            else:
+                _fill(slots, numbers, grads)
+            return
+        self.flatten(slots)
+        pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+
+    def claim(self, groups: Sequence[tuple[int, bool]]) -> bool:
+        """Ask for the right to write flat gradients instead of adding to them.
+
+        Args:
+            groups: by id, and whether all leaves of it will be written. What will not be is zero on return.
+
+        Returns:
+            Whether none of them holds anything yet. If one does, nothing has happened.
+        """
+        if not self.touched.isdisjoint([group for group, _ in groups]):
+            return False
+        for group, whole in groups:
+            buffers = self.buffers[group]
+            self.touched.add(group)
+            grad = buffers.slots.claim_grad()
+            if not whole:
+                grad.zero_()
+            elif buffers.slots.gaps and grad is not buffers.home:
+                torch._foreach_zero_(buffers.slots.gaps)
+        return True
+
+    def flatten(self, slots: GroupSlots) -> None:
+        """Bring the gradients that wait into the flat gradient."""
+        numbers, grads = self.waiting.pop(slots.group.id, ((), ()))
+        if numbers:
+            slots.claim_grad()
+            _fill(slots, numbers, grads)
+
+    def take(self, slots: GroupSlots) -> Tensor:
+        """The flat gradient, complete: zero where no unit touched it. The next one of the group begins anew."""
+        grad = slots.claim_grad()
+        if slots.group.id not in self.touched:
+            grad.zero_()
+        self.flatten(slots)
+        self.touched.discard(slots.group.id)
+        return grad
+
+    def settle(self) -> None:
+        """Make the gradients of resident groups that no unit touched zero, and add what earlier steps carried."""
+        for group in self.buffers:
+            self._zero_untouched(group)
+        for group, (carried, factor) in self.carried.items():
+            buffers = self.buffers[group]
+            if buffers.leaves_device:
+                self.offload.settle(buffers.slots.group)
+                self.norms.pop(group, None)
+            buffers.home.add_(carried.to(buffers.home.device), alpha=factor)
+
+    def ready(self, group: int) -> None:
+        """Before the update of a gradient of this step: see that it is there, and keep its norm."""
+        self._zero_untouched(group)
+        buffers = self.buffers[group]
+        if buffers.leaves_device:
+            self.offload.settle(buffers.slots.group)  # its norm was taken before it left the device
+        else:
+            (self.norms[group],) = norms_of([buffers.home])
+
+    def measure(self, group: int) -> None:
+        """Keep the norm of a gradient that is about to leave the device."""
+        (self.norms[group],) = norms_of([self.buffers[group].own])
+
+    def sumsq(self) -> float:
+        """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
+        due = [group for group, each in self.buffers.items() if group not in self.norms and each.home.numel()]
+        if due:
+            self.norms.update(zip(due, norms_of([self.buffers[group].home for group in due]), strict=True))
+        if not self.norms:
+            return 0.0
+        found = list(self.norms.values())
+        if self.away:  # what was carried in host memory has its norm there
+            found = [norm.to(self.plan.mesh.device) for norm in found]
+        norms = torch.stack(found).tolist()
+        return math.fsum([self.shares[g] * norm * norm for g, norm in zip(self.norms, norms, strict=True)])
+
+    def _zero_untouched(self, group: int) -> None:
+        if group not in self.touched and group not in self.summed:
+            self.buffers[group].home.zero_()
+
+
+def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    """Write the first gradients of a group. Leaves that have none get zeros."""
+    if len(numbers) == len(slots.leaves) and all([grad is not None for grad in grads]):
+        views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
+        torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
+        if slots.gaps:
+            torch._foreach_zero_(slots.gaps)
+        return
+    slots.claim_grad().zero_()
+    pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
+    if pairs:
+        torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
