@@ -1,0 +1,185 @@
+"""Walking the paths of gradients, and what follows their updates, while a schedule is built.
+
+One rule: when a transfer of a path is over, the next one of the group starts at once, and it is waited for as late as
+can be, which is when another of its kind would exceed the limit, or at the end of the step. Two rules that were found
+by measurement change that: ``_over_at_once`` and ``_hurried``.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import KINDS, Transfer
+
+
+class Updates:
+    """Emits the updates of groups, and the transfers that each makes necessary.
+
+    Attributes:
+        sharing: the groups of which other ranks' updates are under way, and the transfers that bring them.
+    """
+
+    def __init__(self, bare: Schedule, ops: list[Op]) -> None:
+        self.groups, self.ops = bare.groups, ops
+        self.deferred = bare.train and bare.policy.update == "deferred"
+        self.after = [group.at("updated") for group in bare.groups]
+        self.updated: set[int] = set()
+        self.sharing: dict[int, tuple[Transfer, ...]] = {}
+
+    def partial_first(self, order: Sequence[int]) -> None:
+        """Groups of which each rank updates a part come first, in the order of use.
+
+        What they have changed is then on its way to other ranks while the first ones are gathered and compute.
+        """
+        for g in order:
+            if self.after[g]:
+                self.first(g)
+
+    def first(self, group: int) -> None:
+        """Update before a group is used, where the update is the one that the step before has left."""
+        if self.deferred and self.groups[group].trainable and group not in self.updated:
+            self.updated.add(group)
+            self.now(group)
+
+    def now(self, group: int) -> None:
+        """Update, and begin to send what this rank has changed."""
+        self._emit("update", group)
+        if self.after[group]:
+            self._emit(self.after[group][0].kind, group)
+            self.sharing[group] = self.after[group]
+
+    def share(self, group: int) -> None:
+        """See that what other ranks updated of a group is there."""
+        for number, transfer in enumerate(self.sharing.pop(group, ())):
+            if number:
+                self._emit(transfer.kind, group)
+            self._emit(transfer.row.wait, group)
+
+    def finish(self) -> None:
+        """The step ends: wait for what is under way."""
+        for group in list(self.sharing):
+            self.share(group)
+
+    def _emit(self, kind: str, group: int) -> None:
+        self.ops.append(Op(kind, self.groups[group].name))
+
+
+class _Flight(NamedTuple):
+    """A transfer under way: the ``number``-th of its group's gradient path."""
+
+    group: int
+    microbatch: int
+    number: int
+
+
+class Paths:
+    """Walks the paths of gradients, and knows what of them is under way."""
+
+    def __init__(self, bare: Schedule, updates: Updates, ops: list[Op]) -> None:
+        self.groups, self.policy, self.last = bare.groups, bare.policy, bare.accumulate - 1
+        self.updates, self.ops = updates, ops
+        self.paths = [group.at("gradient") for group in bare.groups]
+        rows = [row for row in KINDS.values() if row.stage == "gradient"]
+        self.flying: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
+        self.begins, self.completes = _gradients(bare.program, bare.groups) if bare.train else ({}, {})
+
+    def before(self, op: Op) -> None:
+        """A compute op is next: a gradient that it fills must not be on its way any more."""
+        if op.kind == "backward":
+            for g in self.begins.get((op.target, op.index), ()):
+                self._until_over(g, self.paths[g][0].kind)
+
+    def after(self, op: Op) -> None:
+        """A compute op is over: gradients that it completed begin their paths."""
+        if op.kind == "backward" and self.policy.reduces_in(op.microbatch, self.last + 1):
+            for g in self.completes.get((op.target, op.index), ()):
+                self._walk(g, op.microbatch, 0)
+
+    def finish(self) -> None:
+        """The step ends: wait for what is under way."""
+        for kind, flights in self.flying.items():
+            while flights:
+                self._wait(kind)
+
+    def _walk(self, group: int, microbatch: int, done: int) -> None:
+        """The first ``done`` transfers of a gradient's path are over: start the next one, or update."""
+        path = self.paths[group]
+        if done == len(path):
+            if self.policy.update == "in_backward" and microbatch == self.last:
+                self.updates.now(group)
+            return
+        transfer = path[done]
+        kind, row, flights = transfer.kind, transfer.row, self.flying[transfer.kind]
+        if microbatch < self.last and not row.each_microbatch:
+            return
+        self._until_over(group, kind)
+        flight = _Flight(group, microbatch, done)
+        if self._over_at_once(flight):
+            self._emit(kind, flight)
+            self._over(flight)
+            return
+        while flights and (len(flights) >= self.policy.reduces + row.spare or self._hurried(flights[0])):
+            self._wait(kind)
+        self._emit(kind, flight)
+        flights.append(flight)
+
+    def _emit(self, kind: str, flight: _Flight) -> None:
+        each = self.paths[flight.group][flight.number].row.each_microbatch
+        self.ops.append(Op(kind, self.groups[flight.group].name, 0, flight.microbatch if each else 0))
+
+    def _wait(self, kind: str) -> None:
+        self._over(self.flying[kind].popleft())
+
+    def _over(self, flight: _Flight) -> None:
+        row = self.paths[flight.group][flight.number].row
+        self._emit(row.wait, flight)
+        self._walk(flight.group, flight.microbatch, flight.number + 1)
+
+    def _until_over(self, group: int, kind: str) -> None:
+        """What a transfer reads holds one microbatch at a time: the one before must be over."""
+        while any([flight.group == group for flight in self.flying[kind]]):
+            self._wait(kind)
+
+    def _over_at_once(self, flight: _Flight) -> bool:
+        """A transfer that sends nothing takes no place on a link: what follows it can start now."""
+        path = self.paths[flight.group]
+        return not path[flight.number].sent and flight.number + 1 < len(path)
+
+    def _hurried(self, flight: _Flight) -> bool:
+        """A transfer is over when the next of its kind begins, if what follows it takes the slower link.
+
+        Every compute by which that begins later is one more in which the slower link is idle.
+        """
+        path = self.paths[flight.group]
+        return flight.microbatch == self.last and flight.number + 1 < len(path) and path[flight.number + 1].row.slow
+
+
+Places = dict[tuple[str, int], list[int]]
+"""Groups by the backward op, (unit, call index), at which something happens to them."""
+
+
+def _gradients(program: Program, groups: Sequence[GroupInfo]) -> tuple[Places, Places]:
+    """Where each trainable group's gradient begins and where it is complete, within one microbatch.
+
+    A group that no backward op fills is complete, with zeros, at the end of the backward: ranks whose batches
+    lead to different gradients must still issue the same reduces.
+    """
+    first: dict[int, tuple[str, int]] = {}
+    last: dict[int, tuple[str, int]] = {}
+    for unit, index in (*((call.unit, call.index) for call in program.backward), (ROOT, 0)):
+        for g in program.reads[unit]:
+            first.setdefault(g, (unit, index))
+            last.pop(g, None)  # so that groups are in the order of their last reader
+            last[g] = unit, index
+    for g in range(len(groups)):
+        last.setdefault(g, (ROOT, 0))
+    begins, completes = defaultdict(list), defaultdict(list)
+    for g, place in first.items():
+        if groups[g].reduced:
+            begins[place].append(g)
+    for g, place in last.items():
+        if groups[g].trainable:
+            completes[place].append(g)
+    return dict(begins), dict(completes)
