@@ -34,7 +34,7 @@ from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
 from fshard.metrics import Metrics
 from fshard.model import init, policies, random
-from fshard.model.empty import empty_weights
+from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
 from fshard.model.remat import remat
 from fshard.model.split import Model, split

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+Maybe = Tensor | None
+
 
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Maybe = None,
+    bias: Maybe = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
@@ -21,7 +23,7 @@ def layer_norm(
 
 
 def native_layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    input: Tensor, normalized_shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.native_layer_norm``."""
     out, mean, scale = _normalized(input, tuple(range(-len(normalized_shape), 0)), eps)
@@ -30,13 +32,14 @@ def native_layer_norm(
 
 def batch_norm(
     input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    running_mean: Maybe = None,
+    running_var: Maybe = None,
+    weight: Maybe = None,
+    bias: Maybe = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Tensor:
     """``F.batch_norm``."""
     if not training:
@@ -48,35 +51,25 @@ def batch_norm(
 
 
 def raw_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
+    input: Tensor, weight: Maybe, bias: Maybe, running_mean: Maybe, running_var: Maybe, *args: Any, **kwargs: Any
 ) -> Tensor:
     """``torch.batch_norm``."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return batch_norm(input, running_mean, running_var, weight, bias, *args, **kwargs)
 
 
 def native_batch_norm(
     input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    weight: Maybe,
+    bias: Maybe,
+    running_mean: Maybe,
+    running_var: Maybe,
     training: bool,
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.native_batch_norm``."""
     if not training:
-        return torch.native_batch_norm(
-            input, weight, bias, running_mean, running_var, training, momentum=momentum, eps=eps
-        )
+        return torch.native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
     out = batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     _, mean, scale = _normalized(input, (0, *range(2, input.dim())), eps)
     return out, mean.flatten(), scale.flatten()
@@ -84,13 +77,14 @@ def native_batch_norm(
 
 def instance_norm(
     input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    running_mean: Maybe = None,
+    running_var: Maybe = None,
+    weight: Maybe = None,
+    bias: Maybe = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Tensor:
     """``F.instance_norm``."""
     if not use_input_stats:
@@ -102,18 +96,10 @@ def instance_norm(
 
 
 def raw_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
+    input: Tensor, weight: Maybe, bias: Maybe, running_mean: Maybe, running_var: Maybe, *args: Any, **kwargs: Any
 ) -> Tensor:
     """``torch.instance_norm``."""
-    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return instance_norm(input, running_mean, running_var, weight, bias, *args, **kwargs)
 
 
 def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -122,7 +108,7 @@ def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 def huber_loss(
-    input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Tensor | None = None
+    input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Maybe = None
 ) -> Tensor:
     """``F.huber_loss``."""
     apart = (input - target).abs()
@@ -162,12 +148,12 @@ def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, T
     return centred * scale, mean, scale
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _affine(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
-def _channels(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _channels(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
     shape = (1, -1, *(1,) * (x.dim() - 2))
     return _affine(x, *(None if one is None else one.view(shape) for one in (weight, bias)))
 
@@ -177,7 +163,7 @@ def _weighted(
     size_average: bool | None = None,
     reduce: bool | None = None,
     reduction: str = "mean",
-    weight: Tensor | None = None,
+    weight: Maybe = None,
 ) -> Tensor:
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"

@@ -17,7 +17,7 @@ from torch import nn
 
 from fshard.model.buffers import Tracker
 from fshard.model.leaves import LeafOrder
-from fshard.model.opaque import held
+from fshard.model.objects import held
 from fshard.model.template import Instance, Template
 from fshard.model.unit import Slot, slot_of
 from fshard.model.writes import (

@@ -6,22 +6,20 @@ stands where the unit stood and hands the call to a ``Unit``, and that runs an i
 hooks and its forward. The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fshard import errors, tree
 from fshard.model.buffers import Place, Tracker
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
-from fshard.model.given import check_given
 from fshard.model.init import Initializer
 from fshard.model.instance import Body
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
+from fshard.model.meta import check_module, private_copy
 from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
 from fshard.model.unit import Unit
@@ -139,13 +137,13 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     """
     if not isinstance(module, nn.Module):
         raise errors.not_a_module(module)
-    check_given(module)
+    check_module(module)
     names = chosen(module, units)
     every = dict(module.named_parameters(remove_duplicate=False))
     out = ignored(every, [ignore] if isinstance(ignore, str) else ignore)
     params, aliases = tied((path, leaf) for path, leaf in every.items() if path not in out)
     buffers, buffer_aliases = tied(module.named_buffers(remove_duplicate=False))
-    twin = _copied(module, params.values(), [*buffers.values(), *out.values()])
+    twin = private_copy(module, params.values(), [*buffers.values(), *out.values()])
     _put_aside(twin, out)
     body = _body(
         twin,
@@ -171,43 +169,6 @@ def _again(module: nn.Module, kept: Mapping[str, Any]) -> Model:
     return replace(split(module, units=kept["units"]), **kept)
 
 
-def _copied(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[Tensor]) -> nn.Module:
-    """A deep copy whose parameters are on the meta device, and whose buffers are the module's own.
-
-    Binding writes to dicts only, so the module's buffers are as safe in the copy as anywhere.
-    """
-    problems = [
-        f"{path or 'the module itself'}: a compiled TorchScript module, whose parameters cannot be replaced"
-        for path, below in module.named_modules()
-        if isinstance(below, torch.jit.ScriptModule)
-    ]
-    problems += [
-        f"{path}: has no shape yet: call the module once before"
-        for path, leaf in [*module.named_parameters(), *module.named_buffers()]
-        if nn.parameter.is_lazy(leaf)
-    ]
-    if problems:
-        raise errors.cannot_copy(problems)
-    memo: dict[int, Any] = {id(leaf): _meta(leaf) for leaf in params}
-    memo |= {id(buffer): buffer for buffer in buffers}
-    for below in module.modules():
-        # torch does not copy a tensor that has a history; weight_norm leaves such an attribute behind.
-        plain = (value for value in vars(below).values() if isinstance(value, Tensor) and not value.is_leaf)
-        memo |= {id(value): value.detach().clone() for value in plain}
-    try:
-        twin = copy.deepcopy(module, dict(memo))
-    except Exception as error:
-        raise errors.cannot_copy(_culprits(module, memo) or [f"{type(module).__name__}: {error}"]) from error
-    _check_copy(module, twin, memo)
-    for below in twin.modules():
-        if isinstance(below, nn.RNNBase):
-            # On CUDA it would move the bound tensors into a buffer of its own, away from where their owner has them.
-            vars(below)["flatten_parameters"] = _nothing
-        if isinstance(below, (nn.Embedding, nn.EmbeddingBag)):
-            below.sparse = False  # gradients of leaves are dense
-    return twin
-
-
 def _put_aside(twin: nn.Module, out: Iterable[str]) -> None:
     """Let some parameters of the copy be plain attributes, which all instances share."""
     for path in out:
@@ -215,38 +176,6 @@ def _put_aside(twin: nn.Module, out: Iterable[str]) -> None:
         below = twin.get_submodule(owner)
         if name in below._parameters:  # a module that is reached by two paths is one
             vars(below)[name] = below._parameters.pop(name)
-
-
-def _meta(leaf: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), requires_grad=leaf.requires_grad)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _culprits(module: nn.Module, memo: Mapping[int, Any]) -> list[str]:
-    """Which attributes of which submodules cannot be copied, and why."""
-    problems = []
-    for path, below in module.named_modules():
-        for name, value in vars(below).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception as error:
-                where = f"{path}.{name}" if path else name
-                problems.append(f"{where}: {type(value).__name__}: {error}")
-    return problems
-
-
-def _check_copy(module: nn.Module, twin: nn.Module, memo: Mapping[int, Any]) -> None:
-    """A class with a ``__deepcopy__`` of its own may copy less, or more, than its parameters' twins."""
-    ours = dict(twin.named_parameters(remove_duplicate=False))
-    theirs = dict(module.named_parameters(remove_duplicate=False))
-    wrong = [path for path in {**theirs, **ours} if ours.get(path) is not memo.get(id(theirs.get(path)))]
-    if wrong:
-        raise errors.cannot_copy([f"{path}: its module is copied in a way of its own" for path in wrong])
 
 
 def _body(

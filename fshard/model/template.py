@@ -8,7 +8,7 @@ import copy
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fshard.errors import UnitError
 from fshard.model.buffers import Place
 from fshard.model.containers import copied, holds, inside, outline
-from fshard.model.conversion import convert_at
-from fshard.model.shared import Shared
+from fshard.model.objects import Shared
 from fshard.model.shell import Below, Held, Shell
 from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, View, tables, view
 
@@ -89,7 +89,7 @@ class Template:
         ]
         self.flag = Flag()
         self._hooks, self._tables = tables(self.flag)
-        self.shared = Shared(root, self._outside)
+        self.shared = Shared(root)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -133,7 +133,7 @@ class Template:
             for name, i in part.buffers:
                 if i >= 0:
                     places[i].append((buffers, name))
-            table["_apply"] = partial(convert_at, weakref.ref(module))
+            table["_apply"] = partial(_converted, weakref.ref(module))
             object.__setattr__(module, "__dict__", table)
         for i, (numbers, scene) in self._below.items():
             below = Below(held, [modules[n] for n in numbers], scene, self.flag, numbers)
@@ -214,6 +214,32 @@ def _filled(made: OrderedDict[Any, Any], entries: Mapping[Any, Any]) -> OrderedD
     for key, value in entries.items():
         OrderedDict.__setitem__(made, key, value)
     return made
+
+
+def _converted(
+    module: "weakref.ref[nn.Module]", fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module | None:
+    """Stand in for ``nn.Module._apply``: code may call ``self.head.to(x.dtype)`` where this converts no parameter.
+
+    torch's own writes into parameters, or swaps them, and an instance does not own its parameters. The reference is
+    weak because the module's own dict holds this function.
+    """
+    found = module()
+    if found is None:
+        return None
+    for child in found.children() if recurse else ():
+        child._apply(fn)  # type: ignore[no-untyped-call]
+    for name, leaf in found._parameters.items():
+        if leaf is not None and (new := fn(leaf)) is not leaf:
+            raise UnitError(
+                f"the call converts the parameter {name} of a {type(found).__name__} from {leaf.dtype} on "
+                f"{leaf.device} to {new.dtype} on {new.device}, as module.to(...) does, and a pure function must not "
+                "change its parameters: convert the module before fs.split, or convert the tensors where they are "
+                "read (self.weight.to(...))"
+            )
+    for name, buffer in found._buffers.items():
+        found._buffers[name] = None if buffer is None else fn(buffer)
+    return found
 
 
 _EMPTY: dict[str, Any] = {name: {} for name in (*_TABLES, "_apply")}

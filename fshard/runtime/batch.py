@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import BatchError, lines
-from fshard.model.opaque import held, opaque, tensors_in
+from fshard.model.objects import held, opaque, tensors_in
 
 STEERING = (bool, int, str, bytes, type(None))
 """Types of batch leaves that Python control flow may depend on. Floats are left out: they change from step to step."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fshard.errors import PlanError, RematError, lines
-from fshard.model.opaque import held, opaque
+from fshard.model.objects import held, opaque
 from fshard.model.policies import SavePolicy, everything, nothing
 from fshard.patterns import bad_regex
 from fshard.schedule.ops import ROOT

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.errors import PlanError, UnitError
-from fshard.model.opaque import held, opaque
+from fshard.model.objects import held, opaque
 from fshard.model.remat import exact
 from fshard.model.unit import slot_of
 from fshard.runtime.batch import check_kept, faked

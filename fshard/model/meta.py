@@ -1,0 +1,154 @@
+"""Modules whose parameters are on the meta device: ``empty_weights`` makes them so, and ``split`` copies them so."""
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from fshard import errors
+from fshard.errors import PlanError, lines
+
+_HOOKS = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
+"""The attributes in which torch keeps hooks of a tensor, and the methods that add them."""
+
+
+@contextlib.contextmanager
+def empty_weights() -> Iterator[None]:
+    """Put parameters of modules that are made inside on the meta device: they have shapes and dtypes, and no memory.
+
+    Buffers keep their values: tables of angles, masks, running statistics. Most of them are computed when a module is
+    made, no checkpoint holds them, and ``torch.device("meta")`` would lose them. A parameter exists between its
+    creation and its registration, so at most one at a time takes memory. (accelerate has
+    ``init_empty_weights(include_buffers=False)`` for the same.)
+
+    The scope covers modules that this thread makes. Initialization of such a parameter does nothing;
+    ``fs.init_state`` makes values, shard by shard.
+
+    >>> with empty_weights():
+    ...     norm = nn.BatchNorm1d(4)
+    >>> norm.weight.device.type, norm.running_var.tolist()
+    ('meta', [1.0, 1.0, 1.0, 1.0])
+    """
+    thread = threading.get_ident()
+
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        here = threading.get_ident() == thread
+        if not here or parameter is None or parameter.device.type == "meta" or nn.parameter.is_lazy(parameter):
+            return None  # the parameter stays; a tied one keeps its identity
+        made = torch.empty_like(parameter.detach(), device="meta")
+        same = type(parameter)(made, requires_grad=parameter.requires_grad)
+        vars(same).update(vars(parameter))
+        return same
+
+    handle = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse compiled modules, whose code a copy would not run, and hooks that no step would call.
+
+    Raises:
+        PlanError: ``torch.compile`` has made a module; a parameter or a buffer has hooks.
+    """
+    compiled = [
+        f"{path or 'the module itself'}: {type(below._orig_mod).__name__}, compiled"
+        for path, below in module.named_modules()
+        if isinstance(getattr(below, "_orig_mod", None), nn.Module)
+    ]
+    if compiled:
+        remedy = (
+            "Split the module that was given to torch.compile, and let the step compile its units: "
+            "fs.make_train_step(..., compile='inductor')."
+        )
+        raise PlanError(lines("fs.split(module) takes modules as they were before torch.compile:", compiled, remedy))
+    hooked = [
+        f"{path}: {', '.join(found)}"
+        for path, leaf in [*module.named_parameters(), *module.named_buffers()]
+        if (found := [method for name, method in _HOOKS.items() if getattr(leaf, name, None)])
+    ]
+    if hooked:
+        remedy = (
+            "A step has no gradient of a whole parameter to call them with. Remove them (handle.remove()), and change "
+            "gradients in the optimizer, whose update(...) gets the shards of all of them, or in the loss function."
+        )
+        raise PlanError(lines("fs.split(module): parameters have hooks of their own:", hooked, remedy))
+
+
+def private_copy(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[Tensor]) -> nn.Module:
+    """A deep copy whose parameters are on the meta device, and whose buffers are the module's own.
+
+    Binding a tensor writes to dicts alone, so no call changes the module's buffers.
+    """
+    _check_copyable(module)
+    memo: dict[int, Any] = {id(leaf): _empty(leaf) for leaf in params} | {id(buffer): buffer for buffer in buffers}
+    for below in module.modules():
+        # torch does not copy a tensor that has a history; weight_norm leaves such an attribute behind.
+        plain = (value for value in vars(below).values() if isinstance(value, Tensor) and not value.is_leaf)
+        memo |= {id(value): value.detach().clone() for value in plain}
+    try:
+        twin = copy.deepcopy(module, dict(memo))
+    except Exception as error:
+        raise errors.cannot_copy(_uncopyable(module, memo) or [f"{type(module).__name__}: {error}"]) from error
+    _check_copy(module, twin, memo)
+    for below in twin.modules():
+        if isinstance(below, nn.RNNBase):
+            # On CUDA it would move the bound tensors into a buffer of its own, away from where their owner has them.
+            vars(below)["flatten_parameters"] = _nothing
+        if isinstance(below, (nn.Embedding, nn.EmbeddingBag)):
+            below.sparse = False  # gradients of leaves are dense
+    return twin
+
+
+def _check_copyable(module: nn.Module) -> None:
+    problems = [
+        f"{path or 'the module itself'}: a compiled TorchScript module, whose parameters cannot be replaced"
+        for path, below in module.named_modules()
+        if isinstance(below, torch.jit.ScriptModule)
+    ]
+    problems += [
+        f"{path}: has no shape yet: call the module once before"
+        for path, leaf in [*module.named_parameters(), *module.named_buffers()]
+        if nn.parameter.is_lazy(leaf)
+    ]
+    if problems:
+        raise errors.cannot_copy(problems)
+
+
+def _empty(leaf: Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), requires_grad=leaf.requires_grad)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _uncopyable(module: nn.Module, memo: Mapping[int, Any]) -> list[str]:
+    """The attributes of submodules that cannot be copied, and why."""
+    problems = []
+    for path, below in module.named_modules():
+        for name, value in vars(below).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception as error:
+                where = f"{path}.{name}" if path else name
+                problems.append(f"{where}: {type(value).__name__}: {error}")
+    return problems
+
+
+def _check_copy(module: nn.Module, twin: nn.Module, memo: Mapping[int, Any]) -> None:
+    """A class with a ``__deepcopy__`` of its own may copy less, or more, than its parameters' twins."""
+    ours = dict(twin.named_parameters(remove_duplicate=False))
+    theirs = dict(module.named_parameters(remove_duplicate=False))
+    wrong = [path for path in {**theirs, **ours} if ours.get(path) is not memo.get(id(theirs.get(path)))]
+    if wrong:
+        raise errors.cannot_copy([f"{path}: its module is copied in a way of its own" for path in wrong])
