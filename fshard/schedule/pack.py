@@ -41,8 +41,15 @@ def pack(sizes: Sequence[int], spans: Sequence[Sequence[Span]], bound: int) -> l
     [0, 4, 0]
     """
     stacked = stack(sizes, spans)
-    floors = _floors(stacked, sizes, spans)
     items = [i for i, size in enumerate(sizes) if size and spans[i] and i not in stacked]
+    placed = _search(items, sizes, spans, bound, _floors(stacked, sizes, spans)) if items else [0] * len(sizes)
+    return [stacked.get(i, placed[i]) for i in range(len(sizes))]
+
+
+def _search(
+    items: Sequence[int], sizes: Sequence[int], spans: Sequence[Sequence[Span]], bound: int, floors: Sequence[int]
+) -> list[int]:
+    """The lowest offsets that some attempts find for these items."""
     met = overlaps(spans, items)
     effort = sum(map(len, met)) + len(sizes)
     orders = [
@@ -51,7 +58,7 @@ def pack(sizes: Sequence[int], spans: Sequence[Sequence[Span]], bound: int) -> l
     ]
     best: list[int] = []
     best_order, least = orders[0], 0
-    for attempt in range(max(min(ATTEMPTS, EFFORT // effort), 1) if items else 0):
+    for attempt in range(max(min(ATTEMPTS, EFFORT // effort), 1)):
         order = orders[attempt] if attempt < len(orders) else _highest_first(best_order, best, sizes)
         if attempt >= len(orders) and order == best_order:
             break
@@ -61,7 +68,7 @@ def pack(sizes: Sequence[int], spans: Sequence[Sequence[Span]], bound: int) -> l
             best, best_order, least = offsets, order, top
         if least <= bound:
             break
-    return [stacked.get(i, best[i] if best else 0) for i in range(len(sizes))]
+    return best
 
 
 def stack(sizes: Sequence[int], spans: Sequence[Sequence[Span]]) -> dict[int, int]:

@@ -91,16 +91,11 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         from matplotlib.figure import Figure
     except ImportError as error:
         raise errors.missing_extra("fs.view.timeline", "matplotlib", "view") from error
-    edges = positions(schedule.ops)
-    drawn = list(bars(schedule))
-    if simulation is not None and simulation.seconds:
-        scale = edges[-1] / simulation.seconds
-        edges = [time * scale for time in (*simulation.issued, simulation.seconds)]
-        drawn = list(timed_bars(simulation, scale))
+    edges, drawn = _placed(schedule, simulation)
     width = min(max(2.0 + 0.66 * edges[-1], 8.0), 40.0)
     rows = stacked(drawn, edges[-1] / (width - 1.6) * CHARACTER)
-    shown = [lane for lane in lanes() if any(bar.lane == lane for bar in drawn)]
-    heights = {lane: 1 + max((row for bar, row in rows if bar.lane == lane), default=0) for lane in shown}
+    highest = {bar.lane: row for bar, row in sorted(rows, key=lambda pair: pair[1])}
+    heights = {lane: 1 + highest[lane] for lane in lanes() if lane in highest}
     lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(heights) + 0.3
     figure = Figure(figsize=(width, lanes_height + 2.6), layout="constrained", facecolor="white")
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[lanes_height, 1.75])
@@ -118,6 +113,16 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
     title = f"One {what}, {len(schedule)} ops: {schedule.policy} accumulate={schedule.accumulate}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 2, color=INK, weight="bold")
     return figure
+
+
+def _placed(schedule: Schedule, simulation: Simulation | None) -> tuple[list[float], list[Bar]]:
+    """Where each op begins on the axis and the last one ends, and all bars."""
+    edges = positions(schedule.ops)
+    if simulation is None or not simulation.seconds:
+        return edges, list(bars(schedule))
+    scale = edges[-1] / simulation.seconds
+    times = (*simulation.issued, simulation.seconds)
+    return [time * scale for time in times], list(timed_bars(simulation, scale))
 
 
 def lanes() -> list[str]:
