@@ -133,6 +133,7 @@ def untouched() -> Iterator[None]:
     SCALED.train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(ways()))
 @pytest.mark.usefixtures("untouched")
 def test_what_a_unit_reads_is_seen_to_change(name: str) -> None:

@@ -100,6 +100,7 @@ def transposed(source: str, target: str) -> Any:
         return fs.to_state_dict(state)
 
 
+@pytest.mark.long
 def test_names_are_mapped_and_matrices_transposed(tmp_path: Path) -> None:
     module = tiny("gpt2")
     module.save_pretrained(tmp_path / "source")

@@ -83,6 +83,7 @@ def test_optimizers_over_replicas_equal_plain_pytorch(pool: Pools) -> None:
 COMMUNICATION = ("all_gather", "reduce_scatter", "replica_reduce", "update_gather")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_no_optimizer_adds_communication(name: str) -> None:
     """Averages, whole matrices, rows and columns: a step sends what it sends with plain SGD."""

@@ -27,6 +27,7 @@ def _loss(out: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", [None, "fx"])
 def test_hidden_states_and_attentions_are_the_same_at_every_call(compile: str | None) -> None:
     net = _llama()

@@ -59,6 +59,7 @@ def plain(name: str, mean: bool) -> tuple[dict[str, Tensor], list[float], list[f
     return {path: leaf.detach() for path, leaf in leaves.items()}, losses, norms
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(OPTS))
 @pytest.mark.parametrize("kind", ["plain mean", "Mean", "scaled", "early"])
 def test_training_in_float64_is_that_of_one_process_to_twelve_digits(name: str, kind: str) -> None:

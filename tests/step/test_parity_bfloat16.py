@@ -97,6 +97,7 @@ def test_training_in_bfloat16_equals_one_process(pool: Pools, name: str, world: 
         assert not problems, "\n".join(problems)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_rounding_shows(name: str) -> None:
     """Another cast, or another cut of the batch, leads further away than a run may differ."""
