@@ -58,7 +58,7 @@ class Job:
     spans: list[Span] = field(default_factory=list)
 
 
-def read_into(folder: str, manifest: Manifest, targets: Sequence[Target]) -> int:
+def read_into(folder: str, manifest: Manifest, targets: Sequence[Target]) -> None:
     """Fill the tensors of all targets from a checkpoint, and verify every byte that is read.
 
     Args:
@@ -66,16 +66,11 @@ def read_into(folder: str, manifest: Manifest, targets: Sequence[Target]) -> int
         manifest: its manifest, which holds the name of each target.
         targets: what to read; each piece lies in its tensor.
 
-    Returns:
-        The number of bytes read.
-
     Raises:
         DamagedError: a file is missing, of another size or kind, or its bytes differ from those that were written.
         OSError: any other error of the file system.
     """
-    jobs = plan_reads(manifest, targets)
-    _perform(folder, manifest.files, jobs)
-    return sum(job.end - job.begin for job in jobs)
+    _perform(folder, manifest.files, plan_reads(manifest, targets))
 
 
 def check_files(folder: str, files: Mapping[str, FileInfo], names: Iterable[str]) -> None:
