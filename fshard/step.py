@@ -23,16 +23,16 @@ from fshard.runtime.clip import read_clip
 from fshard.runtime.comm import Lane
 from fshard.runtime.commit import Verdict, scalar, widened
 from fshard.runtime.decide import Decisions
+from fshard.runtime.engine.remat import read_remat
+from fshard.runtime.engine.rng import seeded
+from fshard.runtime.engine.trace import idle_leaves, trace
 from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.held import cuts_of, holdings
 from fshard.runtime.interrupts import Shield
 from fshard.runtime.options import Options, flag_problems, late_problems, step_problems
 from fshard.runtime.prepare import Workshop, lanes_of
-from fshard.runtime.remat import read_remat
-from fshard.runtime.rng import seeded
 from fshard.runtime.rounding import Rounding, rounded_groups
 from fshard.runtime.runner import Runner, Work
-from fshard.runtime.trace import idle_leaves, trace
 from fshard.runtime.update import Shard, Update
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint

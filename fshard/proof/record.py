@@ -13,7 +13,8 @@ from torch._C._functorch import peek_interpreter_stack
 from fshard import tree
 from fshard.model.casting import make_casting
 from fshard.model.unit import Slot, Unit, attach
-from fshard.runtime.engine import Engine, Sink
+from fshard.runtime.engine.engine import Engine, Sink, Traits
+from fshard.runtime.engine.remat import Remat
 from fshard.sharding.plan import Plan
 
 
@@ -63,8 +64,8 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
 class RecordingEngine(Engine):
     """An engine that records the outputs of units."""
 
-    def __init__(self, plan: Plan, sink: Sink, record: Record) -> None:
-        super().__init__(plan, sink)
+    def __init__(self, plan: Plan, sink: Sink, remat: Remat, traits: Traits, record: Record) -> None:
+        super().__init__(plan, sink, remat, traits)
         self.record = record
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +73,7 @@ class RecordingEngine(Engine):
         if self.inside or self.differentiating or peek_interpreter_stack() is not None:
             return super().call(unit, params, args, kwargs)
         result = super().call(unit, params, args, kwargs)
-        self.record.note(self, self._identify(unit, params)[0], sum(self.counts.values()) - 1, result)
+        self.record.note(self, self.units.called(unit, params).name, sum(self.counts.values()) - 1, result)
         return result
 
 
@@ -119,7 +120,7 @@ class PlainUnits:
         return tree.nest({path: leaves[path] for path in self.plan.leaves})
 
 
-def recording(record: Record) -> Callable[[Plan, Sink], Engine]:
+def recording(record: Record) -> Callable[[Plan, Sink, Remat, Traits], Engine]:
     """A factory of engines that write to a record."""
     return functools.partial(RecordingEngine, record=record)
 

@@ -30,9 +30,9 @@ from fshard.errors import (
 from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import PLACE, Lane, announce, exchange_bytes, exchange_text, raise_failures
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Verdict
+from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.equal import Facts, settle
 from fshard.runtime.executor import OnDemand, Scheduled, diverged
-from fshard.runtime.handles import Mispredicted
 from fshard.runtime.lanes import Lanes
 from fshard.runtime.whereabouts import whereabouts
 

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Protocol
 
 from fshard.errors import CommError, ScheduleError
-from fshard.runtime.handles import Mispredicted
+from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.interrupts import Shield
 from fshard.schedule.ops import GROUP_KINDS, ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule

@@ -11,7 +11,7 @@ from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.runtime.clip import Clip
-from fshard.runtime.remat import Remat
+from fshard.runtime.engine.remat import Remat
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan

@@ -14,7 +14,9 @@ from fshard.optim.contract import Contract
 from fshard.runtime.actions import Actions, make_resident
 from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
-from fshard.runtime.engine import Engine, Sink
+from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
+from fshard.runtime.engine.remat import Remat
+from fshard.runtime.engine.trace import Found
 from fshard.runtime.executor import Route, make_route
 from fshard.runtime.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.held import Segment, most_bytes
@@ -23,8 +25,6 @@ from fshard.runtime.measure import common, measured
 from fshard.runtime.memory import deallocate
 from fshard.runtime.offload import Offload
 from fshard.runtime.places import place_of, visits_of
-from fshard.runtime.remat import Remat
-from fshard.runtime.trace import Found
 from fshard.runtime.update import Gradients
 from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.build import build
@@ -90,7 +90,7 @@ class Workshop:
     cache: "Cache | None" = None
     remat: Remat = field(default_factory=Remat)
     visiting: dict[int, int] = field(default_factory=dict)
-    engine: Callable[[Plan, Sink], Engine] = Engine
+    engine: Callable[[Plan, Sink, Remat, Traits], Engine] = Engine
 
     @functools.cached_property
     def infos(self) -> tuple[GroupInfo, ...]:
@@ -171,12 +171,10 @@ class Workshop:
         if key not in self.programs:
             schedule = self.schedule(found)
             arena = self._arena(schedule.memory.arena_bytes)
-            prepared = self._prepare(schedule, weighted, arena, schedule.memory.offsets)
+            traits = Traits(program.reads[ROOT], foreign, found.exact)
+            prepared = self._prepare(schedule, weighted, arena, schedule.memory.offsets, traits)
             own = digest((prepared.digest, found.lanes)) if found.lanes else prepared.digest
             self.programs[key] = replace(prepared, digest=own, lanes=found.lanes)
-            self.programs[key].engine.foreign = foreign
-            self.programs[key].engine.exact = found.exact
-            self.programs[key].engine.guard(program.reads[ROOT])
             self._compiled(self.programs[key], found)
         return self.programs[key]
 
@@ -220,13 +218,17 @@ class Workshop:
         ]
 
     def _prepare(
-        self, schedule: Schedule | None, weighted: bool | None, arena: Tensor, offsets: Mapping[str, int]
+        self,
+        schedule: Schedule | None,
+        weighted: bool | None,
+        arena: Tensor,
+        offsets: Mapping[str, int],
+        traits: Traits = UNKNOWN,
     ) -> Prepared:
         assert self.lanes is not None
         buffers: dict[int, GradientBuffers] = {}
         gradients = FlatGradients(self.plan, buffers, self.offload, self.carried)
-        engine = self.engine(self.plan, gradients.sink)
-        engine.remat = self.remat
+        engine = self.engine(self.plan, gradients.sink, self.remat, traits)
         engine.slots.place(arena, offsets, {g: stage_numel(self.plan, self.plan.groups[g]) for g in self.reduced})
         if self.train:
             for slots in engine.slots.groups:

@@ -11,7 +11,6 @@ import torch
 from fshard import tree
 from fshard.arguments import raised
 from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
-from fshard.model.remat import exact
 from fshard.runtime.attempt import (
     BEHIND,
     FAILURE,
@@ -27,13 +26,13 @@ from fshard.runtime.attempt import (
 from fshard.runtime.batch import check_device, check_even, digest, microbatches, signature
 from fshard.runtime.comm import COLLECTIVES, Lane
 from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Tally, vote
+from fshard.runtime.engine.trace import Found, GlueWatch, trace
 from fshard.runtime.equal import Facts
 from fshard.runtime.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.float16 import divisor_of
 from fshard.runtime.interrupts import Shield
 from fshard.runtime.loss import as_means, check_differentiable, detached, fingerprint, number, read_loss
 from fshard.runtime.prepare import Prepared, Workshop
-from fshard.runtime.trace import Found, GlueWatch, trace
 from fshard.runtime.update import Shard, Update
 from fshard.schedule.ops import ROOT, Op
 
@@ -159,7 +158,7 @@ class Runner:
             return self._on_demand(prepared, work)
         finally:
             if self.workshop.cache is not None:
-                self.workshop.cache.meet(prepared.engine.reads)
+                self.workshop.cache.meet(prepared.engine.units.reads)
             # Slots and engine refer to each other, so their arena would wait for the garbage collector.
             prepared.engine.slots.release()
             prepared.actions.stop()
@@ -252,7 +251,7 @@ class Runner:
         assert self.workshop.lanes is not None
         lanes, outcome = self.workshop.lanes, Outcome()
         names = [group.name for group in self.plan.groups]
-        reads = prepared.engine.reads
+        reads = prepared.engine.units.reads
         executor = OnDemand(
             prepared.actions,
             names,
@@ -328,11 +327,8 @@ class Runner:
     def _call(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, part: Any) -> Any:
         engine = prepared.engine
         watch = nullcontext() if isinstance(executor, Scheduled) else GlueWatch(engine, executor)
-        plain = isinstance(executor, Scheduled) and not engine.exact
-        with watch, nullcontext() if plain else exact() as derivatives, work.shield.opened():
-            result = engine.run(self.fn, part, self.workshop.train)
-        engine.exact = derivatives is not None and derivatives.used
-        return result
+        with watch, work.shield.opened():
+            return engine.run(self.fn, part, self.workshop.train)
 
     def _microbatch(
         self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, part: Any, outcome: Outcome

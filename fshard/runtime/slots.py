@@ -94,7 +94,15 @@ class GroupSlots:
 
 
 class Slots:
-    """The slots of all groups of a plan over one arena."""
+    """The slots of all groups of a plan over one arena.
+
+    Attributes:
+        groups: the slots of each group.
+        by_path: every leaf, by its path.
+        trained: the leaves that may get gradients.
+        storages: the identities of every storage that a leaf may alias.
+        epoch: changes whenever leaves have been bound to other memory.
+    """
 
     def __init__(self, plan: Plan, engine: Any) -> None:
         casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
@@ -105,6 +113,17 @@ class Slots:
             for leaf, tensor in zip(slots.group.leaves, slots.leaves, strict=True)
         }
         self.arena: Tensor | None = None
+        self.trained: list[Tensor] = []
+        self.storages: set[int] = set()
+        self.epoch = -1
+
+    def settle(self) -> None:
+        """All leaves are in their places: see which these are."""
+        epoch = sum([slots.binds for slots in self.groups])
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.storages = set().union(*[slots.storages for slots in self.groups])
+            self.trained = [leaf for slots in self.groups if slots.group.trainable for leaf in slots.leaves]
 
     def place(self, arena: Tensor, offsets: Mapping[str, int], stage_numel: Mapping[int, int]) -> None:
         """Cut the arena: ``param:`` items at their offsets in bytes.
@@ -147,14 +166,6 @@ class Slots:
             slots.grads, slots.gaps = [], []
             for leaf in slots.leaves:
                 leaf.data = leaf.new_empty(0)
-
-    def trained(self) -> list[Tensor]:
-        """All leaves that may get gradients."""
-        return [leaf for slots in self.groups if slots.group.trainable for leaf in slots.leaves]
-
-    def storages(self) -> set[int]:
-        """The identities of every storage that a leaf may alias."""
-        return set().union(*[slots.storages for slots in self.groups])
 
 
 def cut(arena: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:

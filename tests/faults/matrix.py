@@ -19,7 +19,7 @@ from tests.faults.job import TIMEOUT, End, Kill, Run, run
 from tests.faults.program import differing
 from tests.faults.spoil import Row, alone, files, folder
 
-ACTIONS, ENGINE, FOLDER = "runtime/actions.py", "runtime/engine.py", "checkpoint/folder.py"
+ACTIONS, ENGINE, FOLDER = "runtime/actions.py", "runtime/engine/engine.py", "checkpoint/folder.py"
 
 PHASES: dict[str, tuple[str, str, int]] = {
     "agree": ("runtime/attempt.py", "agree", 1),

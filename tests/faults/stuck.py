@@ -262,10 +262,10 @@ class Row:
 
 STEP = {
     "agree": ("runtime/attempt.py", "agree", 1),
-    "forward": ("runtime/engine.py", "call", 2),
+    "forward": ("runtime/engine/engine.py", "call", 2),
     "gather": ("runtime/actions.py", "_gather", 2),
     "wait for a gather": ("runtime/actions.py", "_end", 2),
-    "backward": ("runtime/engine.py", "enter_backward", 2),
+    "backward": ("runtime/engine/engine.py", "enter_backward", 2),
     "reduce": ("runtime/actions.py", "_reduce", 1),
     "collect": ("runtime/actions.py", "_reduced", 1),
     "update": ("runtime/update.py", "apply", 1),

@@ -12,7 +12,7 @@ from fshard import P, tree
 from fshard.errors import PeerError, PlanError, ShardError
 from fshard.model.unit import slot_of
 from fshard.runtime.actions import Actions
-from fshard.runtime.engine import Engine
+from fshard.runtime.engine.engine import Engine
 from fshard.runtime.update import Update
 from fshard.state.entries import entries
 from tests.shared.workers import Pools

@@ -12,13 +12,13 @@ from fshard import tree
 from fshard.errors import TransformError
 from fshard.model.buffers import Watch
 from fshard.model.unit import Unit
+from fshard.runtime.engine.remat import Remat
 from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.partition import lazy
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host
 from fshard.runtime.graphs.surroundings import NOTHING, Reads, Surroundings, recorded
 from fshard.runtime.graphs.trace import PLAIN, Meta, Same, Source, Untraceable, exact, inspect, meta_of
-from fshard.runtime.remat import Remat
 from fshard.sharding.plan import Plan
 
 MANY = 32

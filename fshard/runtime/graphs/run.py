@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import UnitError
+from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.graphs.below import quiet
 from fshard.runtime.graphs.compare import strays
 from fshard.runtime.graphs.graph import Graph, Variant, pattern_of, resolved
 from fshard.runtime.graphs.trace import Tangents
-from fshard.runtime.handles import Mispredicted
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
 """``claim([(group, whole)])``: whether the flat gradients of these groups may be written instead of added to. What will
@@ -20,9 +20,11 @@ not be written is zero then; ``whole`` tells that all leaves will be."""
 
 
 class Host(Protocol):
-    """The engine, as graphs know it. ``epoch`` changes whenever leaves have been bound to other memory."""
+    """The engine, as graphs know it."""
 
-    epoch: int
+    @property
+    def epoch(self) -> int:
+        """Changes whenever leaves have been bound to other memory."""
 
     def enter_backward(self, name: str, index: int) -> bool:
         """A unit's backward begins."""

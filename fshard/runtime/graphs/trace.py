@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.model.policies import SavePolicy
-from fshard.runtime.lenient import quiet
+from fshard.runtime.engine.fake_fallback import quiet
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on, and that a unit may return."""

@@ -44,7 +44,7 @@ PLACE: dict[Any, Callable[[torch.device], Any]] = {
 """What is answered from where the leaf lies. ``torch.utils.checkpoint`` asks for it."""
 
 
-class Handle(Tensor):
+class Proxy(Tensor):
     """A leaf as code outside of units sees it: of the right shape, and without values."""
 
     lies_on: torch.device
@@ -57,7 +57,7 @@ class Handle(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if any(isinstance(x, Handle) and not _running(x) for x in tree.leaves((args, kwargs or {}))):
+        if any(isinstance(x, Proxy) and not _running(x) for x in tree.leaves((args, kwargs or {}))):
             raise foreign_params()
         raise Mispredicted("code outside of units reads a parameter that the schedule keeps for units alone")
 
@@ -66,14 +66,14 @@ class Handle(Tensor):
         return f"<parameter {slot.path}: {list(self.shape)}, gathered where its unit runs>"
 
 
-def _running(handle: Handle) -> bool:
+def _running(handle: Proxy) -> bool:
     return getattr(slot_of(handle), "engine").executor is not None  # noqa: B009 - the protocol has no such attribute
 
 
-def make_handle(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+def make_proxy(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The handle of a leaf with this shape, and ``like``'s dtype, device and gradient."""
     empty = torch.empty(shape, dtype=like.dtype, device="meta")
-    handle: Handle = Tensor._make_subclass(Handle, empty, like.requires_grad)
+    handle: Proxy = Tensor._make_subclass(Proxy, empty, like.requires_grad)
     handle.lies_on = like.device
     attach(handle, Slot(slot.engine, slot.path, slot.casting, slot.shape))
     return handle

@@ -15,7 +15,7 @@ FLASH = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fla
 """Operators that PyTorch's own table lacks; they take the arguments of those without ``_for_cpu``."""
 
 
-class Ledger(TorchDispatchMode):
+class Activations(TorchDispatchMode):
     """Follows storages from the operator that makes them to their end, and counts floating-point operations.
 
     A storage counts from the first operator that returns it. What was there before does not: parameters, the batch.

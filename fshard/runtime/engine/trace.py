@@ -19,16 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fshard import tree
 from fshard.errors import PlanError, UnitError
 from fshard.model.objects import held, opaque
-from fshard.model.remat import exact
 from fshard.model.unit import slot_of
 from fshard.runtime.batch import check_kept, faked
 from fshard.runtime.comm import Processes
-from fshard.runtime.engine import Engine
+from fshard.runtime.engine.activations import Activations
+from fshard.runtime.engine.engine import Engine
+from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
+from fshard.runtime.engine.remat import NO_REMAT, Remat
 from fshard.runtime.executor import OnDemand, Tracing, program_of
-from fshard.runtime.ledger import Ledger
-from fshard.runtime.lenient import VALUES_NEEDED, Lenient, explaining, quiet
 from fshard.runtime.loss import check_differentiable, foreign_loss, read_loss
-from fshard.runtime.remat import NO_REMAT, Remat
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.mesh import Axes, Mesh
@@ -106,7 +105,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, leaf: Tensor, path: str) -> None:
         unit = self.engine.inside
-        if unit and path in self.engine.reads[unit].paths:
+        if unit and path in self.engine.units.reads[unit].paths:
             return
         if not unit or any(leaf is x for x in self.engine.passed):  # code outside of the unit passed it on
             self.executor.touch(self.places[path][0].id)
@@ -132,23 +131,23 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     moved: set[str] = set()
-    engine = Engine(plan, functools.partial(_note_moved, plan, moved))
-    engine.remat = remat
+    engine = Engine(plan, functools.partial(_note_moved, plan, moved), remat)
     own: dict[Axes, None] = {}
     objects = [held(x) for x in opaque(batch)]
     try:
         with mode:
             _fake_leaves(engine, plan)
         fake = faked(batch, mode.from_tensor)
-        ledger = Ledger([x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)])
-        seen = Tracing(ledger.turn)
+        activations = Activations(
+            [x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)]
+        )
+        seen = Tracing(activations.turn)
         engine.start(seen)
-        around = explaining(batch), quiet(), mode, Lenient(mode), ledger, GlueWatch(engine, seen)
+        around = explaining(batch), quiet(), mode, FakeFallback(mode), activations, GlueWatch(engine, seen)
         with ExitStack() as stack:
             for context in (*around, foreseeing(plan.mesh, own)):
                 stack.enter_context(context)
             stack.enter_context(torch.set_grad_enabled(train))
-            derivatives = stack.enter_context(exact())
             result = engine.run(fn, fake, train)
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
@@ -160,12 +159,11 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     finally:
         engine.stop()
         check_kept(batch, objects)
-    groups = {name: list(reads.groups) for name, reads in engine.reads.items()}
-    ledger.turn()
+    groups = {name: list(reads.groups) for name, reads in engine.units.reads.items()}
+    activations.turn()
     idle = tuple(path for path, leaf in plan.leaves.items() if train and leaf.trainable and path not in moved)
-    inner, needs = frozenset(engine.inner), tuple(ledger.needs)
-    wrong = derivatives is not None and derivatives.used
-    return Found(program_of(seen, groups), weighted, foreign, inner, needs, tuple(own), idle, wrong)
+    inner, needs = frozenset(engine.inner), tuple(activations.needs)
+    return Found(program_of(seen, groups), weighted, foreign, inner, needs, tuple(own), idle, engine.exact)
 
 
 @contextmanager

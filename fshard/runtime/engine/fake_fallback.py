@@ -39,7 +39,7 @@ MOST = 12
 """Leaves of a batch that an error lists."""
 
 
-class Lenient(TorchDispatchMode):
+class FakeFallback(TorchDispatchMode):
     """Enter it inside of a fake mode: an error of an operator counts only if its kernel raises one, too.
 
     Args:

@@ -1,11 +1,17 @@
-"""What a unit reads, and whether its leaves have gradients."""
+"""The units that a program calls: their names, the leaves that each reads, and what to call."""
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fshard import tree
 from fshard.errors import UnitError
+from fshard.model.unit import Unit, slot_of
+from fshard.runtime.engine.proxies import Proxy
+from fshard.runtime.engine.remat import Remat
 from fshard.runtime.slots import Slots
 from fshard.sharding.plan import Plan
 
@@ -67,6 +73,85 @@ class Reads:
         )
 
 
+class Called(NamedTuple):
+    """A unit as it is called.
+
+    Attributes:
+        name: its name in the schedule.
+        params: its parameter tree, of slot leaves.
+        leaves: the leaves of that.
+        function: the unit as a function of its other arguments.
+        reads: what it reads.
+    """
+
+    name: str
+    params: Any
+    leaves: list[Tensor]
+    function: Callable[..., Any]
+    reads: Reads
+
+
+class Units:
+    """The units that a program has called so far.
+
+    Args:
+        plan: the plan.
+        slots: the slots of its groups.
+        remat: which units are computed again in their backward.
+        engine: who runs them.
+
+    Attributes:
+        reads: what each reads, by name.
+    """
+
+    def __init__(self, plan: Plan, slots: Slots, remat: Remat, engine: Any) -> None:
+        self.reads: dict[str, Reads] = {}
+        self._plan, self._slots, self._remat, self._engine = plan, slots, remat, engine
+        self._names: dict[tuple[str, tuple[object, ...]], str] = {}
+        self._trees: dict[Unit, tuple[Any, Called]] = {}
+
+    def called(self, unit: Unit, params: Any) -> Called:
+        """A unit that is called with this tree of slot leaves or proxies.
+
+        Raises:
+            UnitError: leaves are not those of the engine's parameter tree.
+        """
+        # The tree that a split module hands to its unit is made once, so its identity tells everything.
+        held = self._trees.get(unit)
+        if held is not None and held[0] is params:
+            return held[1]
+        given = params
+        leaves, spec = tree.flatten(params)
+        function = unit.name or getattr(unit.fn, "__name__", "unit")
+        key = (function, tuple([getattr(leaf, "_fshard_slot", unit) for leaf in leaves]))
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = self._register(unit, leaves)
+        if any([type(leaf) is Proxy for leaf in leaves]):
+            leaves = [self._slots.by_path[path] for path in self.reads[name].paths]
+            params = tree.unflatten(spec, leaves)
+        run = unit.prepare(params) if unit.prepare else functools.partial(unit.fn, params)
+        called = Called(name, params, leaves, self._remat.around(name, run, self._engine), self.reads[name])
+        if unit.name:
+            self._trees[unit] = (given, called)
+        return called
+
+    def _register(self, unit: Unit, leaves: list[Any]) -> str:
+        slots = [slot_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        paths = tuple(slot.path for slot in slots if slot is not None and slot.engine is self._engine)
+        if len(paths) != len(leaves):
+            raise UnitError(
+                f"{unit!r} was called with {len(leaves)} parameter leaves, of which {len(leaves) - len(paths)} are not "
+                f"leaves of this step's params: pass subtrees of params as they are, and everything else as arguments"
+            )
+        function = getattr(unit.fn, "__name__", "unit")
+        name = unit.name or f"{function}({_prefix(paths)})"
+        if name in self.reads and self.reads[name].paths != paths:
+            name = f"{function}({','.join(paths)})"
+        self.reads.setdefault(name, Reads(paths, self._plan, self._slots))
+        return name
+
+
 _GRAD = operator.attrgetter("grad")
 _NONE = frozenset((None,))
 
@@ -76,7 +161,7 @@ def bare(leaves: Sequence[Tensor]) -> bool:
     return _NONE.issuperset(map(_GRAD, leaves))
 
 
-def prefix(paths: Sequence[str]) -> str:
+def _prefix(paths: Sequence[str]) -> str:
     """The longest path that all of these start with; all of them, if there is none."""
     split = [path.split(".") for path in paths]
     common = []
