@@ -50,7 +50,7 @@ def init(
         params: a nested dict of tensors.
         targets: regular expressions for whole paths of leaves of two or more dims. Of a leaf with more than two,
             each matrix of the last two has adapters of its own.
-        rank: the rank of what is learned.
+        rank: the rank of the learned matrix.
         seed: values depend on ``(seed, path, global index)`` alone, as those of ``fs.init_state``.
         dtype: of the adapters; None for that of the weight.
 
@@ -59,7 +59,7 @@ def init(
         ``fs.Rule(fs.lora.PATHS, spec)``, before ``fs.Rule(".*", spec, trainable=False)``.
 
     Raises:
-        PlanError: a pattern matches nothing, or what cannot have adapters.
+        PlanError: a pattern matches nothing, or a leaf that cannot have adapters.
 
     >>> small = init({"w": torch.zeros(6, 4), "b": torch.zeros(6)}, "w", rank=2)
     >>> {path: tuple(leaf.shape) for path, leaf in tree.paths(small)}
@@ -114,7 +114,7 @@ def wrap(
         model: what ``fs.split`` returned. It is not changed.
         targets: regular expressions for whole paths of parameters, such as ``r".*[qv]_proj\\.weight"``. They may
             belong to any module: those that are linear layers or embeddings never make the adapted matrix.
-        rank: the rank of what is learned.
+        rank: the rank of the learned matrix.
         alpha: the adapters count with ``alpha / rank``.
         seed: of the adapters' first values; see ``init``.
         dtype: of the adapters; None for that of their weights.
@@ -124,7 +124,7 @@ def wrap(
         adapters; a rule with ``trainable=True`` says otherwise.
 
     Raises:
-        PlanError: a pattern matches nothing, or what cannot have adapters.
+        PlanError: a pattern matches nothing, or a leaf that cannot have adapters.
 
     >>> model = wrap(split(nn.Linear(4, 6)), "weight", rank=2)
     >>> [path for path, _ in tree.paths(model.params)], sorted(model.frozen)
@@ -168,7 +168,7 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
         A nested dict like the one before there were adapters. Sums are in float32, and rounded once.
 
     Raises:
-        TreeError: there are no adapters, or one is alone, or misshapen.
+        TreeError: there are no adapters, an adapter lacks its pair, or a shape is wrong.
 
     >>> p = {"w": torch.ones(1, 2), "w_lora_a": torch.tensor([[1.0, 2.0]]), "w_lora_b": torch.tensor([[10.0]])}
     >>> merge(p, alpha=1.0)["w"]
@@ -192,14 +192,14 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
 
 
 def absorb(state: TrainState, *, alpha: float) -> TrainState:
-    """A state whose weights have taken in what their adapters learned, ``b`` being zero again. Collective.
+    """A state with its adapters added to their weights, and ``b`` zero again. Collective.
 
-    No rank makes a whole weight: each adds to what it holds, and gathers two adapters at a time. The function that the
-    state stands for stays the same, so ``fs.save_hf(absorb(state, alpha=16), folder, rename=[(PATHS, None)])`` writes
-    the model without adapters, and training may go on from it with a higher rank in sum (ReLoRA, Lialin et al., 2023).
+    No rank makes a whole weight: each updates its own shard, and gathers two adapters at a time. The state computes
+    the same function, so ``fs.save_hf(absorb(state, alpha=16), folder, rename=[(PATHS, None)])`` writes
+    the model without adapters. Training may go on from it, with a higher rank in sum (ReLoRA, Lialin et al., 2023).
 
     Args:
-        state: a state of a plan with adapters. It stays as it is; an update that waits is finished first.
+        state: a state of a plan with adapters. It stays as it is; a pending update is finished first.
         alpha: as given to ``wrap`` or ``linear``.
 
     Returns:
@@ -208,8 +208,8 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
 
     Raises:
         DonatedError: the state was donated to a step.
-        TreeError: it has no adapters, or one is alone, or misshapen.
-        PlanError: no state.
+        TreeError: the state has no adapters, an adapter lacks its pair, or a shape is wrong.
+        PlanError: ``state`` is not a state.
 
     >>> import fshard as fs
     >>> model = wrap(split(nn.Linear(4, 6)), "weight", rank=2, alpha=16)
@@ -247,7 +247,7 @@ def _gathered(plan: Plan, path: str, entry: Entry) -> Tensor:
 
 
 def _deltas(piece: Piece, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """What adapters add to a piece of their weight: ranges of it, one a matrix, with what is added to each."""
+    """The ranges of a piece of a weight, one a matrix, each with the sum that adapters add to it."""
     *batch, n, m = piece.shape
     *lead, top, left = piece.offset
     for number in range(piece.start // max(n * m, 1), -(-piece.stop // max(n * m, 1))):
@@ -261,7 +261,7 @@ def _deltas(piece: Piece, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[
 
 
 def adapters(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapters of a tree, alone: whole tensors or shards, what a checkpoint of a finetuning run is about.
+    """The adapters of a tree, whole tensors or shards: the part of it that a finetuning run trains.
 
     >>> list(adapters(init({"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "w")))
     ['w_lora_a', 'w_lora_b']
@@ -335,7 +335,7 @@ def _pair(leaf: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def _without(flat: Iterable[str]) -> str:
-    """That there are no adapters."""
+    """The sentence that says so."""
     paths = list(flat)
     return f"none of {len(paths)} leaves is an adapter, such as {next(iter(paths), 'w')}{adapted.A}"
 

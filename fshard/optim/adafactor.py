@@ -8,16 +8,16 @@ from torch import Tensor
 
 from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, rate, unscale
-from fshard.optim.decay import Decay, decays, idle
-from fshard.optim.form import Form, Grain, LeafInfo
+from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.decay import Decay, Decaying
+from fshard.optim.form import Form, Grain, zeros
 
 Hyper = tuple[tuple[int, ...], float]
 """The leaf's shape and its weight decay."""
 
 
 @dataclass(frozen=True)
-class adafactor:  # noqa: N801 - reads as the function it is in a train script
+class adafactor(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a train script
     """Adafactor (Shazeer and Stern, "Adaptive Learning Rates with Sublinear Memory Cost", 2018).
 
     Equal to ``torch.optim.Adafactor``. Of a matrix it keeps the mean square of each row and each column, of a vector
@@ -48,7 +48,6 @@ class adafactor:  # noqa: N801 - reads as the function it is in a train script
     decay: Decay = None
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.rate("lr", self.lr) + checks.number("beta2_decay", self.beta2_decay, "(-inf, 0]")
         problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
         problems += checks.number("clip", self.clip, "[1, inf)")
@@ -56,20 +55,17 @@ class adafactor:  # noqa: N801 - reads as the function it is in a train script
             problems += [] if self.eps[0] is None else checks.number("eps[0]", self.eps[0])
             problems += checks.number("eps[1]", self.eps[1])
         else:
-            problems.append(f"eps = {self.eps!r}: must be a tuple of two numbers, of which the first may be None")
+            problems.append(f"eps = {self.eps!r}: must be a tuple of two numbers; the first may be None")
         if problems:
             raise errors.bad_arguments("adafactor", problems)
 
     def init(self, param: Tensor, hyper: Hyper) -> State:
         """Mean squares, zero."""
-        return {
-            name: torch.zeros(form.count(len(param)), dtype=param.dtype, device=param.device)
-            for name, form in self.forms(hyper).items()
-        }
+        return zeros(self.forms(hyper), param)
 
     def hyper(self, path: str, shape: tuple[int, ...]) -> Hyper:
         """The leaf's shape and its weight decay."""
-        return tuple(shape), float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+        return tuple(shape), self.decay_of(path, shape)
 
     def forms(self, hyper: Hyper) -> dict[str, Form]:
         """A number for each row and each column of a matrix, or one for each element of a vector."""
@@ -82,31 +78,13 @@ class adafactor:  # noqa: N801 - reads as the function it is in a train script
         """Whole leaves."""
         return "leaf"
 
-    def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """A ``decay`` that matches no leaf."""
-        return idle("decay", self.decay, leaves)
-
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: Hyper,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+    def _update(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: Hyper
     ) -> None:
-        """One update of whole leaves, in place; see ``Optimizer.update``."""
-        lr = rate(self.lr, step)
-        if not params or (found_inf is not None and found_inf.item() == 1):
-            return
-        unscale(grads, grad_scale)
         shape, decay = hyper
         for param, grad, state in zip(params, grads, states, strict=True):
             if param.numel():
-                self._leaf(param.view(shape), grad.view(shape), state, step - late, lr, decay)
+                self._leaf(param.view(shape), grad.view(shape), state, step, lr, decay)
 
     def _leaf(self, param: Tensor, grad: Tensor, state: State, step: int, lr: float, decay: float) -> None:
         new = float(step) ** self.beta2_decay

@@ -8,12 +8,11 @@ from torch import Tensor
 from fshard import errors
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, narrowed, rate
-from fshard.optim.decay import Decay, decays, idle
-from fshard.optim.form import LeafInfo
+from fshard.optim.decay import Decay, Decaying
 
 
 @dataclass(frozen=True)
-class adamw:  # noqa: N801 - reads as the function it is in a train script
+class adamw(Decaying):  # noqa: N801 - reads as the function it is in a train script
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019).
 
     Equal to ``torch.optim.AdamW``.
@@ -39,7 +38,6 @@ class adamw:  # noqa: N801 - reads as the function it is in a train script
     decay: Decay = None
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.rate("lr", self.lr) + checks.betas(self.betas)
         problems += checks.number("eps", self.eps, "(0, inf)")
         problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
@@ -49,14 +47,6 @@ class adamw:  # noqa: N801 - reads as the function it is in a train script
     def init(self, param: Tensor) -> State:
         """Both moments, zero."""
         return {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-
-    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
-        """The leaf's weight decay."""
-        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
-
-    def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """A ``decay`` that matches no leaf."""
-        return idle("decay", self.decay, leaves)
 
     def update(
         self,

@@ -9,22 +9,22 @@ from torch.nn import functional as F  # noqa: N812
 
 from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, rate, unscale
-from fshard.optim.decay import Decay, decays, idle
-from fshard.optim.form import Form, Grain, LeafInfo
+from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.decay import Decay, Decaying
+from fshard.optim.form import Form, Grain, zeros
 
 DECADES = 7
 """Powers of ten that codes span."""
 
 
 @dataclass(frozen=True)
-class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
+class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a train script
     """AdamW with moments of 8 bits (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
 
     Each block of elements has a float32 scale, its largest magnitude, and each element one of 256 codes, which span
     seven decades below that. Blocks count from the start of a leaf, so they do not depend on the mesh, if shards are
-    cut between them: give rules ``align=256``, or replicate. Instead of the second moment its root is kept, which spans
-    half as many decades. The arithmetic is in float32.
+    cut between them: give rules ``align=256``, or replicate. The root of the second moment is kept in its place: it
+    spans half as many decades. The arithmetic is in float32.
 
     Args:
         lr: the learning rate, >= 0, or a function of the step.
@@ -32,7 +32,7 @@ class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
         eps: added to the root of the second moment, above 0.
         weight_decay: the fraction of a parameter that an update of learning rate 1 takes away, >= 0.
         decay: which leaves decay: ``None`` for all, a regex over whole paths, a function of path and shape.
-        block: elements with one scale; a multiple of 64, of which the rules' ``align=`` must be a multiple.
+        block: elements with one scale; a multiple of 64. The rules' ``align=`` must be a multiple of it.
 
     Raises:
         PlanError: arguments out of range. From ``fs.init_state``: leaves that may be cut inside of a block.
@@ -49,7 +49,6 @@ class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
     block: int = 256
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.rate("lr", self.lr) + checks.betas(self.betas) + checks.number("eps", self.eps, "(0, inf)")
         problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
         if not isinstance(self.block, int) or self.block < 64 or self.block % 64:
@@ -58,15 +57,8 @@ class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
             raise errors.bad_arguments("adamw8bit", problems)
 
     def init(self, param: Tensor, hyper: Any = None) -> State:
-        """Both moments zero, which any code is where the scale is zero."""
-        return {
-            name: torch.zeros(form.count(len(param)), dtype=form.dtype, device=param.device)
-            for name, form in self.forms(hyper).items()
-        }
-
-    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
-        """The leaf's weight decay."""
-        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+        """Both moments, zero: any code reads as zero where the scale is zero."""
+        return zeros(self.forms(hyper), param)
 
     def forms(self, hyper: Any) -> dict[str, Form]:
         """A code for each element and a scale for each block, of the first moment and of the second's root."""
@@ -77,30 +69,12 @@ class adamw8bit:  # noqa: N801 - reads as the function it is in a train script
         """Whole blocks."""
         return self.block
 
-    def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """A ``decay`` that matches no leaf."""
-        return idle("decay", self.decay, leaves)
-
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: float,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+    def _update(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: float
     ) -> None:
-        """One update in place; see ``Optimizer.update``."""
-        lr = rate(self.lr, step)
-        if not params or (found_inf is not None and found_inf.item() == 1):
-            return
-        unscale(grads, grad_scale)
         tables = _codes(True).to(params[0].device), _codes(False).to(params[0].device)
         for param, grad, state in zip(params, grads, states, strict=True):
-            self._slice(param, grad, state, step - late, lr, hyper, tables)
+            self._slice(param, grad, state, step, lr, hyper, tables)
 
     def _slice(
         self,
@@ -151,7 +125,7 @@ def _read(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
 
 
 def _write(rows: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    """Rows of float32 as codes and scales. Only zero becomes zero: what is tiny gets the smallest code of its sign."""
+    """Rows of float32 as codes and scales. Tiny values get the smallest code of their sign, never zero."""
     largest = rows.abs().amax(1)
     scales.copy_(largest)
     relative = rows / torch.where(largest > 0, largest, 1.0)[:, None]

@@ -1,4 +1,4 @@
-"""Optimizers around another one: an average of the parameters, and updates on every k-th step alone."""
+"""Optimizers around another one: an average of the parameters, and updates on every k-th step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,6 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
     decay: float = 0.999
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.optimizer("opt", self.opt) + checks.number("decay", self.decay, "[0, 1)")
         problems += ["opt: it keeps an average already"] if isinstance(self.opt, ema) else []
         if problems:
@@ -80,12 +79,12 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
 
 @dataclass(frozen=True)
 class every(Inner):  # noqa: N801
-    """Update on every k-th step alone, with the mean gradient of k steps (``optax.MultiSteps``).
+    """Update on every k-th step, with the mean gradient of k steps (``optax.MultiSteps``).
 
     Between updates each rank carries the sum of its gradient shards in the state, as ``state.opt_state["carried"]``.
-    The train step takes part: the gradient is that of the mean over all batches since the last update, by ``fs.Mean``
-    of all their elements together, and it is what ``clip_norm`` clips. Learning rates and moments count updates, and
-    ``state.step`` counts steps.
+    The train step takes part: the gradient is that of the mean over all batches since the last update (with
+    ``fs.Mean``, over all their elements), and ``clip_norm`` clips that gradient. Learning rates and moments count
+    updates, and ``state.step`` counts steps.
 
     Args:
         steps: k, at least 1.
@@ -134,9 +133,9 @@ class every(Inner):  # noqa: N801
         found_inf: Tensor | None = None,
         late: int = 0,
     ) -> None:
-        """Carry the gradients, or update with gradients to which what was carried has been added already.
+        """Add the gradients to the carried sum, or update with gradients that already hold it.
 
-        The step adds it before it takes norms, and divides by ``grad_scale`` what is now the sum over k steps.
+        The step adds the carried sum before it takes norms; ``grad_scale`` divides the sum over k steps.
         """
         if not params or (found_inf is not None and found_inf.item() == 1):
             return

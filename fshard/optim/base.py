@@ -92,6 +92,36 @@ class Optimizer(Protocol):
         """
 
 
+class Unfused:
+    """Optimizers without a fused kernel: ``update`` checks and divides gradients, and ``_update`` computes."""
+
+    lr: Rate
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        *,
+        step: int,
+        hyper: Any,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        late: int = 0,
+    ) -> None:
+        """One update in place; see ``Optimizer.update``."""
+        lr = rate(self.lr, step)
+        if params and (found_inf is None or found_inf.item() != 1):
+            unscale(grads, grad_scale)
+            self._update(params, grads, states, step - late, lr, hyper)
+
+    def _update(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: Any
+    ) -> None:
+        """The update by whole gradients; ``step`` counts the leaf's own updates from 1."""
+        raise NotImplementedError
+
+
 def rate(lr: Rate, step: int) -> float:
     """The learning rate of update number ``step``.
 

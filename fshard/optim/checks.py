@@ -55,7 +55,7 @@ def is_optimizer(value: Any) -> TypeGuard[Optimizer]:
 
 
 def optimizer_meant(value: Any) -> str:
-    """What somebody may have meant by this in the place of an optimizer; or nothing."""
+    """A hint at the optimizer to give instead of this value; empty for an optimizer."""
     kind = value if isinstance(value, type) else type(value)
     if is_optimizer(value):
         return ""

@@ -16,27 +16,27 @@ from fshard.optim.contract import Contract, contract
 from fshard.optim.form import Form, Grain, LeafInfo
 
 ANY = r"(?s:.*)"
-"""Matches every path; without an optimizer, it may be left with no leaf."""
+"""Matches every path. A rule of this pattern without an optimizer may decide no leaf."""
 
 REST = -1
-"""In place of a rule's number: the leaf stays as it is."""
+"""Stands for a rule's number where a leaf stays as it is."""
 
 Choice = tuple[int, Any]
-"""Which of the rules a leaf has, and what that rule says of it."""
+"""The number of a leaf's rule, and the ``hyper`` of that rule's optimizer."""
 
 
 @dataclass(frozen=True)
 class partition:  # noqa: N801 - reads as the function it is in a train script
     """Different optimizers for different leaves, by path (``optax.multi_transform``).
 
-    Leaves of several optimizers may lie in one group: each is updated by its own, and has no other's buffers.
+    Leaves of several optimizers may share a group: each leaf has the buffers of its own optimizer alone.
 
     Args:
         rules: pairs of a pattern, for ``re.fullmatch`` on paths, and an optimizer, or None for leaves that stay as they
             are. The first match wins.
 
     Raises:
-        PlanError: patterns or optimizers that are none. From ``fs.init_state`` and ``fs.make_train_step``: a trained
+        PlanError: invalid patterns or optimizers. From ``fs.init_state`` and ``fs.make_train_step``: a trained
             leaf that no pattern matches, or a pattern that decides no trained leaf.
 
     >>> from fshard.optim import adamw, sgd
@@ -74,23 +74,23 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         return {} if own is None else own.init(param, hyper[1])
 
     def hyper(self, path: str, shape: tuple[int, ...]) -> Choice:
-        """The number of the leaf's rule, and what its optimizer says."""
+        """The number of the leaf's rule, and the ``hyper`` of its optimizer."""
         number = self._number(path)
         own = self._own(number)
         return (REST, None) if own is None else (number, own.hyper(path, shape))
 
     def forms(self, hyper: Choice) -> dict[str, Form]:
-        """What the leaf's own optimizer keeps."""
+        """The buffers' forms of the leaf's own optimizer."""
         own = self._own(hyper[0])
         return {} if own is None else own.forms(hyper[1])
 
     def grain(self, hyper: Choice) -> Grain:
-        """What the leaf's own optimizer needs."""
+        """The grain of the leaf's own optimizer."""
         own = self._own(hyper[0])
         return 1 if own is None else own.grain(hyper[1])
 
     def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """Leaves without a rule, rules without a leaf, and what each optimizer says of its own leaves."""
+        """Leaves without a rule, rules without a leaf, and the problems of each optimizer with its own leaves."""
         out = [
             f"partition: no pattern matches {leaf.path}: add (r'.*', optimizer), or None to leave it as it is"
             for leaf in leaves
@@ -168,7 +168,6 @@ class clip_value:  # noqa: N801
     limit: float
 
     def __post_init__(self) -> None:
-        """Check the limit."""
         if problems := checks.number("limit", self.limit, "(0, inf)"):
             raise errors.bad_arguments("clip_value", problems)
 
@@ -189,7 +188,6 @@ class scale:  # noqa: N801
     factor: Rate
 
     def __post_init__(self) -> None:
-        """Check the factor."""
         if problems := checks.rate("factor", self.factor):
             raise errors.bad_arguments("scale", problems)
 
@@ -209,7 +207,6 @@ class add_decay:  # noqa: N801
     rate: float
 
     def __post_init__(self) -> None:
-        """Check the rate."""
         if problems := checks.number("rate", self.rate):
             raise errors.bad_arguments("add_decay", problems)
 
@@ -220,33 +217,27 @@ class add_decay:  # noqa: N801
 
 @dataclass(frozen=True)
 class Inner:
-    """What optimizers around one other have in common: they are like it in everything that they do not change."""
+    """An optimizer around another one, whose behavior it keeps unless it overrides it."""
 
     opt: Optimizer
 
     @property
     def lr(self) -> Rate:
-        """The optimizer's own learning rate."""
         return self.opt.lr
 
     def init(self, param: Tensor, hyper: Any) -> State:
-        """The optimizer's own buffers."""
         return contract(self.opt).init(param, hyper)
 
     def hyper(self, path: str, shape: tuple[int, ...]) -> Hashable:
-        """What the optimizer says."""
         return self.opt.hyper(path, shape)
 
     def forms(self, hyper: Any) -> dict[str, Form]:
-        """What the optimizer keeps."""
         return contract(self.opt).forms(hyper)
 
     def grain(self, hyper: Any) -> Grain:
-        """What the optimizer needs."""
         return contract(self.opt).grain(hyper)
 
     def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """What the optimizer finds."""
         return contract(self.opt).problems(leaves)
 
 
@@ -254,7 +245,7 @@ class Inner:
 class chain(Inner):  # noqa: N801
     """Changes of the gradient, in order, and then an optimizer (``optax.chain``).
 
-    They see the gradient that is reduced over all ranks, of the global mean, and clipped by ``clip_norm``.
+    Changes see the gradient of the global mean loss, reduced over all ranks and clipped by ``clip_norm``.
 
     Args:
         *parts: ``clip_value``, ``scale``, ``add_decay``, or anything with their ``apply``; an optimizer at the end.

@@ -1,7 +1,8 @@
 """Which leaves weight decay touches."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 from fshard.optim.form import LeafInfo
 from fshard.patterns import meant_by
@@ -30,11 +31,30 @@ def decays(decay: Decay, path: str, shape: tuple[int, ...]) -> bool:
     return decay(path, shape)
 
 
-def idle(name: str, pattern: Decay, leaves: Iterable[LeafInfo]) -> list[str]:
-    """No problem unless a regex matches the path of none of these leaves."""
-    paths = [leaf.path for leaf in leaves]
-    if not isinstance(pattern, str) or any(re.fullmatch(pattern, path) for path in paths):
-        return []
-    some = repr(paths[0]) if paths else "none that is trained"
-    hint = meant_by(pattern, paths) or f", such as {some}"
-    return [f"{name} = {pattern!r} matches none of the {len(paths)} leaves: a pattern matches a whole path{hint}"]
+class Masked:
+    """Optimizers with a ``decay`` that picks leaves."""
+
+    decay: Decay
+
+    def problems(self, leaves: list[LeafInfo]) -> list[str]:
+        """A ``decay`` that matches no leaf."""
+        paths = [leaf.path for leaf in leaves]
+        if not isinstance(self.decay, str) or any(re.fullmatch(self.decay, path) for path in paths):
+            return []
+        some = repr(paths[0]) if paths else "none that is trained"
+        hint = meant_by(self.decay, paths) or f", such as {some}"
+        return [f"decay = {self.decay!r} matches none of the {len(paths)} leaves: a pattern matches a whole path{hint}"]
+
+
+class Decaying(Masked):
+    """Optimizers whose ``hyper`` is the leaf's weight decay."""
+
+    weight_decay: float
+
+    def decay_of(self, path: str, shape: tuple[int, ...]) -> float:
+        """The leaf's weight decay: 0 where ``decay`` does not pick it."""
+        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> Any:
+        """The leaf's weight decay."""
+        return self.decay_of(path, shape)

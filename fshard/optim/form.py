@@ -1,10 +1,12 @@
 """What an optimizer keeps of a leaf, and how much of the leaf it needs on one rank."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Grain = int | Literal["matrix", "leaf"]
 """How much of a leaf an update must see in one piece: that many elements, counted from the leaf's start (1 for
@@ -13,13 +15,13 @@ elementwise rules), the last two dims whole, or the whole leaf."""
 
 @dataclass(frozen=True)
 class Form:
-    """What an optimizer keeps of one leaf under one name.
+    """One buffer of an optimizer for one leaf.
 
     Attributes:
-        shape: None for numbers that go with the leaf's elements, and are cut as it is; else a shape of its own, kept
-            by every rank that holds some of the leaf, equal on all of them.
+        shape: None for one number an element or block of the leaf, cut like the leaf; else a shape of its own, of
+            which every rank that holds a part of the leaf keeps an equal copy.
         dtype: None for that of the leaf.
-        block: how many elements of the leaf, counted from its start, one number goes with.
+        block: elements of the leaf, counted from its start, that share one number.
         wide: float32 at least, where the dtype is that of the leaf.
     """
 
@@ -29,13 +31,13 @@ class Form:
     wide: bool = False
 
     def typed(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype of what is kept of a leaf of this dtype."""
+        """The dtype of the buffer of a leaf of this dtype."""
         if self.dtype is not None:
             return self.dtype
         return torch.promote_types(leaf, torch.float32) if self.wide else leaf
 
     def count(self, elements: int) -> int:
-        """How many numbers go with a piece of so many elements of the leaf, which begins at a multiple of ``block``.
+        """The buffer's length for a piece of so many elements, which begins at a multiple of ``block``.
 
         >>> Form(block=256).count(300), Form(shape=(3, 4)).count(300), Form(shape=(3, 4)).count(0)
         (2, 12, 0)
@@ -45,7 +47,7 @@ class Form:
         return math.prod(self.shape) if elements else 0
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what is kept of a leaf of this shape, over all ranks."""
+        """The shape of the buffer of a whole leaf of this shape."""
         if self.shape is not None:
             return self.shape
         return shape if self.block == 1 else (self.count(math.prod(shape)),)
@@ -53,8 +55,16 @@ class Form:
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """What an optimizer may know of a leaf: its path, its whole shape, and whether it has gradients."""
+    """A leaf as an optimizer sees it: its path, its whole shape, and whether it has gradients."""
 
     path: str
     shape: tuple[int, ...]
     trainable: bool = True
+
+
+def zeros(forms: Mapping[str, Form], param: Tensor) -> dict[str, Tensor]:
+    """Buffers of these forms for a slice, all zero."""
+    return {
+        name: torch.zeros(form.count(len(param)), dtype=form.dtype or param.dtype, device=param.device)
+        for name, form in forms.items()
+    }

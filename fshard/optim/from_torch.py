@@ -10,9 +10,9 @@ from torch import Tensor
 from fshard import errors
 from fshard.arguments import described
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, rate, unscale
-from fshard.optim.decay import Decay, decays, idle
-from fshard.optim.form import Form, LeafInfo
+from fshard.optim.base import Rate, State, Unfused, rate
+from fshard.optim.decay import Decay, Masked, decays
+from fshard.optim.form import Form
 
 PROBE = 24
 """Elements of the vector on which a class is tried."""
@@ -22,7 +22,7 @@ TRIAL_RATE = 0.01
 
 
 @dataclass(frozen=True)
-class from_torch:  # noqa: N801 - reads as the function it is in a train script
+class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is in a train script
     """A class of ``torch.optim``, or one derived from its ``Optimizer``, whose rule is elementwise.
 
     Its own ``step`` runs on slices of flat shards, with the state that the train state keeps: the class is a function
@@ -84,7 +84,7 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
         return hash((self.cls, self.decay, tuple(self.kwargs)))
 
     def init(self, param: Tensor, hyper: Any = None) -> State:
-        """The buffers as the class has them before its first gradient."""
+        """The class's buffers before its first gradient."""
         out = {}
         for name, (form, value) in self.found.items():
             size = len(param) if form.shape is None else 1
@@ -96,33 +96,10 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
         return decays(self.decay, path, shape)
 
     def forms(self, hyper: bool) -> dict[str, Form]:
-        """Buffers like the leaf, and what the class keeps as single numbers."""
+        """Buffers like the leaf, and single numbers."""
         return {name: form for name, (form, _) in self.found.items()}
 
-    def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """A ``decay`` that matches no leaf."""
-        return idle("decay", self.decay, leaves)
-
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: bool,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
-    ) -> None:
-        """One step of the class on these slices; see ``Optimizer.update``."""
-        lr = rate(self.lr, step)
-        if not params or (found_inf is not None and found_inf.item() == 1):
-            return
-        unscale(grads, grad_scale)
-        self._step(params, grads, states, step - late, lr, hyper)
-
-    def _step(
+    def _update(
         self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: bool
     ) -> None:
         views = [param.detach() for param in params]
@@ -136,7 +113,7 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
                 rule.state[view] = {"step": torch.tensor(float(step - 1)), **given}
         rule.step()
         for view, state in zip(views, states, strict=True):
-            for name in self.found:  # there may be more, of optimizers around this one
+            for name in self.found:  # optimizers around this one may keep more
                 value, new = state[name], rule.state[view].get(name)
                 if isinstance(new, Tensor) and new.data_ptr() != value.data_ptr():
                     value.copy_(new.reshape(-1))
@@ -153,7 +130,7 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
         return rule
 
     def _probe(self) -> dict[str, tuple[Form, float]]:
-        """What the class keeps, from an update with gradient zero; and whether it is elementwise."""
+        """The class's buffers, found by an update with gradient zero; an error if the class is not elementwise."""
         found = self._found()
         object.__setattr__(self, "found", found)
         generator = torch.Generator().manual_seed(0)
@@ -183,12 +160,12 @@ class from_torch:  # noqa: N801 - reads as the function it is in a train script
                 dtype = None if value.dtype == param.dtype else value.dtype
                 found[name] = (Form(dtype=dtype), float(value[0]))
             elif value is not None:
-                raise errors.not_elementwise(self.cls.__name__, f"it keeps {name!r}, which is not like its parameters")
+                raise errors.not_elementwise(self.cls.__name__, f"its state {name!r} is not shaped like its parameters")
         return found
 
     def _trial(self, params: list[Tensor], grads: list[list[Tensor]]) -> Tensor:
         params = [param.clone() for param in params]
         states = [self.init(param) for param in params]
         for step, given in enumerate(grads, start=1):
-            self._step(params, [grad.clone() for grad in given], states, step, TRIAL_RATE, True)
+            self._update(params, [grad.clone() for grad in given], states, step, TRIAL_RATE, True)
         return torch.cat(params)

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, rate, unscale
-from fshard.optim.decay import Decay, decays, idle
-from fshard.optim.form import LeafInfo
+from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.decay import Decay, Decaying
 
 
 @dataclass(frozen=True)
-class lion:  # noqa: N801 - reads as the function it is in a train script
+class lion(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a train script
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023).
 
     One buffer where AdamW has two. Every element moves by the learning rate, which should be 3 to 10 times smaller than
@@ -40,7 +39,6 @@ class lion:  # noqa: N801 - reads as the function it is in a train script
     decay: Decay = None
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.rate("lr", self.lr) + checks.betas(self.betas)
         problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
         if problems:
@@ -50,31 +48,9 @@ class lion:  # noqa: N801 - reads as the function it is in a train script
         """The momentum, zero."""
         return {"exp_avg": torch.zeros_like(param)}
 
-    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
-        """The leaf's weight decay."""
-        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
-
-    def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """A ``decay`` that matches no leaf."""
-        return idle("decay", self.decay, leaves)
-
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: float,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+    def _update(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: float
     ) -> None:
-        """One update in place; see ``Optimizer.update``."""
-        lr = rate(self.lr, step)
-        if not params or (found_inf is not None and found_inf.item() == 1):
-            return
-        unscale(grads, grad_scale)
         kept = [state["exp_avg"] for state in states]
         direction = torch._foreach_lerp(kept, grads, 1 - self.betas[0])
         torch._foreach_sign_(direction)

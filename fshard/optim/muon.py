@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, rate, unscale
-from fshard.optim.decay import Decay, decays, idle
+from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.decay import Decay, Decaying
 from fshard.optim.form import Form, Grain, LeafInfo
 
 Hyper = tuple[int, int, float]
@@ -18,7 +18,7 @@ Hyper = tuple[int, int, float]
 
 
 @dataclass(frozen=True)
-class muon:  # noqa: N801 - reads as the function it is in a train script
+class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a train script
     """Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
 
     Equal to ``torch.optim.Muon``.
@@ -43,7 +43,7 @@ class muon:  # noqa: N801 - reads as the function it is in a train script
         dtype: of the iteration.
 
     Raises:
-        PlanError: arguments out of range. From ``fs.init_state``: leaves that are no matrices, or that are cut.
+        PlanError: arguments out of range. From ``fs.init_state``: leaves that are not matrices, or that are cut.
 
     >>> muon(0.02).hyper("blocks.0.weight", (64, 32))
     (64, 32, 0.1)
@@ -61,7 +61,6 @@ class muon:  # noqa: N801 - reads as the function it is in a train script
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.rate("lr", self.lr) + checks.number("momentum", self.momentum, "[0, 1)")
         problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
         problems += checks.number("eps", self.eps, "(0, inf)") + checks.number("iterations", self.iterations, "[1, 99]")
@@ -81,7 +80,7 @@ class muon:  # noqa: N801 - reads as the function it is in a train script
     def hyper(self, path: str, shape: tuple[int, ...]) -> Hyper:
         """The rows and columns of the leaf's matrices, and its weight decay."""
         rows, columns = (1, 1, *shape)[-2:]
-        return rows, columns, float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
+        return rows, columns, self.decay_of(path, shape)
 
     def forms(self, hyper: Hyper) -> dict[str, Form]:
         """A momentum like the leaf."""
@@ -92,31 +91,17 @@ class muon:  # noqa: N801 - reads as the function it is in a train script
         return "matrix"
 
     def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """Leaves that are no matrices, and a ``decay`` that matches no leaf."""
+        """Leaves that are not matrices, and a ``decay`` that matches no leaf."""
         other = [leaf for leaf in leaves if leaf.trainable and len(leaf.shape) not in (2, 3)]
-        return idle("decay", self.decay, leaves) + [
-            f"muon: {leaf.path}  {list(leaf.shape)} is no matrix and no stack of matrices: give it another optimizer, "
-            f"fs.optim.partition([(pattern, fs.optim.muon(...)), (r'.*', fs.optim.adamw(...))])"
+        return super().problems(leaves) + [
+            f"muon: {leaf.path}  {list(leaf.shape)} is neither a matrix nor a stack of matrices: give it another "
+            f"optimizer, fs.optim.partition([(pattern, fs.optim.muon(...)), (r'.*', fs.optim.adamw(...))])"
             for leaf in other
         ]
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: Hyper,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+    def _update(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: Hyper
     ) -> None:
-        """One update of whole matrices, in place; see ``Optimizer.update``."""
-        lr = rate(self.lr, step)
-        if not params or (found_inf is not None and found_inf.item() == 1):
-            return
-        unscale(grads, grad_scale)
         rows, columns, decay = hyper
         adjusted = lr * self._adjustment(rows, columns)
         kept = [state["momentum_buffer"] for state in states]

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: what a loss is multiplied by so that small float16 gradients do not vanish."""
+"""Dynamic loss scaling: a factor on the loss keeps small float16 gradients from vanishing."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from fshard.optim import checks
 
 
 class Scale(NamedTuple):
-    """Where loss scaling stands; a part of the train state.
+    """The state of loss scaling, a part of the train state.
 
     Attributes:
-        value: what losses are multiplied by.
-        good: how many steps in a row have had a finite gradient since the value last changed.
+        value: the factor on losses.
+        good: steps in a row with a finite gradient since the value last changed.
     """
 
     value: float
@@ -24,14 +24,14 @@ class Scale(NamedTuple):
 class LossScale:
     """How the scale of the loss adapts, as that of ``torch.amp.GradScaler``.
 
-    See Micikevicius et al., "Mixed Precision Training", 2018. Given to ``fs.make_train_step(loss_scale=)``. The state
-    holds where it stands, so a checkpoint does too. A step whose gradient is not finite, on any rank, is skipped on
-    all: parameters, optimizer state and step number stay.
+    See Micikevicius et al., "Mixed Precision Training", 2018. Given to ``fs.make_train_step(loss_scale=)``. The
+    train state holds its state, and so does a checkpoint. A step whose gradient is not finite, on any rank, is skipped
+    on all: parameters, optimizer state and step number stay.
 
     Args:
         initial: the first scale.
-        growth: what the scale is multiplied by after ``interval`` steps in a row with a finite gradient, >= 1.
-        backoff: what it is multiplied by after a step without, in (0, 1).
+        growth: the factor on the scale after ``interval`` steps in a row with a finite gradient, >= 1.
+        backoff: the factor after a step without one, in (0, 1).
         interval: see ``growth``.
         least: the smallest scale. A gradient that is not finite there is an error, as without scaling.
 
@@ -75,15 +75,15 @@ class LossScale:
 
 
 HIGHEST = 2.0**32
-"""No gradient is small enough to need more, and float32 sums have room above it."""
+"""No gradient needs more, and float32 sums do not overflow at it."""
 
 
 def divisor(narrow: bool, summed_narrow: bool, parts: int) -> float:
-    """What gradients are divided by before they are summed over the parts of the global batch; the rest comes after.
+    """The divisor of gradients before their sum over the parts of the global batch; the sum is divided by the rest.
 
-    Dividing before a sum keeps it from overflowing, and loses small float16 gradients where the parts are many. Where
-    sums are in a wider dtype they cannot overflow, so that nothing need be divided before; where they are in float16
-    themselves, half of the division comes before and half behind (FSDP's split of the world size).
+    Dividing first keeps a sum from overflowing, but loses small float16 gradients where the parts are many. Sums in a
+    wider dtype cannot overflow, so they need no division before; with float16 sums, half of the division comes before
+    and half after (FSDP's split of the world size).
 
     Args:
         narrow: whether gradients are float16 before they are summed.

@@ -1,8 +1,7 @@
 """Learning rates over time: frozen values that are pure functions of the step.
 
-The step counts from 0, which is the first update. Past their end they stay where they ended, so a run that
-goes on longer than planned goes on at the last rate. Any other function of an int that returns a float serves
-as well.
+The step counts from 0, which is the first update. After its end a schedule keeps its last rate, so a run
+may be longer than planned. Any other function of an int that returns a float is a schedule too.
 """
 
 import math
@@ -23,7 +22,6 @@ class constant:  # noqa: N801 - reads as the function it is, like all schedules
     value: float
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         if problems := checks.number("value", self.value):
             raise errors.bad_arguments("constant", problems)
 
@@ -45,7 +43,6 @@ class linear:  # noqa: N801
     steps: int
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.number("start", self.start) + checks.number("stop", self.stop)
         if problems := problems + checks.count("steps", self.steps, least=1):
             raise errors.bad_arguments("linear", problems)
@@ -77,7 +74,6 @@ class warmup_linear:  # noqa: N801
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         _check_warmup("warmup_linear", self.peak, self.warmup, self.total, self.floor)
 
     def __call__(self, step: int) -> float:
@@ -110,7 +106,6 @@ class warmup_cosine:  # noqa: N801
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         _check_warmup("warmup_cosine", self.peak, self.warmup, self.total, self.floor)
 
     def __call__(self, step: int) -> float:

@@ -8,12 +8,11 @@ from torch import Tensor
 from fshard import errors
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, narrowed, rate
-from fshard.optim.decay import Decay, decays, idle
-from fshard.optim.form import LeafInfo
+from fshard.optim.decay import Decay, Decaying
 
 
 @dataclass(frozen=True)
-class sgd:  # noqa: N801 - reads as the function it is in a train script
+class sgd(Decaying):  # noqa: N801 - reads as the function it is in a train script
     """SGD with momentum and weight decay added to the gradient, as in ``torch.optim.SGD``.
 
     Args:
@@ -40,7 +39,6 @@ class sgd:  # noqa: N801 - reads as the function it is in a train script
     dampening: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         problems = checks.rate("lr", self.lr) + checks.number("momentum", self.momentum, "[0, 1]")
         problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
         problems += checks.number("dampening", self.dampening, "[0, 1]")
@@ -54,14 +52,6 @@ class sgd:  # noqa: N801 - reads as the function it is in a train script
     def init(self, param: Tensor) -> State:
         """The momentum, zero; nothing without momentum."""
         return {"momentum_buffer": torch.zeros_like(param)} if self.momentum else {}
-
-    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
-        """The leaf's weight decay."""
-        return float(self.weight_decay) if decays(self.decay, path, shape) else 0.0
-
-    def problems(self, leaves: list[LeafInfo]) -> list[str]:
-        """A ``decay`` that matches no leaf."""
-        return idle("decay", self.decay, leaves)
 
     def update(
         self,

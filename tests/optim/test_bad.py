@@ -98,8 +98,8 @@ MISFITS: list[tuple[Any, Any, str]] = [
         FLAT,
         r"decay = 'c\\\\.w' matches none of the 2",
     ),
-    (O.muon(0.1), LEAF, r"a\.b  \[4\] is no matrix(.|\n)*fs\.optim\.partition"),
-    (O.muon(0.1), FLAT, r'a\.b  \[4\] is no matrix(.|\n)*a\.w  \[8, 4\]  .*align="leaf"'),  # both in one report
+    (O.muon(0.1), LEAF, r"a\.b  \[4\] is neither a matrix(.|\n)*fs\.optim\.partition"),
+    (O.muon(0.1), FLAT, r'a\.b  \[4\] is neither a matrix(.|\n)*a\.w  \[8, 4\]  .*align="leaf"'),  # both in one report
     (
         O.partition([(r".*w", O.muon(0.1)), (".*", O.sgd(0.1))]),
         FLAT,
