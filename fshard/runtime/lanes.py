@@ -29,7 +29,7 @@ class Lanes:
         if self.opened:
             return
         groups, lane = self.plan.groups, self.transport.lane
-        sums = {axes for g in groups for axes in (g.rest_axes, *([g.opt_axes] if g.twice else []))}
+        sums = {axes for g in groups for axes in (g.rest_axes, *([g.opt_axes] if g.second_scatter else []))}
         self.gather.update((axes, lane("gather", axes)) for axes in sorted({g.gather_axes for g in groups}))
         self.scatter.update((axes, lane("reduce", axes)) for axes in sorted({g.scatter_axes for g in groups}))
         self.sum.update((axes, lane("sum", axes)) for axes in sorted(sums))

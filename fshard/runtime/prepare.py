@@ -265,7 +265,7 @@ class Workshop:
                 pinned = "pinned_host" in (group.kinds.param, group.kinds.opt)
                 place = place_of("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
                 self.landed[number], self.grads[number] = own, place.zeros(group.owned.chunk, group.dtype)
-            if group.twice:
+            if group.second_scatter:
                 self.parted[number] = torch.zeros(group.chunk, dtype=group.dtype, device=self.plan.mesh.device)
                 deallocate(self.parted[number])
         return self.grads[number]

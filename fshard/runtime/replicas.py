@@ -40,7 +40,7 @@ class Replicas:
             own: the shard itself; or, where its ranks update a part of it each, room for this rank's part. The memory
                 of ``shard`` goes when that is complete.
         """
-        if not group.twice:
+        if not group.second_scatter:
             return self._all(group, own)
         allocate(own)
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.model.philox import fold, uniform
 from fshard.runtime.held import Segment
-from fshard.sharding.index import global_index
+from fshard.sharding.layout import global_index
 from fshard.sharding.plan import Plan
 
 Slice = tuple[Tensor, dict[str, Tensor]]

@@ -48,7 +48,7 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
     own, item, wire = group.owned.chunk, group.dtype.itemsize, group.sum_dtype.itemsize
     cast = group.sum_dtype != group.dtype
     sent = needed = 0
-    if group.twice:
+    if group.second_scatter:
         sent = (group.opt_parts - 1) * own * wire
         needed = 2 * group.chunk * wire if cast else sent
     if replicas > 1 and rows_travel(group, replicas):
@@ -77,7 +77,7 @@ def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
         shard_bytes=scattered * item + group.chunk * cast,
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
-        own_bytes=group.owned.chunk * item if group.trainable and group.twice else 0,
+        own_bytes=group.owned.chunk * item if group.trainable and group.second_scatter else 0,
         update_bytes=_visiting(group, state),
     )
     path = _gathers(group)
@@ -108,7 +108,7 @@ def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> tup
     summed, staging = _summed(group, replicas)
     own = "own" if info.own_bytes else "shard"
     if summed:
-        axes = group.sum_axes if group.twice else group.rest_axes
+        axes = group.sum_axes if group.second_scatter else group.rest_axes
         made.append(Transfer("replica_reduce", "shard", own, summed, staging, "+".join(axes)))
     if group.offloaded and group.owned.chunk:
         size = group.owned.chunk * group.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Facts: values as texts by name, for ranks to compare what must be equal on all of them.
+"""Facts: values as texts by name, which ranks compare where all must have equal values.
 
-Two ranks have the same facts if their values are equal, whatever objects hold them: no text depends on an address, on
-the order of a set, or on the seed of ``hash``.
+Equal values have equal facts, whatever objects hold them: no text depends on an address, on the order of a set, or on
+the seed of ``hash``.
 """
 
 import dataclasses
@@ -20,22 +20,22 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
 
 Texts = dict[str, str]
-"""Texts by the name of what they describe."""
+"""Texts by the name of their value."""
 
 SAMPLES = (0, 1, 10, 100, 1000, 10_000, 100_000)
-"""The steps at which a function of the step is asked, since functions cannot be compared."""
+"""Functions of the step are compared by their values at these steps."""
 
 DEPTH = 8
-"""How deep values lie inside of others that are looked at."""
+"""The depth of nested values that is compared."""
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout, torch.memory_format)
 
 
 def walk(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """The values that a value is made of, each with its name: ``optimizer.rules[0][1].lr``.
+    """The values inside of a value, each with its name: ``optimizer.rules[0][1].lr``.
 
-    Of dataclasses these are the fields that are compared, of other objects the public attributes.
+    Dataclasses contribute their compared fields, other objects their public attributes.
 
     >>> dict(walk("x", {"a": [1, 2], "b": 0.5}))
     {"x['a']": [1, 2], "x['b']": 0.5}
@@ -51,7 +51,7 @@ def walk(name: str, value: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]
 
 
 def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
-    """What a value is made of; None for one that is a text of its own."""
+    """The values directly inside of a value; None for a leaf."""
     if isinstance(value, (*PLAIN, type, Tensor, set, frozenset)):
         return None
     if isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object; None for one that is a text of its own."""
+    """The attributes of an object; None for a leaf."""
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
     if callable(value) or ADDRESS.search(repr(value)) is None:
@@ -73,7 +73,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def text(value: Any) -> str:
-    """A value that ``walk`` gave as a text.
+    """A leaf value of ``walk`` as text.
 
     >>> text([1, 2]), text(torch.float32), text({2, 1}), text(lambda step: 0.5)[:17]
     ('(1, 2)', 'torch.float32', '{1, 2}', '0.5 at steps 0, 1')
@@ -92,7 +92,7 @@ def text(value: Any) -> str:
 
 
 def _function(value: Callable[..., Any]) -> str:
-    """A function by its values, if it is one of the step; else by its name."""
+    """A function of the step by its values, another function by its name."""
     found = [(step, sampled(value, step)) for step in SAMPLES] if sampled(value, 0) is not None else []
     runs: list[tuple[float | None, list[int]]] = []
     for step, rate in found:
@@ -105,16 +105,16 @@ def _function(value: Callable[..., Any]) -> str:
 
 
 def sampled(value: Any, step: int) -> float | None:
-    """What a function of the step gives for one; None if it gives no number."""
+    """The number that a function of the step returns for one; None if it returns none."""
     try:
         rate = value(step)
-    except Exception:  # a function of something else, or one that ends before this step
+    except Exception:  # a function of other arguments, or one that ends before this step
         return None
     return float(rate) if isinstance(rate, Real) else None
 
 
 def texts(name: str, value: Any) -> Texts:
-    """All that a value is made of, as texts by name.
+    """All values inside of a value, as texts by name.
 
     >>> texts("clip_norm", ((".*", 1.0),))
     {'clip_norm[0]': "('.*', 1.0)"}
@@ -123,7 +123,7 @@ def texts(name: str, value: Any) -> Texts:
 
 
 def plan_texts(mesh: Mesh, batch: P, precision: Precision, groups: Sequence[Group]) -> tuple[Texts, Texts]:
-    """What a plan says: as a whole, and of each leaf and each group. Where this rank lies is left out."""
+    """A plan as texts: of the whole, and of each leaf and each group; without this rank's position."""
     head = {"mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()), "device": mesh.device.type}
     head |= {"batch": repr(batch), **texts("precision", precision)}
     leaves = {f"leaf {leaf.path}": _leaf_text(leaf, group.unit) for group in groups for leaf in group.leaves}
@@ -132,7 +132,7 @@ def plan_texts(mesh: Mesh, batch: P, precision: Precision, groups: Sequence[Grou
 
 
 def _leaf_text(leaf: Leaf, unit: str) -> str:
-    """A leaf, with what is not as usual."""
+    """A leaf with its settings that are not the defaults."""
     said = {
         "opt": leaf.opt,
         "align": leaf.align,

@@ -1,18 +1,18 @@
-"""Memory kinds: on which side of the bus parameters and optimizer state are kept, and where they are updated.
+"""Memory kinds: the memory spaces of parameters and optimizer state, and the side of their update.
 
-The kinds are JAX's (``jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")``). What they are for is known
-from ZeRO-Offload (Ren et al., 2021), ZeRO-Infinity (Rajbhandari et al., 2021) and FSDP2's ``CPUOffloadPolicy``: the
-memory of a host is ten times that of its GPUs, and of most state a step needs but a part at a time.
+The kinds are JAX's (``jax.sharding.NamedSharding(mesh, spec, memory_kind="pinned_host")``). Their use is that of
+ZeRO-Offload (Ren et al., 2021), ZeRO-Infinity (Rajbhandari et al., 2021) and FSDP2's ``CPUOffloadPolicy``: a host has
+ten times the memory of its GPUs, and a step needs only a part of the state at a time.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
-"""The memory of the mesh's device; that of its host, page-locked, so that copies run beside compute; or any of it."""
+"""The mesh's device; its host, page-locked, so that copies run beside compute; or its host, pageable."""
 
 Side = Literal["device", "host"]
-"""Where an update runs."""
+"""The side of an update."""
 
 KINDS: tuple[MemoryKind, ...] = ("device", "pinned_host", "unpinned_host")
 SIDES: tuple[Side, ...] = ("device", "host")
@@ -20,12 +20,12 @@ SIDES: tuple[Side, ...] = ("device", "host")
 
 @dataclass(frozen=True)
 class Kinds:
-    """Where one leaf is kept.
+    """The memory of one leaf.
 
     Attributes:
         param: its parameter.
         opt: its optimizer state.
-        update: the side on which its update runs.
+        update: the side of its update.
 
     >>> str(kinds_of("pinned_host")), str(kinds_of("pinned_host", update_on="device")), str(Kinds())
     ('pinned_host', 'pinned_host update=device', '')
@@ -48,7 +48,7 @@ class Kinds:
 
     @property
     def moved(self) -> tuple[bool, bool]:
-        """Whether the parameter, and whether the optimizer state, must come to the other side for the update."""
+        """Whether the parameter, and whether the optimizer state, must be staged on the other side for the update."""
         here = self.update == "device"
         return (self.param == "device") != here, (self.opt == "device") != here
 
@@ -59,7 +59,7 @@ def kinds_of(
     update_on: Side | None = None,
     trainable: bool = True,
 ) -> Kinds:
-    """What a rule says of a leaf; None where it leaves it open. A frozen leaf has a parameter alone."""
+    """The memory of a leaf by its rule, None for the default. A frozen leaf has no optimizer state."""
     param = memory_kind or "device"
     if not trainable:
         return Kinds(param)
@@ -68,5 +68,5 @@ def kinds_of(
 
 
 def _usual(param: MemoryKind, opt: MemoryKind) -> Side:
-    """Where the update runs if nobody says so: on the host if all that it writes is there."""
+    """The default side of the update: the host if all that the update writes is there."""
     return "host" if "device" not in (param, opt) else "device"

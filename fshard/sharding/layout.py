@@ -2,10 +2,9 @@
 
 A group's gathered buffer IS the concatenation of its full leaves, so an all-gather needs no copy on either side
 (veScale-FSDP's ragged shards, FSDP1's flat parameter). Leaves start at multiples of ``ALIGN`` elements; the end is
-padded until every rank has an equal chunk. With ``align="leaf"`` no leaf is cut: whole ones are packed into the
-chunks, which costs more padding. Leaves that a positional spec cuts along a tensor dim cannot be concatenated that way:
-their groups have ``kind="dim"``, hold rank-major pieces while they travel, and are packed and unpacked by one copy a
-leaf.
+padded until every rank has an equal chunk. With ``align="leaf"`` no leaf is cut: whole leaves are packed into the
+chunks, which costs more padding. Leaves that a positional spec cuts along a tensor dim form groups of ``kind="dim"``:
+their buffers hold rank-major pieces while they travel, and one copy a leaf packs or unpacks them.
 """
 
 import functools
@@ -13,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from fshard.model.precision import Precision
 from fshard.sharding.kinds import Kinds
@@ -28,8 +28,8 @@ ALIGN = 16
 class Leaf:
     """One tensor of the parameter tree, and where it lives.
 
-    ``shape`` is the whole leaf's, ``compute_shape`` what a unit reads on one rank, after the gather. ``opt`` is where
-    the optimizer's state and update live; None: where the leaf itself does. ``kinds`` is the memory they are kept in.
+    ``shape`` is the whole leaf's, ``compute_shape`` that of the tensor which a unit reads on one rank. ``opt`` is the
+    spec of the optimizer's state, None for the leaf's own; ``kinds`` names the memory spaces of both.
     """
 
     path: str
@@ -47,12 +47,12 @@ class Leaf:
 
     @property
     def opt_axes(self) -> Axes:
-        """The axes over which its optimizer state is cut further than the leaf itself."""
+        """The axes that cut the optimizer state further than the leaf."""
         return () if self.opt is None else tuple(axis for axis in self.opt.axes if axis not in self.at_rest.axes)
 
     @property
     def numel(self) -> int:
-        """Elements that a unit reads on one rank."""
+        """The elements that a unit reads on one rank."""
         return math.prod(self.compute_shape)
 
     @property
@@ -62,14 +62,14 @@ class Leaf:
 
     @property
     def gather_dim(self) -> int | None:
-        """The tensor dim along which it is gathered; None if it is flat-sharded or not gathered."""
+        """The tensor dim of its gather; None for a leaf that is flat-sharded or not gathered."""
         dims = [i for i, e in enumerate(self.at_rest.dims) if any(a in self.gather_axes for a in axes_of(e))]
         return dims[0] if dims else None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a leaf: elements ``start`` to ``stop``, in row-major order, of a box in the whole leaf."""
+    """One rank's part of a leaf: elements ``start`` to ``stop``, in row-major order, of a box in the whole leaf."""
 
     offset: Shape
     shape: Shape
@@ -84,21 +84,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """Leaves of one unit that rules treat alike: one flat buffer, the grain of communication.
+    """Leaves of one unit with equal rules: one flat buffer, the grain of communication.
 
     Attributes:
         name: the unit's name, with ``/1``, ``/2``... for its further groups.
-        unit: the unit that owns the leaves; ``root`` for those of no unit.
+        unit: the unit that owns the leaves, or ``root``.
         leaves: in the order of the buffer.
         starts: where each leaf begins in the full buffer, in elements.
         kind: ``flat`` (the buffer is cut into equal ranges) or ``dim`` (each leaf is cut along one of its dims).
-        gather_axes: gathered over these for compute, and scattered over them after backward.
-        sum_axes: the data axes on which the leaf is replicated: gradients are all-reduced over them.
-        parts: the number of chunks, which is the size of ``gather_axes``.
+        gather_axes: parameters are gathered over these for compute, gradients scattered over them after backward.
+        sum_axes: the data axes that hold replicas: gradients are all-reduced over them.
+        parts: the number of chunks, the size of ``gather_axes``.
         chunk: elements of one rank's shard.
-        opt_axes: those of ``sum_axes`` over which the shard is cut further for the optimizer: each rank updates a part
-            of it, and receives the others' parts after the update.
-        opt_parts: the number of these parts, which is the size of ``opt_axes``.
+        opt_axes: those of ``sum_axes`` that cut the shard further for the optimizer: each rank updates a part of it,
+            and receives the other parts after the update.
+        opt_parts: the number of these parts, the size of ``opt_axes``.
     """
 
     id: int
@@ -116,10 +116,7 @@ class Group:
 
     @functools.cached_property
     def owned(self) -> "Group":
-        """The group as the optimizer sees it: gathered over ``opt_axes``, too, so that a chunk is what a rank updates.
-
-        The group itself, where ranks update all that they keep. ``own_range`` says where in the shard the chunk lies.
-        """
+        """The group as the optimizer sees it: a chunk is a rank's ``own_range`` of the shard."""
         if self.opt_parts == 1:
             return self
         return replace(
@@ -134,73 +131,73 @@ class Group:
         )
 
     def own_range(self, mesh: Mesh, rank: int | None = None) -> tuple[int, int]:
-        """Which elements of its shard a rank updates."""
+        """The elements of its shard that a rank updates."""
         width, at = self.chunk // self.opt_parts, mesh.index(self.opt_axes, rank)
         return at * width, (at + 1) * width
 
     @functools.cached_property
     def kinds(self) -> Kinds:
-        """In which memory the leaves are kept, and on which side they are updated."""
+        """The memory spaces of the leaves, and the side of their update."""
         return self.leaves[0].kinds
 
     @functools.cached_property
     def gathered(self) -> bool:
-        """Whether units read a copy that is made when they need it, and not the shard itself."""
+        """Whether units read a gathered copy, and not the shard itself."""
         return self.parts > 1 or self.kinds.hosted
 
     @functools.cached_property
     def offloaded(self) -> bool:
-        """Whether gradients go to the host, since the update runs there."""
+        """Whether gradients go to the host, where the update runs."""
         return self.trainable and self.kinds.update == "host"
 
     @functools.cached_property
     def visits(self) -> bool:
-        """Whether something comes to the side of the update for it, and goes back after it."""
+        """Whether parameters or state are staged on the side of the update."""
         return self.trainable and any(self.kinds.moved)
 
     @property
     def scatter_axes(self) -> Axes:
-        """Over which gradients are scattered after each backward: the gather's, or the optimizer's where none are."""
+        """The axes of the reduce-scatter after each backward: the gather's axes, or else the optimizer's."""
         return self.gather_axes if self.parts > 1 else self.opt_axes
 
     @property
     def scatter_parts(self) -> int:
-        """Into how many parts they are."""
+        """The number of parts of that reduce-scatter."""
         return self.parts if self.parts > 1 else self.opt_parts
 
     @property
     def scatter_chunk(self) -> int:
-        """The elements of one of these parts."""
+        """The elements of one part."""
         return self.numel // self.scatter_parts
 
     @property
-    def twice(self) -> bool:
-        """Whether gradients are scattered again when a step's are complete: over ``opt_axes``."""
+    def second_scatter(self) -> bool:
+        """Whether a step's complete gradients are scattered once more, over ``opt_axes``."""
         return self.parts > 1 and self.opt_parts > 1
 
     @property
     def rest_axes(self) -> Axes:
-        """The data axes over which what a rank updates is replicated."""
+        """The data axes that hold replicas of the part that a rank updates."""
         return tuple(axis for axis in self.sum_axes if axis not in self.opt_axes)
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype that all leaves share, in which they are kept."""
+        """The dtype of the parameters, which all leaves share."""
         return self.leaves[0].dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype in which they are gathered, and units read them."""
+        """The dtype of the gather and of compute."""
         return self.leaves[0].precision.computes_in(self.dtype)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype of the flat gradient. One that is not scattered over ranks is not rounded."""
+        """The dtype of the flat gradient, which is rounded only if it is scattered over ranks."""
         return self.leaves[0].precision.reduces_in(self.dtype) if self.scatter_parts > 1 else self.dtype
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which gradient shards travel to be summed over replicas."""
+        """The dtype of the sum of gradient shards over replicas."""
         return self.leaves[0].precision.reduces_in(self.dtype)
 
     @functools.cached_property
@@ -215,18 +212,18 @@ class Group:
 
     @property
     def staged(self) -> bool:
-        """Whether gathered data arrive in a different order than units read them, and pass a staging buffer."""
+        """Whether gathered data arrive in another order than units read them, and pass a staging buffer."""
         return self.kind == "dim" and self.parts > 1
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the full buffer that belong to no leaf."""
+        """The padding: ranges of the full buffer without a leaf."""
         ends = [0, *(start + leaf.numel for start, leaf in zip(self.starts, self.leaves, strict=True))]
         begins = [*self.starts, self.numel]
         return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)
 
     def shard_range(self, number: int, part: int) -> tuple[int, int]:
-        """Where in its shard a part keeps what it has of a leaf: ``(begin, end)`` in elements, maybe empty."""
+        """The range of a part's shard that holds the leaf: ``(begin, end)`` in elements, maybe empty."""
         start, leaf = self.starts[number], self.leaves[number]
         if self.kind == "dim":
             return start // self.parts, start // self.parts + leaf.numel // self.parts
@@ -235,7 +232,7 @@ class Group:
         return (begin - low, end - low) if begin < end else (0, 0)
 
     def piece(self, number: int, mesh: Mesh, rank: int | None = None) -> Piece:
-        """What a rank (the mesh's own by default) holds of the leaf with this number."""
+        """The part of the leaf with this number that a rank holds, by default the mesh's own."""
         leaf = self.leaves[number]
         flat = self.kind == "flat"
         offset, shape = box(leaf.shape, leaf.compute if flat else leaf.at_rest, mesh, rank)
@@ -253,7 +250,7 @@ class Group:
 
 
 def box(shape: Shape, spec: P, mesh: Mesh, rank: int | None = None) -> tuple[Shape, Shape]:
-    """The offset and shape of the part of a leaf that a spec's positional entries leave to a rank."""
+    """The offset and shape of a rank's part of a leaf under a spec's positional entries."""
     offset, local = [0] * len(shape), list(shape)
     for dim, entry in enumerate(spec.dims):
         axes = axes_of(entry)
@@ -263,11 +260,25 @@ def box(shape: Shape, spec: P, mesh: Mesh, rank: int | None = None) -> tuple[Sha
     return tuple(offset), tuple(local)
 
 
+def global_index(shape: tuple[int, ...], piece: Piece, device: torch.device) -> Tensor:
+    """The row-major index in the whole leaf of each element of a piece, int64."""
+    index = torch.arange(piece.start, piece.stop, device=device)
+    if piece.shape == shape:
+        return index
+    out = torch.zeros_like(index)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        out += (index % piece.shape[dim] + piece.offset[dim]) * stride
+        index = index // piece.shape[dim]
+        stride *= shape[dim]
+    return out
+
+
 def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, data_axes: Axes) -> tuple[Group, ...]:
     """The groups of a plan, units in the order of their first leaf.
 
-    Inside a group, matrices come before vectors and scalars: optimizers that decay only matrices then need no more
-    than two kernel calls a group.
+    Inside a group, matrices come before vectors and scalars: an optimizer that decays only matrices then needs at most
+    two kernel calls a group.
     """
     by_key: dict[tuple[str, object], list[Leaf]] = {}
     for path, leaf in leaves.items():
@@ -283,7 +294,7 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
     taken = {unit for unit, _ in by_key}
     for (unit, _), members in by_key.items():
         number = count[unit] = count.get(unit, -1) + 1
-        while number and f"{unit}/{number}" in taken:  # a unit may be called so
+        while number and f"{unit}/{number}" in taken:  # a unit may have that name
             number = count[unit] = number + 1
         name = f"{unit}/{number}" if number else unit
         spread = (*members[0].gather_axes, *members[0].opt_axes)
@@ -324,7 +335,7 @@ def _group(
 
 
 def _one_behind_the_other(leaves: list[Leaf], step: int) -> tuple[list[tuple[Leaf, int]], int]:
-    """Leaves with their starts, matrices first, and where the last one ends; starts are multiples of ``step``."""
+    """Leaves with their starts, multiples of ``step``, matrices first; and the end of the last one."""
     placed, end = [], 0
     for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape) < 2):
         placed.append((leaf, end))
@@ -333,11 +344,11 @@ def _one_behind_the_other(leaves: list[Leaf], step: int) -> tuple[list[tuple[Lea
 
 
 def _bins(leaves: list[Leaf], load: list[int]) -> list[list[Leaf]]:
-    """Whole leaves for each chunk, so that the fullest chunk holds little more than the mean.
+    """Whole leaves for each chunk, by size.
 
-    The largest leaf goes first, each to the chunk that holds least (Graham, "Bounds on multiprocessing timing
-    anomalies", 1969: at most 4/3 of the best there is). The fullest chunk goes to the part that had least of the groups
-    before, by ``load``, which is brought up to date: so all parts have about as much to update.
+    Largest first, each leaf goes to the chunk that holds least (Graham, "Bounds on multiprocessing timing anomalies",
+    1969: at most 4/3 of the optimum). The fullest chunk goes to the part with the smallest ``load`` of earlier groups;
+    ``load`` is updated in place. So all parts update about equally much.
     """
     bins: list[list[Leaf]] = [[] for _ in load]
     held = [0] * len(load)

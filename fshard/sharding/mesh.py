@@ -1,4 +1,4 @@
-"""A mesh: the ranks of a job laid out on named axes."""
+"""A mesh: the ranks of a job on named axes."""
 
 import itertools
 import math
@@ -46,13 +46,13 @@ class Mesh:
         """The number of ranks along an axis, or along several together.
 
         Raises:
-            AxisError: the mesh has no such axis; so for all that is asked by axes.
+            AxisError: the mesh has no such axis. All methods that take axes raise it.
         """
         shape = self.shape
         return math.prod(shape[axis] for axis in self._named(axes))
 
     def coords(self, rank: int | None = None) -> tuple[int, ...]:
-        """Where a rank (this one by default) lies on each axis."""
+        """A rank's position along each axis; this rank's by default."""
         rest = self.rank if rank is None else rank
         out = []
         for size in reversed(self.sizes):
@@ -70,7 +70,7 @@ class Mesh:
         return index
 
     def ranks(self, axes: str | Axes, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks that differ from a rank only along these axes, ordered by their position along them."""
+        """The ranks that differ from a rank only along these axes, in the order of their positions."""
         axes = self._named(axes)
         base = self.rank if rank is None else rank
         strides = {name: math.prod(self.sizes[i + 1 :]) for i, name in enumerate(self.axis_names)}
@@ -80,11 +80,11 @@ class Mesh:
         return tuple(corner + sum(step) for step in steps)
 
     def partition(self, axes: str | Axes) -> tuple[tuple[int, ...], ...]:
-        """Every set of ranks that communicates over these axes. Each rank is in just one."""
+        """The sets of ranks that communicate over these axes. Each rank is in one of them."""
         return tuple(dict.fromkeys(self.ranks(axes, r) for r in range(self.size)))
 
     def _named(self, axes: str | Axes) -> Axes:
-        """Axes of this mesh, of which one may come without its tuple."""
+        """Axes of this mesh as a tuple."""
         named = axes if isinstance(axes, tuple) else (axes,)
         for axis in named:
             if axis not in self.axis_names:
@@ -100,7 +100,7 @@ class Mesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled mesh is abstract: in another process it can plan, and says so where it is to communicate."""
+        """A pickled mesh is abstract: another process can plan on it, and gets an error where it communicates."""
         return Mesh, (self.sizes, self.axis_names, self.rank, self.device)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Mesh:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.transport is not None:  # ranks that wait for this one learn why it leaves
+        if self.transport is not None:  # ranks that wait for this one get its error
             self.transport.close("" if error is None else f"{type(error).__name__}: {error}")
 
 
@@ -122,8 +122,8 @@ def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int 
     Args:
         sizes: ranks along each axis, all positive.
         axis_names: one name an axis.
-        rank: the rank as which to look at it.
-        device: where that rank's tensors would live.
+        rank: the rank that looks at the mesh.
+        device: the device of that rank's tensors.
 
     Raises:
         PlanError: names and sizes do not match, a name occurs twice, or the rank is outside of the mesh.

@@ -1,7 +1,6 @@
-"""The plan: mesh, specs, units and groups. Everything static, shared by every step, transform and checkpoint."""
+"""The plan: mesh, specs, units and groups. Steps, transforms and checkpoints share it, and it never changes."""
 
 import dataclasses
-import fnmatch
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from fshard import tree
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
+from fshard.patterns import glob_matches
 from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, Leaf, box, make_groups
@@ -20,21 +20,21 @@ from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
-from fshard.sharding.validate import check_kinds, check_opt, check_specs, tensors_of
+from fshard.sharding.validate import check_aligned, check_kinds, check_opt, check_rounding, check_specs, tensors_of
 
 ROOT = "root"
-"""The name of the unit that owns the leaves of no unit: the code between units."""
+"""The unit of all leaves outside of units: the code between units."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a plan was made of beside its mesh: what it knew of the model, and the rules.
+    """The inputs of a plan beside its mesh: facts about the model, and the rules.
 
     Attributes:
         shapes: of the leaves, by path.
         dtypes: likewise.
         owners: the unit of each leaf.
-        aliases: for every further path of a tied leaf its first one.
+        aliases: the first path of a tied leaf by each of its other paths.
         frozen: the paths that the model freezes.
         inits: initializers by path, where the model knows them.
         rules: as given.
@@ -49,11 +49,10 @@ class Source:
     rules: tuple[RuleLike, ...]
 
     def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
-        """The plan."""
         decided = match(self.rules, self.shapes)
         check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
         leaves = _leaves(self, decided, mesh, batch, precision)
-        _check_rounding(leaves)
+        check_rounding(leaves)
         groups = make_groups(leaves, dict(self.owners), mesh, batch.axes)
         return Plan(mesh, batch, leaves, groups, self.inits, precision, self)
 
@@ -64,12 +63,12 @@ class Plan:
 
     Attributes:
         mesh: the mesh.
-        batch: how the batch is cut over the mesh; its axes are the data axes.
+        batch: the spec of the batch; its axes are the data axes.
         leaves: by path, in the order of the parameter tree.
         groups: the flat buffers.
         inits: initializers by path, where the model knows them.
         precision: the dtypes of compute and communication.
-        source: what it was made of, for ``replace``.
+        source: its inputs, for ``replace``.
     """
 
     mesh: Mesh
@@ -82,7 +81,7 @@ class Plan:
 
     @property
     def data_axes(self) -> Axes:
-        """The axes over which the batch is cut and gradients are reduced."""
+        """The axes that cut the batch, over which gradients are reduced."""
         return self.batch.axes
 
     @property
@@ -92,11 +91,11 @@ class Plan:
 
     @functools.cached_property
     def texts(self) -> tuple[Texts, Texts]:
-        """What all ranks' plans must agree in, as texts by name."""
+        """The facts that must be equal on all ranks."""
         return plan_texts(self.mesh, self.batch, self.precision, self.groups)
 
     def places(self) -> dict[str, tuple[Group, int]]:
-        """The group of each leaf by path, and the leaf's number in it."""
+        """The group of each leaf, and the leaf's number in it, by path."""
         return {leaf.path: (group, i) for group in self.groups for i, leaf in enumerate(group.leaves)}
 
     def replace(
@@ -104,16 +103,16 @@ class Plan:
     ) -> "Plan":
         """The plan of the same model on the same mesh with other rules or another precision.
 
-        To freeze or to unfreeze leaves in the middle of a run, or to end one in full precision;
+        This freezes or unfreezes leaves in the middle of a run, or ends a run in full precision.
         ``fs.reshard_state(state, plan, opt)`` carries a state over.
 
         Args:
-            rules: instead of all the rules of before; None for those.
-            precision: instead of that of before; None for that.
+            rules: all rules of the new plan; None keeps the old ones.
+            precision: the new precision; None keeps the old one.
             others: nothing else can be replaced.
 
         Raises:
-            PlanError: what else was to be replaced; or as ``make_plan``.
+            PlanError: another argument; or as ``make_plan``.
 
         >>> import fshard as fs
         >>> mesh = fs.abstract_mesh((2,), ("shard",))
@@ -132,7 +131,7 @@ class Plan:
         return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
 
     def read_in(self, precision: Precision) -> "Plan":
-        """This plan, with the very same shards, for steps that read all leaves in another precision."""
+        """This plan with the same shards, whose steps read all leaves in another precision."""
         leaves = {path: dataclasses.replace(leaf, precision=precision) for path, leaf in self.leaves.items()}
         groups = tuple(
             dataclasses.replace(group, leaves=tuple(leaves[leaf.path] for leaf in group.leaves))
@@ -145,11 +144,11 @@ class Plan:
 
         Args:
             params: a nested dict of tensors.
-            whole: whether leaves have their whole shape, or this rank's local one.
-            what: the argument's name, for the error.
+            whole: whether leaves have their whole shape; else they have this rank's.
+            what: the argument's name, for errors.
 
         Raises:
-            TreeError: leaves are missing, unknown, of another shape or no tensors; all in one report.
+            TreeError: leaves that are missing, unknown, misshapen or not tensors; all in one report.
         """
         if not isinstance(params, Mapping):
             raise TreeError(f"{what} is {described(params)}, not a nested dict of tensors: {_instead(params)}")
@@ -174,7 +173,7 @@ class Plan:
         return {path: group.local_shape(number, self.mesh) for path, (group, number) in self.places().items()}
 
     def _other_kind(self, given: Mapping[str, Any], whole: bool, what: str) -> str:
-        """What to do with whole tensors in the place of shards, or shards in that of whole ones; or nothing."""
+        """The remedy for shards in the place of whole tensors, and the reverse; else empty."""
         found = {path: tuple(getattr(value, "shape", ())) for path, value in given.items()}
         if found != self._shapes(not whole):
             return ""
@@ -204,15 +203,15 @@ def make_plan(
         model: what ``fs.split`` returned, or a nested dict of tensors (real or meta) for hand-written functions.
         mesh: a real or an abstract mesh.
         rules: ``(pattern, spec or tactic)`` pairs or ``fs.Rule``; ``re.fullmatch`` on paths, the first match wins.
-        batch: how the batch is cut; its axes are the data axes. A mesh of one axis has that one by default.
-        units: for a nested dict, patterns of the subtrees that form units, one path component a ``*``.
+        batch: the spec of the batch; its axes are the data axes. The default on a mesh of one axis is that axis.
+        units: for a nested dict, patterns of subtrees that form units; ``*`` matches one path component.
         precision: the dtypes of compute and communication, ``fs.Precision(...)``; None keeps those of the leaves.
 
     Returns:
         The plan. It holds no tensor and needs no process group.
 
     Raises:
-        PlanError: anything that cannot be, every problem of one kind in one report.
+        PlanError: invalid arguments; one report names every problem of one kind.
 
     >>> import fshard as fs, torch
     >>> params = {"w": torch.zeros(4, 2), "b": torch.zeros(2)}
@@ -256,7 +255,7 @@ _RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("shard"))]'
 
 @runtime_checkable
 class Modelled(Protocol):
-    """What has parameters and units: a split model."""
+    """A split model: parameters and units."""
 
     params: Any
     units: Any
@@ -274,7 +273,7 @@ def _misfit(path: str, value: Any, shape: Shape) -> str:
 
 
 def _instead(given: Any) -> str:
-    """What somebody who gave this may have meant."""
+    """A hint at the parameter tree that was meant."""
     if isinstance(given, torch.nn.Module):
         return "give the params of fs.split(module)"
     return "give state.params" if hasattr(given, "params") else "state.params and model.params are such"
@@ -283,9 +282,9 @@ def _instead(given: Any) -> str:
 def _leaves(
     source: Source, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
 ) -> dict[str, Leaf]:
-    """Each leaf with what the rules say of it, resolved against the mesh."""
+    """Each leaf with its rule resolved against the mesh."""
     _check_trainable(source, decided)
-    _check_aligned(decided)
+    check_aligned(decided)
     leaves = {}
     for path, shape in source.shapes.items():
         at_rest, compute, rule, opt = decided[path]
@@ -310,33 +309,13 @@ def _leaves(
     return leaves
 
 
-def _check_aligned(decided: Mapping[str, Decision]) -> None:
-    """Refuse ``align=`` on leaves that a tensor dim cuts, where it could not be kept."""
-    cut = [
-        f"{p}  {d.at_rest}" for p, d in decided.items() if d.rule.align and d.at_rest.flat is None and d.at_rest.axes
-    ]
-    if cut:
-        remedy = "Use flat=, such as fs.fsdp(axis): align= says where a flat-sharded leaf may be cut."
-        raise PlanError(lines("rules with align= decide leaves that are not flat-sharded:", cut, remedy))
-
-
-def _check_rounding(leaves: Mapping[str, Leaf]) -> None:
-    """Refuse stochastic rounding where nothing is rounded."""
-    asked = [leaf for leaf in leaves.values() if leaf.precision.rounding == "stochastic"]
-    if asked and all(leaf.dtype != torch.bfloat16 for leaf in asked):
-        raise PlanError(
-            f"Precision(rounding='stochastic') is about updates of parameters kept in bfloat16, and of its "
-            f"{len(asked)} leaves, such as {asked[0].path}, none is: keep them in bfloat16, or leave rounding= away"
-        )
-
-
 def _wanted(source: Source, path: str, trainable: bool | None) -> bool:
-    """Whether a leaf is to be trained, if it can be."""
+    """Whether a floating-point leaf is trained."""
     return path not in source.frozen if trainable is None else trainable
 
 
 def _check_trainable(source: Source, decided: Mapping[str, Decision]) -> None:
-    """Refuse rules that want to train what has no gradients, and leaves of 8-bit floats, which have no arithmetic."""
+    """Refuse to train leaves without gradients, and 8-bit floats, which have no arithmetic."""
     dtypes = source.dtypes
     small = {p: t for p, t in dtypes.items() if t.is_floating_point and t.itemsize == 1}
     coded = [f"{p}  {t}" for p, t in small.items() if _wanted(source, p, decided[p].rule.trainable)]
@@ -366,7 +345,7 @@ def _batch_spec(batch: P | None, mesh: Mesh) -> P:
 
 
 def _owners(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str]:
-    """The owner of each leaf of a plain tree: the prefix of its path that one of the patterns matches."""
+    """The owner of each leaf of a plain tree: the prefix of its path that a pattern matches."""
     used: set[str] = set()
     owners = {}
     for path in leaves:
@@ -374,8 +353,9 @@ def _owners(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str
         owners[path] = ROOT
         for pattern in patterns:
             depth = len(pattern.split("."))
-            if len(parts) > depth and all(map(fnmatch.fnmatchcase, parts, pattern.split("."))):
-                owners[path] = _unit_name(".".join(parts[:depth]))
+            prefix = ".".join(parts[:depth])
+            if len(parts) > depth and glob_matches(pattern, prefix):
+                owners[path] = _unit_name(prefix)
                 used.add(pattern)
                 break
     idle = [repr(pattern) for pattern in patterns if pattern not in used]
@@ -396,7 +376,7 @@ def _owned_by(leaves: Mapping[str, Any], units: Sequence[str]) -> dict[str, str]
 
 
 def _unit_name(name: str) -> str:
-    """The name itself, unless it is the one of the code between units."""
+    """A name that is not the one of the code between units."""
     if name == ROOT:
         raise PlanError(f"a unit cannot be called {ROOT!r}, which names the code between units: rename the submodule")
     return name

@@ -1,4 +1,4 @@
-"""Rules: which spec each leaf gets. ``re.fullmatch`` on paths, the first match wins, nothing is left to chance."""
+"""Rules give each leaf its spec: ``re.fullmatch`` on paths, the first match wins, every leaf needs a match."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from fshard.sharding.kinds import KINDS, SIDES, MemoryKind, Side
 from fshard.sharding.spec import P, Shape, Tactic, fsdp
 
 Align = int | Literal["leaf"] | None
-"""Where a flat-sharded leaf may be cut: at multiples of so many elements, nowhere, or anywhere."""
+"""Where a flat-sharded leaf may be cut: at multiples of this many elements, nowhere, or anywhere."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Rule:
     Args:
         pattern: a regular expression for the whole path.
         at_rest: a spec, or a tactic that makes one from the leaf's shape.
-        compute: the spec under which units read the leaf. By default the leaf is gathered over the data axes and stays
-            local on every other axis; expert-parallel leaves, which stay local on a data axis, say so here.
+        compute: the spec of the leaf in compute. By default the leaf is gathered over the data axes and stays local on
+            every other axis. Expert-parallel leaves stay local on a data axis, and name it here.
         trainable: False freezes the leaf: it gets no gradient and no optimizer state. True trains it even if the
             module's parameter has ``requires_grad=False``. None: as the model says, and every leaf of a plain tree.
-            (What no plan should know at all, FSDP2's ``ignored_params``, is left out by ``fs.split(ignore=)``.)
+            (``fs.split(ignore=)`` leaves parameters out of the plan altogether, as FSDP2's ``ignored_params``.)
         precision: the dtypes of this leaf, instead of the plan's: ``fs.Precision()`` keeps it as it is.
         align: where a flat-sharded leaf may be cut: ``"leaf"`` nowhere, so that one rank holds the whole of it, and
             whole leaves are packed into equal chunks; a number n only at multiples of n elements of the leaf. None:
@@ -35,15 +35,15 @@ class Rule:
         opt: where the optimizer's state and update live, if over more axes than the leaf: ``at_rest`` with further
             data axes behind its flat ones. ``Rule(".*", P(), opt=P(flat="data"))`` is ZeRO-1 and 2 (Rajbhandari et
             al., 2020): gradients are reduce-scattered, each rank updates its part, and the ranks that hold the same
-            parameters send each other what they updated, behind the next forward. HSDP with the optimizer over all
+            parameters exchange their updated parts behind the next forward. HSDP with the optimizer over all
             ranks is ``Rule(".*", fs.fsdp("shard"), opt=fs.fsdp(("shard", "replica")))``.
-        memory_kind: where parameters are kept, and with them their optimizer state: in the memory of the ``"device"``,
-            as by default, or in that of its host: ``"pinned_host"`` (page-locked, which copies beside compute need) or
-            ``"unpinned_host"``. What lies there is copied to the device just before it is gathered, also where it is
-            not sharded; its gradients go to the host, and its update runs there (FSDP2's ``CPUOffloadPolicy``).
-        opt_memory_kind: where optimizer state is kept, if elsewhere than ``memory_kind`` says.
-        update_on: the side on which the update runs, ``"device"`` or ``"host"``; what lies on the other one is copied
-            there and back. By default the host where parameters and state are kept there, else the device.
+        memory_kind: the memory of parameters and their optimizer state: that of the ``"device"``, the default, or of
+            its host: ``"pinned_host"`` (page-locked, which copies beside compute need) or ``"unpinned_host"``. Such
+            parameters are copied to the device just before they are gathered, also where they are not sharded; their
+            gradients go to the host, and their update runs there (FSDP2's ``CPUOffloadPolicy``).
+        opt_memory_kind: the memory of optimizer state, if not that of ``memory_kind``.
+        update_on: the side of the update, ``"device"`` or ``"host"``. Tensors on the other side are copied there and
+            back. By default the host if parameters and state are both there, else the device.
 
     >>> Rule("embed.*", P("shard"), trainable=False)
     Rule('embed.*', P('shard'), trainable=False)
@@ -70,13 +70,13 @@ RuleLike = Rule | tuple[str, P | Tactic]
 
 
 class Decision(NamedTuple):
-    """What the rules say of one leaf.
+    """The decision of the rules on one leaf.
 
     Attributes:
         at_rest: the spec, made by the tactic where the rule gives one.
-        compute: the spec of compute, None where the rule leaves it open.
-        rule: the rule that decided, for everything else that it says.
-        opt: the spec of optimizer state, None where the rule leaves it open.
+        compute: the spec in compute; None where the rule gives none.
+        rule: the rule that decided.
+        opt: the spec of optimizer state; None where the rule gives none.
     """
 
     at_rest: P
@@ -86,7 +86,7 @@ class Decision(NamedTuple):
 
 
 def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, Decision]:
-    """What the rules decide of every leaf.
+    """The decision of the rules on every leaf.
 
     Raises:
         PlanError: a leaf that no rule matches, or a rule that decides no leaf; all of them in one report.
@@ -121,14 +121,14 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
             lines(
                 f"{len(idle)} of {len(full)} rules decide no leaf:",
                 idle,
-                f"Patterns must match a whole path, such as {next(iter(shapes), 'w')!r}; remove the rule or mend it.",
+                f"Patterns must match a whole path, such as {next(iter(shapes), 'w')!r}; remove the rule or fix it.",
             )
         )
     return out
 
 
 def _spec(given: Any, path: str, shape: Shape) -> P:
-    """What a rule says of a leaf."""
+    """The spec that a rule gives a leaf."""
     if given is fsdp:
         raise PlanError("the rules hold the class fs.fsdp itself: name the axis, fs.fsdp('shard')")
     spec = given if isinstance(given, P) else given(shape)

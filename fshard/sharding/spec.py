@@ -1,4 +1,4 @@
-"""``P``: where one leaf lives, and the tactics that choose it from a leaf's shape."""
+"""``P``: where one leaf lives, and tactics, which choose a ``P`` by a leaf's shape."""
 
 import math
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class P:
     Args:
         *dims: for each tensor dim in order the axis, or the tuple of axes, that divides it, or None. Dims left out are
             whole. ``P()`` is replicated.
-        flat: the axis or axes over which what is left of the leaf is flat-sharded: the leaf becomes a range of its
-            group's flat buffer, which is cut into equal chunks. It divides leaves of any size.
+        flat: the axis or axes that flat-shard the rest of the leaf: the leaf becomes a range of its group's flat
+            buffer, which is cut into equal chunks. It divides leaves of any size.
 
     >>> P("tp", None, flat="shard")
     P('tp', None, flat='shard')
@@ -47,11 +47,11 @@ class P:
 
     @property
     def axes(self) -> Axes:
-        """Every axis that the spec names, in order, repeated where it repeats them."""
+        """Every axis that the spec names, in order, with repetitions."""
         return tuple(axis for entry in (*self.dims, self.flat) for axis in axes_of(entry))
 
     def without(self, axes: Axes) -> "P":
-        """The spec after the leaf was gathered over these axes."""
+        """The spec after a gather over these axes."""
 
         def keep(entry: Entry) -> Entry:
             return tuple(a for a in axes_of(entry) if a not in axes)
@@ -60,7 +60,7 @@ class P:
 
 
 def _entry(entry: object) -> Entry:
-    """One way to write each entry: ``("a",)`` is ``"a"``, and ``()`` is None."""
+    """The canonical entry: ``("a",)`` becomes ``"a"``, and ``()`` None."""
     axes = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple | list) else ()
     if (entry is not None and axes == () and entry not in ((), [])) or not all(isinstance(a, str) for a in axes):
         raise PlanError(f"{entry!r} in a spec: an entry is the name of a mesh axis, a tuple of names, or None")
@@ -68,7 +68,7 @@ def _entry(entry: object) -> Entry:
 
 
 Tactic = Callable[[Shape], P]
-"""What chooses a leaf's spec from its shape."""
+"""A function from a leaf's shape to its spec."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ class fsdp:  # noqa: N801 - reads as the function it is in a rule
     min_size: int = 0
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         if not axes_of(_entry(self.axis)):
             raise PlanError(f"fs.fsdp(axis={self.axis!r}) names no axis: give one, or write fs.P() for replicated")
         if not isinstance(self.min_size, int) or self.min_size < 0:

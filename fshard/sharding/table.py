@@ -1,4 +1,4 @@
-"""``print(plan)``: a table that a person can read."""
+"""``print(plan)``: the plan as a table."""
 
 import math
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ SHORT = {
 
 
 def typed_shape(leaf: Leaf) -> str:
-    """A leaf in JAX's manner: ``f32[4096@tp, 1024]``, with ``@flat(shard)`` behind it if it is flat-sharded.
+    """A leaf in JAX's notation: ``f32[4096@tp, 1024]``, then ``@flat(shard)`` for a flat-sharded leaf.
 
-    ``opt@flat(replica)``: its optimizer state is cut over these axes, too.
+    ``opt@flat(replica)``: these axes cut its optimizer state further.
     """
     entries = (*leaf.at_rest.dims, *[None] * len(leaf.shape))
     dims = [f"{n}@{'+'.join(axes_of(e))}" if e else str(n) for n, e in zip(leaf.shape, entries, strict=False)]
@@ -36,7 +36,7 @@ def typed_shape(leaf: Leaf) -> str:
 
 
 def human(n: float) -> str:
-    """Bytes for a person: ``1.5 MiB``."""
+    """Bytes in the largest fitting unit: ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -88,7 +88,7 @@ def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
 
 
 def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:
-    """What ``align=`` costs: a line for each group whose leaves may not be cut anywhere."""
+    """The padding that ``align=`` costs, a line for each group that has it."""
     groups = {group.id: group for group, _ in places.values() if any(leaf.align for leaf in group.leaves)}
     out = []
     for group in groups.values():

@@ -1,4 +1,4 @@
-"""What leaves and specs must satisfy before anything is laid out. Every problem of every leaf, in one report."""
+"""Checks of leaves and specs before their layout. One report names every problem of every leaf."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from fshard.arguments import alike
 from fshard.errors import PlanError, lines
 from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
-from fshard.sharding.rules import Rule
+from fshard.sharding.rules import Decision, Rule
 from fshard.sharding.spec import P, Shape, axes_of
 
 
@@ -20,11 +20,11 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The leaves of a parameter tree by path.
 
     Raises:
-        PlanError: there are none; some are no dense real tensors; or one lies where another does.
+        PlanError: there are no leaves, some are not dense real tensors, or two share memory.
     """
     tensors = dict(tree.paths(params))
     if not tensors:
-        raise PlanError("the model has no parameters, so there is nothing to place")
+        raise PlanError("the model has no parameters: give a module or a tree with at least one tensor")
     dense = {p for p, t in tensors.items() if isinstance(t, torch.Tensor) and t.layout == torch.strided}
     wrong = [
         f"{path}: {f'{t.dtype}, {t.layout}' if isinstance(t, torch.Tensor) else type(t).__name__}"
@@ -39,7 +39,7 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a tree that holds a tensor twice: two leaves would be made of what may be meant to be one."""
+    """Refuse a tree with two leaves in the same memory: they may be one tied leaf, and the plan would part them."""
     first: dict[tuple[Any, ...], str] = {}
     twice = []
     for path, leaf in tensors.items():
@@ -51,9 +51,9 @@ def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
                 twice.append(f"{path}  {list(leaf.shape)} lies where {other}  {list(tensors[other].shape)} does")
     if twice:
         remedy = (
-            "A plan keeps each path by itself, so these would start alike and train apart. To share a leaf, hold it at "
-            "one path and read it there in both places, or split one module that holds both, which keeps their tie; "
-            "for two leaves, clone one."
+            "A plan keeps one leaf a path, so these would start equal and train apart. To share a leaf, store it at "
+            "one path and read it there in both places, or split one module that holds both, which keeps their tie. "
+            "For two separate leaves, clone one."
         )
         raise PlanError(lines(f"{len(twice)} of {len(tensors)} leaves share the memory of others:", twice, remedy))
 
@@ -65,7 +65,7 @@ def check_specs(
 
     Raises:
         PlanError: unknown axes, axes used twice, more entries than dims, dims that do not divide, and combinations
-            that no layout has; one line a problem.
+            without a layout; one line a problem.
     """
     problems: list[tuple[str, str]] = []
     for path, (at_rest, compute) in specs.items():
@@ -79,14 +79,40 @@ def check_specs(
         problems += [(f"{path}  {list(shape)}", f"  {at_rest}: {problem}") for problem in found]
     if problems:
         head = f"{len(problems)} problems with specs on the mesh {dict(mesh.shape)}:"
-        raise PlanError(lines(head, alike(problems), "Mend the rules that give these specs."))
+        raise PlanError(lines(head, alike(problems), "Correct the rules that give these specs."))
+
+
+def check_aligned(decided: Mapping[str, Decision]) -> None:
+    """Refuse ``align=`` on leaves that a tensor dim cuts.
+
+    Raises:
+        PlanError: naming them.
+    """
+    cut = [f"{p}  {d.at_rest}" for p, d in decided.items() if d.rule.align and not d.at_rest.flat and d.at_rest.axes]
+    if cut:
+        remedy = "Use flat=, such as fs.fsdp(axis): align= says where a flat-sharded leaf may be cut."
+        raise PlanError(lines("rules with align= decide leaves that are not flat-sharded:", cut, remedy))
+
+
+def check_rounding(leaves: Mapping[str, Leaf]) -> None:
+    """Refuse stochastic rounding without a parameter in bfloat16.
+
+    Raises:
+        PlanError: naming a leaf that asks for it.
+    """
+    asked = [leaf for leaf in leaves.values() if leaf.precision.rounding == "stochastic"]
+    if asked and all(leaf.dtype != torch.bfloat16 for leaf in asked):
+        raise PlanError(
+            f"Precision(rounding='stochastic') rounds updates of parameters kept in bfloat16, and none of its "
+            f"{len(asked)} leaves, such as {asked[0].path}, is: keep them in bfloat16, or leave rounding= away"
+        )
 
 
 def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
-    """Check where leaves want their optimizer state, their other specs being right.
+    """Check the specs of optimizer state, after all other specs.
 
     Raises:
-        PlanError: a frozen leaf, axes that are no data axes, or a cut that is not one of the leaf's own parts.
+        PlanError: a frozen leaf, axes that are not data axes, or a cut that does not divide the leaf's own parts.
     """
     problems: list[tuple[str, str]] = []
     for leaf in leaves:
@@ -95,7 +121,7 @@ def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
         problems += [(f"{leaf.path}  {list(leaf.shape)}", text) for text in told]
     if problems:
         head = f"{len(problems)} problems with opt= on the mesh {dict(mesh.shape)}:"
-        raise PlanError(lines(head, alike(problems), "Mend the rules that give these specs, or leave opt= out."))
+        raise PlanError(lines(head, alike(problems), "Correct the rules that give these specs, or leave opt= out."))
 
 
 def _opt_problems(leaf: Leaf, opt: P, mesh: Mesh, data_axes: Axes) -> list[str]:
@@ -131,11 +157,11 @@ def _ordered(axes: Axes, mesh: Mesh) -> Axes:
 
 
 def check_kinds(leaves: Iterable[Leaf], rules: Mapping[str, Rule], mesh: Mesh) -> None:
-    """Check in which memory leaves want to be kept, their specs being right.
+    """Check the memory kinds of leaves, after their specs.
 
     Raises:
-        PlanError: page-locked memory where no device copies from it, optimizer state of what a rule freezes, an update
-            on the host of what is all on the device, or ranks that would have to exchange updated parts of host memory.
+        PlanError: page-locked memory without a device to copy from it, optimizer state of a frozen leaf, an update on
+            the host of a leaf on the device, or an exchange between ranks of updated parts of host memory.
     """
     problems: list[tuple[str, str]] = []
     for leaf in leaves:
@@ -145,7 +171,7 @@ def check_kinds(leaves: Iterable[Leaf], rules: Mapping[str, Rule], mesh: Mesh) -
     if problems:
         head = f"{len(problems)} problems with memory kinds on the mesh {dict(mesh.shape)} of device {mesh.device}:"
         raise PlanError(
-            lines(head, alike(problems), "Mend the rules that say memory_kind=, opt_memory_kind= or update_on=.")
+            lines(head, alike(problems), "Correct memory_kind=, opt_memory_kind= or update_on= in these rules.")
         )
 
 
@@ -171,7 +197,7 @@ def _kind_problems(leaf: Leaf, rule: Rule, mesh: Mesh) -> list[str]:
 
 
 def _problems(spec: P, shape: Shape, mesh: Mesh, local: Axes) -> list[str]:
-    """What is wrong with one spec of a leaf that compute leaves cut over its local axes."""
+    """The problems of one spec of a leaf, which compute reads cut over its local axes."""
     unknown = [axis for axis in spec.axes if axis not in mesh.axis_names]
     if unknown:
         return [f"no axis {', '.join(map(repr, unknown))} in the mesh, which has {', '.join(mesh.axis_names)}"]
@@ -184,7 +210,7 @@ def _problems(spec: P, shape: Shape, mesh: Mesh, local: Axes) -> list[str]:
     for dim, entry in enumerate(spec.dims):
         parts = mesh.axis_size(axes_of(entry))
         if shape[dim] % parts:
-            kept = any(axis in local for axis in axes_of(entry))  # so that it cannot be flat, which is gathered
+            kept = any(axis in local for axis in axes_of(entry))  # flat axes are gathered, so it cannot become flat
             fewer = f"choose a size of {entry!r} that divides {shape[dim]}"
             other = fewer if kept else f"use flat={entry!r}, which cuts any size"
             out.append(
@@ -221,7 +247,7 @@ def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> lis
     gathered = tuple(axis for axis in at_rest.axes if axis not in compute.axes)
     foreign = [axis for axis in gathered if axis not in data_axes]
     if foreign:
-        # Ranks along such an axis work on the same rows: whether their gradients add up or agree, no spec says.
+        # Ranks along such an axis work on the same rows: no spec says whether their gradients add up or are equal.
         return [
             f"it is gathered for compute over {foreign[0]!r}, which is no data axis, so nothing says how its "
             f"gradients add up; keep it local on that axis, or name the axis in batch="

@@ -19,8 +19,7 @@ from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
 from fshard.runtime.places import place_of
 from fshard.runtime.update import start_shard
-from fshard.sharding.index import global_index
-from fshard.sharding.layout import Group, Piece
+from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
 from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen

@@ -322,7 +322,7 @@ def test_what_is_wrong_with_many_leaves_is_said_once() -> None:
     whole = {**{str(i): torch.ones(1) for i in range(120)}, "one": torch.ones(3, 3)}
     rules = [("one", fs.P("a")), (".*", fs.fsdp("other"))]
     many = r"\n  0  \[1\], 1  \[1\], 2  \[1\] and 117 others  P\(flat='other'\): no axis 'other' in the mesh"
-    with pytest.raises(PlanError, match=rf"121 problems .*{many}.*\n  one  \[3, 3\]  P\('a'\): no axis 'a'.*\nMend"):
+    with pytest.raises(PlanError, match=rf"121 problems .*{many}.*\n  one  \[3, 3\]  P\('a'\): no axis 'a'.*\nCorrect"):
         fs.make_plan(whole, MESH, rules)
     muon, whole = fs.optim.muon(0.1), {str(i): torch.ones(2, 2) for i in range(7)}
     with pytest.raises(PlanError, match=r"0  \[2, 2\], 1  \[2, 2\], 2  \[2, 2\] and 4 others  P.*align=\"leaf\""):

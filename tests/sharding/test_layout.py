@@ -13,8 +13,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError
-from fshard.sharding.index import global_index
-from fshard.sharding.layout import ALIGN, Group, box
+from fshard.sharding.layout import ALIGN, Group, box, global_index
 from fshard.state.init import take
 
 DATA = ("replica", "shard")
