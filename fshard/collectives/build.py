@@ -1,4 +1,4 @@
-"""From the arguments of a collective to a linear map, or to an error."""
+"""Check the arguments of a collective, and build its linear map."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def untraced(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Let torch.compile break its graph here. The public ``torch.compiler.disable`` would import all of Dynamo now."""
+    """Let torch.compile break its graph here, without importing Dynamo, as ``torch.compiler.disable`` does."""
     return _disable_dynamo(fn)
 
 
@@ -52,7 +52,7 @@ def exchange(x: Tensor, group: Group, split: int, concat: int, tiled: bool) -> T
     to = dim_of(x, concat, "all_to_all")
     if tiled:
         return applied(x, Exchange(group, at, to))
-    # The result has the dims of x without the split one, and the new one among them: as many as x.
+    # The result loses the split dim and gains a new one, so it has as many dims as x.
     front = x.movedim(at, 0).unsqueeze(x.dim() + to + 1)
     return applied(front, Exchange(group, -front.dim(), to)).squeeze(0)
 
@@ -91,7 +91,7 @@ def permute(group: Group, perm: Sequence[tuple[int, int]]) -> Permute:
 
 
 def dim_of(x: Tensor, dim: int, what: str, more: int = 0) -> int:
-    """A dim, counted from the end, of a tensor with ``more`` dims than this one."""
+    """A dim of a tensor with ``more`` dims than this one, counted from the end."""
     tensor(x, what)
     if not isinstance(dim, int):
         raise CollectiveError(f"{what}: dim={dim!r} is {kind(dim)}: give the number of a dim")
@@ -124,14 +124,14 @@ def check_addable(x: Tensor, what: str) -> None:
 
 
 def tensor(x: Any, what: str) -> Tensor:
-    """A tensor, and nothing else."""
+    """The value, if it is a tensor."""
     if not isinstance(x, Tensor):
         raise CollectiveError(f"{what} takes tensors, not {type(x).__name__}: wrap numbers by torch.tensor")
     return x
 
 
 def number(leaf: Any, what: str) -> Any:
-    """A Python number, which is the same on all ranks."""
+    """The value, if it is a Python number."""
     if isinstance(leaf, bool) or not isinstance(leaf, int | float | complex):
         raise CollectiveError(f"{what} takes tensors and numbers, not {type(leaf).__name__}")
     return leaf

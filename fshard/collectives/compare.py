@@ -1,4 +1,4 @@
-"""Values that are said to be equal on all ranks are compared, on data."""
+"""Compare values that must be equal on all ranks."""
 
 import torch
 from torch import Tensor
@@ -29,5 +29,5 @@ def check_invariant(group: Group, x: Tensor, label: str) -> None:
         count = int(wrong[row].sum())
         problems.append(f"rank {ranks[row]}: {count} of {x.numel()} differ; first at {index}: {here}, not {first}")
     remedy = f"Name the axis in its spec, or make it equal first, such as by psum or pmean over {str(group)!r}."
-    head = f"{label} is said to be the same along {str(group)!r}, but differs from what rank {ranks[0]} has:"
+    head = f"{label} must be the same along {str(group)!r}, but differs from the value of rank {ranks[0]}:"
     raise ReplicationError(lines(head, problems, remedy))

@@ -1,4 +1,4 @@
-"""Whether ranks that hold copies of a leaf have the same gradient for it: what ``debug=True`` asks after each step."""
+"""Compare the gradients of leaves that several ranks hold copies of, for ``debug=True``."""
 
 from collections.abc import Mapping
 
@@ -13,14 +13,14 @@ from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 
 RELATIVE, FLOOR = 1e-3, 1e-6
-"""Gradients that differ by less than this part of the leaf's largest, or of the group's, differ by rounding."""
+"""Differences below these fractions of the leaf's and of the group's largest gradient are rounding."""
 
 
 def check_copies(plan: Plan, grads: Mapping[int, Tensor], lane: Lane) -> None:
-    """Compare the gradients of leaves over the axes on which they are copied, and which are no data axes.
+    """Compare the gradients of leaves over the axes that hold copies of them and are not data axes.
 
-    Along such an axis ranks work on the same rows, and nothing adds their gradients up: each has all of it, or copies
-    drift apart. That happens where a leaf meets values that differ between these ranks without a ``pvary``.
+    Ranks along such an axis work on the same rows, and nothing adds up their gradients: copies drift apart unless each
+    rank has the whole gradient. It has not if a leaf meets values that differ between ranks without a ``pvary``.
 
     Args:
         plan: the plan.
@@ -28,7 +28,7 @@ def check_copies(plan: Plan, grads: Mapping[int, Tensor], lane: Lane) -> None:
         lane: the control lane over the whole mesh.
 
     Raises:
-        ReplicationError: some differ; on all ranks alike.
+        ReplicationError: some differ; all ranks raise it.
     """
     over = {group.id: copied(group, plan) for group in plan.groups if group.trainable}
     if not any(over.values()):
@@ -43,9 +43,9 @@ def check_copies(plan: Plan, grads: Mapping[int, Tensor], lane: Lane) -> None:
             lines(
                 "gradients differ between ranks that hold copies of one leaf, and work on the same rows:",
                 problems,
-                "Where such a leaf meets values that differ between these ranks, such as slices of the sequence, pass "
-                "it through fs.parallel.shared or fs.collectives.pvary: then its gradient is the sum over them. And "
-                "the loss must be the same on all of them: see whether a psum is missing.",
+                "Pass a leaf that meets values which differ between these ranks, such as slices of the sequence, "
+                "through fs.parallel.shared or fs.collectives.pvary: its gradient is then the sum over the ranks. The "
+                "loss must be the same on all of them: check whether a psum is missing.",
             )
         )
 

@@ -9,9 +9,9 @@ from fshard.sharding.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's neighbours along some axes of a mesh, in the order in which the axes were named.
+    """This rank's neighbours along some axes of a mesh, in the order of the axes as named.
 
-    ``implicit`` says that values are varying again as soon as a collective has made them invariant: see ``scope``.
+    ``implicit``: a collective's invariant result becomes varying at once, see ``scope``.
     """
 
     mesh: Mesh
@@ -23,17 +23,17 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self.mesh.axis_size(self.axes)
 
     @property
     def index(self) -> int:
-        """Which of them this rank is; the last axis runs fastest."""
+        """This rank's position; the last axis runs fastest."""
         return self.mesh.index(self.axes)
 
     @property
     def lane(self) -> Lane:
-        """What joins them."""
+        """The communicator that joins them."""
         transport = self.mesh.transport
         if transport is None and self.mesh.size > 1:
             raise no_processes()
@@ -41,14 +41,14 @@ class Group:
         return lane
 
     def foresee(self) -> None:
-        """A program that is traced will need the lane."""
+        """Note that a traced program will need the lane."""
         transport = self.mesh.transport
         if isinstance(transport, Processes) and transport.foreseen is not None:
             transport.foreseen[self._sorted] = None
 
     @property
     def order(self) -> list[int] | None:
-        """For each position its place in the lane, which is ordered by rank; None where that is the same."""
+        """The place in the lane, which is ordered by rank, of each position; None where both agree."""
         if self.axes == self._sorted:
             return None
         places = {rank: place for place, rank in enumerate(sorted(self.mesh.ranks(self.axes)))}

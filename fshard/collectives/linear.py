@@ -1,8 +1,8 @@
 """Linear collectives, and the one autograd function that makes all of them differentiable.
 
-A collective is a linear map of the values of all ranks together. A *varying* value is one for each rank. An *invariant*
-value is a single one, of which every rank holds a copy. That difference is the type of a collective, and it decides the
-adjoint (``jax.shard_map`` with ``check_vma=True``; Megatron-LM's f and g):
+A collective is a linear map of the values of all ranks together. A *varying* value differs between ranks. An
+*invariant* value is a single one, and every rank holds a copy. These types decide the adjoint (``jax.shard_map`` with
+``check_vma=True``; Megatron-LM's f and g):
 
 =============== ====================== =========================================================
 ``Sum``         varying -> invariant   ``Vary``
@@ -13,7 +13,7 @@ adjoint (``jax.shard_map`` with ``check_vma=True``; Megatron-LM's f and g):
 ``Cut``         invariant -> varying   ``Collect``
 ``Exchange``    varying -> varying     ``Exchange``, the dims swapped
 ``Ragged``      varying -> varying     ``Ragged``, the numbers swapped
-``Permute``     varying -> varying     ``Permute``, the pairs turned round
+``Permute``     varying -> varying     ``Permute``, the pairs reversed
 ``Settle``      varying -> invariant   ``Once``
 ``Once``        invariant -> varying   ``Spread``
 ``Spread``      varying -> invariant   ``Once``
@@ -57,7 +57,7 @@ class Collective(ABC):
         return shape
 
     def begin(self, x: Tensor) -> raw.Finish:
-        """Start it on data. Fake tensors, which have none, give fake ones."""
+        """Start it on data; a fake tensor gives a fake result."""
         check_plain(x, type(self).__name__)
         if is_fake(x):
             self.group.foresee()
@@ -65,29 +65,23 @@ class Collective(ABC):
         return self.start(x)
 
     def run(self, x: Tensor) -> Tensor:
-        """It on data, to its end."""
+        """Its result on data."""
         return self.begin(x)()
 
 
 class Linear(torch.autograd.Function):
-    """A linear collective under every transform of torch.func.
-
-    Each rule applies this function again, so that rules have derivatives, tangents and batches themselves.
-    """
+    """A linear collective under every transform of torch.func: each rule applies this function again."""
 
     @staticmethod
     def forward(x: Tensor, op: Collective) -> Tensor:
-        """Run it."""
         return op.run(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what it was; it needs none of its data."""
         ctx.op = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The adjoint."""
         return apply(grad, ctx.op.transpose()), None
 
     @staticmethod
@@ -112,7 +106,6 @@ class Sum(Collective):
     """The sum over ranks."""
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Sum."""
         return raw.sum_all(self.group, x)
 
     def transpose(self) -> Collective:
@@ -122,10 +115,9 @@ class Sum(Collective):
 
 @dataclass(frozen=True)
 class Vary(Collective):
-    """The copies of one value as values of their own."""
+    """The copies of one value as separate values."""
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Nothing is sent."""
         return x.clone
 
     def transpose(self) -> Collective:
@@ -135,21 +127,19 @@ class Vary(Collective):
 
 @dataclass(frozen=True)
 class Gather(Collective):
-    """The tensors of all ranks one behind the other along a dim."""
+    """The tensors of all ranks, concatenated along a dim."""
 
     dim: int
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Gather."""
         rows = raw.gather(self.group, x)
         return lambda: _join(rows(), self.dim)
 
     def shape(self, shape: Shape) -> Shape:
-        """As many times as long along the dim."""
         return _scaled(shape, self.dim, self.group.size, 1)
 
     def transpose(self) -> Collective:
-        """Each slice goes back to where it came from, added up over those that got it."""
+        """The sum of each slice, on the rank that it came from."""
         return Scatter(self.group, self.dim)
 
 
@@ -160,24 +150,20 @@ class Scatter(Collective):
     dim: int
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Add up what is for this rank."""
         return raw.scatter_sum(self.group, _rows(x, self.dim, self.group.size))
 
     def shape(self, shape: Shape) -> Shape:
-        """A part along the dim."""
         return _scaled(shape, self.dim, 1, self.group.size)
 
     def transpose(self) -> Collective:
-        """Gather."""
         return Gather(self.group, self.dim)
 
 
 @dataclass(frozen=True)
 class Collect(Gather):
-    """``Gather``, where the result counts as one value."""
+    """``Gather`` with an invariant result."""
 
     def transpose(self) -> Collective:
-        """This rank's slice."""
         return Cut(self.group, self.dim)
 
 
@@ -188,36 +174,30 @@ class Cut(Collective):
     dim: int
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Nothing is sent."""
         return _rows(x, self.dim, self.group.size)[self.group.index].clone
 
     def shape(self, shape: Shape) -> Shape:
-        """A part along the dim."""
         return _scaled(shape, self.dim, 1, self.group.size)
 
     def transpose(self) -> Collective:
-        """The slices of all ranks, one behind the other."""
         return Collect(self.group, self.dim)
 
 
 @dataclass(frozen=True)
 class Exchange(Collective):
-    """Cut along one dim, each slice to its rank; what arrives is joined along another dim."""
+    """Slices along one dim, one for each rank, concatenated along another dim where they arrive."""
 
     split: int
     concat: int
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Exchange."""
         rows = raw.exchange(self.group, _rows(x, self.split, self.group.size))
         return lambda: _join(rows(), self.concat)
 
     def shape(self, shape: Shape) -> Shape:
-        """Shorter along one dim and longer along the other."""
         return _scaled(_scaled(shape, self.split, 1, self.group.size), self.concat, self.group.size, 1)
 
     def transpose(self) -> Collective:
-        """Back."""
         return Exchange(self.group, self.concat, self.split)
 
 
@@ -229,16 +209,13 @@ class Ragged(Collective):
     receive: tuple[int, ...]
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Exchange."""
         rows = raw.ragged(self.group, x.movedim(-2, 0), self.send, self.receive)
         return lambda: rows().movedim(0, -2)
 
     def shape(self, shape: Shape) -> Shape:
-        """As many rows as arrive."""
         return (*shape[:-2], sum(self.receive), shape[-1])
 
     def transpose(self) -> Collective:
-        """Back."""
         return Ragged(self.group, self.receive, self.send)
 
 
@@ -249,26 +226,23 @@ class Permute(Collective):
     pairs: tuple[tuple[int, int], ...]
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Send and receive."""
         return raw.permute(self.group, x, self.pairs)
 
     def transpose(self) -> Collective:
-        """Back."""
         return Permute(self.group, tuple((target, source) for source, target in self.pairs))
 
 
 @dataclass(frozen=True)
 class Settle(Collective):
-    """Values that are equal on all ranks as one value. ``label`` says what they are; with ``check`` they are compared.
+    """Equal values of all ranks as one value, compared if ``check``; ``label`` names them in the error.
 
-    It is the restriction of ``Spread`` to values that are equal, so both have the same adjoint.
+    ``Spread`` restricted to equal values, so both have the same adjoint.
     """
 
     label: str
     check: bool
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Compare, or believe."""
         if self.check:
             check_invariant(self.group, x, self.label)
         return x.clone
@@ -283,7 +257,6 @@ class Once(Collective):
     """The value on the first rank, zeros on all others."""
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Nothing is sent."""
         return lambda: x.clone() if self.group.index == 0 else torch.zeros_like(x)
 
     def transpose(self) -> Collective:
@@ -296,7 +269,7 @@ class Spread(Collective):
     """The value of the first rank, on all of them."""
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Gather it, and take the first: sums would mix in the other ranks' infinities."""
+        # A sum would mix in the other ranks' infinities.
         rows = raw.gather(self.group, x)
         return lambda: rows()[0].clone()
 
@@ -306,11 +279,10 @@ class Spread(Collective):
 
 
 class Max(torch.autograd.Function):
-    """The largest over ranks. It has no derivative: which rank's element it was is not known here."""
+    """The maximum over ranks. It has no derivative: the rank of the maximum is unknown here."""
 
     @staticmethod
     def forward(x: Tensor, group: Group) -> Tensor:
-        """Compare."""
         check_plain(x, "pmax")
         if is_fake(x):
             group.foresee()
@@ -319,16 +291,14 @@ class Max(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Refuse."""
         raise no_derivative()
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        """Refuse."""
         raise no_derivative()
 
     @staticmethod
@@ -338,10 +308,10 @@ class Max(torch.autograd.Function):
 
 
 def check_plain(x: Tensor, what: str) -> None:
-    """Refuse what data operations would silently get wrong: wrappers of transforms, and tracing into a graph.
+    """Refuse tensors that hold no data: wrappers of transforms, and tensors traced into a graph.
 
     Raises:
-        TransformError: this is no data.
+        TransformError: it is one.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         raise wrapped(what)
@@ -352,7 +322,7 @@ def check_plain(x: Tensor, what: str) -> None:
 
 def is_fake(x: Tensor) -> bool:
     """Whether a tensor has a shape and no data."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # not imported here: it takes a second
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # its import takes a second
     return fakes is not None and isinstance(x, fakes.FakeTensor)
 
 
@@ -363,7 +333,7 @@ def _rows(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _join(rows: Tensor, dim: int) -> Tensor:
-    """The rows one behind the other along a dim; the inverse of ``_rows``."""
+    """The inverse of ``_rows``."""
     return rows.movedim(0, dim - 1).flatten(dim - 1, dim)
 
 

@@ -1,8 +1,7 @@
 """Collectives on data: plain tensors in, plain tensors out, no derivatives.
 
-Each starts its communication and returns a function that waits for it and gives the result. Data that is only moved
-travels as bytes, so any dtype does. Sums are added in the order of ranks wherever this module adds them, so that equal
-inputs give equal bits on every run and on every rank.
+Each starts its communication and returns a function that waits for the result. Moved data travel as bytes, in any
+dtype. This module adds in the order of ranks, so equal inputs give equal bits on every run and on every rank.
 """
 
 import math
@@ -17,7 +16,7 @@ from fshard.runtime.clock import marks
 Finish = Callable[[], Tensor]
 
 SMALL = 1 << 16
-"""Bytes of all rows together up to which a reduction gathers them: one message instead of two."""
+"""Up to this many bytes of all rows together a reduction gathers: one message instead of two."""
 
 
 def gather(group: Group, x: Tensor) -> Finish:
@@ -51,7 +50,7 @@ def exchange(group: Group, rows: Tensor) -> Finish:
 
 
 def ragged(group: Group, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Finish:
-    """The first ``send[0]`` rows go to rank 0, and so on; of the result the first ``receive[0]`` rows came from it."""
+    """The first ``send[0]`` rows go to rank 0, and so on; the result's first ``receive[0]`` rows came from it."""
     place = group.order or list(range(group.size))
     shape, width = (sum(receive), *rows.shape[1:]), math.prod(rows.shape[1:]) * rows.element_size()
     flat, sizes, arriving = _bytes(_flat(rows)), [0] * group.size, [0] * group.size
@@ -73,7 +72,7 @@ def ragged(group: Group, rows: Tensor, send: Sequence[int], receive: Sequence[in
 
 
 def permute(group: Group, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
-    """What the source that is paired with this rank sent, or zeros."""
+    """The tensor of the source that is paired with this rank, or zeros."""
     flat = _bytes(_flat(x))
     place = group.order or list(range(group.size))
     send, receive = [0] * group.size, [0] * group.size
@@ -102,7 +101,7 @@ def scatter_sum(group: Group, rows: Tensor) -> Finish:
     flat = _by_lane(group, _flat(rows).view(rows.shape))
     if rows.numel() == 0:
         return lambda: torch.empty_like(rows[0])
-    if not rows.is_floating_point():  # not every lane adds integers of every width, or complex numbers
+    if not rows.is_floating_point():  # not every lane adds all integers and complex numbers
         arriving = exchange(group, rows)
         return lambda: _add(arriving())
     # The lane may overwrite what it is given.
@@ -129,7 +128,7 @@ def sum_all(group: Group, x: Tensor) -> Finish:
 
 
 def max_all(group: Group, x: Tensor) -> Finish:
-    """The largest over ranks, element by element; nan where any is nan."""
+    """The maximum over ranks, element by element; nan wins."""
     if _small(group, x):
         rows = gather(group, x)
         return lambda: rows().amax(0)
@@ -153,7 +152,7 @@ def _add(rows: Tensor) -> Tensor:
 
 
 def _chunks(group: Group, x: Tensor) -> Tensor:
-    """The elements in as many rows as there are ranks, the last one filled up with zeros."""
+    """The elements in one row a rank, padded with zeros."""
     width = -(-x.numel() // group.size)
     out = x.new_zeros(group.size * width)
     out[: x.numel()] = x.reshape(-1)

@@ -1,7 +1,7 @@
-"""Which mesh an axis name means.
+"""The mesh that an axis name refers to.
 
-``fs.shard_map`` and ``use_mesh`` bind the axes of a mesh for the calls made inside of them, as transforms of JAX do.
-Names are looked up when a collective is called, never later: a backward uses the mesh that its forward found.
+``fs.shard_map`` and ``use_mesh`` bind the axes of a mesh for the calls inside of them, as transforms of JAX do. A
+collective looks names up when it is called: its backward uses the same mesh.
 """
 
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ AxisName = str | tuple[str, ...]
 class Scope:
     """A mesh whose axes are bound.
 
-    ``implicit`` names the axes over which every value inside is varying. What a collective makes invariant over them is
-    made varying again at once. (JAX inserts the same ``pvary``, but where an invariant value meets a varying one, which
-    its tracer sees and ordinary PyTorch code does not show.) ``ties`` are those of a ``shard_map`` under way.
+    Every value inside is varying over the axes ``implicit``: a collective's result that is invariant over them becomes
+    varying at once. (JAX inserts the same ``pvary`` where an invariant value meets a varying one, which its tracer
+    sees and ordinary PyTorch code does not show.) ``ties`` are those of a ``shard_map`` under way.
     """
 
     mesh: Mesh
@@ -33,13 +33,13 @@ class Scope:
     ties: Any = None
 
 
-# The one context variable of the package: what is bound is a matter of the calls around, in this thread alone.
+# The one context variable of the package: the calls around, in this thread, bind a mesh.
 SCOPE: ContextVar[Scope | None] = ContextVar("fshard_scope", default=None)
 
 
 @contextmanager
 def bind(mesh: Mesh, implicit: Axes, ties: Any = None) -> Iterator[None]:
-    """Bind the axes of a mesh inside, where every value is varying over the ``implicit`` ones."""
+    """Bind the axes of a mesh; every value inside is varying over the ``implicit`` ones."""
     token = SCOPE.set(Scope(mesh, implicit, ties))
     try:
         yield
@@ -51,9 +51,9 @@ def bind(mesh: Mesh, implicit: Axes, ties: Any = None) -> Iterator[None]:
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Bind the axes of a mesh, so that collectives inside need no ``mesh=`` (``jax.set_mesh``).
 
-    Here types are yours to keep, as the table of ``fshard.collectives`` has them: a ``psum`` is invariant, and needs
-    ``pvary`` before it is combined with varying values if gradients are to be right. Inside of ``fs.shard_map`` that
-    is done for you. An exception that leaves it on one rank ends the waits of the others (``CommError``, at once).
+    Your code keeps the types of the table of ``fshard.collectives``: a ``psum`` is invariant, and must pass through
+    ``pvary`` before it is combined with varying values, or gradients are wrong. ``fs.shard_map`` does that for you. An
+    exception that leaves the block on one rank ends the waits of the others at once (``CommError``).
 
     >>> from fshard.launch import make_mesh
     >>> with use_mesh(make_mesh((1,), ("shard",))):
@@ -67,9 +67,9 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
 @contextmanager
 def cutting(mesh: Mesh) -> Iterator[None]:
-    """Let ranks that wait for this one in a collective know at once, if an exception leaves this, and what it was.
+    """Tell ranks that wait for this one in a collective at once that an exception left the block, and which.
 
-    All ranks then make new communicators for their next collective, so it can be used again if it left on all of them.
+    All ranks make new communicators for their next collective, so an exception on all ranks leaves the mesh usable.
     """
     try:
         yield
@@ -80,10 +80,10 @@ def cutting(mesh: Mesh) -> Iterator[None]:
 
 
 def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, Axes]:
-    """A mesh, or else the one in scope; and the axes over which all values are varying there.
+    """The given mesh, or else the one in scope; and the axes over which all its values are varying.
 
     Raises:
-        AxisError: no mesh is in scope, or another one than that of the enclosing function was given, or none at all.
+        AxisError: no mesh is given or in scope, or the given one is not that of the enclosing function.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise AxisError(f"mesh={mesh!r} is {kind(mesh)}, not a mesh: give what fs.make_mesh returned")
@@ -99,7 +99,7 @@ def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, Axes]:
 
 
 def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
-    """The ranks that an axis name stands for, on this mesh or on the one in scope.
+    """The ranks along an axis, of this mesh or of the one in scope.
 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis, or an axis is named twice.
@@ -119,10 +119,10 @@ def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
 
 
 def group_of(axes: Axes, mesh: Mesh, implicit: Axes) -> Group:
-    """The ranks along axes that are all of one kind.
+    """The ranks along axes that are all implicit, or all not.
 
     Raises:
-        AxisError: all values are varying over some of the axes, but not over others.
+        AxisError: some are implicit and others are not.
     """
     inside = [axis in implicit for axis in axes]
     if any(inside) and not all(inside):

@@ -1,4 +1,4 @@
-"""Global tensors and the slices that specs make of them."""
+"""Global tensors and their slices under specs."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
 
     Args:
         x: the global tensor.
-        spec: which axes divide its dims; ``flat`` is not possible here.
+        spec: which axes divide its dims, without ``flat``.
         mesh: if not the one in scope.
 
     Raises:
@@ -81,10 +81,10 @@ def check_spec(x: Tensor, spec: P, mesh: Mesh, label: str, whole: bool) -> None:
     """Refuse a spec that a tensor cannot have.
 
     Args:
-        x: the tensor; the global one if ``whole``.
+        x: the tensor, a global one if ``whole``.
         spec: the spec.
         mesh: the mesh.
-        label: what the tensor is called.
+        label: the tensor's name in errors.
         whole: check that the axes divide the dims.
     """
     if not isinstance(spec, P):
@@ -118,7 +118,7 @@ def joined(slices: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
     for dim, axes in _divided(spec):
         shape[dim] *= mesh.axis_size(axes)
     out = slices[0].new_empty(shape)
-    for rank in reversed(range(mesh.size)):  # where ranks hold the same slice, the first one's counts
+    for rank in reversed(range(mesh.size)):  # of equal slices the first rank's is written last
         slice_of(out, spec, mesh, rank).copy_(slices[rank])
     return out
 

@@ -6,8 +6,8 @@
     y = first(x)                    # runs while the weight is on its way
     z = second(y, done(flying))
 
-Between the two the tensor must not be written to. Differentiable by torch.autograd like the undivided forms, whose
-adjoint runs undivided; transforms of torch.func hide the data that a start needs, so under them it raises.
+Between the two the tensor must not be written to. Both are differentiable by torch.autograd, with the adjoint of the
+undivided form. Under a transform of torch.func, which hides the data that a start needs, they raise.
 """
 
 from collections.abc import Sequence
@@ -36,27 +36,39 @@ class InFlight:
     version: int
     finish: Finish | None
 
+    def take(self) -> "_Started":
+        """The rest of the collective, once.
+
+        Raises:
+            CollectiveError: it was taken before, or the tensor has been written to since.
+        """
+        if self.finish is None:
+            raise CollectiveError("done: the result of this collective was taken before; keep the tensor")
+        if self.x._version != self.version:
+            raise CollectiveError("done: the tensor was written to while it was on its way; write to a copy")
+        started, self.finish = _Started(self.op, self.finish), None
+        return started
+
 
 @dataclass(frozen=True)
-class _Finishing:
-    """A collective whose data part is under way: applied to what it was started with, it waits."""
+class _Started:
+    """A collective whose data part is under way, as the operation of ``Finished``."""
 
-    flying: InFlight
+    op: Collective
+    finish: Finish
 
     def run(self, x: Tensor) -> Tensor:
-        """The result."""
-        finish, self.flying.finish = self.flying.finish, None
-        assert finish is not None
-        return finish()
+        """The result for the tensor that it was started with."""
+        return self.finish()
 
 
 class Finished(Linear):
-    """``Linear``, where the forward was started before."""
+    """``Linear`` with a forward that was started before."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Its derivative is that of the undivided collective."""
-        ctx.op = inputs[1].flying.op
+        ctx.op = inputs[1].op
 
 
 @untraced
@@ -64,7 +76,7 @@ def done(flying: InFlight) -> Tensor:
     """Wait for a collective and take its result.
 
     Raises:
-        CollectiveError: it was taken before, or what it was started with has been written to since.
+        CollectiveError: it was taken before, or the tensor has been written to since.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("shard",))
@@ -73,11 +85,7 @@ def done(flying: InFlight) -> Tensor:
     """
     if not isinstance(flying, InFlight):
         raise CollectiveError(f"done takes what one of the _start functions returned, not {kind(flying)}")
-    if flying.finish is None:
-        raise CollectiveError("done: the result of this collective was taken before; keep the tensor")
-    if flying.x._version != flying.version:
-        raise CollectiveError("done: the tensor was written to while it was on its way; write to a copy")
-    result: Tensor = Finished.apply(flying.x, _Finishing(flying))  # type: ignore[no-untyped-call]
+    result: Tensor = Finished.apply(flying.x, flying.take())  # type: ignore[no-untyped-call]
     implicit = flying.op.group.implicit and isinstance(flying.op, Sum)
     return apply(result, Vary(flying.op.group)) if implicit else result
 

@@ -1,10 +1,10 @@
-"""Collectives that take part in derivatives on every rank, whatever each rank does with their results.
+"""Make every rank run the adjoint of every collective, whatever each rank does with its result.
 
-Ranks that branch by ``axis_index`` may use the result of a collective on some ranks alone, or give it a constant on
-others. Its adjoint is a collective too, and autograd runs it only where a result depends on an argument through it. So
-inside of a ``shard_map`` that is differentiated, what a collective is given depends on the mapped function's arguments,
-and all that is returned depends on what every collective gave, with derivatives of zero. Autograd runs what was
-recorded last first, so adjoints then run in one order on all ranks.
+Ranks that branch by ``axis_index`` may use a collective's result on some ranks only, or pass it a constant on others.
+Its adjoint is a collective too, and autograd runs it only where a result depends on an argument through it. So inside
+of a differentiated ``shard_map``, every collective's input depends on the mapped function's arguments, and every result
+depends on every collective's output, with derivatives of zero. Autograd runs the latest recorded node first, so
+adjoints run in one order on all ranks.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from fshard.collectives.scope import SCOPE
 
 @dataclass(frozen=True)
 class Ties:
-    """What collectives inside of one call are tied to.
+    """The tensors that collectives inside of one call are tied to.
 
     Attributes:
         anchors: the floating arguments of the mapped function.
-        depth: how many transforms were under way when it was called.
-        results: what its collectives gave.
+        depth: the number of transforms under way at the call.
+        results: the outputs of its collectives.
     """
 
     anchors: tuple[Tensor, ...]
@@ -34,7 +34,7 @@ class Ties:
     results: list[Tensor] = field(default_factory=list)
 
     def tied(self, x: Any) -> Any:
-        """A result of the mapped function that depends on all of its collectives."""
+        """A result of the mapped function, made to depend on all its collectives."""
         return _tie(x, len(self.anchors), (*self.anchors, *self.results)) if _floating(x) else x
 
 
@@ -45,12 +45,11 @@ class Tie(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, zeros: int, *others: Tensor) -> Tensor:
-        """The tensor. The first of the others, so many, get zeros for gradients."""
+        """The tensor. The first ``zeros`` of the others get gradients of zero."""
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Only the number of the others is kept, and tensors to make zeros of."""
         x, zeros, *others = inputs
         ctx.none = len(others) - zeros
         ctx.set_materialize_grads(False)
@@ -59,23 +58,22 @@ class Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Nothing, or zeros. Autograd visits what gets nothing all the same."""
+        """Nothing, or zeros: autograd visits nodes that get nothing, too."""
         return grad, None, *(torch.zeros_like(x) for x in ctx.saved_tensors), *(None,) * ctx.none
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, _: None, *others: Tensor | None) -> Tensor:
-        """The tensor's own tangent, or zero."""
         return torch.zeros_like(ctx.saved_tensors[0]) if tangent is None else tangent.view_as(tangent)
 
 
 def ties_of(args: Sequence[Any]) -> Ties | None:
-    """The ties for a call with these arguments; None where nothing is differentiated."""
+    """The ties of a call with these arguments; None if none of them is differentiated."""
     anchors = tuple(x for x in args if _floating(x) and _moved(x))
     return Ties(anchors, len(_functorch.get_interpreter_stack() or ())) if anchors else None
 
 
 def applied(x: Tensor, *ops: Collective) -> Tensor:
-    """Collectives one after the other, of a tensor that user code gave, differentiable."""
+    """Differentiable collectives in sequence, of a tensor of user code."""
     scope = SCOPE.get()
     ties: Ties | None = scope.ties if scope is not None else None
     if ties is None or not _floating(x):
@@ -85,7 +83,7 @@ def applied(x: Tensor, *ops: Collective) -> Tensor:
     x = _tie(x, 0, ties.anchors)
     for op in ops:
         x = apply(x, op)
-    if _functorch.maybe_get_level(x) <= ties.depth:  # what a transform inside made does not outlive it
+    if _functorch.maybe_get_level(x) <= ties.depth:  # tensors of a transform inside do not outlive it
         ties.results.append(x)
     return x
 

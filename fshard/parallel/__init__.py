@@ -8,8 +8,8 @@ expert parallel    ``expert_rule``               ``route``, ``moe``, ``grouped_l
 context parallel   one more data axis            ``ring_attention``, ``zigzag_slice``, ``zigzag_positions``
 ================== ============================= ==========================================================
 
-The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows, and return the same loss. The
-axis of experts and that of the context are data axes: their ranks have tokens of their own.
+The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows and return the same loss. The
+axes of experts and of the context are data axes: each of their ranks has its own tokens.
 """
 
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe

@@ -1,6 +1,6 @@
-"""Attention on one rank, with the logarithmic sums of its scores: what parts of a softmax are put together from.
+"""Attention on one rank, with the logsumexp of its scores, which joins the parts of a softmax.
 
-Where PyTorch has a fused kernel that gives these sums, it is used: on CPUs. Elsewhere scores are made and dropped.
+On CPUs a fused kernel of PyTorch returns these sums. Elsewhere the scores are computed in full.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention, and for each query the logarithm of the sum of its scores' exponentials.
+    """Attention, and the logsumexp of each query's scores.
 
     Args:
         q: (batch, heads, queries, width).
-        k: (batch, kv heads, keys, width); each serves equally many neighbouring heads.
+        k: (batch, kv heads, keys, width); each kv head serves equally many neighbouring heads.
         v: as ``k``.
-        causal: attend to keys that do not lie behind the query; as many queries as keys.
-        scale: what scores are multiplied by.
+        causal: attend only to keys up to the query's position; as many queries as keys.
+        scale: the factor on scores.
 
     Returns:
         The result, as ``q``, and (batch, heads, queries) in float32 or better.
@@ -31,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 
 def by_scores(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """``attend`` in plain operators; as many heads in all of them."""
+    """``attend`` in plain operators, with equally many heads in all arguments."""
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), lse
@@ -40,17 +40,10 @@ def by_scores(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
 def attend_backward(
     queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of the gradients of queries, keys and values that come from these keys.
+    """These keys' parts of the gradients of queries, keys and values.
 
-    With ``out`` and ``lse`` of all keys, the parts of all keys add up to the gradients (FlashAttention, Dao et al.
-    2022).
-
-    Args:
-        queries: the gradient of ``out``, then ``q``, ``out`` and ``lse``.
-        k: as for ``attend``, and so are the others.
-        v: likewise.
-        causal: likewise.
-        scale: likewise.
+    ``queries`` are the gradient of ``out``, then ``q``, ``out`` and ``lse``, the latter two over all keys; the other
+    arguments are those of ``attend``. The parts of all keys add up to the gradients (FlashAttention, Dao et al. 2022).
     """
     grad, q, out, lse = queries
     shared = (k.shape[1], q.shape[1] // k.shape[1])
@@ -66,7 +59,7 @@ def attend_backward(
 def backward_by_scores(
     queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attend_backward`` in plain operators; as many heads in all of them."""
+    """``attend_backward`` in plain operators, with equally many heads in all arguments."""
     grad, q, out, lse = queries
     weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
     wide = grad.to(weights.dtype)
@@ -80,7 +73,7 @@ def _for_heads(q: Tensor, x: Tensor) -> Tensor:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """With the elements of the last dim side by side, as the fused kernels take for granted."""
+    """Contiguous along the last dim, as the fused kernels assume."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

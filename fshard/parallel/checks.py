@@ -1,8 +1,8 @@
-"""What the functions of this room rely on, checked before they communicate.
+"""Checks of the arguments of this room's functions against the plan, before they communicate.
 
-Inside of a step a leaf knows its path, so its spec can be held against what a function needs. These checks run while
-the program is traced on fake tensors: on all ranks alike, before the first collective. Leaves that are no slots, such
-as casts of leaves, or those under transforms of torch.func, are held to their shapes alone.
+Inside of a step a leaf knows its path, and so its spec. These checks run while the program is traced on fake tensors:
+alike on all ranks, before the first collective. Of other tensors, such as casts of leaves or leaves under transforms
+of torch.func, only shapes are checked.
 """
 
 from torch import Tensor
@@ -17,18 +17,18 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
 
 EXPERTS = "grouped_linear"
-"""The one function here whose axis is a data axis: ranks along it have tokens of their own."""
+"""The function whose axis is a data axis: each of its ranks has its own tokens."""
 
 
 def check_cut(tensor: Tensor | None, axis: str, dim: int, what: str, rule: str) -> None:
-    """Refuse a leaf that is not cut along a dim by an axis alone.
+    """Refuse a leaf unless exactly this axis cuts this dim.
 
     Args:
-        tensor: maybe a leaf of a step; None passes.
-        axis: the axis along which ``what`` is parallel.
-        dim: the dim of the leaf that must be cut.
-        what: the function that asks.
-        rule: what to write in the rules.
+        tensor: a tensor, which is checked if it is a leaf of a step; or None.
+        axis: the axis of the parallel function.
+        dim: the dim of the leaf that it must cut.
+        what: the function's name.
+        rule: the rule to recommend.
 
     Raises:
         PlanError: the leaf is whole along the axis, or cut along another dim.
@@ -50,10 +50,10 @@ def check_cut(tensor: Tensor | None, axis: str, dim: int, what: str, rule: str) 
 
 
 def check_whole(tensor: Tensor | None, axis: str, what: str) -> None:
-    """Refuse a leaf that is cut by an axis.
+    """Refuse a leaf that an axis cuts.
 
     Raises:
-        PlanError: it is.
+        PlanError: it does.
     """
     known = _known(tensor, axis, what)
     if known is not None and axis in known[0].compute.axes:
@@ -65,10 +65,10 @@ def check_whole(tensor: Tensor | None, axis: str, what: str) -> None:
 
 
 def divided(count: int, axis: str, what: str, mesh: Mesh | None = None) -> int:
-    """A rank's part of something that an axis must divide.
+    """A rank's part of a number.
 
     Raises:
-        PlanError: it does not.
+        PlanError: the axis does not divide it.
     """
     parts = collectives.axis_size(axis, mesh=mesh)
     if count % parts:
@@ -80,10 +80,10 @@ def divided(count: int, axis: str, what: str, mesh: Mesh | None = None) -> int:
 
 
 def check_data_axis(axis: str, what: str, mesh: Mesh | None = None) -> None:
-    """Refuse an axis whose ranks have the same tokens, inside of a step.
+    """Inside of a step, refuse an axis whose ranks have the same tokens.
 
     Raises:
-        PlanError: other axes are the data axes here.
+        PlanError: it is not a data axis.
     """
     _, data = in_scope(axis, mesh)
     if data and axis not in data:
@@ -94,7 +94,7 @@ def check_data_axis(axis: str, what: str, mesh: Mesh | None = None) -> None:
 
 
 def path_of(tensor: Tensor) -> str:
-    """The path of a leaf of a step; nothing for other tensors."""
+    """The path of a leaf of a step; empty for other tensors."""
     slot = slot_of(tensor)
     return slot.path if slot is not None else ""
 

@@ -1,14 +1,14 @@
 """Tokens to experts that live on other ranks, and back (expert parallelism: GShard, Lepikhin et al. 2020).
 
-Each rank has tokens of its own and some of the experts. Tokens go to where their experts are by an all-to-all, and come
-back by another one; experts are never gathered over the axis. In the backward the gradients of a rank's experts come
-from the tokens of all ranks along it, so they are sums already: nothing is reduced over the axis, and since each rank's
-loss starts with one over the number of data ranks they are scaled as all others are.
+Each rank has its own tokens and some of the experts. One all-to-all sends tokens to the ranks of their experts, another
+one sends results back; experts are never gathered over the axis. In the backward, the gradients of a rank's experts
+come from the tokens of all ranks along the axis, so they are sums already and need no reduction over it. Each rank's
+backward starts from one over the number of data ranks, so their scale is that of all other gradients.
 
-**Capacity**: each expert takes a fixed number of a group's tokens, first choices first; later ones are dropped and
-give zero. Shapes are known beforehand. The group is a sequence, so what is dropped does not depend on the mesh.
-**Dropless**: whatever was chosen is sent, in unequal numbers, which the host reads once a layer (MegaBlocks: Gale et
-al. 2022).
+**Capacity**: each expert takes a fixed number of a group's tokens, first choices first; further tokens are dropped and
+give zero. Shapes are static. The group is a sequence, so the dropped tokens do not depend on the mesh.
+**Dropless**: every choice is sent, in unequal numbers, which the host reads once a layer (MegaBlocks: Gale et al.
+2022).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ class Dispatched:
     """Tokens at their experts. Made by ``dispatch``.
 
     Attributes:
-        rows: (n, width): what this rank's experts have to do, expert by expert.
-        counts: the rows of each of this rank's experts.
-        way: how they came, for ``combine``.
+        rows: (n, width): the rows for this rank's experts, expert by expert.
+        counts: the number of rows of each of them.
+        way: the way back, for ``combine``.
     """
 
     rows: Tensor
@@ -57,11 +57,11 @@ def dispatch(
         x: (groups, tokens, width), or (tokens, width) for one group: this rank's tokens.
         routing: of these tokens.
         axis: the expert-parallel axis; None if every rank has all experts.
-        capacity: how many times its even share of a group's choices an expert takes; None drops nothing.
+        capacity: the choices of a group that an expert takes, as a multiple of its even share; None drops nothing.
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Raises:
-        PlanError: the axis does not divide the experts, or is no data axis; or the routing is of other tokens.
+        PlanError: the axis does not divide the experts or is not a data axis, or the routing is of other tokens.
 
     >>> from fshard.parallel.routing import route
     >>> routing = route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
@@ -88,7 +88,7 @@ def dispatch(
 
 
 def combine(rows: Tensor, dispatched: Dispatched) -> Tensor:
-    """Bring the results of experts back to their tokens, and add them up by the routing's weights.
+    """Send the results of experts back to their tokens, and sum them by the routing's weights.
 
     Args:
         rows: (n, any width), the results for ``dispatched.rows``.
@@ -124,11 +124,11 @@ def moe(
         experts: ``experts(rows, counts)``: the results of this rank's experts for rows (n, width), of which the first
             ``counts[0]`` are for its first expert. See ``grouped_linear``.
         axis: the expert-parallel axis, which must be a data axis; None if every rank has all experts.
-        capacity: how many times its even share of a group's choices an expert takes; None drops nothing.
+        capacity: the choices of a group that an expert takes, as a multiple of its even share; None drops nothing.
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Raises:
-        PlanError: the axis does not divide the experts, or is no data axis; or the routing is of other tokens.
+        PlanError: the axis does not divide the experts or is not a data axis, or the routing is of other tokens.
 
     >>> from fshard.parallel.routing import route
     >>> x, router, weight = torch.randn(5, 4), torch.randn(3, 4), torch.randn(3, 4, 4)
@@ -148,13 +148,13 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], *, axis:
         rows: (n, in), expert by expert.
         weight: (this rank's experts, out, in): a leaf under ``expert_rule``.
         counts: the rows of each expert.
-        axis: the expert-parallel axis, to hold the plan against.
+        axis: the expert-parallel axis, to check the plan.
 
     Returns:
         (n, out).
 
     Raises:
-        PlanError: there are weights for another number of experts.
+        PlanError: the weight has another number of experts.
 
     >>> weight = torch.stack((torch.eye(2), 5 * torch.eye(2)))
     >>> grouped_linear(torch.ones(3, 2), weight, (2, 1), axis=None)[:, 0]

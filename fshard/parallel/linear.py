@@ -1,9 +1,9 @@
 """Linear layers cut over the ranks of an axis (Megatron-LM: Shoeybi et al. 2019, Korthikanti et al. 2022).
 
-A column-parallel layer makes this rank's output features from all input features, a row-parallel one adds up what each
-rank makes of its own input features. One behind the other they need one sum over ranks in the forward and one in the
-backward. Between such pairs activations are the same on all ranks; with ``sequence_dim`` each rank has a slice of the
-sequence there, and the sums become a reduce-scatter and an all-gather, which move no more bytes.
+A column-parallel layer computes this rank's output features from all input features. A row-parallel layer sums over
+ranks the products of their own input features. A pair of them needs one sum over ranks in the forward and one in the
+backward. Between such pairs activations are equal on all ranks; with ``sequence_dim`` each rank has a slice of the
+sequence there, and a reduce-scatter and an all-gather, which move equally many bytes, replace the sums.
 """
 
 from torch import Tensor
@@ -30,7 +30,7 @@ def column_linear(
         weight: (out / ranks, in), this rank's rows: a leaf under ``column_rule``.
         bias: (out / ranks,), likewise.
         axis: the tensor-parallel axis.
-        sequence_dim: the dim of ``x`` that is cut by the axis, if one is.
+        sequence_dim: the dim of ``x`` that the axis cuts, if any.
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Returns:
@@ -64,14 +64,14 @@ def row_linear(
     sequence_dim: int | None = None,
     mesh: Mesh | None = None,
 ) -> Tensor:
-    """A linear layer of this rank's input features, added up over ranks.
+    """A linear layer of this rank's input features, summed over ranks.
 
     Args:
-        x: (..., in / ranks), each rank's own, such as what ``column_linear`` returned.
+        x: (..., in / ranks), each rank's own, such as the result of ``column_linear``.
         weight: (out, in / ranks), this rank's columns: a leaf under ``row_rule``.
         bias: (out,), whole on every rank; added once.
         axis: the tensor-parallel axis.
-        sequence_dim: the dim of the result of which each rank keeps a slice, if not all of it.
+        sequence_dim: the dim that cuts the result into slices, one a rank; None for the whole result.
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Returns:
@@ -99,10 +99,10 @@ def row_linear(
 
 
 def local_heads(heads: int, *, axis: str = "tp", mesh: Mesh | None = None) -> int:
-    """How many attention heads each rank has.
+    """The number of attention heads of each rank.
 
-    A column-parallel layer that makes several things of each head, such as queries, keys and values, must have the
-    head first: ``(heads, 3, width)``, so that a cut along dim 0 leaves heads whole.
+    A column-parallel layer with several outputs for each head, such as queries, keys and values, must have the head
+    first: ``(heads, 3, width)``, so that a cut along dim 0 leaves heads whole.
 
     Raises:
         PlanError: the axis does not divide the heads.

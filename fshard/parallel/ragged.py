@@ -1,4 +1,4 @@
-"""Dispatch without a capacity: rows in unequal numbers, whatever was chosen."""
+"""Dispatch without a capacity: every choice is sent, in unequal numbers of rows."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,17 @@ from fshard.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class Ragged:
-    """How rows came to this rank's experts.
+    """The way of rows to this rank's experts, for the way back.
 
     Attributes:
-        order: (choices,) int64: which choice each row that left was, a token's choices one behind the other.
-        arrival: (rows,) int64: which of the rows that arrived each row is, once they are ordered by expert.
+        order: (choices,) int64: the choice of each row sent; a token's choices are neighbours.
+        arrival: (rows,) int64: the number, among the rows that arrived, of each row ordered by expert.
         sent: rows to each rank.
         received: rows from each rank.
-        weights: (choices,): what results are multiplied by.
+        weights: (choices,): the factors on results.
         shape: of the tokens and their choices.
         axis: the expert-parallel axis.
-        mesh: where to look it up.
+        mesh: its mesh, if not the one in scope.
     """
 
     order: Tensor
@@ -50,7 +50,7 @@ def dispatch_ragged(
     """Rows to their experts.
 
     Returns:
-        This rank's rows, ordered by expert, how many each of its experts has, and the way back.
+        This rank's rows, ordered by expert, the number of each expert's rows, and the way back.
     """
     shape, chosen = tuple(routing.chosen.shape), routing.chosen.reshape(-1)
     parts = 1 if axis is None else collectives.axis_size(axis, mesh=mesh)
@@ -70,7 +70,7 @@ def dispatch_ragged(
 
 
 def _read(counts: Tensor, total: int) -> list[list[int]]:
-    """Numbers of rows as ints. A trace on fake tensors has none: there all are alike, as far as that can be."""
+    """Numbers of rows as ints. A trace on fake tensors assumes numbers as equal as possible."""
     if not is_fake(counts):
         rows: list[list[int]] = counts.tolist()
         return rows

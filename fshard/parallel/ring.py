@@ -1,12 +1,12 @@
 """Ring attention: attention over a sequence that is cut over ranks (Liu, Zaharia, Abbeel 2023).
 
-Keys and values travel round the ring while each rank attends with its own queries to those that it has; softmax is
-put together from its parts by their logarithmic sums. The backward sends keys and values round once more, and with
-them their gradients, which are home when they have passed every rank. So no rank ever holds more than two ranks' keys
-and values, and between forward and backward it keeps its own part alone.
+Keys and values travel round the ring, and each rank attends with its own queries to those that it holds; the logsumexp
+of the parts joins them into one softmax. The backward sends keys and values round once more together with their
+gradients, which are complete when they have passed every rank. No rank ever holds the keys and values of more than two
+ranks, and between forward and backward it keeps only its own.
 
-With ``causal`` the sequence is cut as ``zigzag`` has it. Then a rank needs all of its own part below the diagonal, and
-of each other rank's part just one half, either of the queries or of the keys: equal work for all in each step.
+With ``causal`` the sequence is cut by ``zigzag``. A rank then needs its own part below the diagonal, and half of each
+other rank's part, either of the queries or of the keys: equal work for all in each step.
 """
 
 from collections.abc import Iterator
@@ -48,15 +48,16 @@ def ring_attention(
         k: (batch, kv heads, time / ranks, width): its keys; ``heads`` is a multiple of ``kv heads``.
         v: as ``k``.
         axis: the context-parallel axis, a data axis of the step.
-        causal: attend to earlier tokens alone; the sequence must then be cut by ``zigzag``.
-        scale: what scores are multiplied by, ``width ** -0.5`` by default.
+        causal: attend only to earlier tokens; the sequence must then be cut by ``zigzag``.
+        scale: the factor on scores, ``width ** -0.5`` by default.
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Returns:
         As ``q``: each rank's own.
 
     Raises:
-        PlanError: shapes that do not fit, an odd part of a causal sequence, or inside of a step no data axis.
+        PlanError: shapes that do not fit, an odd part of a causal sequence, or, in a step, an axis that is not a data
+            axis.
         AxisError: no mesh is in scope, or it has no such axis.
 
     >>> import fshard as fs
@@ -77,29 +78,29 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class Ring:
-    """What one call of ring attention is."""
+    """The settings of one call of ring attention."""
 
     group: Group
     causal: bool
     scale: float
 
     def send(self, x: Tensor) -> raw.Finish:
-        """Start to send to the next rank; the result is from the one before."""
+        """Start to send to the next rank; the result comes from the rank before."""
         size = self.group.size
         return Permute(self.group, tuple((i, (i + 1) % size) for i in range(size))).begin(x)
 
     def part(self, step: int, length: int) -> tuple[slice, slice, bool]:
-        """What is computed in a step of the ring: the queries, the keys, and whether below the diagonal alone."""
+        """The part of one step of the ring: queries, keys, and whether only below the diagonal."""
         everything, half = slice(None), length // 2
         source = (self.group.index - step) % self.group.size
         if not self.causal or source == self.group.index:
             return everything, everything, self.causal
-        # Keys of an earlier rank: its early chunk is before all queries here, its late one behind them. Keys of a
-        # later rank: both chunks lie between the two chunks of queries here.
+        # An earlier rank's early chunk of keys precedes all queries here, and its late chunk follows them. Both chunks
+        # of a later rank lie between the two chunks of queries here.
         return (everything, slice(half), False) if source < self.group.index else (slice(half, None), everything, False)
 
     def turn(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The keys and values of all ranks, the own ones first. Those of the next step travel meanwhile."""
+        """The keys and values of all ranks, this one's first; those of the next step travel meanwhile."""
         for step in range(self.group.size):
             arriving = self.send(kv) if step + 1 < self.group.size else None
             yield step, kv
@@ -107,11 +108,10 @@ class Ring:
 
 
 class Attention(torch.autograd.Function):
-    """Attention round the ring: (output, logarithmic sums)."""
+    """Attention round the ring: (output, logsumexp)."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
-        """Round once."""
         total, sums = torch.empty(0), torch.empty(0)
         for step, kv in ring.turn(torch.stack((k, v))):
             rows, columns, causal = ring.part(step, q.shape[2])
@@ -128,14 +128,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep this rank's part."""
         q, k, v, ctx.ring = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(q, k, v, *output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Another function, so that it gets data under transforms, too."""
+        """Another function, which gets data under transforms, too."""
         dq, dk, dv = Gradients.apply(grad, *ctx.saved_tensors, ctx.ring)  # type: ignore[no-untyped-call]
         return dq, dk, dv, None
 
@@ -147,7 +146,7 @@ class Gradients(torch.autograd.Function):
     def forward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, ring: Ring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Round once more, with gradients of keys and values one step behind."""
+        """The ring once more, with gradients of keys and values one step behind."""
         dq = torch.zeros_like(q, dtype=sums.dtype)
         flying: raw.Finish | None = None
         for step, kv in ring.turn(torch.stack((k, v))):

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the two losses that keep a router well behaved."""
+"""Routing of tokens to experts, and two losses for routers."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ from fshard.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go. Made by ``route``.
+    """The experts of each token. Made by ``route``.
 
     Attributes:
-        weights: (..., k) floating, what each choice's result is multiplied by.
+        weights: (..., k) floating, the factor on each choice's result.
         chosen: (..., k) int64, the numbers of the experts, the best first.
-        probs: (..., experts) float32, the router's probabilities, which the losses need.
+        probs: (..., experts) float32, the router's probabilities, for the losses.
     """
 
     weights: Tensor
@@ -28,7 +28,7 @@ class Routing:
 
     @property
     def experts(self) -> int:
-        """How many experts there are, on all ranks together."""
+        """The number of experts on all ranks together."""
         return self.probs.shape[-1]
 
 
@@ -39,7 +39,7 @@ def route(logits: Tensor, k: int = 2, *, normalize: bool = True) -> Routing:
         logits: (..., experts), the router's; probabilities are taken in float32 or better.
         k: experts a token.
         normalize: let the weights of a token's choices add up to 1 (Mixtral). Otherwise they are probabilities over all
-            experts (Switch); with ``k=1`` this is what gives the router a gradient.
+            experts (Switch), which give the router a gradient with ``k=1``.
 
     Raises:
         PlanError: ``k`` is not between 1 and the number of experts.

@@ -1,4 +1,4 @@
-"""Rules for parallel layers: where their leaves live, and what units read of them."""
+"""Rules for the leaves of parallel layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from fshard.sharding.spec import Entry, P, Shape
 
 @dataclass(frozen=True)
 class Cut:
-    """The tactic of a leaf that an axis cuts along a dim; what is left is flat-sharded. Leaves without that dim are
-    not cut."""
+    """The tactic that cuts a leaf along a dim and flat-shards the rest. Leaves without that dim are not cut."""
 
     dim: int
     axis: str
@@ -31,7 +30,7 @@ def column_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options
     Args:
         pattern: a regular expression for the whole path.
         axis: the tensor-parallel axis.
-        flat: the axis or axes over which what is left is flat-sharded; None keeps it whole on each rank.
+        flat: the axis or axes that flat-shard the rest; None keeps it whole on each rank.
         **options: other fields of ``fs.Rule``.
 
     >>> column_rule(r".*up\\.weight", flat="shard").at_rest((8, 4))
@@ -46,7 +45,7 @@ def row_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: A
     Args:
         pattern: a regular expression for the whole path.
         axis: the tensor-parallel axis.
-        flat: the axis or axes over which what is left is flat-sharded; None keeps it whole on each rank.
+        flat: the axis or axes that flat-shard the rest; None keeps it whole on each rank.
         **options: other fields of ``fs.Rule``.
 
     >>> rule = row_rule(r".*down\\..*", flat="shard")
@@ -57,13 +56,13 @@ def row_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: A
 
 
 def expert_rule(pattern: str, axis: str = "ep", *, flat: Entry = None, **options: Any) -> Rule:
-    """The rule for leaves of experts (experts, ...): cut along dim 0 by an axis over which they are never gathered,
-    although it is a data axis, and its ranks have tokens of their own.
+    """The rule for leaves of experts (experts, ...): cut along dim 0, and never gathered over the axis, although it is
+    a data axis whose ranks have their own tokens.
 
     Args:
         pattern: a regular expression for the whole path.
         axis: the expert-parallel axis.
-        flat: the axis or axes, without that one, over which what is left is flat-sharded.
+        flat: the axis or axes, without that one, that flat-shard the rest.
         **options: other fields of ``fs.Rule``.
 
     >>> rule = expert_rule(r".*experts\\..*", flat=("data", "shard"))
@@ -76,13 +75,13 @@ def expert_rule(pattern: str, axis: str = "ep", *, flat: Entry = None, **options
 def megatron_rules(
     *, column: str | Sequence[str], row: str | Sequence[str], axis: str = "tp", flat: Entry = None
 ) -> list[Rule]:
-    """The rules of a model of tensor-parallel blocks; all leaves that no pattern names are whole along the axis.
+    """The rules of a model of tensor-parallel blocks. Leaves that no pattern matches are whole along the axis.
 
     Args:
         column: patterns of column-parallel layers and of the embedding.
         row: patterns of row-parallel layers.
         axis: the tensor-parallel axis.
-        flat: the axis or axes over which everything is flat-sharded besides; None keeps it whole.
+        flat: the axis or axes that flat-shard all leaves besides; None keeps the rest whole.
 
     >>> rules = megatron_rules(column=r".*(qkv|up)\\.weight", row=r".*(out|down)\\.weight", flat="shard")
     >>> rules[0].at_rest((8, 8)), rules[1].at_rest((8, 8)), rules[2].at_rest

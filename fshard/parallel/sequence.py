@@ -1,7 +1,7 @@
 """Norms and other code on a slice of the sequence (sequence parallelism: Korthikanti et al. 2022).
 
-Between tensor-parallel layers each rank may hold its slice of the sequence alone. Leaves that such code reads are one
-value that all ranks hold, and their gradient is the sum over ranks: ``shared`` says so, and the norms here do.
+Between tensor-parallel layers each rank may hold only its slice of the sequence. Leaves of such code are equal on all
+ranks, and their gradient is the sum over ranks: ``shared`` takes that sum, and the norms here use it.
 """
 
 from torch import Tensor
@@ -14,10 +14,10 @@ from fshard.sharding.spec import P
 
 
 def shared(leaf: Tensor, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
-    """A leaf that all ranks along an axis hold, for use with values that differ between them.
+    """A leaf that is equal on all ranks along an axis, for use with values that differ between them.
 
-    It is ``fs.collectives.pvary``, with a check of the plan: without it each rank would keep the gradient of its own
-    slice, and copies of the leaf would drift apart. (``debug=True`` of a train step finds that.)
+    It is ``fs.collectives.pvary`` with a check of the plan. Without it each rank keeps the gradient of its own slice,
+    and copies of the leaf drift apart; a train step with ``debug=True`` finds that.
 
     Raises:
         PlanError: inside of a step, the plan cuts the leaf by the axis, or the axis is a data axis.
@@ -84,7 +84,7 @@ def layer_norm(
 
 
 def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
-    """This rank's slice of what all ranks along the axis hold. Its adjoint joins the slices.
+    """This rank's slice of a value that is equal on all ranks along the axis. Its adjoint joins the slices.
 
     Raises:
         CollectiveError: the axis does not divide the dim.
@@ -98,7 +98,7 @@ def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | No
 
 
 def join_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
-    """The whole sequence of these slices, one value on all ranks. Its adjoint takes this rank's slice.
+    """The whole sequence of these slices, equal on all ranks. Its adjoint takes this rank's slice.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("tp",))

@@ -1,4 +1,4 @@
-"""Dispatch with a capacity: every expert has as many slots for each group, filled or not."""
+"""Dispatch with a capacity: every expert has equally many slots for each group, filled or empty."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from fshard.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class Slotted:
-    """How tokens came to slots.
+    """The way of tokens to slots, for the way back.
 
     Attributes:
-        place: (groups, choices x tokens) int64: the slot of each choice in its group; one behind the last for choices
-            that were dropped.
-        weights: (groups, choices, tokens): what results are multiplied by.
-        local: how many experts this rank has.
+        place: (groups, choices x tokens) int64: the slot of each choice in its group; dropped choices have the number
+            after the last slot.
+        weights: (groups, choices, tokens): the factors on results.
+        local: the number of this rank's experts.
         shape: of the tokens, without their width.
         axis: the expert-parallel axis.
-        mesh: where to look it up.
+        mesh: its mesh, if not the one in scope.
     """
 
     place: Tensor
@@ -52,14 +52,14 @@ def dispatch_slots(
     """Tokens into slots, and slots to their experts.
 
     Returns:
-        The slots of this rank's experts as rows, how many each of them has, and the way back.
+        The slots of this rank's experts as rows, the number of each expert's rows, and the way back.
     """
     shape, experts = tuple(x.shape[:-1]), routing.experts
     x = x if x.dim() == 3 else x.unsqueeze(0)
     groups, tokens, width = x.shape
     choices = routing.chosen.shape[-1]
     each = math.ceil(capacity * tokens * choices / experts)
-    # All first choices come before all second ones, and earlier tokens before later ones.
+    # First choices come before second choices, and earlier tokens before later ones.
     chosen = routing.chosen.reshape(groups, tokens, choices).transpose(1, 2).flatten(1)
     place = _places(chosen, experts, each)
     given = x.unsqueeze(1).expand(-1, choices, -1, -1).flatten(1, 2)
@@ -74,7 +74,7 @@ def dispatch_slots(
 
 
 def _places(chosen: Tensor, experts: int, each: int) -> Tensor:
-    """The slot of each choice (groups, n) in its group, ``experts * each`` for those that find none."""
+    """The slot of each choice (groups, n) in its group; ``experts * each`` for a dropped choice."""
     numbers = torch.arange(experts, device=chosen.device)
     mine = chosen.unsqueeze(-1) == numbers
     before = mine.cumsum(1).gather(2, chosen.unsqueeze(-1)).squeeze(-1) - 1

@@ -1,7 +1,7 @@
-"""Embedding and cross-entropy over a vocabulary that is cut over the ranks of an axis (Megatron-LM).
+"""Embedding and cross-entropy over a vocabulary that an axis cuts (Megatron-LM).
 
-No rank ever holds logits of the whole vocabulary: of each token three numbers cross the wire, the largest logit, the
-sum of exponentials, and the logit of the target.
+No rank ever holds the logits of the whole vocabulary. Ranks exchange three numbers a token: the largest logit, the sum
+of exponentials, and the logit of the target.
 """
 
 import torch
@@ -19,20 +19,20 @@ from fshard.sharding.mesh import Mesh
 def vocab_embedding(
     tokens: Tensor, weight: Tensor, *, axis: str = "tp", sequence_dim: int | None = None, mesh: Mesh | None = None
 ) -> Tensor:
-    """The embeddings of tokens, from rows that ranks share out.
+    """The embeddings of tokens, from rows that are cut over ranks.
 
     Args:
         tokens: integers of any shape, the same on all ranks along the axis.
         weight: (vocabulary / ranks, width), this rank's rows: a leaf under ``column_rule``.
         axis: the tensor-parallel axis.
-        sequence_dim: the dim of ``tokens`` of which each rank keeps a slice of the result, if not all of it.
+        sequence_dim: the dim of ``tokens`` that cuts the result into slices, one a rank; None for the whole result.
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Returns:
         (*tokens.shape, width), the same on all ranks; with ``sequence_dim`` this rank's slice.
 
     Raises:
-        PlanError: inside of a step, the plan does not cut the weight that way; or a token is not in the vocabulary.
+        PlanError: inside of a step, the plan does not cut the weight this way; or a token is not in the vocabulary.
         CollectiveError: ``tokens`` have no ``sequence_dim``, or the axis does not divide it.
 
     >>> import torch, fshard as fs
@@ -63,14 +63,15 @@ def vocab_cross_entropy(
     reduction: str = "mean",
     mesh: Mesh | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` of logits that ranks share out.
+    """``torch.nn.functional.cross_entropy`` of logits that are cut over ranks.
 
     Args:
-        logits: (..., vocabulary / ranks), this rank's columns, such as ``column_linear`` with the embedding makes them.
+        logits: (..., vocabulary / ranks), this rank's columns, such as the result of ``column_linear`` with the
+            embedding.
         target: integers (...), the same on all ranks along the axis.
         axis: the tensor-parallel axis.
-        vocab: how many classes there are, if less than there are columns: a vocabulary that the axis does not divide
-            is padded to ``padded(vocab, ranks)`` rows, and columns behind the last class count for nothing.
+        vocab: the number of classes, if it is smaller than the number of columns: a vocabulary that the axis does not
+            divide is padded to ``padded(vocab, ranks)`` rows, and columns after the last class are ignored.
         ignore_index: targets with this value have loss 0 and do not count in the mean.
         reduction: ``"mean"``, ``"sum"``, or ``"none"`` for losses of the shape of ``target``.
         mesh: where to look the axis up, if not on the mesh in scope.
@@ -112,7 +113,7 @@ def vocab_cross_entropy(
 
 
 def padded(vocab: int, parts: int) -> int:
-    """The smallest number of rows that holds a vocabulary and that this many ranks divide.
+    """The smallest multiple of ``parts`` that holds a vocabulary.
 
     >>> padded(50257, 4)
     50260
@@ -121,7 +122,7 @@ def padded(vocab: int, parts: int) -> int:
 
 
 def _losses(logits: Tensor, local: Tensor, classes: int, axis: str, mesh: Mesh | None) -> Tensor:
-    """The loss of each target; its number, and that of classes, count from this rank's first column."""
+    """The loss of each target; ``local`` and ``classes`` count from this rank's first column."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if classes < logits.shape[-1]:
         beyond = torch.arange(logits.shape[-1], device=logits.device) >= classes
@@ -136,7 +137,7 @@ def _losses(logits: Tensor, local: Tensor, classes: int, axis: str, mesh: Mesh |
 
 
 def _check_ids(ids: Tensor, count: int, ignored: int | None, what: str) -> None:
-    """Refuse numbers that name no row. Data on a GPU are checked there, by an assertion that no one waits for."""
+    """Refuse numbers outside of the vocabulary; on a GPU by an assertion there, without a host sync."""
     if is_fake(ids) or torch._C._functorch.is_functorch_wrapped_tensor(ids):
         return
     wrong = (ids < 0) | (ids >= count)

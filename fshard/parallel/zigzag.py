@@ -1,7 +1,7 @@
-"""Sequences cut over ranks so that causal attention is the same work for each (context parallelism).
+"""Sequences cut over ranks so that each has equal work in causal attention (context parallelism).
 
 Of a sequence in ``2 * ranks`` chunks, rank ``i`` has chunk ``i`` and chunk ``2 * ranks - 1 - i``: an early and a late
-one. Later tokens attend to more, and so every rank has as much to do ("The Llama 3 Herd of Models", Dubey et al. 2024;
+one. Later tokens attend to more tokens, so the work is equal ("The Llama 3 Herd of Models", Dubey et al. 2024;
 Striped Attention, Brandon et al. 2023, deals single tokens out instead).
 """
 
@@ -15,15 +15,15 @@ from fshard.sharding.mesh import Mesh
 
 
 def zigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
-    """A sequence in the order in which equal slices of it are what the ranks have.
+    """A sequence reordered so that equal slices of it are the ranks' parts.
 
     Args:
         x: the whole sequence along ``dim``.
-        parts: how many ranks share it.
+        parts: the number of ranks that share it.
         dim: the dim of the sequence.
 
     Raises:
-        PlanError: its length is no multiple of ``2 * parts``.
+        PlanError: its length is not a multiple of ``2 * parts``.
 
     >>> zigzag(torch.arange(8), 2, 0)
     tensor([0, 1, 6, 7, 2, 3, 4, 5])
@@ -41,7 +41,7 @@ def unzigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
 
 
 def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
-    """What this rank has of a whole sequence; for batches, of which it is a copy without derivative.
+    """This rank's part of a whole sequence: a copy without derivative, for batches.
 
     Args:
         x: the whole sequence along ``dim``, such as tokens (batch, time).
@@ -50,7 +50,7 @@ def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Raises:
-        PlanError: its length is no multiple of twice the size of the axis.
+        PlanError: its length is not a multiple of twice the size of the axis.
 
     >>> from fshard.virtual import virtual_mesh
     >>> mesh = virtual_mesh((2,), ("cp",))
@@ -62,10 +62,10 @@ def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None
 
 
 def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, mesh: Mesh | None = None) -> Tensor:
-    """The places in the whole sequence of this rank's tokens, for position embeddings.
+    """The positions of this rank's tokens in the whole sequence, for position embeddings.
 
     Args:
-        length: how many tokens this rank has.
+        length: the number of this rank's tokens.
         axis: the context-parallel axis.
         device: of the result.
         mesh: where to look the axis up, if not on the mesh in scope.
@@ -86,14 +86,14 @@ def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, me
 
 
 def check_length(length: int, parts: int) -> None:
-    """Refuse a sequence that cannot be shared out.
+    """Refuse a sequence that ranks cannot share equally.
 
     Raises:
-        PlanError: its length is no multiple of ``2 * parts``.
+        PlanError: its length is not a multiple of ``2 * parts``.
     """
     expect("a zigzag", [("parts", parts, int, "the number of ranks"), ("length", length, int, "how many tokens")])
     if parts < 1:
-        raise PlanError(f"parts={parts}: a sequence is shared out over one rank or more")
+        raise PlanError(f"parts={parts}: give the number of ranks, at least 1")
     if length % (2 * parts):
         raise PlanError(
             f"a sequence of {length} tokens over {parts} ranks: each has two chunks of equal length, so it must be a "

@@ -1,4 +1,4 @@
-"""Shards to the parameters that a loss function reads, on the path that every transform can follow.
+"""From shards to the parameters that a loss function reads, in operations that every transform can follow.
 
 The gather of a group is one collective whose adjoint is a reduce-scatter; replicated leaves pass through ``Vary``,
 whose adjoint is a sum. With ``reshard`` the groups of a unit are gathered where the unit runs, inside of ``fs.remat``:
@@ -27,14 +27,14 @@ from fshard.state.pack import cut_leaves, join_pieces
 
 
 def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The compute leaves of a group. Varying over every data axis on which they are not cut."""
+    """The compute leaves of a group, varying over every data axis that does not cut them."""
     if not group.trainable:
         pieces = [piece.detach() for piece in pieces]
     if group.kinds.hosted:
         pieces = [piece.to(plan.mesh.device) for piece in pieces]
     sums = Ranks(plan.mesh, group.sum_axes)
     if group.parts == 1 and sums.size == 1:
-        # No data moves, but views of its own: a loss that writes to its parameters shows in their versions.
+        # No data move. The leaves are new views: a write by the loss function shows in their versions.
         alone = zip(group.leaves, pieces, strict=True)
         return [piece.view(leaf.compute_shape).to(group.compute_dtype) for leaf, piece in alone]
     chunk = join_pieces(group, plan.mesh, pieces)
@@ -56,10 +56,9 @@ def gather_all(plan: Plan, flat: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class GatherShards(Gather):
-    """The gather of a group. It refuses batches in which each rank moves single elements of its own, all at once."""
+    """The gather of a group, which refuses batches of directions along single elements of several ranks."""
 
     def start(self, x: Tensor) -> raw.Finish:
-        """Gather, and look."""
         finish = super().start(x)
         if x.dim() != 2 or x.numel() == 0:
             return finish
@@ -72,7 +71,6 @@ class GatherShards(Gather):
         return checked
 
     def transpose(self) -> Collective:
-        """Each rank's part of the sum."""
         return ScatterShards(self.group, self.dim)
 
 
@@ -80,21 +78,20 @@ class ScatterShards(Scatter):
     """The adjoint of ``GatherShards``."""
 
     def transpose(self) -> Collective:
-        """Gather."""
         return GatherShards(self.group, self.dim)
 
 
 def refuse_elements(rows: Tensor) -> None:
-    """Refuse a batch of directions which is, on several ranks, the standard basis of their own elements.
+    """Refuse a batch of directions that is the standard basis of the elements of several ranks.
 
-    That is what ``torch.func.hessian`` and ``jacfwd`` push through a function, and each row would move one element of
-    every rank. All ranks see the same rows, so all of them raise.
+    ``torch.func.hessian`` and ``jacfwd`` push such a batch through a function, and each row would move one element of
+    every rank. All ranks see the same rows, so all raise.
 
     Args:
         rows: ``(batch, ranks, chunk)``.
 
     Raises:
-        TransformError: it is.
+        TransformError: it is such a batch.
     """
     set_ = rows != 0
     if not bool(((set_.sum(-1) <= 1) & (rows.sum(-1) == set_.any(-1))).all()):
@@ -104,18 +101,18 @@ def refuse_elements(rows: Tensor) -> None:
     if alone and bool(((column >= 0).sum(1) > 1).any()):
         raise TransformError(
             f"a derivative by single elements of shards: {rows.shape[1]} ranks would each move an element of their own "
-            f"at the same time, and the sums mean nothing (torch.func.hessian and jacfwd do this). Differentiate by "
+            f"at the same time, which gives meaningless sums (torch.func.hessian and jacfwd do this). Differentiate by "
             f"whole tensors, g = lambda whole: f(fs.shard(whole, plan), batch), or multiply by vectors with fs.hvp"
         )
 
 
 class Lazy(Tensor):
-    """A leaf of a unit, in the tree that a loss function gets. A unit that is called with it gathers its groups for
-    itself; any other use gathers the leaf for good."""
+    """A leaf of a unit, in the tree that a loss function gets. A unit that takes it gathers its groups for the call;
+    any other use gathers the leaf until the function returns."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Put the gathered leaves in the places of the lazy ones."""
+        """Replace lazy leaves by gathered ones."""
         args, kwargs = tree.map(_gathered, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -130,7 +127,7 @@ def _gathered(value: Any) -> Any:
 
 
 class Versions:
-    """Tensors that must not be written to in place, and the versions that they had."""
+    """Tensors that must not be written to, with their versions."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[str, Tensor, int]] = []
@@ -140,17 +137,17 @@ class Versions:
         self._watched.append((name, tensor, tensor._version))
 
     def written(self) -> list[str]:
-        """The names of those that were written to."""
+        """The names of the tensors that were written to."""
         return [name for name, tensor, version in self._watched if tensor._version != version]
 
 
 class Resharding:
-    """What runs the units of one call of a loss function: gather, compute, forget; in the backward once more.
+    """Runs the units of one call of a loss function: gather, compute, free; and again in the backward.
 
     Args:
         plan: the plan.
         flat: this rank's pieces by path.
-        agree: asks all ranks whether they are at this unit, and well, before they gather.
+        agree: raises on all ranks, before a gather, unless all are at this unit and none has failed.
         versions: watches the leaves that code between units reads.
     """
 
@@ -173,8 +170,8 @@ class Resharding:
         try:
             yield tree.nest({path: out[path] for path in self.plan.leaves})
         finally:
-            # Lazy leaves, their slots and the modules that hold them refer to each other: without this, what was
-            # gathered for good would stay until the next collection of garbage.
+            # Lazy leaves, their slots and the modules that hold them form a cycle: without this, gathered leaves would
+            # live until the next garbage collection.
             self.kept.clear()
             for slot in self.slots:
                 slot.instances.clear()
@@ -185,7 +182,7 @@ class Resharding:
         return self._keep(group.id)[number]
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit; called by the unit itself."""
+        """Run a unit."""
         leaves, spec = tree.flatten(params)
         slots = [slot_of(leaf) if isinstance(leaf, Lazy) else None for leaf in leaves]
         given = [leaf if slot is None else None for leaf, slot in zip(leaves, slots, strict=True)]
@@ -197,7 +194,7 @@ class Resharding:
             filled = [
                 leaf if place is None else full[place[0].id][place[1]] for leaf, place in zip(given, at, strict=True)
             ]
-            with bind(self.plan.mesh, self.plan.data_axes):  # a backward runs it where nothing is in scope
+            with bind(self.plan.mesh, self.plan.data_axes):  # in a backward no mesh is in scope
                 return unit.fn(tree.unflatten(spec, filled), *args, **kwargs)
 
         pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}

@@ -1,4 +1,4 @@
-"""``fs.value_and_grad``: on the scheduled executor where nothing else is under way, else on the path of transforms."""
+"""``fs.value_and_grad``: on the scheduled executor, or under a transform on the path that transforms can follow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.pack import cut_pieces, join_pieces
 from fshard.transform.loss import LossFn, ShardedLoss
-from fshard.transform.trees import split_trainable
+from fshard.transform.trees import split_trainable, zero_filled
 
 _TENSOR = object()
 
@@ -32,7 +32,7 @@ class ValueAndGrad:
     """``(params, batch) -> (loss, grads)``. Made by ``fs.value_and_grad``."""
 
     def __init__(self, loss: ShardedLoss, policy: Policy) -> None:
-        # Gradients of all that a rank keeps are wanted here, not of what its optimizer would update.
+        # The result is the gradient of all that a rank keeps, not only of the part that its optimizer would update.
         groups = tuple(replace(group, opt_axes=(), opt_parts=1) for group in loss.plan.groups)
         self.loss, self.plan = loss, replace(loss.plan, groups=groups)
         workshop = Workshop(self.plan, policy, 1, True, loss.debug, lanes_of(self.plan))
@@ -68,15 +68,15 @@ class ValueAndGrad:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the latest call that ran on the executor."""
+        """The schedule of the latest call on the executor."""
         latest = self._runner.latest
         if latest is None or latest.schedule is None:
-            raise PlanError("no schedule yet: it is found from a batch; call the function once, outside of transforms")
+            raise PlanError("no schedule yet: call the function once, outside of transforms; it needs a batch")
         return latest.schedule
 
     @property
     def record(self) -> tuple[Op, ...]:
-        """What the latest call on the executor ran on this rank, op by op."""
+        """The ops that the latest call on the executor ran on this rank."""
         return tuple(self._runner.record)
 
     def _transformed(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -87,7 +87,7 @@ class ValueAndGrad:
         def of(trained: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
             found = self.loss(tree.nest({**rest, **trained}), batch)
             value, aux = found if self.loss.has_aux else (found, {})
-            leaves, spec = tree.flatten(aux)  # torch.func takes tensors alone
+            leaves, spec = tree.flatten(aux)  # torch.func takes only tensors
             kept[:] = [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
             return value, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -95,9 +95,7 @@ class ValueAndGrad:
         spec, leaves = kept
         found = iter(tensors)
         aux = tree.unflatten(spec, [next(found) if leaf is _TENSOR else leaf for leaf in leaves])
-        zeros = {path: torch.zeros_like(leaf) for path, leaf in rest.items()}
-        whole = tree.nest({path: {**zeros, **grads}[path] for path in self.plan.leaves})
-        return ((value, aux) if self.loss.has_aux else value), whole
+        return ((value, aux) if self.loss.has_aux else value), zero_filled(self.plan, grads, rest)
 
     def _scheduled(self, flat: dict[str, Tensor], batch: Any, shield: Shield) -> tuple[Any, dict[str, Any]]:
         with torch.no_grad():
@@ -125,7 +123,7 @@ class ValueAndGrad:
     def _grads(self, flat: dict[str, Tensor], scale: float) -> dict[str, Any]:
         out: dict[str, Tensor] = {}
         for group in self.plan.groups:
-            if group.trainable:  # out of the executor's own buffer, which the next call overwrites
+            if group.trainable:  # a copy: the next call overwrites the executor's buffer
                 pieces = cut_pieces(group, self.plan.mesh, self._runner.workshop.grads[group.id] * scale)
             else:
                 pieces = [torch.zeros_like(flat[leaf.path]) for leaf in group.leaves]
@@ -138,15 +136,15 @@ def value_and_grad(
 ) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
     """The global mean loss and its gradient, as a function of this rank's shards (``jax.value_and_grad``).
 
-    Called at the outermost level it runs on the scheduled executor, as a train step does, without the update: gathers
-    and reductions overlap with compute. Under a transform of ``torch.func``, or where autograd records (a parameter
-    requires grad, or has a forward-mode tangent), it runs ``fs.sharded_loss`` instead, and can be differentiated.
+    At the outermost level it runs on the scheduled executor like a train step without the update: gathers and
+    reductions overlap with compute. Under a transform of ``torch.func``, or where autograd records (a parameter
+    requires grad, or has a forward-mode tangent), it runs ``fs.sharded_loss``, and can be differentiated.
 
     Args:
         loss_fn: as for ``fs.make_train_step``.
         plan: the plan.
         has_aux: return ``((loss, aux), grads)``.
-        schedule: as for ``fs.make_train_step``; on the path of transforms, ``reshard`` alone counts.
+        schedule: as for ``fs.make_train_step``; under a transform only ``reshard`` matters.
         debug: fill freed memory with nan, and check what ``fs.sharded_loss(debug=True)`` checks.
 
     >>> import fshard as fs
@@ -157,7 +155,9 @@ def value_and_grad(
     """
     policy = Policy() if schedule is None else schedule
     if not isinstance(policy, Policy) or policy.update != "deferred":
-        raise PlanError(f"schedule={schedule!r}: give fs.Policy(...); there is no update here that could be early")
+        raise PlanError(
+            f"schedule={schedule!r}: give fs.Policy(...) with update='deferred', since there is no update here"
+        )
     return ValueAndGrad(ShardedLoss(loss_fn, plan, has_aux, policy.reshard is not False, debug), policy)
 
 

@@ -88,12 +88,12 @@ class ShardedLoss:
         if self.debug:
             self._check_replicas(flat)
         try:
-            with cutting(self.plan.mesh):  # others may wait in a collective, where nobody else tells them
+            with cutting(self.plan.mesh):  # others may wait in a collective, and learn of a failure only here
                 loss = self._run(flat, batch, lambda unit: _agree(lane, unit, None, batch, None))
         except (PeerError, ScheduleError):
             raise  # the other ranks know
         except CommError as error:
-            # It was cut off by a rank that has failed, and says why; or it has lost that rank.
+            # A rank that failed cut this collective off, or the connection to a rank was lost.
             with suppress(CommError):
                 _agree(lane, "the loss", None, batch, error)
             raise
@@ -158,7 +158,7 @@ class ShardedLoss:
         return means[0], tree.map(lambda leaf: next(found) if isinstance(leaf, Mean) else leaf, loss.aux)
 
     def _check_replicas(self, flat: dict[str, Tensor]) -> None:
-        """What a leaf is replicated over must hold the same values."""
+        """Refuse replicas of a leaf that differ."""
         for group in self.plan.groups:
             held = (*group.gather_axes, *group.leaves[0].compute.axes)
             copies = Ranks(self.plan.mesh, tuple(a for a in self.plan.mesh.axis_names if a not in held))
@@ -167,7 +167,7 @@ class ShardedLoss:
                     apply(flat[leaf.path].detach(), Settle(copies, f"params {leaf.path}", True))
 
     def _check_rank_free(self, flat: dict[str, Tensor], batch: Any, loss: Loss) -> None:
-        """The loss of one and the same batch must be the same on all ranks."""
+        """Refuse a loss that differs between ranks for the same batch."""
         mesh = self.plan.mesh
         others = Ranks(mesh, tuple(a for a in mesh.axis_names if a not in self.plan.data_axes))
         if others.size > 1:
@@ -187,10 +187,10 @@ class ShardedLoss:
 
 
 def check_loss(loss_fn: Any, plan: Any) -> None:
-    """Refuse what is no loss function, or no plan.
+    """Refuse anything but a function and a plan.
 
     Raises:
-        PlanError: naming what it is.
+        PlanError: naming what was given.
     """
     wants: list[Want] = [
         ("loss_fn", loss_fn, Callable, "a function of (params, batch)"),
@@ -212,10 +212,10 @@ def sharded_loss(
         loss_fn: as for ``fs.make_train_step``. With ``fs.Mean`` the global mean is exact.
         plan: the plan.
         has_aux: return ``(loss, aux)``; ``fs.Mean`` leaves of aux become global means, others are this rank's own.
-        reshard: gather the parameters of a unit where it runs, and gather and compute it again in the backward, so that
-            no rank holds the whole model. False gathers everything once: faster, where it fits.
+        reshard: gather a unit's parameters where it runs, and gather and compute again in the backward, so that no rank
+            holds the whole model. False gathers everything once, which is faster but needs its memory.
         debug: check on each call that replicated leaves are equal on all ranks, and that the loss depends on the rank
-            through its batch alone.
+            only through its batch.
 
     Returns:
         The function.
@@ -238,10 +238,10 @@ def _agree(
     failure: Exception | None,
     facts: Facts = Facts(),  # noqa: B008 - a frozen value
 ) -> None:
-    """Raise on all ranks what went wrong on any of them, and refuse losses that have no common mean.
+    """Raise on all ranks the failure of any of them, and refuse losses without a common mean.
 
-    A rank that fails takes part in one more exchange, wherever the others are; it fits, since all are alike. One that
-    fails only because it was cut off from a collective raises what the others say.
+    A rank that fails takes part in one more exchange, which has the same form wherever the other ranks are. A rank that
+    failed because another one cut its collective off raises that rank's failure.
     """
     if lane.size == 1:
         if failure is not None:
@@ -268,7 +268,7 @@ def _check_losses(rows: Sequence[Sequence[int]]) -> None:
 
 
 def _loss_facts(loss: Loss | None, dims: Sequence[int]) -> list[int]:
-    """What ranks compare of their losses: kind, two numbers for the means, leading dims of a plain loss, rows."""
+    """The facts that ranks compare of a loss: kind, two numbers for the means, leading dims of a plain loss, rows."""
     if loss is None:
         return [False, 0, 0, 0, dims[0] if dims else -1]
     weighted = loss.count is not None

@@ -34,7 +34,7 @@ class Differentiable:
         return {"step": 0, **{name: tree.nest(flat) for name, flat in trees.items()}}
 
     def __call__(self, params: Any, grads: Any, state: State) -> tuple[dict[str, Any], State]:
-        """One update. Nothing is written, and everything can be differentiated.
+        """One update, differentiable, that writes to no tensor.
 
         Args:
             params: a tree of shards.
@@ -67,8 +67,8 @@ class Differentiable:
 def differentiable(opt: Optimizer, plan: Plan) -> Differentiable:
     """An optimizer as a pure function, for gradients through its updates (MAML; Finn, Abbeel and Levine, 2017).
 
-    It gives what the train step's fused update gives, up to rounding, in ordinary operators: slower, and each update
-    keeps its intermediate values.
+    Its updates equal the train step's fused ones up to rounding. They are slower, since they use ordinary operators,
+    and keep their intermediate values.
 
     Args:
         opt: ``fs.optim.sgd(...)`` or ``fs.optim.adamw(...)``.

@@ -1,7 +1,7 @@
 """Products with derivatives: directions, Hessians, Gauss-Newton matrices, traces. No matrix is ever formed.
 
-Forward derivatives are the faster way. Where an operator has none, the same product is made of reverse ones: the
-Hessian is symmetric, and the pullback of a pullback is the pushforward.
+Forward derivatives are faster. Where an operator has none, reverse derivatives give the same product: the Hessian is
+symmetric, and the pullback of a pullback is the pushforward.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from fshard.runtime.loss import read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import gather_all
 from fshard.transform.loss import LossFn, sharded_loss
-from fshard.transform.trees import split_trainable, tree_rademacher, tree_vdot
+from fshard.transform.trees import split_trainable, tree_rademacher, tree_vdot, zero_filled
 
 Flat = dict[str, Tensor]
 
@@ -32,14 +32,14 @@ Flat = dict[str, Tensor]
 def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, Tensor]]:
     """The loss and its derivative in a direction: ``jvp(loss_fn, plan)(params, v, batch) -> (loss, slope)``.
 
-    One forward pass, by forward-mode derivatives (``jax.jvp``); where an operator has none, by a gradient.
+    One forward pass with forward-mode derivatives (``jax.jvp``); a gradient where an operator has none.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
         plan: the plan.
 
     Returns:
-        The function. ``v`` is a tree of shards like ``params``; what it holds for frozen leaves does not count.
+        The function. ``v`` is a tree of shards like ``params``; its values for frozen leaves are ignored.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -59,7 +59,7 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
 
         def reverse() -> tuple[Tensor, Tensor]:
             slopes, value = grad_and_value(of)(trained)
-            return value, tree_vdot(_filled(plan, slopes, rest), _filled(plan, direction, rest), plan)
+            return value, tree_vdot(zero_filled(plan, slopes, rest), zero_filled(plan, direction, rest), plan)
 
         with _plain_attention():
             found: Any = ways.run(lambda: forward(of, (trained,), (direction,)), reverse)
@@ -71,9 +71,9 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
 def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]]:
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
-    Forward over reverse (Pearlmutter, "Fast exact multiplication by the Hessian", 1994): about the time of two
-    gradients. Where an operator of the gradient has no forward derivative, reverse over reverse, from the first call
-    on that finds it.
+    Forward over reverse (Pearlmutter, "Fast exact multiplication by the Hessian", 1994) takes about the time of two
+    gradients. From the first call that finds an operator of the gradient without forward derivative, it is reverse
+    over reverse.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
@@ -99,7 +99,7 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
                 lambda: forward(gradient, (trained,), (direction,))[1],
                 lambda: vjp(gradient, trained)[1](direction)[0],
             )
-        return _filled(plan, moved, rest)
+        return zero_filled(plan, moved, rest)
 
     return product
 
@@ -152,7 +152,7 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
                 lambda: forward(grad(share), (out,), (moved,))[1], lambda: vjp(grad(share), out)[1](moved)[0]
             )
         (pulled,) = vjp(outputs, trained)[1](curved)
-        return _filled(plan, pulled, rest)
+        return zero_filled(plan, pulled, rest)
 
     return product
 
@@ -165,7 +165,7 @@ def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[A
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
         plan: the plan.
-        samples: how many ``z``, one Hessian-vector product each.
+        samples: the number of ``z``, each one Hessian-vector product.
 
     Returns:
         The function; ``key`` is one of ``fs.random``, the same on every rank. It returns a tensor ``(samples,)``, equal
@@ -194,16 +194,16 @@ def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[A
 
 @dataclass(frozen=True)
 class Ways:
-    """Two ways to one product: by forward derivatives, until an operator turns out to have none; then by reverse ones.
+    """Two ways to one product: forward derivatives, until an operator turns out to have none; then reverse ones.
 
     Attributes:
-        missing: what PyTorch said, once it has.
+        missing: PyTorch's error about the missing derivative, once there was one.
     """
 
     missing: list[str] = field(default_factory=list)
 
     def run(self, by_forward: Callable[[], Any], by_reverse: Callable[[], Any]) -> Any:
-        """The product. All ranks run one program, and find the same operators."""
+        """The product. All ranks run one program, so they find the same operators."""
         if not self.missing:
             try:
                 return by_forward()
@@ -216,33 +216,28 @@ class Ways:
 
 
 _NO_FORWARD = ("forward AD", "forward mode AD", "ZeroTensors are immutable", "jvp")
-"""What PyTorch's errors about missing forward derivatives have in common."""
+"""Parts of PyTorch's errors about missing forward derivatives."""
 
 
 def _pushed(f: Callable[[Flat], Any], at: Flat, direction: Flat) -> tuple[Any, Any]:
-    """A function's value and its derivative in a direction, by reverse derivatives alone."""
+    """A function's value and its derivative in a direction, by reverse derivatives."""
     out, pull = vjp(f, at)[:2]
     return out, vjp(lambda cotangents: pull(cotangents)[0], tree.map(torch.zeros_like, out))[1](direction)[0]
 
 
 def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:
-    """What is differentiated, the other leaves, and the direction of the former."""
+    """The differentiated leaves, the other leaves, and the direction of the former."""
     trained, rest = split_trainable(plan, params)
     direction = plan.check_tree(v, whole=False, what="v")
-    # PyTorch gives a tangent the layout of its primal's storage, and shards are views of whole chunks: as views, each
+    # PyTorch gives a tangent the layout of its primal's storage. Shards are views of chunks, so without the clone each
     # leaf's tangent would be as large as its group.
     own = {path: leaf.clone() for path, leaf in trained.items()}
     return own, rest, {path: direction[path].contiguous() for path in trained}
 
 
-def _filled(plan: Plan, found: Flat, rest: Flat) -> dict[str, Any]:
-    whole = {**{path: torch.zeros_like(leaf) for path, leaf in rest.items()}, **found}
-    return tree.nest({path: whole[path] for path in plan.leaves})
-
-
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Attention in single operators: the fused ones have no forward derivative."""
+    """Attention without fused kernels, which have no forward derivative."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):

@@ -1,7 +1,7 @@
 """Gradients of single samples, and sums of them clipped one by one (DP-SGD) in bounded memory.
 
-Parameters are gathered once, outside of the vmap: a gather inside of it would add up the gradients of the samples that
-all ranks have at the same place.
+Parameters are gathered once, outside of the vmap: the adjoint of a gather inside of it would add up the gradients of
+different ranks' samples.
 """
 
 import functools
@@ -20,7 +20,7 @@ from fshard.runtime.loss import read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import gather_all
 from fshard.transform.loss import LossFn, check_loss
-from fshard.transform.trees import split_trainable
+from fshard.transform.trees import split_trainable, zero_filled
 
 Flat = dict[str, Tensor]
 
@@ -29,16 +29,17 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
-        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row. Of an ``fs.Mean`` it is the mean
-            of that row.
+        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row. An ``fs.Mean`` counts as
+            the mean of that row.
         plan: the plan.
 
     Returns:
         The function. It returns a tree of the trainable leaves, each of shape ``(rows of this rank's batch, *whole leaf
-        shape)``: all samples of this rank, whole. That takes the memory of as many models; ``clipped_grad`` does not.
+        shape)``: whole leaves for all samples of this rank, in the memory of as many models; ``clipped_grad`` needs
+        less.
 
     Raises:
-        BatchError: tensors of the batch have different numbers of rows, or none.
+        BatchError: tensors of the batch have different numbers of rows, or there are no tensors.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -64,21 +65,21 @@ def clipped_grad(
     """The sum over the global batch of the samples' gradients, each clipped to a norm:
     ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
 
-    What DP-SGD adds its noise to (Abadi et al., "Deep Learning with Differential Privacy", 2016).
+    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016).
 
     Args:
         loss_fn: as for ``per_sample_grad``.
         plan: the plan.
-        clip_norm: the norm, over all leaves, to which a sample's gradient is scaled down if it is larger.
-        microbatch: rows whose gradients are held at once; all of them if None. The result does not depend on it.
+        clip_norm: the largest norm, over all leaves, of a sample's gradient; larger ones are scaled down to it.
+        microbatch: rows whose gradients are held at once; None for all. The result does not depend on it.
 
     Returns:
-        The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms`` are those of this
-        rank's samples before clipping, ``(rows,)``.
+        The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms``, ``(rows,)``, are
+        the norms of this rank's samples before clipping.
 
     Raises:
         PlanError: ``clip_norm`` or ``microbatch`` is not positive.
-        BatchError: tensors of the batch have different numbers of rows, or none.
+        BatchError: tensors of the batch have different numbers of rows, or there are no tensors.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -115,8 +116,7 @@ def clipped_grad(
             for path, g in grads.items():
                 total[path] = total[path] + torch.tensordot(factor.to(g), g, 1)
         (summed,) = pull(total)
-        zeros = {path: torch.zeros_like(leaf) for path, leaf in rest.items()}
-        return tree.nest({path: {**zeros, **summed}[path] for path in plan.leaves}), torch.cat(norms)
+        return zero_filled(plan, summed, rest), torch.cat(norms)
 
     return clipped
 

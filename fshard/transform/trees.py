@@ -1,6 +1,6 @@
 """Trees of shards as vectors: inner products, norms, random directions, stacks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from fshard.sharding.plan import Plan
 
 
 def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
-    """The inner product of two trees of shards: that of the whole tensors, equal on all ranks.
+    """The inner product of the whole tensors of two trees of shards, equal on all ranks.
 
-    Sharded leaves are summed over the ranks that hold their parts; replicated ones count once. Leaves of integer dtype
-    are left out; those of bfloat16 and float16 are multiplied and added up in float32.
+    Sharded leaves are summed over the ranks that hold their parts; replicated leaves count once. Integer leaves are
+    left out; bfloat16 and float16 leaves are multiplied and summed in float32.
 
     Args:
         a, b: trees of shards, such as ``state.params`` or gradients.
@@ -48,13 +48,15 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
                 dot = (pair[0].to(wide) * pair[1].to(wide)).sum()
                 sums[axes] = sums[axes] + dot if axes in sums else dot
     if not sums:
-        raise TreeError("no leaf of the plan is floating-point, so there is nothing to multiply")
+        raise TreeError(
+            "no leaf of the plan is floating-point, so it has no inner product: train at least one such leaf"
+        )
     parts = [_summed(plan, axes, value) for axes, value in sums.items()]
     return torch.stack(parts).sum()
 
 
 def tree_norm(a: Any, plan: Plan) -> Tensor:
-    """The Euclidean norm of a tree of shards: that of all whole tensors together, equal on all ranks.
+    """The Euclidean norm of all whole tensors of a tree of shards, equal on all ranks.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -74,7 +76,7 @@ def tree_normal(key: Tensor, plan: Plan) -> dict[str, Any]:
         plan: the plan. Frozen leaves get zeros.
 
     Raises:
-        PlanError: the arguments are not these.
+        PlanError: invalid arguments.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -111,7 +113,9 @@ def tree_stack(trees: Sequence[Any]) -> Any:
     torch.Size([2, 2])
     """
     if not isinstance(trees, (list, tuple)) or not trees:
-        raise TreeError(f"tree_stack(trees) takes a list of equal trees, and was given {kind(trees)} of no trees")
+        raise TreeError(
+            f"tree_stack(trees) takes a list of trees of one structure, and was given {kind(trees)} without trees"
+        )
     return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
 
@@ -120,6 +124,12 @@ def split_trainable(plan: Plan, params: Any) -> tuple[dict[str, Tensor], dict[st
     flat = plan.check_tree(params, whole=False)
     trained = {path: leaf for path, leaf in flat.items() if plan.leaves[path].trainable}
     return trained, {path: leaf for path, leaf in flat.items() if path not in trained}
+
+
+def zero_filled(plan: Plan, found: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The tree of the leaves found, with zeros for the rest."""
+    whole = {**{path: torch.zeros_like(leaf) for path, leaf in rest.items()}, **found}
+    return tree.nest({path: whole[path] for path in plan.leaves})
 
 
 def _expect_plan(call: str, plan: Any) -> None:

@@ -225,7 +225,7 @@ def test_results_that_differ_are_found() -> None:
         return {"y": y, "x": x}
 
     match = (
-        r"(?s)result\['y'\] with P\(\) is said to be the same along 'a'.*"
+        r"(?s)result\['y'\] with P\(\) must be the same along 'a'.*"
         r"rank 2: 1 of 6 differ; first at \[1, 2\]: 2.0, not 1.0\n  rank 3: 1 of 6 differ.*Name the axis in its spec"
     )
     with pytest.raises(ReplicationError, match=match):
