@@ -1,4 +1,4 @@
-"""Tensors that a function closes over. Their gradients would miss what specs say about arguments."""
+"""Tensors that a function closes over: no spec says how their gradients add up."""
 
 import dis
 import functools
@@ -14,16 +14,16 @@ from fshard.errors import CollectiveError, lines
 
 
 def check_captured(f: Callable[..., Any]) -> None:
-    """Refuse a function that holds tensors that need a gradient: in its closure, its defaults, its globals or itself.
+    """Refuse a function whose closure, defaults, globals or own attributes hold tensors that need a gradient.
 
     Raises:
-        CollectiveError: it does; the message names them.
+        CollectiveError: naming them.
     """
     names = [name for name, value in _held(f, set()) if _needs_gradient(value)]
     if names and (torch.is_grad_enabled() or any("transform" in name for name in names)):
         remedy = (
-            "A spec says how gradients are added over ranks, and only arguments have one: pass them as arguments, or "
-            "detach them."
+            "A spec says how gradients are added over ranks, and only arguments have specs: pass these tensors as "
+            "arguments, or detach them."
         )
         raise CollectiveError(lines("shard_map: the function uses tensors that need a gradient:", names, remedy))
 
@@ -65,7 +65,7 @@ def _held(f: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _globals(code: CodeType) -> tuple[str, ...]:
-    """The globals that a function reads, without the attributes that it names."""
+    """The globals that a function reads."""
     return tuple({str(one.argval): None for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"})
 
 
@@ -82,7 +82,7 @@ def _tensors(name: str, value: Any, seen: set[int], depth: int = 2) -> Iterator[
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is an object of a class of the user's."""
+    """Whether a value is an object of a user's class."""
     if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.split(".")[0] not in ("fshard", "torch", "builtins", "functools")

@@ -1,8 +1,8 @@
-"""Functions of global tensors that play all ranks of a virtual mesh, and their derivatives.
+"""Functions of global tensors that run all ranks of a virtual mesh, and their derivatives.
 
-A derivative of such a function is another one: every rank takes the derivative of its part, inside of its own run. So
-no graph crosses from one run to the next, at the price of computing the forward again in each derivative; this is for
-trying things out, not for speed.
+A derivative of such a function is another such function: every rank takes the derivative of its part in its own run. No
+graph crosses from one run to the next, so each derivative computes the forward again: this serves experiments, not
+speed.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard.collectives.linear import check_plain
 from fshard.collectives.specs import joined, slice_of
 from fshard.errors import CollectiveError
-from fshard.runtime.baton import Randomness, draw_from, randomness
+from fshard.runtime.cooperative import Randomness, draw_from, randomness
 from fshard.sharding.spec import P
 from fshard.virtual import VirtualMesh, play
 
@@ -31,8 +31,8 @@ class Job:
         mesh: the virtual mesh.
         fn: from the slices of a rank to its results.
         inputs: specs of the arguments.
-        outputs: gives the specs of the results, one for each, once it has run.
-        start: the random generators that every run starts from, so that derivatives draw what the function drew.
+        outputs: returns the specs of the results, after a run.
+        start: the state of random generators at the start of every run, so that derivatives draw the same numbers.
     """
 
     mesh: VirtualMesh
@@ -99,14 +99,13 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(job: Job, *xs: Tensor) -> tuple[Tensor, ...]:
-        """Play all ranks."""
         for x in xs:
             check_plain(x, "shard_map")
         return job.run(xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep the arguments: derivatives start from them again."""
+        """Keep the arguments, which derivatives start from."""
         ctx.job, *xs = inputs
         ctx.save_for_backward(*xs)
         ctx.save_for_forward(*xs)
@@ -152,7 +151,7 @@ def whole(mesh: VirtualMesh, spmd: Callable[..., Any], inputs: Specs, xs: Sequen
 
     Args:
         mesh: a virtual mesh, outside of its ``run``.
-        spmd: from a rank's slices to its result's tensors, their specs, and what puts tensors back into the result.
+        spmd: from a rank's slices to its result's tensors, their specs, and a function from tensors to the result.
         inputs: the specs of the arguments.
         xs: the global arguments.
     """

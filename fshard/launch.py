@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fshard.runtime.baton import playing
 from fshard.runtime.comm import LocalTransport, Processes, SharedTransport, join
+from fshard.runtime.cooperative import playing
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 
@@ -37,8 +37,8 @@ def make_mesh(
     """
     thread = playing()
     if thread is not None:  # a rank of fs.virtual_mesh
-        mesh = Mesh(resolve_sizes(sizes, axis_names, thread.baton.size), tuple(axis_names), thread.rank)
-        return dataclasses.replace(mesh, transport=SharedTransport(mesh, thread.baton))
+        mesh = Mesh(resolve_sizes(sizes, axis_names, thread.scheduler.size), tuple(axis_names), thread.rank)
+        return dataclasses.replace(mesh, transport=SharedTransport(mesh, thread.scheduler))
     joined = join(timeout)
     if joined is None:
         resolved = resolve_sizes(sizes, axis_names, 1)

@@ -1,4 +1,4 @@
-"""``fs.shard_map``: code that each rank runs on its slices, as a function of global tensors."""
+"""``fs.shard_map``: per-rank code on slices, as a function of global tensors."""
 
 import functools
 from collections.abc import Callable
@@ -31,9 +31,9 @@ def shard_map(
 ) -> Callable[..., Any]:
     """Map a function over the slices of its arguments (``jax.shard_map``).
 
-    Each rank calls ``f`` with its slices of the arguments and returns its slices of the results; in between it may
-    call ``fs.collectives`` on the mesh's axes. What is denoted is a function of global tensors: cut the arguments by
-    ``in_specs``, run ``f`` on every rank, join the results by ``out_specs``.
+    Each rank calls ``f`` with its slices of the arguments, and ``f`` may call ``fs.collectives`` on the mesh's axes.
+    Together they are a function of global tensors: cut the arguments by ``in_specs``, run ``f`` on every rank, join the
+    results by ``out_specs``.
 
     * On a mesh of real ranks, and inside of ``mesh.run`` on a virtual one, every rank makes the call, with its own
       slices as plain tensors, and gets its own slices back.
@@ -50,20 +50,20 @@ def shard_map(
         f: ``f(*slices)``. It must not close over tensors that need a gradient: pass them as arguments.
         mesh: the mesh; its axes are in scope inside.
         in_specs: a pytree prefix of the arguments with specs as leaves: one ``P`` for all, or a tuple with one entry an
-            argument. Arguments that are no tensors pass through, and need specs without axes.
+            argument. Other arguments than tensors pass through, and need specs without axes.
         out_specs: a pytree prefix of the result.
-        check: compare results over the axes that their specs do not name, which they must not depend on, as
-            ``jax.shard_map(check_vma=True)`` does by types. The default compares at the first call for each structure
-            and shapes, and always on a virtual mesh; False never, True always.
+        check: compare results over the axes that their specs do not name, along which they must be equal, as
+            ``jax.shard_map(check_vma=True)`` does by types. True compares at every call, False never. None, the
+            default, compares at the first call for each structure and shapes, and always on a virtual mesh.
 
     Returns:
         A function of slices, or of global tensors.
 
     Raises:
-        AxisError: a spec names an axis that the mesh has not, or a shard_map lies inside of another.
+        AxisError: the mesh lacks an axis of a spec, or a shard_map lies inside of another.
         CollectiveError: a spec does not fit its tensor, or ``f`` closes over a tensor that needs a gradient.
         ReplicationError: a result differs between ranks where its spec says that it does not.
-        TreeError: specs are no prefix of what they are for.
+        TreeError: specs are not a prefix of the arguments or the result.
         CommError: ``f`` raised on another rank, while this one waited for it.
 
     >>> import torch
@@ -102,7 +102,7 @@ class Mapped:
     checked: set[Any] = field(default_factory=set)
 
     def __call__(self, *args: Any) -> Any:
-        """Call it with slices, or with global tensors on a virtual mesh that does not run."""
+        """Call it with slices, or outside of a virtual mesh's run with global tensors."""
         scope = SCOPE.get()
         if scope is not None and scope.implicit:
             raise AxisError(
@@ -134,7 +134,7 @@ class Mapped:
         """Run it on this rank.
 
         Returns:
-            The result's tensors, their specs, and what puts them back into the result.
+            The result's tensors, their specs, and a function from tensors to the result.
         """
         args = [self._enter(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
         ties = ties_of(args)
@@ -181,7 +181,7 @@ class Mapped:
 
 
 def _check_specs(specs: Tree, what: str, one: str) -> None:
-    """Refuse leaves that are no specs. ``None`` stands for arguments that are None themselves, as in JAX."""
+    """Refuse leaves other than specs. ``None`` stands for an argument that is None, as in JAX."""
     wrong = [leaf for leaf in tree.leaves(specs) if leaf is not None and not isinstance(leaf, P)]
     if wrong or specs is None:
         given = described(wrong[0] if wrong else None)
@@ -221,7 +221,7 @@ def _specs_of(specs: Tree, values: Tree, what: str, root: str) -> list[P]:
 
 
 def _short(error: Exception) -> str:
-    """What optree says, without the values."""
+    """optree's message without the values."""
     return str(error.__cause__ or error).split("; tuple:")[0].split("; dict:")[0].split(", got (")[0].rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""What a step tells about itself."""
+"""Metrics of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ from fshard.runtime.loss import Mean, as_means, means_of
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a train step tells about itself. Tensors are 0-dim, float32 or wider, equal on all ranks.
+    """Metrics of a train step. Tensors are 0-dim, float32 or wider, equal on all ranks.
 
     Attributes:
         loss: the mean over the global batch, before the update; float64 where the loss is.
         grad_norm: the norm of the gradient over all leaves, before clipping; float64 where a trained leaf is.
-        aux: what the loss function returned beside the loss. ``fs.Mean`` leaves are global means; other leaves are
+        aux: the auxiliary values of the loss function. ``fs.Mean`` leaves are global means; other leaves are
             this rank's own, stacked along a new first dim if the step has several microbatches (a list if their shapes
             differ).
-        skipped: whether the step was skipped, by ``skip_norm=`` or ``skip=``, or since its gradient was not finite at
-            this scale of the loss: parameters and optimizer state are those that it was given.
+        skipped: whether the step was skipped, by ``skip_norm=``, ``skip=``, or because its gradient was not finite at
+            this loss scale: parameters and optimizer state are unchanged.
         stop: whether any rank asked to stop: ``step(state, batch, stop=True)``.
     """
 

@@ -1,11 +1,11 @@
 """Pytrees with paths. The only module that imports optree.
 
-Two kinds of tree occur. *Parameter trees* are nested dicts with string keys and tensors at the leaves; a leaf is named
-by its dotted path (``blocks.3.attn.qkv.weight``) and keeps the insertion order of its dict, which is the order in which
-a module registered it. *Any other tree* (a batch, the arguments and results of a unit) is whatever optree flattens, and
-besides, unlike in optree and in JAX, every dataclass and mutable mapping that holds tensors: libraries pass those
-around (the outputs of Hugging Face's models, the batches of their tokenizers), and a tensor that nobody sees is neither
-cut, nor moved, nor watched in the backward.
+There are two kinds of tree. *Parameter trees* are nested dicts with string keys and tensors at the leaves; a leaf is
+named by its dotted path (``blocks.3.attn.qkv.weight``), in the insertion order of its dict, the order in which a module
+registered it. *Other trees* (a batch, the arguments and results of a unit) are what optree flattens, and besides,
+unlike in optree and in JAX, dataclasses and mutable mappings that hold tensors. Libraries pass those around (the
+outputs of Hugging Face's models, the batches of their tokenizers), and their tensors must be cut, moved and
+differentiated too.
 """
 
 import copy
@@ -29,7 +29,7 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     """The ``(path, leaf)`` pairs of a parameter tree, in insertion order.
 
     Raises:
-        TreeError: no nested dict; or a key is not a string, is empty, or holds a dot.
+        TreeError: it is not a nested dict; or a key is not a string, is empty, or holds a dot.
 
     >>> dict(paths({"a": {"w": 1, "b": 2}, "c": 3}))
     {'a.w': 1, 'a.b': 2, 'c': 3}
@@ -52,7 +52,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The parameter tree whose leaves have these paths: the inverse of ``dict(paths(tree))``.
 
     Raises:
-        TreeError: no dict, a path that is no string, or one that goes on below a leaf.
+        TreeError: it is not a dict, or a path is not a string or goes on below a leaf.
 
     >>> nest({"a.w": 1, "a.b": 2, "c": 3})
     {'a': {'w': 1, 'b': 2}, 'c': 3}
@@ -77,20 +77,20 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 def _expect_dict(given: Any, what: str) -> None:
     if not isinstance(given, Mapping):
         raise TreeError(
-            f"{what} is a dict of names, and this is {kind(given)}: give such as the params of fs.split(module), or "
-            f"state.params"
+            f"{what} must be a dict of names, and this is {kind(given)}: give such as the params of fs.split(module), "
+            f"or state.params"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The structure of an object that optree takes for a leaf.
+    """The structure of an object that is a leaf to optree.
 
     Attributes:
         kind: its class.
         names: of its fields, or its keys.
         spec: the structure of the list of their values.
-        shell: a copy that holds nothing, of which others are made.
+        shell: an empty copy, the template of new objects.
     """
 
     kind: type
@@ -105,11 +105,11 @@ class Opened:
 
 @dataclasses.dataclass(frozen=True)
 class Nested:
-    """The structure of a pytree some of whose leaves, to optree, are objects that hold tensors.
+    """The structure of a pytree with objects that hold tensors and are leaves to optree.
 
     Attributes:
         outer: the structure as optree sees it.
-        inner: for each leaf of it the structure of the object there, None for a leaf indeed.
+        inner: for each of its leaves the structure of the object there; None for a real leaf.
     """
 
     outer: optree.PyTreeSpec
@@ -121,7 +121,7 @@ Spec = optree.PyTreeSpec | Nested
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Spec]:
-    """The leaves of any pytree, ``None`` among them, and what ``unflatten`` needs to put them back.
+    """The leaves of any pytree, including ``None``, and its structure for ``unflatten``.
 
     >>> leaves, structure = flatten({"x": [1, 2], "y": None})
     >>> leaves, unflatten(structure, [3, 4, 5])
@@ -151,7 +151,7 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves of any pytree, ``None`` among them.
+    """The leaves of any pytree, including ``None``.
 
     >>> leaves({"x": [1, 2], "y": None})
     [1, 2, None]
@@ -176,7 +176,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def spread(prefix: Tree, tree: Tree) -> list[Any]:
-    """For each leaf of a tree the leaf of the prefix that stands for it (``jax``'s pytree prefixes).
+    """The leaf of the prefix for each leaf of a tree (``jax``'s pytree prefixes).
 
     >>> spread(("a", "b"), (1, {"x": 2, "y": 3}))
     ['a', 'b', 'b']
@@ -206,12 +206,12 @@ _PLAIN = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 
 def _suspect(leaves: Sequence[Any]) -> bool:
-    """Whether an object that may hold tensors is among these. On the path of every call: types are few."""
+    """Whether one of these is an object that may hold tensors. Every call runs this, so it looks at types alone."""
     return any([_holder(kind) for kind in {type(leaf) for leaf in leaves} - _PLAIN])
 
 
 def _holder(kind: type) -> bool:
-    if getattr(kind, "__tree_leaf__", False):  # a class of this library whose objects are told apart from tensors
+    if getattr(kind, "__tree_leaf__", False):  # a class of this library whose objects stay whole
         return False
     return hasattr(kind, "__dataclass_fields__") or issubclass(kind, MutableMapping)
 
@@ -238,7 +238,7 @@ def _fill(made: Any, names: Sequence[Any], values: Sequence[Any]) -> Any:
         if isinstance(made, MutableMapping):
             made[name] = value
         else:
-            object.__setattr__(made, name, value)  # a frozen one too: it is a new object
+            object.__setattr__(made, name, value)  # it is a new object, so even a frozen one is written
     return made
 
 
@@ -249,7 +249,7 @@ def _count(spec: Spec) -> int:
 
 
 def _repeated(outer: Sequence[Any], spec: Spec, combine: Callable[[Any, str], Any]) -> list[Any]:
-    """For each leaf what stands for the object that it is in, and its path in there."""
+    """For each leaf the value of its object, combined with its path in the object."""
     if not isinstance(spec, Nested):
         return list(outer)
     rows = zip(outer, spec.inner, strict=True)
@@ -261,7 +261,7 @@ def _paths(found: Opened) -> list[str]:
     heads = [f"[{name!r}]" if mapping else f".{name}" for name in found.names]
     inside = optree.tree_unflatten(_outer(found.spec), [""] * _outer(found.spec).num_leaves)
     below = [accessor.codify("") for accessor in optree.tree_accessors(inside, none_is_leaf=True)]
-    # The values are a list, so that each path begins with the number of its field: "[0]['x']".
+    # The values are a list, so each path begins with the number of its field: "[0]['x']".
     joined = [heads[int(path[1 : path.index("]")])] + path[path.index("]") + 1 :] for path in below]
     return _repeated(joined, found.spec, lambda one, path: one + path)
 

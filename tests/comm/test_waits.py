@@ -37,7 +37,7 @@ ENDED = {
     "elastic.py": "Checkpointer.wait",
     "interchange/export_plan.py": "handles of lanes",
     "runtime/actions.py": "handles of lanes",
-    "runtime/baton.py": "played ranks: known at once when none can go on",
+    "runtime/cooperative.py": "played ranks: known at once when none can go on",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/exchange.py": "handles of lanes",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watch",

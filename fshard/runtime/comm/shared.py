@@ -1,4 +1,4 @@
-"""Lanes between the ranks of one process: what a collective moves is copied when the last rank has come to it.
+"""Lanes between the ranks of one process: the last rank to reach a collective copies its data.
 
 Sums are added in the order of ranks, as on gloo.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.runtime.baton import Baton, RankThread, playing
 from fshard.runtime.comm.lanes import Alone, Handle, Lane, Marks, Sizes, bring
+from fshard.runtime.cooperative import RankThread, Scheduler, playing
 from fshard.sharding.mesh import Axes, Mesh
 
 Part = dict[str, Any]
@@ -20,7 +20,7 @@ Part = dict[str, Any]
 
 @dataclass(eq=False)
 class Round:
-    """One collective: what each rank brought."""
+    """One collective: the tensors of each rank."""
 
     call: str
     parts: dict[int, Part] = field(default_factory=dict)
@@ -39,34 +39,34 @@ class Board:
 
 @dataclass(frozen=True)
 class SharedTransport:
-    """What joins a rank of a virtual mesh to the others."""
+    """Joins a rank of a virtual mesh to the others."""
 
     mesh: Mesh
-    baton: Baton
+    scheduler: Scheduler
 
     def lane(self, role: str, axes: Axes) -> Lane:
         """The communicator of this role over these axes."""
         members = tuple(sorted(self.mesh.ranks(axes)))
         if len(members) == 1:
             return Alone()
-        board = self.baton.boards.setdefault((role, members), Board(f"{role}({'+'.join(axes)})", members))
-        return SharedLane(board, self.mesh.rank, self.baton)
+        board = self.scheduler.boards.setdefault((role, members), Board(f"{role}({'+'.join(axes)})", members))
+        return SharedLane(board, self.mesh.rank, self.scheduler)
 
     def cut(self, role: str, reason: str = "") -> None:
-        """A run knows when none of its ranks can go on."""
+        """Does nothing: the scheduler detects a deadlock."""
 
     def abandon(self, reason: str) -> None:
         """Let every rank fail at its next collective."""
-        if self.baton.failure is None:
-            self.baton.fail(f"rank {self.mesh.rank} gave up: {reason}")
+        if self.scheduler.failure is None:
+            self.scheduler.fail(f"rank {self.mesh.rank} gave up: {reason}")
 
     def close(self, reason: str = "") -> None:
-        """Nothing was joined; the run sees what a rank raises."""
+        """Does nothing: the scheduler sees the rank's exception."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A collective that other ranks may still have to come to."""
+    """A collective that other ranks may not have reached."""
 
     round: Round
     board: Board
@@ -74,10 +74,10 @@ class Arrival:
     thread: RankThread
 
     def wait(self) -> None:
-        """Let the others run until the last of them has come."""
+        """Let the others run until all have reached it."""
         if not self.round.complete:
             what = f"{self.round.call} on {self.board.name}, its call {self.number}"
-            self.thread.baton.wait(self.thread, lambda: self.round.complete, what)
+            self.thread.scheduler.wait(self.thread, lambda: self.round.complete, what)
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class SharedLane:
 
     board: Board
     rank: int
-    baton: Baton
+    scheduler: Scheduler
 
     @property
     def size(self) -> int:
-        """How many ranks it joins."""
+        """The number of ranks."""
         return len(self.board.members)
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
@@ -113,13 +113,13 @@ class SharedLane:
 
     def _arrive(self, call: str, part: Part, perform: Callable[[list[Part]], None]) -> Handle:
         thread = playing()
-        if thread is None or thread.baton is not self.baton or thread.rank != self.rank:
+        if thread is None or thread.scheduler is not self.scheduler or thread.rank != self.rank:
             raise CommError(
                 f"{call} on {self.board.name} of rank {self.rank} outside of its run: make forward and backward in the "
                 f"same mesh.run, which each rank leaves with results only"
             )
-        if self.baton.failure is not None:
-            raise CommError(self.baton.failure)
+        if self.scheduler.failure is not None:
+            raise CommError(self.scheduler.failure)
         number = self.board.counts[self.rank] = self.board.counts.get(self.rank, 0) + 1
         round_ = self.board.rounds.setdefault(number, Round(call))
         handle = Arrival(round_, self.board, number, thread)
@@ -140,8 +140,8 @@ class SharedLane:
         thread = handle.thread
         thread.waits = (lambda: False, f"{call} on {self.board.name}, its call {handle.number}")
         where = f"on {self.board.name} where rank {first} calls {handle.round.call}"
-        self.baton.fail(f"rank {self.rank} calls {call} {where}:")
-        raise CommError(str(self.baton.failure))
+        self.scheduler.fail(f"rank {self.rank} calls {call} {where}:")
+        raise CommError(str(self.scheduler.failure))
 
 
 def _size(x: Tensor) -> str:

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process, of which one runs at a time.
+"""The cooperative scheduler of a virtual mesh: ranks are threads of one process, and one of them runs at a time.
 
-The thread that holds the *baton* runs until it must wait for other ranks; then it hands the baton on. So a run is
-deterministic, needs no locks, and knows at once when nobody can go on. Each rank has random generators of its own, and
-its own choice of attention kernels, as a process would.
+A rank runs until it must wait for other ranks; then the next one runs. So a run is deterministic, needs no locks, and
+detects a deadlock at once. Each rank has its own random generators and its own choice of attention kernels, as a
+process has.
 """
 
 import contextvars
@@ -25,11 +25,11 @@ Ready = Callable[[], bool]
 
 
 class RankThread(threading.Thread):
-    """The thread that plays one rank."""
+    """The thread of one rank."""
 
-    def __init__(self, baton: "Baton", rank: int, body: Callable[[], Any]) -> None:
-        super().__init__(name=f"rank {rank} of {baton.size}", daemon=True)
-        self.baton, self.rank, self.body = baton, rank, body
+    def __init__(self, scheduler: "Scheduler", rank: int, body: Callable[[], Any]) -> None:
+        super().__init__(name=f"rank {rank} of {scheduler.size}", daemon=True)
+        self.scheduler, self.rank, self.body = scheduler, rank, body
         self.turn = threading.Semaphore(0)
         self.waits: tuple[Ready, str] | None = None
         self.result: Any = None
@@ -38,18 +38,18 @@ class RankThread(threading.Thread):
         self.randomness: Any = None
 
     def run(self) -> None:
-        """Play the rank, and hand the baton on."""
+        """Run the rank, then the next one."""
         self.turn.acquire()
         try:
             draw_from(self.randomness)
             self.result = self.body()
-        except BaseException as error:  # whatever it is, the caller of the run gets it
+        except BaseException as error:  # the caller of the run gets it
             self.error = error
         self.ended = True
-        self.baton.hand_on(self)
+        self.scheduler.switch(self)
 
     def runnable(self) -> bool:
-        """Whether it can go on."""
+        """Whether the rank can continue."""
         return not self.ended and (self.waits is None or self.waits[0]())
 
     def __str__(self) -> str:
@@ -59,8 +59,8 @@ class RankThread(threading.Thread):
         return f"rank {self.rank} {what}"
 
 
-class Baton:
-    """The ranks of one run of a virtual mesh, and what they share: the boards that their communicators are."""
+class Scheduler:
+    """The ranks of one run of a virtual mesh, and the boards of their communicators."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.size = mesh, mesh.size
@@ -69,17 +69,17 @@ class Baton:
         self.failure: str | None = None
 
     def run(self, bodies: list[Callable[[], Any]], again: "Randomness | None" = None) -> list[Any]:
-        """Play all ranks to their end.
+        """Run all ranks to their end.
 
         Args:
-            bodies: what each rank does.
-            again: the random generators that every rank starts from; the caller's are then left as they were.
+            bodies: the function of each rank.
+            again: the state of random generators at the start of every rank; the caller's own then stay unchanged.
 
         Returns:
-            What each returned, in rank order.
+            The result of each rank, in rank order.
 
         Raises:
-            BaseException: what the first rank that failed of itself raised, with a note that names the rank.
+            BaseException: the exception of the first rank that failed by itself, with a note that names the rank.
         """
         before = randomness()
         self.threads = [RankThread(self, rank, body) for rank, body in enumerate(bodies)]
@@ -98,22 +98,22 @@ class Baton:
         return [thread.result for thread in self.threads]
 
     def wait(self, thread: RankThread, ready: Ready, what: str) -> None:
-        """Let the other ranks run until this one can go on.
+        """Let the other ranks run until this one can continue.
 
         Raises:
             CommError: it never can.
         """
         thread.waits = (ready, what)
         while self.failure is None and not ready():
-            self.hand_on(thread)
+            self.switch(thread)
             thread.turn.acquire()
             draw_from(thread.randomness)
         if self.failure is not None:
             raise CommError(self.failure)
         thread.waits = None
 
-    def hand_on(self, last: RankThread) -> None:
-        """Wake the next rank that can run. If there is none, all that wait are woken one by one, and fail."""
+    def switch(self, last: RankThread) -> None:
+        """Wake the next rank that can run. In a deadlock, wake each waiting rank, which fails."""
         last.randomness = randomness()
         order = [self.threads[(last.rank + 1 + i) % self.size] for i in range(self.size)]
         following = next((thread for thread in order if thread.runnable()), None)
@@ -125,7 +125,7 @@ class Baton:
             following.turn.release()
 
     def fail(self, head: str) -> None:
-        """Make every collective of this run raise from now on, saying what each rank is doing."""
+        """Make every later collective of this run raise, with the position of each rank."""
         rows = [str(thread) for thread in self.threads]
         self.failure = lines(head, rows, "All ranks along an axis must make the same collective calls in one order.")
 
@@ -141,7 +141,7 @@ class Baton:
 
 
 def playing() -> RankThread | None:
-    """The rank that the current thread plays, if it plays one."""
+    """The rank of the current thread, if it has one."""
     thread = threading.current_thread()
     return thread if isinstance(thread, RankThread) else None
 
@@ -152,15 +152,15 @@ ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 )
-"""Which kernels attention may use, on any device: whether each is, and what says so."""
+"""The switches of attention kernels, on any device: their getters and setters."""
 
 
 @dataclass(frozen=True)
 class Randomness:
-    """The state of random generators, and of the other switches that a process has once: those of attention kernels.
+    """The state of random generators, and of the switches of attention kernels, of which a process has one set.
 
-    ``torch.nn.attention.sdpa_kernel`` puts back what it found. Ranks that enter and leave it in turns would leave the
-    switches of one rank to all others.
+    ``torch.nn.attention.sdpa_kernel`` restores the switches that it found: ranks that interleave inside of it would
+    overwrite each other's.
     """
 
     torch: Any
@@ -170,7 +170,7 @@ class Randomness:
 
 
 def randomness() -> Randomness:
-    """The state of the random generators: PyTorch's, Python's, and numpy's if it is there; and of attention kernels."""
+    """The current state; that of numpy only if it is imported."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     kernels = tuple([enabled() for enabled, _ in ATTENTION])
@@ -189,7 +189,7 @@ def draw_from(state: Randomness) -> None:
 
 
 def inherited() -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """What gives a function the context of the current thread: context variables and PyTorch's modes."""
+    """A wrapper that runs a function in the current thread's context: context variables and PyTorch's modes."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
