@@ -63,14 +63,11 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
         *,
         step: int,
         hyper: Any,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
-        late: int = 0,
+        **more: Any,
     ) -> None:
         """Update, then average; see ``Optimizer.update``."""
-        self.opt.update(
-            params, grads, states, step=step, hyper=hyper, grad_scale=grad_scale, found_inf=found_inf, late=late
-        )
+        self.opt.update(params, grads, states, step=step, hyper=hyper, found_inf=found_inf, **more)
         if params and (found_inf is None or found_inf.item() != 1):
             kept = [state[EMA] for state in states]
             new = [param.to(mean.dtype) for param, mean in zip(params, kept, strict=True)]

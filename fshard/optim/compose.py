@@ -113,16 +113,12 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         *,
         step: int,
         hyper: Choice,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+        **more: Any,
     ) -> None:
         """One update by the leaves' own optimizer; see ``Optimizer.update``."""
         opt = None if hyper[0] == REST else self.rules[hyper[0]][1]
         if opt is not None:
-            opt.update(
-                params, grads, states, step=step, hyper=hyper[1], grad_scale=grad_scale, found_inf=found_inf, late=late
-            )
+            opt.update(params, grads, states, step=step, hyper=hyper[1], **more)
 
     def _number(self, path: str) -> int:
         return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path)), REST)
@@ -276,8 +272,7 @@ class chain(Inner):  # noqa: N801
         step: int,
         hyper: Any,
         grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+        **more: Any,
     ) -> None:
         """Change the gradients, then update; see ``Optimizer.update``."""
         if not params:
@@ -285,7 +280,7 @@ class chain(Inner):  # noqa: N801
         unscale(grads, grad_scale)
         for change in self.changes:
             change.apply(params, grads, step)
-        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=None, found_inf=found_inf, late=late)
+        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=None, **more)
 
 
 def _why(hits: list[LeafInfo]) -> str:
