@@ -114,7 +114,7 @@ def tree_stack(trees: Sequence[Any]) -> Any:
     """
     if not isinstance(trees, (list, tuple)) or not trees:
         raise TreeError(
-            f"tree_stack(trees) takes a list of trees of one structure, and was given {kind(trees)} without trees"
+            f"tree_stack(trees) takes a list of trees of one structure, and was given {kind(trees)} of no trees"
         )
     return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
