@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, expect
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
+from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines, no_processes
 from fshard.patterns import bad_regexes
 from fshard.runtime.comm import enter

@@ -22,7 +22,7 @@ def check_captured(f: Callable[..., Any]) -> None:
     names = [name for name, value in _held(f, set()) if _needs_gradient(value)]
     if names and (torch.is_grad_enabled() or any("transform" in name for name in names)):
         remedy = (
-            "A spec says how gradients are added over ranks, and only arguments have specs: pass these tensors as "
+            "A spec says how gradients are added over ranks, and only arguments have specs: pass them as "
             "arguments, or detach them."
         )
         raise CollectiveError(lines("shard_map: the function uses tensors that need a gradient:", names, remedy))

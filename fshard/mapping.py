@@ -11,8 +11,8 @@ from fshard import tree
 from fshard.arguments import Want, described, expect, kind
 from fshard.capture import check_captured
 from fshard.collectives.build import untraced
-from fshard.collectives.group import Group
 from fshard.collectives.linear import Settle, Vary, apply
+from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import check_spec, other_axes
 from fshard.collectives.ties import ties_of
@@ -161,13 +161,13 @@ class Mapped:
         axes = other_axes(spec, self.mesh)
         if not isinstance(leaf, Tensor) or not axes or not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
-        return apply(leaf, Vary(Group(self.mesh, axes)))
+        return apply(leaf, Vary(Ranks(self.mesh, axes)))
 
     def _leave(self, leaf: Any, spec: P, label: str, check: bool) -> Any:
         axes = other_axes(spec, self.mesh)
         if not isinstance(leaf, Tensor) or not axes:
             return leaf
-        return apply(leaf, Settle(Group(self.mesh, axes), label, check))
+        return apply(leaf, Settle(Ranks(self.mesh, axes), label, check))
 
     def _checks(self, leaves: list[Any], out: list[Any]) -> bool:
         if self.check is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives import build, linear
 from fshard.collectives.build import untraced
-from fshard.collectives.group import Group
+from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import AxisName, resolve
 from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError
@@ -316,7 +316,7 @@ def _size(axis: AxisName, mesh: Mesh | None) -> int:
     return resolve(axis, mesh).size
 
 
-def _sum(leaf: Any, group: Group, what: str) -> Any:
+def _sum(leaf: Any, group: Ranks, what: str) -> Any:
     if not isinstance(leaf, Tensor):
         return build.number(leaf, what) * group.size
     build.check_addable(leaf, what)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fshard.arguments import kind
-from fshard.collectives.group import Group
 from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Ragged, Scatter
+from fshard.collectives.ranks import Ranks
 from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, lines
 
@@ -22,7 +22,7 @@ def untraced(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     return _disable_dynamo(fn)
 
 
-def gather(x: Tensor, group: Group, dim: int, tiled: bool, invariant: bool) -> Tensor:
+def gather(x: Tensor, group: Ranks, dim: int, tiled: bool, invariant: bool) -> Tensor:
     """All ranks' tensors, stacked or concatenated."""
     if not tiled:
         at = dim_of(x, dim, "all_gather", 1)
@@ -31,12 +31,12 @@ def gather(x: Tensor, group: Group, dim: int, tiled: bool, invariant: bool) -> T
     return applied(x, gather_op(group, dim_of(x, dim, "all_gather"), invariant))
 
 
-def gather_op(group: Group, dim: int, invariant: bool) -> Collective:
+def gather_op(group: Ranks, dim: int, invariant: bool) -> Collective:
     """Gather along a dim."""
     return Collect(group, dim) if invariant else Gather(group, dim)
 
 
-def scatter(x: Tensor, group: Group, dim: int, tiled: bool) -> Tensor:
+def scatter(x: Tensor, group: Ranks, dim: int, tiled: bool) -> Tensor:
     """This rank's slice of the sum."""
     check_addable(x, "psum_scatter")
     at = dim_of(x, dim, "psum_scatter")
@@ -45,7 +45,7 @@ def scatter(x: Tensor, group: Group, dim: int, tiled: bool) -> Tensor:
     return out if tiled else out.squeeze(at)
 
 
-def exchange(x: Tensor, group: Group, split: int, concat: int, tiled: bool) -> Tensor:
+def exchange(x: Tensor, group: Ranks, split: int, concat: int, tiled: bool) -> Tensor:
     """Cut along one dim, join along another."""
     at = dim_of(x, split, "all_to_all")
     check_divides(x, at, group, tiled, "all_to_all")
@@ -57,7 +57,7 @@ def exchange(x: Tensor, group: Group, split: int, concat: int, tiled: bool) -> T
     return applied(front, Exchange(group, -front.dim(), to)).squeeze(0)
 
 
-def ragged(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+def ragged(x: Tensor, group: Ranks, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Rows to ranks in unequal numbers."""
     for what, numbers in (("send", send), ("receive", receive)):
         listed = list(numbers) if isinstance(numbers, Sequence) else []
@@ -74,7 +74,7 @@ def ragged(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int])
     return applied(x, Ragged(group, tuple(send), tuple(receive)))
 
 
-def permute(group: Group, perm: Sequence[tuple[int, int]]) -> Permute:
+def permute(group: Ranks, perm: Sequence[tuple[int, int]]) -> Permute:
     """Send from sources to targets."""
     try:
         pairs = tuple((int(source), int(target)) for source, target in perm)
@@ -101,7 +101,7 @@ def dim_of(x: Tensor, dim: int, what: str, more: int = 0) -> int:
     return dim - count if dim >= 0 else dim
 
 
-def check_divides(x: Tensor, dim: int, group: Group, tiled: bool, what: str) -> None:
+def check_divides(x: Tensor, dim: int, group: Ranks, tiled: bool, what: str) -> None:
     """Refuse a dim that cannot be divided over the ranks."""
     size = x.shape[dim]
     if tiled and size % group.size:

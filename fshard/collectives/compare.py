@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from fshard.collectives import raw
-from fshard.collectives.group import Group
+from fshard.collectives.ranks import Ranks
 from fshard.errors import ReplicationError, lines
 
 
-def check_invariant(group: Group, x: Tensor, label: str) -> None:
+def check_invariant(group: Ranks, x: Tensor, label: str) -> None:
     """Compare a tensor over the ranks of a group; nan equals nan. All ranks raise the same error.
 
     Raises:

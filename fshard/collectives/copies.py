@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fshard.collectives import raw
-from fshard.collectives.group import Group as Ranks
+from fshard.collectives.ranks import Ranks
 from fshard.errors import ReplicationError, lines
 from fshard.runtime.comm import Lane, exchange_text
 from fshard.sharding.layout import Group

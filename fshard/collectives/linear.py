@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fshard.collectives import raw
 from fshard.collectives.compare import check_invariant
-from fshard.collectives.group import Group
+from fshard.collectives.ranks import Ranks
 from fshard.errors import no_derivative, untraceable, wrapped
 
 Shape = tuple[int, ...]
@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 class Collective(ABC):
     """A linear map of the values of a group's ranks."""
 
-    group: Group
+    group: Ranks
 
     @abstractmethod
     def start(self, x: Tensor) -> raw.Finish:
@@ -282,7 +282,7 @@ class Max(torch.autograd.Function):
     """The maximum over ranks. It has no derivative: the rank of the maximum is unknown here."""
 
     @staticmethod
-    def forward(x: Tensor, group: Group) -> Tensor:
+    def forward(x: Tensor, group: Ranks) -> Tensor:
         check_plain(x, "pmax")
         if is_fake(x):
             group.foresee()
@@ -302,7 +302,7 @@ class Max(torch.autograd.Function):
         raise no_derivative()
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, group: Group) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, group: Ranks) -> tuple[Tensor, int]:
         """One collective for the whole batch."""
         return Max.apply(x.movedim(in_dims[0], 0), group), 0  # type: ignore[no-untyped-call]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fshard.collectives.group import Group
+from fshard.collectives.ranks import Ranks
 from fshard.runtime.clock import marks
 
 Finish = Callable[[], Tensor]
@@ -19,7 +19,7 @@ SMALL = 1 << 16
 """Up to this many bytes of all rows together a reduction gathers: one message instead of two."""
 
 
-def gather(group: Group, x: Tensor) -> Finish:
+def gather(group: Ranks, x: Tensor) -> Finish:
     """The tensors of all ranks: ``(ranks, *shape)``."""
     flat = _flat(x)
     out = flat.new_empty((group.size, flat.numel()))
@@ -34,7 +34,7 @@ def gather(group: Group, x: Tensor) -> Finish:
     return finish
 
 
-def exchange(group: Group, rows: Tensor) -> Finish:
+def exchange(group: Ranks, rows: Tensor) -> Finish:
     """Row ``i`` goes to rank ``i``; the result's row ``i`` came from it."""
     flat = _by_lane(group, _flat(rows).view(rows.shape))
     out = torch.empty_like(flat)
@@ -49,7 +49,7 @@ def exchange(group: Group, rows: Tensor) -> Finish:
     return finish
 
 
-def ragged(group: Group, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Finish:
+def ragged(group: Ranks, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Finish:
     """The first ``send[0]`` rows go to rank 0, and so on; the result's first ``receive[0]`` rows came from it."""
     place = group.order or list(range(group.size))
     shape, width = (sum(receive), *rows.shape[1:]), math.prod(rows.shape[1:]) * rows.element_size()
@@ -71,7 +71,7 @@ def ragged(group: Group, rows: Tensor, send: Sequence[int], receive: Sequence[in
     return finish
 
 
-def permute(group: Group, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
+def permute(group: Ranks, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
     """The tensor of the source that is paired with this rank, or zeros."""
     flat = _bytes(_flat(x))
     place = group.order or list(range(group.size))
@@ -96,7 +96,7 @@ def permute(group: Group, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish
     return finish
 
 
-def scatter_sum(group: Group, rows: Tensor) -> Finish:
+def scatter_sum(group: Ranks, rows: Tensor) -> Finish:
     """This rank's row of the sum over ranks."""
     flat = _by_lane(group, _flat(rows).view(rows.shape))
     if rows.numel() == 0:
@@ -118,7 +118,7 @@ def scatter_sum(group: Group, rows: Tensor) -> Finish:
     return finish
 
 
-def sum_all(group: Group, x: Tensor) -> Finish:
+def sum_all(group: Ranks, x: Tensor) -> Finish:
     """The sum over ranks, on all of them."""
     if _small(group, x):
         rows = gather(group, x)
@@ -127,7 +127,7 @@ def sum_all(group: Group, x: Tensor) -> Finish:
     return lambda: gather(group, chunks())().reshape(-1)[: x.numel()].view(x.shape)
 
 
-def max_all(group: Group, x: Tensor) -> Finish:
+def max_all(group: Ranks, x: Tensor) -> Finish:
     """The maximum over ranks, element by element; nan wins."""
     if _small(group, x):
         rows = gather(group, x)
@@ -140,7 +140,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _small(group: Group, x: Tensor) -> bool:
+def _small(group: Ranks, x: Tensor) -> bool:
     return x.numel() * x.element_size() * group.size <= SMALL
 
 
@@ -151,7 +151,7 @@ def _add(rows: Tensor) -> Tensor:
     return total
 
 
-def _chunks(group: Group, x: Tensor) -> Tensor:
+def _chunks(group: Ranks, x: Tensor) -> Tensor:
     """The elements in one row a rank, padded with zeros."""
     width = -(-x.numel() // group.size)
     out = x.new_zeros(group.size * width)
@@ -167,11 +167,11 @@ def _bytes(flat: Tensor) -> Tensor:
     return flat.view(-1).view(torch.uint8)
 
 
-def _by_group(group: Group, rows: Tensor) -> Tensor:
+def _by_group(group: Ranks, rows: Tensor) -> Tensor:
     return rows if group.order is None else rows[group.order]
 
 
-def _by_lane(group: Group, rows: Tensor) -> Tensor:
+def _by_lane(group: Ranks, rows: Tensor) -> Tensor:
     if group.order is None:
         return rows
     out = torch.empty_like(rows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.arguments import described, expect, kind
-from fshard.collectives.group import Group
+from fshard.collectives.ranks import Ranks
 from fshard.errors import AxisError, unbound_axis, unknown_axis
 from fshard.runtime.comm import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
@@ -98,7 +98,7 @@ def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, Axes]:
     return here, scope.implicit
 
 
-def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
+def resolve(axis: AxisName, mesh: Mesh | None = None) -> Ranks:
     """The ranks along an axis, of this mesh or of the one in scope.
 
     Raises:
@@ -118,7 +118,7 @@ def resolve(axis: AxisName, mesh: Mesh | None = None) -> Group:
     return group_of(axes, mesh, implicit)
 
 
-def group_of(axes: Axes, mesh: Mesh, implicit: Axes) -> Group:
+def group_of(axes: Axes, mesh: Mesh, implicit: Axes) -> Ranks:
     """The ranks along axes that are all implicit, or all not.
 
     Raises:
@@ -130,4 +130,4 @@ def group_of(axes: Axes, mesh: Mesh, implicit: Axes) -> Group:
             f"axis={axes!r}: here all values are varying over {implicit}, but types are kept over the other axes; make "
             f"one call for the axes of each kind"
         )
-    return Group(mesh, axes, all(inside))
+    return Ranks(mesh, axes, all(inside))

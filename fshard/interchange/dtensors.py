@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fshard import tree
-from fshard.collectives.group import Group as Ranks
+from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError, lines
 from fshard.interchange.export_plan import exchange_pieces
 from fshard.interchange.state_dicts import dotted

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint.ranges import blocks, overlap
-from fshard.collectives.group import Group as Ranks
+from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
 from fshard.interchange.optimizer_state import split_name
 from fshard.interchange.rename import RenameLike, apply_rules

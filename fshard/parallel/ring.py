@@ -19,8 +19,8 @@ from torch import Tensor
 from fshard.arguments import expect
 from fshard.collectives import raw
 from fshard.collectives.build import untraced
-from fshard.collectives.group import Group
 from fshard.collectives.linear import Permute
+from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import resolve
 from fshard.errors import PlanError, TransformError
 from fshard.parallel.attention import attend, attend_backward
@@ -80,7 +80,7 @@ def ring_attention(
 class Ring:
     """The settings of one call of ring attention."""
 
-    group: Group
+    group: Ranks
     causal: bool
     scale: float
 
@@ -175,7 +175,7 @@ class Gradients(torch.autograd.Function):
         )
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, group: Group, causal: bool) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, group: Ranks, causal: bool) -> None:
     expect("ring_attention(q, k, v)", [(n, x, Tensor, "a tensor") for n, x in (("q", q), ("k", k), ("v", v))])
     fits = q.dim() == 4 and k.shape == v.shape and k.dim() == 4 and q.shape[1] % k.shape[1] == 0
     if not fits or (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):

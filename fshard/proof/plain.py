@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard.collectives import raw
-from fshard.collectives.group import Group as Ranks
+from fshard.collectives.ranks import Ranks
 from fshard.model.remat import exact
 from fshard.proof.record import Output, PlainUnits, gap, tensors_of
 from fshard.proof.report import Tolerance

@@ -27,7 +27,7 @@ ROOT = "root"
 
 
 @dataclass(frozen=True)
-class Source:
+class Inputs:
     """The inputs of a plan beside its mesh: facts about the model, and the rules.
 
     Attributes:
@@ -77,7 +77,7 @@ class Plan:
     groups: tuple[Group, ...]
     inits: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     precision: Precision = Precision()
-    source: Source | None = field(default=None, compare=False, repr=False)
+    source: Inputs | None = field(default=None, compare=False, repr=False)
 
     @property
     def data_axes(self) -> Axes:
@@ -238,7 +238,7 @@ def make_plan(
     tensors = tensors_of(model if isinstance(model, Mapping) else model.params)
     batch = _batch_spec(batch, mesh)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
-    source = Source(
+    source = Inputs(
         shapes=shapes,
         dtypes={path: t.dtype for path, t in tensors.items()},
         owners=_owners(shapes, units) if isinstance(model, Mapping) else _owned_by(shapes, model.units),
@@ -280,7 +280,7 @@ def _instead(given: Any) -> str:
 
 
 def _leaves(
-    source: Source, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
+    source: Inputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
 ) -> dict[str, Leaf]:
     """Each leaf with its rule resolved against the mesh."""
     _check_trainable(source, decided)
@@ -309,12 +309,12 @@ def _leaves(
     return leaves
 
 
-def _wanted(source: Source, path: str, trainable: bool | None) -> bool:
+def _wanted(source: Inputs, path: str, trainable: bool | None) -> bool:
     """Whether a floating-point leaf is trained."""
     return path not in source.frozen if trainable is None else trainable
 
 
-def _check_trainable(source: Source, decided: Mapping[str, Decision]) -> None:
+def _check_trainable(source: Inputs, decided: Mapping[str, Decision]) -> None:
     """Refuse to train leaves without gradients, and 8-bit floats, which have no arithmetic."""
     dtypes = source.dtypes
     small = {p: t for p, t in dtypes.items() if t.is_floating_point and t.itemsize == 1}

@@ -1,8 +1,8 @@
 """A state for evaluation whose parameters are the average that the optimizer keeps of them."""
 
 from fshard.arguments import expect
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
+from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.runtime.comm import enter
 from fshard.runtime.places import same_memory

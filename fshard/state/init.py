@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, expect
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, Cut, apply
+from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, lines, no_processes
 from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fshard.arguments import Want, expect
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, apply
+from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines
 from fshard.optim.base import Optimizer
 from fshard.runtime.comm import enter

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collect, Cut, apply
+from fshard.collectives.ranks import Ranks
 from fshard.sharding.layout import Group, Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import axes_of

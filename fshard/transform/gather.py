@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.collectives import raw
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Collective, Gather, Scatter, Vary, apply
+from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.errors import TransformError
 from fshard.model.casting import make_casting

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, expect
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Settle, Spread, Sum, apply
+from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind, cutting
 from fshard.errors import (
     CommError,

@@ -15,8 +15,8 @@ from torch.func import grad, grad_and_value, vjp
 from torch.func import jvp as forward
 
 from fshard import tree
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
+from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError
 from fshard.model.random import fold_in
 from fshard.model.remat import exact

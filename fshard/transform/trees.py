@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect, kind
-from fshard.collectives.group import Group as Ranks
 from fshard.collectives.linear import Sum, apply
+from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.model import random
 from fshard.sharding.layout import Group

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, tree
-from fshard.collectives.group import Group
+from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, DonatedError, PlanError, TreeError
 from fshard.interchange import export_plan
 from fshard.interchange.export_plan import exchange_pieces
@@ -287,7 +287,7 @@ def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
 
     def on_rank() -> bool:
         mesh = fs.make_mesh((world,), ("x",))
-        part = exchange_pieces(Group(mesh, ("x",)), held(have[mesh.rank]), have, want)
+        part = exchange_pieces(Ranks(mesh, ("x",)), held(have[mesh.rank]), have, want)
         return torch.equal(part, held(want[mesh.rank]))
 
     assert all(fs.virtual_mesh((world,), ("x",)).run(on_rank))

@@ -8,7 +8,7 @@ from fshard.sharding.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True)
-class Group:
+class Ranks:
     """This rank's neighbours along some axes of a mesh, in the order of the axes as named.
 
     ``implicit``: a collective's invariant result becomes varying at once, see ``scope``.
