@@ -34,6 +34,7 @@ from model import SMALL, Size, make, rows
 from torch import Tensor
 from worker import minimum_bytes
 
+import fshard as fs
 from fshard.runtime.comm import Done, Lane
 from fshard.sharding.mesh import Axes, Mesh
 
@@ -90,7 +91,7 @@ class Mute:
 def replay(peer: peers.Fshard) -> Callable[[Tensor], None]:
     """A function that runs the communication of the peer's schedule and nothing else."""
     prepared = peer.train._runner.latest
-    shards = peer.state.finished()
+    shards = fs.settle(peer.state).finished()
     actions = prepared.actions
     runs = actions.bind([op for op in peer.train.schedule.ops if op.kind in WIRE])
 

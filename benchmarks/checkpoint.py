@@ -177,7 +177,7 @@ def stalls(peer: peers.Fshard, batch: torch.Tensor, folder: Path, steps: int) ->
 
     def step() -> None:
         peer.step(batch)
-        peer.state.finished()
+        fs.settle(peer.state).finished()
 
     with fs.Checkpointer(folder, keep=1, async_=True) as ckpt:
         for number in range(2 * steps):

@@ -17,6 +17,7 @@ from model import Size, rows
 from peers import CLIP, Fshard, Peer, Torch
 from torch import Tensor, nn
 
+import fshard as fs
 from fshard.runtime import commit
 
 LAYERS, PER_LAYER = 12, 12
@@ -79,8 +80,8 @@ def finish_fshard(peer: Fshard, batch: Tensor) -> float:
     squares = runner.latest.actions.gradients.sumsq()
     tally = commit.Tally(sumsq=squares, total=1.0, count=1.0)
     verdict = commit.vote(runner.workshop.lanes.control, tally, runner.parts, 1, runner.parts)
-    peer.train._decide.scales(peer.state.step, verdict.norm, verdict.scale)
-    peer.state.finished()
+    peer.train._decide.scales(peer.state.step, verdict.norm, verdict.scale, runner.workshop.lanes.control)
+    fs.settle(peer.state).finished()
     return time.perf_counter() - begin
 
 

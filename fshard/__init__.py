@@ -53,6 +53,7 @@ from fshard.sharding.spec import P, fsdp
 from fshard.state.averaged import averaged
 from fshard.state.init import init_state, shard, unshard
 from fshard.state.move import reshard_state
+from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep, make_train_step
 from fshard.version import VERSION
@@ -184,6 +185,7 @@ __all__ = [
     "reshard_state",
     "save_dcp",
     "save_hf",
+    "settle",
     "shard",
     "shard_map",
     "sharded_loss",

@@ -22,6 +22,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
+from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 
 
@@ -45,7 +46,7 @@ class EvalStep:
         """Evaluate on a batch. Neither the state nor a train step that uses it changes.
 
         Args:
-            state: the state; its waiting update is finished first.
+            state: the state; it is settled first, see ``fs.settle``.
             batch: this rank's part of the global batch.
 
         Returns:
@@ -61,8 +62,8 @@ class EvalStep:
         state.check_plan(self.plan)
         with Shield() as shield:
             facts = functools.partial(self._equal.of, state)
-            result = self._evaluate(Work(batch, state.finished(), shield, facts=facts))
-        state.compared()
+            result = self._evaluate(Work(batch, complete(state, self.plan.mesh).finished(), shield, facts=facts))
+        state.memory.note_compared()
         if shield.late is not None:
             raise shield.late
         return result

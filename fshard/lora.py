@@ -28,6 +28,7 @@ from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
 from fshard.state.move import whole_entry
+from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
 __all__ = ["PATHS", "absorb", "adapters", "init", "linear", "merge", "wrap"]
@@ -199,7 +200,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     the model without adapters. Training may go on from it, with a higher rank in sum (ReLoRA, Lialin et al., 2023).
 
     Args:
-        state: a state of a plan with adapters. It stays as it is; a pending update is finished first.
+        state: a state of a plan with adapters. It stays as it is; it is settled first, see ``fs.settle``.
         alpha: as given to ``wrap`` or ``linear``.
 
     Returns:
@@ -222,8 +223,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     expect("lora.absorb(state)", wants)
     plan = state.plan
     _check_pairs(plan.leaves)
-    held = [shard.clone() for shard in state.finished()]
-    new = TrainState(plan, state.step, state.seed, held, None, state.scale, state.count, state.late, state.past)
+    new = copy.deepcopy(settle(state))
     by_path = {entry.name.removeprefix("params."): entry for entry in entries(new)[: len(plan.leaves)]}
     chosen = [path for path in by_path if path + adapted.A in by_path]
     if not chosen:

@@ -2,15 +2,14 @@
 
 import functools
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fshard.arguments import described
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
-from fshard.errors import NonFiniteError, PlanError, TreeError
+from fshard.errors import PlanError, TreeError, no_processes
 from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
@@ -22,7 +21,7 @@ from fshard.runtime.batch import microbatches
 from fshard.runtime.clip import read_clip
 from fshard.runtime.comm import Lane
 from fshard.runtime.commit import Verdict, scalar, widened
-from fshard.runtime.decide import Decisions
+from fshard.runtime.decide import Decisions, not_finite
 from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.engine.trace import idle_leaves, trace
@@ -33,7 +32,7 @@ from fshard.runtime.options import Options, flag_problems, late_problems, step_p
 from fshard.runtime.prepare import Workshop, lanes_of
 from fshard.runtime.rounding import Rounding, rounded_groups
 from fshard.runtime.runner import Runner, Work
-from fshard.runtime.update import Shard, Update
+from fshard.runtime.update import Pending, Shards, Update, parted
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.measured import measured
@@ -44,6 +43,8 @@ from fshard.schedule.simulate import Simulation
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_late, check_optimizer
+from fshard.state.memory import Memory
+from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 
 
@@ -64,12 +65,16 @@ class TrainStep:
         self._kept = {g.id: holdings(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
         self._grads = workshop.gradients(cuts_of(plan, self._rule, options.clip.number), self._rule)
         self._wide = widened([group.dtype for group in plan.groups if group.trainable])
-        self._since: dict[str, int] = {}
+        self._since: Mapping[str, int] = {}
         self._rounded = rounded_groups(plan)
         self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)
         self._decide = Decisions(self._rule, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
         self._equal = Equal(plan, options.told(), opt, always=options.debug)
-        self._last: weakref.ref[Update] | None = None
+        self._early = options.policy.update == "in_backward"
+        self._parted = parted(plan)
+        self._senders: Mapping[int, Lane] = workshop.lanes.senders() if workshop.lanes is not None else {}
+        self._layout: object = None  # where the states so far keep the optimizer's buffers
+        self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
         self._traced: Schedule | None = None
         self._choice: Choice | None = None
         self._late: BaseException | None = None  # a signal that came when the step before was made
@@ -113,50 +118,60 @@ class TrainStep:
 
     def _make(self, state: TrainState, batch: Any, shield: Shield, stop: bool) -> tuple[TrainState, Metrics]:
         self._check_state(state)
-        self._finish_other(state.waiting)
-        shards = state.finished() if self.options.debug else state.shards()  # debug compares what they hold
-        own: Update | None = None
-        update = state.waiting
-        if self.options.policy.update == "in_backward":
-            shards = state.finished() if self.options.donate else [shard.clone() for shard in state.finished()]
-            # Not for a later step to finish: what this one does not update has no gradient.
-            own = update = Update(self._rule, state.step, shards, self._grads, rounding=self._rounding(state))
+        update = self._update(state)
         randomness = functools.partial(seeded, state.seed, state.step, self._part, self.plan.mesh.device)
         scale = self._scale_of(state)
         boost = scale.value if scale else 1.0
         check = functools.partial(self._decide.refuse, state.step)
-        self._decide.carry(state.step, state.count, shards, boost)
+        self._decide.carry(state.step, state.count, update.shards, boost)
         facts = functools.partial(self._equal.of, state)
-        work = Work(batch, shards, shield, update, check, facts, randomness, boost=boost, stop=stop)
+        work = Work(batch, update.shards, shield, update, check, facts, randomness, boost=boost, stop=stop)
         with bind(self.plan.mesh, self._axes):
             outcome = self._runner.run(work)
-        state.compared()
+        state.memory.note_compared()
         verdict = self._check(outcome, scale)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
-        if self.options.debug and own is None and not overflow:
+        if self.options.debug and not self._early and not overflow:
             check_copies(self.plan, self._grads.shards, self._control())
         factor = self._decide.mean(state.step, state.count, verdict)
         norm = self._decide.norm(verdict, factor)
         metrics = self._metrics(outcome, verdict, norm, overflow)
-        if not overflow and self._decide.skips(metrics):
+        if not overflow and self._decide.skips(metrics, self._control()):
             self._grads.drop()
-            state.finished()
             return state, replace(metrics, skipped=True)
-        if own is None:
-            shards = state.shards() if self.options.donate else [shard.clone() for shard in state.finished()]
-            if not overflow:
-                unit = self._decide.unit(verdict, outcome.divided)
-                own = self._update(state, shards, self._decide.scales(state.step, norm, factor, unit))
-        if overflow:
+        if self._early:
+            memory = Memory(self.plan, update.shards, update.pending, update.stale)
+        elif overflow:
             self._grads.drop()
+            memory = Memory(self.plan, self._handed_on(state))
+        else:
+            unit = self._decide.unit(verdict, outcome.divided)
+            scales = self._decide.scales(state.step, norm, factor, self._control(), unit)
+            self._last = Pending(self._rule, state.step, self._grads, scales, self._rounding(state))
+            memory = Memory(self.plan, self._handed_on(state), self._last, self._parted)
         if scale is not None and self.options.loss_scale is not None:
             scale = self.options.loss_scale.after(scale, finite=not overflow)
         count = self._decide.count(state.step, state.count, verdict, overflow)
         number = state.step + (not overflow)
-        following = TrainState(self.plan, number, state.seed, shards, own, scale, count, state.late, state.past)
+        following = TrainState(self.plan, number, state.seed, memory, scale, count, state.late, state.past.compared())
         if self.options.donate:
-            state.donate()
+            state.memory.donate()
         return following, metrics
+
+    def _update(self, state: TrainState) -> Update:
+        """What the schedule applies: the update of the step before, or, in the backward, that of this step."""
+        if self._last is not None and self._last is not state.pending:
+            self._last.detach()
+            self._last = None
+        if not self._early:
+            return Update(state.shards(), state.pending, state.stale, self._senders)
+        shards = complete(state, self.plan.mesh).finished()
+        pending = Pending(self._rule, state.step, self._grads, rounding=self._rounding(state))
+        return Update(shards if self.options.donate else shards.clone(), pending, {**self._parted}, self._senders)
+
+    def _handed_on(self, state: TrainState) -> Shards:
+        """The shards of the next state."""
+        return state.shards() if self.options.donate else state.finished().clone()
 
     def trace(self, batch: Any) -> Schedule:
         """The schedule for batches like this one, without running it. Needs no processes: any mesh will do.
@@ -258,39 +273,29 @@ class TrainStep:
 
     def _check_state(self, state: TrainState) -> None:
         state.check_plan(self.plan)
-        shards = state.shards()
-        for group, kept in self._kept.items():
-            held = shards[group].held
-            if held is not kept and held != kept:
-                raise TreeError(
-                    f"the state holds {list(held)} for the optimizer, {self.opt!r} keeps {list(kept)}, or not of the "
-                    f"same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
-                )
-            shards[group].held = kept  # the same object, so that the next comparison is over at once
+        layout = state.shards().layout
+        if layout is not self._layout:
+            for group, kept in self._kept.items():
+                if layout[group] != kept:
+                    raise TreeError(
+                        f"the state holds {list(layout[group])} for the optimizer, {self.opt!r} keeps {list(kept)}, or "
+                        f"not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
+                    )
+            self._layout = layout
         if state.late != self._since:
             check_late(self.opt, state.late)
             self._since, cuts = state.late, cuts_of(self.plan, self._rule, self.options.clip.number, state.late)
             self._grads = replace(self._grads, cuts=cuts, views={})
             self._decide = replace(self._decide, grads=self._grads)
 
-    def _finish_other(self, waiting: Update | None) -> None:
-        # This step's gradient shards may still be read by the update of a state that is kept, not donated.
-        last = self._last() if self._last is not None else None
-        if last is not None and last is not waiting:
-            last.finish()
-
     def _control(self) -> Lane:
         lanes = self._runner.workshop.lanes
-        assert lanes is not None
+        if lanes is None:
+            raise no_processes()
         return lanes.control
 
     def _rounding(self, state: TrainState) -> Rounding | None:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-
-    def _update(self, state: TrainState, shards: list[Shard], scale: list[float | None]) -> Update:
-        update = Update(self._rule, state.step, shards, self._grads, scale, self._rounding(state), state.waiting)
-        self._last = weakref.ref(update)
-        return update
 
     def _scale_of(self, state: TrainState) -> Scale | None:
         """Where loss scaling stands; None for a step without it."""
@@ -301,12 +306,7 @@ class TrainStep:
         if overflowed(self.options.loss_scale, scale, verdict):
             return verdict
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
-            late = self.options.policy.update == "in_backward"
-            after = "parameters were updated with it" if late else "nothing was updated and the state can be used again"
-            raise NonFiniteError(
-                f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}. Look for inf or nan in the "
-                f"batch, for a count of 0 or an empty batch, or lower the learning rate"
-            )
+            raise not_finite(verdict, self._early)
         return verdict
 
     def _metrics(self, outcome: Outcome, verdict: Verdict, norm: float, skipped: bool) -> Metrics:

@@ -201,6 +201,23 @@ def names(tree: Tree, root: str) -> list[str]:
     return _repeated(found, flatten(tree)[1], lambda one, path: one + path)
 
 
+def register(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Make the objects of a class pytrees.
+
+    Args:
+        kind: the class.
+        flatten: gives an object's children, its structure, which is hashable, and the names of the attributes.
+        unflatten: makes an object of a structure and children, whatever these are.
+    """
+    optree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        path_entry_type=optree.GetAttrEntry,
+        namespace=optree.registry.__GLOBAL_NAMESPACE,
+    )
+
+
 _LEAF = optree.treespec_leaf(none_is_leaf=True)
 _PLAIN = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 

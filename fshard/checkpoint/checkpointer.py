@@ -29,6 +29,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
 from fshard.state.equal import Equal
 from fshard.state.past import Run
+from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
 
@@ -117,7 +118,7 @@ class Checkpointer:
         the next step may run; if writing then fails, the next call raises the error.
 
         Args:
-            state: the state; a pending update is finished first.
+            state: the state; it is settled first, see ``fs.settle``.
             data: the data loader's position: any JSON value, equal on all ranks.
             metadata: any other JSON value, equal on all ranks.
             schedule: the train step's schedule, whose hash is recorded.
@@ -134,6 +135,8 @@ class Checkpointer:
             raise TreeError(f"save(state) takes a train state, and was given {kind(state)}")
         expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
         mesh = state.plan.mesh
+        if state.stale:
+            settle(state)
         enter(mesh, "save")
         lane = mesh_lane(mesh)
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
@@ -195,6 +198,8 @@ class Checkpointer:
         """
         self.wait()
         _check_restore(plan, step, rules, into)
+        if into is not None and into.stale:
+            settle(into)
         mesh = plan.mesh
         enter(mesh, "restore")
         lane = mesh_lane(mesh)

@@ -35,6 +35,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
 from fshard.state.fit import check_optimizer
+from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
 Keys = tuple[Any, ...]
@@ -144,7 +145,7 @@ def _items(
     names = _renamed(plan, rename)
     out = []
     head = (model,) if model else ()
-    for entry in entries(state):
+    for entry in entries(settle(state)):
         kind, _, path = entry.name.partition(".")
         if kind == "params":
             every = [(*head, names[name]) for name in (path, *plan.leaves[path].aliases) if name in names]

@@ -15,6 +15,7 @@ from fshard.runtime.comm import mesh_lane, raise_failures
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
+from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
 What = Literal["params", "opt_state", "state"]
@@ -134,7 +135,7 @@ def export_entries(
     if isinstance(state, TrainState):
         if plan is not None:
             state.check_plan(plan)
-        found = entries(state)
+        found = entries(settle(state))
         if what == "state":
             return state.plan, found, state.shards
         kind = "params." if what == "params" else "opt."

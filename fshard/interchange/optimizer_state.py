@@ -5,6 +5,7 @@ dicts are replaced by names; fshard names it by buffer and leaf. The buffers hav
 """
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ def load_with_optimizer(
         step = reader.step(list(params.tensors))
     state = load(plan, opt, params, step=step, cast=cast, fill=reader.fill, **options)
     reader.check()
-    state.late = reader.late(state)
-    return state
+    return replace(state, late=reader.late(state))
 
 
 class OptimizerReader:

@@ -25,6 +25,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries, gradients
 from fshard.state.init import take
 from fshard.state.move import whole_entry
+from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
 FLOOR = 1e-3
@@ -125,7 +126,7 @@ class Comparison:
     def _updates(self) -> Iterator[Row]:
         """The comparisons of the updated state with the optimizer's update of whole leaves by the step's gradient."""
         plan = self.watched.plan
-        before, after = entries(self.state), {entry.name: entry for entry in entries(self.following)}
+        before, after = entries(self.state), {entry.name: entry for entry in entries(settle(self.following))}
         source = self.watched.kept or self._means()
         grads = {entry.name: entry for entry in gradients(plan, source)} if not self.metrics.skipped else {}
         listed = [*before, *grads.values()]

@@ -16,6 +16,7 @@ from fshard.proof.report import Difference, Tolerance, Verified
 from fshard.proof.watched import Watched
 from fshard.runtime.attempt import refuse_transforms
 from fshard.runtime.comm import enter
+from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
 from fshard.step import TrainStep
 
@@ -83,7 +84,7 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
 
 
 def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolerance) -> Verified:
-    state.finished()
+    complete(state, watched.plan.mesh)
     following, metrics = watched(state, batch)
     watched.check_alone()
     plan, lane, outputs = watched.plan, watched._control(), watched.outputs.calls

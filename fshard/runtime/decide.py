@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fshard.errors import LossError, unlike_skips
+from fshard.errors import LossError, NonFiniteError, unlike_skips
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
 from fshard.optim.contract import Contract
 from fshard.runtime.attempt import raise_failure
 from fshard.runtime.clip import Clip, norms_by_rule, skipped
+from fshard.runtime.comm import Lane
 from fshard.runtime.commit import FAILED, OK, Verdict
 from fshard.runtime.runner import Runner
 from fshard.runtime.update import Gradients, Shard
@@ -96,8 +97,8 @@ class Decisions:
         """The gradient norm of the mean, whose ``scale`` may be another than that of this step alone."""
         return verdict.norm if scale == verdict.scale else verdict.norm / verdict.scale * scale
 
-    def skips(self, metrics: Any) -> bool:
-        """Whether all ranks skip this step. Collective if ``skip=`` was given.
+    def skips(self, metrics: Any, lane: Lane) -> bool:
+        """Whether all ranks skip this step. Collective over the control lane if ``skip=`` was given.
 
         Raises:
             LossError: ranks do not agree.
@@ -107,8 +108,6 @@ class Decisions:
             return True
         if self.skip is None:
             return False
-        assert self.runner.workshop.lanes is not None
-        lane = self.runner.workshop.lanes.control
         said, failure = skipped(lane, self.skip, metrics)
         if 2 in said:
             raise_failure(lane, failure, [FAILED if what == 2 else OK for what in said])
@@ -127,22 +126,21 @@ class Decisions:
         """
         return divided if verdict.count else divided / self.runner.parts
 
-    def scales(self, step: int, norm: float, scale: float, unit: float = 1.0) -> list[float | None]:
+    def scales(self, step: int, norm: float, scale: float, lane: Lane, unit: float = 1.0) -> list[float | None]:
         """What gradients are divided by, for each rule of clipping, in this step's update. Collective with rules.
 
         Args:
             step: the step, counted from 0.
             norm: the gradient norm of the mean.
             scale: what sums are multiplied by to become gradients of the mean.
+            lane: the control lane.
             unit: what sums are multiplied by to be carried.
         """
-        lanes, plan = self.runner.workshop.lanes, self.runner.plan
         norms = [norm]
         if not self.updates(step):
             return [_divisor(unit)] * len(self.clip.rules)
         if self.clip.apart:
-            assert lanes is not None
-            norms = [scale * total for total in norms_by_rule(self.clip, plan, lanes.control, self.grads)]
+            norms = [scale * total for total in norms_by_rule(self.clip, self.runner.plan, lane, self.grads)]
         return [_divisor(scale * factor) for factor in self.clip.factors(norms)]
 
 
@@ -152,6 +150,15 @@ def _mixed(step: int, every: int, weighted: bool) -> LossError:
     return LossError(
         f"step {step} has {now} for a loss, and the steps before it, whose gradients fs.optim.every({every}, ...) "
         f"carries, had {before}: the two have no mean together. Return the same kind in all steps between two updates"
+    )
+
+
+def not_finite(verdict: Verdict, early: bool) -> NonFiniteError:
+    """A gradient, or a loss, that is not finite; ``early`` says that it was applied in the backward."""
+    after = "parameters were updated with it" if early else "nothing was updated and the state can be used again"
+    return NonFiniteError(
+        f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}. Look for inf or nan in the "
+        f"batch, for a count of 0 or an empty batch, or lower the learning rate"
     )
 
 

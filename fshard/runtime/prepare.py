@@ -121,9 +121,8 @@ class Workshop:
         """
         moved = [group for group in self.plan.groups if group.visits and group.kinds.moved[1]]
         self.visiting = {group.id: most_bytes(group.owned, self.plan.mesh, opt) for group in moved}
-        senders = self.lanes.senders() if self.lanes is not None else {}
         passing = self.reduced - self.host
-        return Gradients(self.grads, cuts, passing, senders, visits_of(self.plan), self.host)
+        return Gradients(self.grads, cuts, passing, visits_of(self.plan), self.host)
 
     def schedule(self, found: Found) -> Schedule:
         """The checked schedule of a program."""

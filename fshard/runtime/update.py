@@ -1,7 +1,7 @@
-"""Resident shards, and the optimizer updates that wait for the next forward to hide behind."""
+"""What a rank keeps of each group, and the optimizer update that waits for the next forward to hide behind."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,21 +11,23 @@ from fshard.errors import half_updated
 from fshard.optim.contract import Contract
 from fshard.runtime.clock import marks
 from fshard.runtime.comm import Handle, Lane
-from fshard.runtime.held import Held, Segment, segments, segments_of, start_buffers
+from fshard.runtime.held import Held, Segment, start_buffers
 from fshard.runtime.memory import deallocate
 from fshard.runtime.places import Visit, place_of, same_memory
 from fshard.runtime.rounding import Rounding
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
 
-__all__ = ["Gradients", "Segment", "Shard", "Update", "segments", "segments_of", "start_shard"]
+Slice = tuple[Tensor, dict[str, Tensor]]
+"""Views of a range of a shard: of the parameters, and of the optimizer's buffers by name."""
 
 
 class Shard:
     """What a rank keeps of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
 
     ``held`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
-    updates, where others that hold the same chunk update the rest.
+    updates; they are fewer where ``part`` says so, and then other ranks that hold the same chunk update the rest.
     """
 
     def __init__(
@@ -35,18 +37,18 @@ class Shard:
         held: Mapping[str, Held] | None = None,
         part: tuple[int, int] | None = None,
     ) -> None:
-        self.param = param
-        self.opt = opt
-        self.held = held or {}
-        self.part = part
+        self.param, self.opt, self.held, self.part = param, opt, held or {}, part
         self.own = param if part is None else param[part[0] : part[1]]
-        self._cut: tuple[tuple[Segment, ...], list[tuple[Tensor, dict[str, Tensor]]]] = ((), [])
+        self._cut: tuple[tuple[Segment, ...], list[Slice]] = ((), [])
 
-    def slices(self, segments: tuple[Segment, ...]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """The views that an optimizer updates, one pair a segment; made once, they are as old as the shard."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A shard is pickled without its views."""
+        return Shard, (self.param, self.opt, self.held, self.part)
+
+    def slices(self, segments: tuple[Segment, ...]) -> list[Slice]:
+        """The views that an optimizer updates, one pair a segment; cached for the lifetime of the shard."""
         if self._cut[0] is not segments:
-            views = [(self.own[cut.begin : cut.end], self._states(cut)) for cut in segments]
-            self._cut = (segments, views)
+            self._cut = (segments, [(self.own[cut.begin : cut.end], self._states(cut)) for cut in segments])
         return self._cut[1]
 
     def _states(self, cut: Segment) -> dict[str, Tensor]:
@@ -72,42 +74,34 @@ def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard
     return Shard(param, buffers, held, part)
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The reduced gradients of a train step.
+class Shards(list[Shard]):
+    """The shards of all groups, by group id, which a donated state hands on to the next one.
 
     Attributes:
-        shards: a chunk a trainable group, by group id; made when the first step runs.
-        cuts: the segments of each trainable group.
-        passing: the groups whose chunks have memory from their reduction to their update alone.
-        senders: the communicators over which groups are made whole of which each rank updates a part, by group id.
-        visits: how groups that are not kept where they are updated come there, by group id.
-        host: the groups that are updated on the host.
-        views: those asked for so far.
+        layout: where each one keeps the optimizer's buffers.
     """
 
-    shards: Mapping[int, Tensor]
-    cuts: Mapping[int, tuple[Segment, ...]]
-    passing: frozenset[int]
-    senders: Mapping[int, Lane] = field(default_factory=dict)
-    visits: Mapping[int, Visit] = field(default_factory=dict)
-    host: frozenset[int] = frozenset()
-    views: dict[int, list[Tensor]] = field(default_factory=dict)
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        super().__init__(shards)
+        self.layout = tuple([shard.held for shard in self])
+        self._calls: tuple[Gradients | None, dict[tuple[int, ...], Calls]] = (None, {})
 
-    def drop(self) -> None:
-        """Let go of gradients that nobody will apply."""
-        for group in self.passing:
-            deallocate(self.shards[group])
+    def calls(self, grads: "Gradients", due: tuple[int, ...]) -> "Calls":
+        """The calls of the optimizer that update some groups, cached while gradients lie where they do."""
+        if self._calls[0] is not grads:
+            self._calls = (grads, {})
+        made = self._calls[1]
+        if due not in made:
+            made[due] = Calls(grads.alike({group: self[group] for group in due}))
+        return made[due]
 
-    def slices(self, group: int) -> list[Tensor]:
-        """The views of one group's gradients, one a segment."""
-        if group not in self.views:
-            self.views[group] = [self.shards[group][cut.begin : cut.end] for cut in self.cuts[group]]
-        return self.views[group]
+    def clone(self) -> "Shards":
+        """Shards of their own memory with the same values."""
+        return Shards(shard.clone() for shard in self)
 
 
 class Slices(NamedTuple):
-    """What one call updates.
+    """What one call of the optimizer updates.
 
     Attributes:
         cut: the first of their segments: what it says beside its range holds for all.
@@ -122,50 +116,90 @@ class Slices(NamedTuple):
     states: list[dict[str, Tensor]]
 
 
-class Update:
-    """The optimizer update of one step, applied group by group when the schedule says so.
+class Calls:
+    """The calls of the optimizer that update some groups, and all tensors that they write."""
 
-    Args:
-        opt: the update rule.
-        number: the step's number, counted from 0.
-        shards: the shards to update, by group id.
-        grads: their gradients.
-        scale: what gradients are divided by, for each rule of clipping; None for 1.
-        rounding: what updates those groups that are rounded stochastically; None if there are none.
-        before: the update of the step before. What it made of the same shards serves again.
+    def __init__(self, slices: list[Slices]) -> None:
+        self.slices = slices
+        self.written = [x for call in slices for x in (*call.params, *(t for s in call.states for t in s.values()))]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The reduced gradients of a train step.
 
     Attributes:
+        shards: a chunk a trainable group, by group id; made when the first step runs.
+        cuts: the segments of each trainable group.
+        passing: the groups whose chunks have memory from their reduction to their update alone.
+        visits: how groups that are not kept where they are updated come there, by group id.
+        host: the groups that are updated on the host.
+        views: those asked for so far.
+    """
+
+    shards: Mapping[int, Tensor]
+    cuts: Mapping[int, tuple[Segment, ...]]
+    passing: frozenset[int]
+    visits: Mapping[int, Visit] = field(default_factory=dict)
+    host: frozenset[int] = frozenset()
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        """Let go of gradients that will not be applied."""
+        for group in self.passing:
+            deallocate(self.shards[group])
+
+    def copied(self, groups: Iterable[int]) -> "Gradients":
+        """The gradients of some groups in memory of their own."""
+        return replace(self, shards={group: same_memory(self.shards[group]) for group in groups}, views={})
+
+    def slices(self, group: int) -> list[Tensor]:
+        """The views of one group's gradients, one a segment."""
+        if group not in self.views:
+            self.views[group] = [self.shards[group][cut.begin : cut.end] for cut in self.cuts[group]]
+        return self.views[group]
+
+    def alike(self, shards: Mapping[int, Shard]) -> list[Slices]:
+        """The slices of some shards, those together that agree in what optimizers ask for, and lie on one side."""
+        alike: dict[tuple[Hashable, ...], Slices] = {}
+        for group, shard in shards.items():
+            cuts, host = self.cuts[group], group in self.host
+            for (param, state), grad, cut in zip(shard.slices(cuts), self.slices(group), cuts, strict=True):
+                key = (cut.hyper, cut.limit, cut.late, param.dtype, host)
+                call = alike.setdefault(key, Slices(cut, [], [], []))
+                call.params.append(param)
+                call.grads.append(grad)
+                call.states.append(state)
+        return list(alike.values())
+
+
+@dataclass(eq=False)
+class Pending:
+    """The optimizer update of one step, as data: a state carries it until its groups are updated, here or in a step.
+
+    Attributes:
+        opt: the update rule.
+        step: the number of the step, counted from 0.
+        grads: the gradients.
+        scale: what gradients are divided by, for each rule of clipping; None for 1.
+        rounding: what updates those groups that are rounded stochastically; None if there are none.
+        waiting: the groups that are still to be updated, in order.
         broken: how the update rule failed, if it had written something by then.
     """
 
-    def __init__(
-        self,
-        opt: Contract,
-        number: int,
-        shards: list[Shard],
-        grads: Gradients,
-        scale: Sequence[float | None] = (None,),
-        rounding: Rounding | None = None,
-        before: "Update | None" = None,
-    ) -> None:
-        self.broken = ""
-        self.rounding = rounding
-        self.opt, self.number, self.shards, self.grads, self.scale = opt, number, shards, grads, scale
-        self.calls: dict[tuple[int, ...], tuple[list[Slices], list[Tensor]]] = {}
-        if before is not None and before.shards is shards and before.grads is grads:
-            self.calls = before.calls
-        self.divisors: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
-        self.waiting = dict.fromkeys(grads.cuts)
-        self.unsent = dict.fromkeys(grads.senders)
-        self.coming: dict[int, Handle] = {}
-        self.stopped = False
+    opt: Contract
+    step: int
+    grads: Gradients
+    scale: Sequence[float | None] = (None,)
+    rounding: Rounding | None = None
+    waiting: dict[int, None] = field(init=False)
+    broken: str = field(default="", init=False)
+    divisors: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    @property
-    def begun(self) -> bool:
-        """Whether a group was updated."""
-        return len(self.waiting) < len(self.grads.cuts)
+    def __post_init__(self) -> None:
+        self.waiting = dict.fromkeys(self.grads.cuts)
 
-    def apply(self, groups: Sequence[int]) -> None:
+    def apply(self, shards: Shards, groups: Sequence[int]) -> None:
         """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
 
         If the rule raises before it has written anything, these groups still wait, and can be updated later.
@@ -175,19 +209,19 @@ class Update:
         """
         if self.broken:
             raise half_updated(self.broken)
-        due = [group for group in groups if group in self.waiting and not self.stopped]
-        rounded = self.rounding.groups if self.rounding is not None else frozenset()
-        some = bool(rounded or self.grads.visits)
-        apart = [group for group in due if group in rounded or group in self.grads.visits] if some else []
-        calls, written = self._calls(tuple([group for group in due if group not in apart]))
-        written = written + [x for n in apart for x in (self.shards[n].param, *self.shards[n].opt.values())]
+        due = [group for group in groups if group in self.waiting]
+        apart = self._apart(due)
+        calls = shards.calls(self.grads, tuple([group for group in due if group not in apart] if apart else due))
+        written = calls.written
+        if apart:
+            written = [*written, *(x for n in apart for x in (shards[n].param, *shards[n].opt.values()))]
         versions = [tensor._version for tensor in written]
         try:
             with torch.no_grad():
-                for cut, params, grads, states in calls:
+                for cut, params, grads, states in calls.slices:
                     self._rule([*params], [*grads], [*states], cut)
                 for group in apart:
-                    self._apart(group, self.shards[group], group in rounded)
+                    self._update_apart(group, shards[group])
         except BaseException as error:
             if versions != [tensor._version for tensor in written]:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -198,9 +232,27 @@ class Update:
             if group in self.grads.passing:
                 deallocate(self.grads.shards[group])
 
+    def finish(self, shards: Shards) -> None:
+        """Update every group that was not updated yet. Local."""
+        self.apply(shards, list(self.waiting))
+        for device in {visit.place.device for visit in self.grads.visits.values()}:
+            for mark in marks(device):
+                mark.synchronize()  # whoever reads host memory next is not ordered behind the device
+
+    def detach(self) -> None:
+        """Keep gradients that wait in memory of their own: the step that made them is about to write to theirs."""
+        if self.waiting:
+            self.grads = self.grads.copied(self.waiting)
+
+    def _apart(self, groups: Sequence[int]) -> list[int]:
+        """Which of these groups are updated one at a time: rounded, or kept elsewhere than they are updated."""
+        rounded = self.rounding.groups if self.rounding is not None else ()
+        visits = self.grads.visits
+        return [group for group in groups if group in rounded or group in visits] if rounded or visits else []
+
     def _rule(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: Segment) -> None:
         more: dict[str, Any] = {"late": cut.late} if cut.late else {}
-        scale, step = self._divisor(cut.limit, grads[0]), self.number + 1
+        scale, step = self._divisor(cut.limit, grads[0]), self.step + 1
         self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
 
     def _divisor(self, limit: int, grad: Tensor) -> Tensor | None:
@@ -213,44 +265,51 @@ class Update:
             self.divisors[key] = torch.full((), factor, dtype=dtype, device=grad.device)
         return self.divisors[key]
 
-    def _apart(self, group: int, home: Shard, rounded: bool) -> None:
-        """Update a group that is rounded, or of which something is kept on the other side."""
-        visit = self.grads.visits.get(group)
+    def _update_apart(self, group: int, home: Shard) -> None:
+        visit, cuts = self.grads.visits.get(group), self.grads.cuts[group]
         guests = visit.bring(home.own, home.opt) if visit is not None else (home.own, home.opt)
         shard = Shard(*guests, home.held) if visit is not None else home
-        if rounded:
-            self._rounded(group, shard)
+        if self.rounding is not None and group in self.rounding.groups:
+            slices = shard.slices(cuts)
+            self.rounding.update(group, cuts, slices, self.grads.slices(group), self.step, self._rule)
         else:
-            for cut, params, grads, states in self._alike({group: shard}):
+            for cut, params, grads, states in self.grads.alike({group: shard}):
                 self._rule(params, grads, states, cut)
         if visit is not None:
             visit.leave(guests, home.own, home.opt)
 
-    def _rounded(self, group: int, shard: Shard) -> None:
-        assert self.rounding is not None
-        cuts = self.grads.cuts[group]
-        slices, grads = shard.slices(cuts), self.grads.slices(group)
-        self.rounding.update(group, cuts, slices, grads, self.number, self._rule)
 
-    def _calls(self, due: tuple[int, ...]) -> tuple[list[Slices], list[Tensor]]:
-        """The calls that update these groups, and what they write."""
-        if due not in self.calls:
-            calls = self._alike({group: self.shards[group] for group in due})
-            self.calls[due] = calls, [x for call in calls for x in (*call.params, *_values(call.states))]
-        return self.calls[due]
+def parted(plan: Plan) -> dict[int, None]:
+    """The groups of which each rank updates a part of its shard: after an update, the rest is on other ranks."""
+    return {group.id: None for group in plan.groups if group.trainable and group.opt_parts > 1}
 
-    def _alike(self, shards: Mapping[int, Shard]) -> list[Slices]:
-        """The slices of some groups, those together that agree in what rules ask for, and lie on one side."""
-        alike: dict[tuple[Hashable, ...], Slices] = {}
-        for group, shard in shards.items():
-            cuts, views, host = self.grads.cuts[group], self.grads.slices(group), group in self.grads.host
-            for (param, state), grad, cut in zip(shard.slices(cuts), views, cuts, strict=True):
-                key = (cut.hyper, cut.limit, cut.late, param.dtype, host)
-                call = alike.setdefault(key, Slices(cut, [], [], []))
-                call.params.append(param)
-                call.grads.append(grad)
-                call.states.append(state)
-        return list(alike.values())
+
+class Update:
+    """What one step does with the update of a state: it applies it, and gathers the parts that other ranks updated.
+
+    Args:
+        shards: the shards.
+        pending: the update; None if it was applied.
+        stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
+        senders: the communicators that all-gather partially updated groups, by group id.
+    """
+
+    def __init__(
+        self, shards: Shards, pending: Pending | None, stale: dict[int, None], senders: Mapping[int, Lane]
+    ) -> None:
+        self.shards, self.pending, self.stale, self.senders = shards, pending, stale, senders
+        self.coming: dict[int, Handle] = {}
+        self.stopped = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether a group was updated."""
+        return self.pending is not None and len(self.pending.waiting) < len(self.pending.grads.cuts)
+
+    def apply(self, groups: Sequence[int]) -> None:
+        """Update these groups, unless that was done; see ``Pending.apply``."""
+        if self.pending is not None:
+            self.pending.apply(self.shards, () if self.stopped else groups)
 
     def stop(self) -> None:
         """Update nothing more. What was updated is still sent: other ranks wait for it."""
@@ -258,34 +317,29 @@ class Update:
 
     def resume(self) -> None:
         """Take back ``stop``, where nothing was updated on any rank: all of it is still to be done."""
-        self.stopped, self.unsent = False, dict.fromkeys(self.grads.senders)
+        self.stopped = False
+        self.stale.update(dict.fromkeys(self.senders))
 
     def spread(self, group: int) -> None:
         """Send what this rank has updated of a group to those that hold the same shard."""
-        if group in self.unsent:
-            if group in self.waiting and not self.stopped:
+        if group in self.stale:
+            pending, shard = self.pending, self.shards[group]
+            if pending is not None and group in pending.waiting and not self.stopped:
                 # The rule has failed here, and others cannot be kept waiting: what they get is not what they expect.
-                self.broken = self.broken or f"group {group} was sent to other ranks before its update"
-            shard = self.shards[group]
-            self.coming[group] = self.grads.senders[group].all_gather(shard.param, shard.own, marks(shard.param.device))
-            del self.unsent[group]
+                pending.broken = pending.broken or f"group {group} was sent to other ranks before its update"
+            self.coming[group] = self.senders[group].all_gather(shard.param, shard.own, marks(shard.param.device))
 
     def join(self, group: int) -> None:
         """Wait for what they have updated."""
         if group in self.coming:
             self.coming.pop(group).wait()
+            del self.stale[group]
 
     def finish(self) -> None:
-        """Update every group that was not updated yet. Collective where ranks update parts of what they share."""
-        self.apply(list(self.waiting))
-        for group in list(self.unsent):
+        """Update every group that was not updated yet, and gather the parts of other ranks. Collective."""
+        if self.pending is not None:
+            self.pending.finish(self.shards)
+        for group in list(self.stale):
             self.spread(group)
         for group in list(self.coming):
             self.join(group)
-        for device in {visit.place.device for visit in self.grads.visits.values()}:
-            for mark in marks(device):
-                mark.synchronize()  # whoever reads host memory next is not ordered behind the device
-
-
-def _values(states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    return [tensor for state in states for tensor in state.values()]

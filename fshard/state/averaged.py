@@ -6,7 +6,8 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.runtime.comm import enter
 from fshard.runtime.places import same_memory
-from fshard.runtime.update import Shard
+from fshard.runtime.update import Shard, Shards
+from fshard.state.memory import Memory
 from fshard.state.train_state import TrainState
 
 
@@ -36,13 +37,13 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     """
     expect("averaged(state)", [("state", state, TrainState, "what a step returned")])
     plan, shards = state.plan, []
-    if not any(name in shard.held for shard in state.finished()):
-        kept = list(dict.fromkeys(kept for shard in state.finished() for kept in shard.held))
+    if not any(name in shard.held for shard in state.applied()):
+        kept = list(dict.fromkeys(kept for shard in state.applied() for kept in shard.held))
         raise TreeError(
             f"the state holds {kept} of the optimizer and no {name!r}: train with fs.optim.ema(opt, decay) around opt"
         )
     enter(plan.mesh, "averaged")
-    for group, shard in zip(plan.groups, state.finished(), strict=True):
+    for group, shard in zip(plan.groups, state.applied(), strict=True):
         own, held = same_memory(shard.own.detach()), shard.held.get(name)
         part = plan.mesh.index(group.owned.gather_axes)
         for number, (begin, end) in held.ranges.items() if held is not None else ():
@@ -51,4 +52,4 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
         if group.trainable and group.opt_parts > 1:
             own = apply(own, Collect(Ranks(plan.mesh, group.opt_axes), -1))
         shards.append(Shard(own, {}))
-    return TrainState(plan, state.step, state.seed, shards, past=state.past)
+    return TrainState(plan, state.step, state.seed, Memory(plan, Shards(shards)), past=state.past)

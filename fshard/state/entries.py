@@ -16,11 +16,12 @@ from fshard.optim.base import Optimizer
 from fshard.optim.form import Form
 from fshard.optim.scaling import Scale
 from fshard.runtime.places import place_of
-from fshard.runtime.update import Shard, start_shard
+from fshard.runtime.update import Shard, Shards, start_shard
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape
 from fshard.state.fit import check_optimizer
+from fshard.state.memory import Memory
 from fshard.state.past import Past
 from fshard.state.train_state import TrainState
 
@@ -65,10 +66,11 @@ class Entry:
 def entries(state: TrainState) -> list[Entry]:
     """The entries of a state as this rank holds it: parameters in the order of the tree, then the optimizer's state.
 
-    Local. Every rank lists the same names in the same order. An update that waits is finished first.
+    Local. Every rank lists the same names in the same order. An update that waits is applied first.
 
     Raises:
         DonatedError: the state was donated to a step.
+        StateError: other ranks have updated some of its parameters, and it was not settled.
         TreeError: the optimizer keeps something that no entry can describe.
     """
     shards, plan = state.finished(), state.plan
@@ -119,7 +121,7 @@ def assemble(
     shards = []
     for group in plan.groups:
         shards.append(Shard(place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype), {}))
-    for entry in entries(TrainState(plan, 0, 0, shards)):
+    for entry in entries(TrainState(plan, 0, 0, Memory(plan, Shards(shards)))):
         fill(entry)
     if made is not None:
         # What starts from the parameters, such as an average of them, starts from these.
@@ -129,7 +131,8 @@ def assemble(
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
     trained = [path for path, leaf in plan.leaves.items() if leaf.trainable and opt is not None]
     late = {path: int(values[LATE + path]) for path in trained if values.get(LATE + path)}
-    state = TrainState(plan, int(values["step"]), int(values["seed"]), shards, None, scale, count, late, past)
+    memory, past = Memory(plan, Shards(shards)), past or Past()
+    state = TrainState(plan, int(values["step"]), int(values["seed"]), memory, scale, count, late, past)
     for entry in entries(state)[len(plan.leaves) :]:
         fill(entry)
     return state

@@ -13,8 +13,10 @@ from fshard.runtime.batch import digest
 from fshard.runtime.copies import Copy
 from fshard.runtime.equal import Facts, Tiers
 from fshard.sharding.facts import Texts, sampled, text, texts, walk
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries, scalars
+from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
 
@@ -66,7 +68,7 @@ class Equal:
         """The facts of a step that is given this state."""
         step = state.step if self.opt is None else state.step // (contract(self.opt).steps or 1)
         rates = [sampled(value, step) for _, value in self.rates]
-        made = state.past.made
+        made = state.made
         values = state.step, state.seed, state.count, state.scale, rates, made is None
         number = digest((self.number, values, state.late or None, sorted(made.items()) if made else None))
 
@@ -78,7 +80,8 @@ class Equal:
 
         fresh = made is not None
         exact = fresh and state.past.exact
-        return Facts(number, items, (lambda: copies(state, exact)) if fresh or self.always else None)
+        held = functools.partial(copies, state, self.plan.mesh, exact) if fresh or self.always else None
+        return Facts(number, items, held)
 
 
 def optimizer_texts(opt: Optimizer | None) -> Texts:
@@ -102,11 +105,12 @@ def _is_rate(value: Any) -> bool:
     return callable(value) and not isinstance(value, type) and sampled(value, 0) is not None
 
 
-def copies(state: TrainState, exact: bool) -> Sequence[Copy]:
-    """What this rank holds of a state, as other ranks do.
+def copies(state: TrainState, ranks: Mesh, exact: bool) -> Sequence[Copy]:
+    """What this rank holds of a state, as other ranks do. Collective where the state needs that to be whole.
 
     Args:
-        state: the state, of which no update waits.
+        state: the state.
+        ranks: the mesh that joins them.
         exact: whether all of it is equal bit for bit. Else that holds along data axes, where gradients are summed to
             the same bits; along others each rank computes its own, and they may differ by rounding.
     """
@@ -114,6 +118,6 @@ def copies(state: TrainState, exact: bool) -> Sequence[Copy]:
     others = any(size > 1 and axis not in data for axis, size in mesh.shape.items())
     return [
         Copy(entry.name, entry.holders, entry.tensor, exact or not others, entry.piece.start)
-        for entry in entries(state)
+        for entry in entries(complete(state, ranks))
         if len(entry.holders) > 1
     ]

@@ -18,10 +18,11 @@ from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
 from fshard.runtime.places import place_of
-from fshard.runtime.update import start_shard
+from fshard.runtime.update import Shards, start_shard
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
+from fshard.state.memory import Memory
 from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
 from fshard.state.past import Past, initializers_told, samples
 from fshard.state.train_state import TrainState
@@ -116,7 +117,8 @@ def start(
         param = _shard_of(plan, group, value)
         shards.append(start_shard(group, plan.mesh, made, param))
     late = [path for path, leaf in plan.leaves.items() if leaf.trainable and step]
-    return TrainState(plan, step, seed, shards, late=dict.fromkeys(late, step), past=past or Past(made={}))
+    memory, begun = Memory(plan, Shards(shards)), dict.fromkeys(late, step)
+    return TrainState(plan, step, seed, memory, late=begun, past=past or Past(made={}))
 
 
 def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:

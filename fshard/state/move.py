@@ -17,6 +17,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import LATE, Entry, Scalars, assemble, entries, scalars
 from fshard.state.init import take
+from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
 Pieces = dict[str, list[Piece]]
@@ -32,7 +33,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     corrected by the updates that each leaf has had, as if it had been added with ``optimizer.add_param_group``.
 
     Args:
-        state: the state. It stays as it is; an update that waits is finished first.
+        state: the state. It stays as it is; it is settled first, see ``fs.settle``.
         plan: a plan for the same leaves on the same mesh; ``state.plan.replace(...)`` gives one.
         opt: the optimizer, of the kind that the state was made with.
 
@@ -60,7 +61,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     ]
     expect("reshard_state(state, plan, opt)", wants)
     _check_plans(state.plan, plan)
-    old = {entry.name: entry for entry in entries(state)}
+    old = {entry.name: entry for entry in entries(settle(state))}
     values = _scalars(state, plan)
     new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, values))}
     _check_names(state.plan, plan, old, new)

@@ -41,6 +41,10 @@ class Past:
         """The same, once ranks have compared it."""
         return self if self.made is None else replace(self, made=None)
 
+    def elsewhere(self) -> "Past":
+        """That of a state made from the leaves of this one, which ranks have not compared."""
+        return Past({}, exact=False, run=self.run)
+
 
 def samples(leaves: Mapping[str, Tensor]) -> Texts:
     """Some elements of each whole tensor as a text, all of small ones: their first, and a hash.

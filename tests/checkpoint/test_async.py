@@ -1,5 +1,6 @@
 """Saves that write while steps run: what they hold, and what becomes of one that fails."""
 
+import dataclasses
 import os
 import resource
 import threading
@@ -24,8 +25,8 @@ def overlapped(root: str) -> list[Any]:
     with fs.make_mesh((-1,), ("shard",)) as mesh, fs.Checkpointer(root, keep=None, async_=True) as ckpt:
         state = fs.init_state(plan_on(mesh), OPT, params=weights())
         before = [entry.tensor.clone() for entry in entries(state)]
-        for state.step in (1, 2):
-            ckpt.save(state)
+        for step in (1, 2):
+            ckpt.save(dataclasses.replace(state, step=step))
             for entry in entries(state):
                 entry.tensor.add_(1)
         ckpt.wait()
@@ -52,7 +53,7 @@ def failing(root: str, async_: bool) -> list[Any]:
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         ckpt = fs.Checkpointer(root, async_=async_)
         state = fs.init_state(plan_on(mesh), OPT, params=weights())
-        state.step = 1
+        state = dataclasses.replace(state, step=1)
         ckpt.save(state)
         ckpt.wait()
         step = fs.make_train_step(loss, OPT, state.plan)
@@ -85,8 +86,8 @@ def virtually(root: str) -> list[int]:
     mesh = fs.make_mesh((-1,), ("shard",))
     state = fs.init_state(plan_on(mesh), OPT, params=weights())
     with fs.Checkpointer(root, async_=True) as ckpt:
-        for state.step in (1, 2):
-            ckpt.save(state)
+        for step in (1, 2):
+            ckpt.save(dataclasses.replace(state, step=step))
     again = fs.Checkpointer(root).restore(plan_on(mesh), OPT)
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(entries(state), entries(again), strict=True))
     return ckpt.steps()
@@ -110,7 +111,7 @@ def damaged_newest(root: str) -> list[Any]:
         told = [str(w.message) for w in caught if w.category is CheckpointWarning]
         assert ckpt.restored is not None
         found = [state.step, ckpt.restored.step, len(ckpt.restored.skipped), told[0].partition(":")[0]]
-        state.step = 2
+        state = dataclasses.replace(state, step=2)
         ckpt.save(state)
         return [error, found, fs.Checkpointer(root).restore(plan, OPT).step]
 

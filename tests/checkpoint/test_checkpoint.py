@@ -1,5 +1,6 @@
 """Checkpointers on real processes: exact resumes, other meshes, retention, locks, and errors that are alike."""
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable
@@ -151,7 +152,7 @@ def saves(root: str, keep: int, steps: list[int]) -> list[int]:
         begun = ckpt.latest() is not None
         state = ckpt.restore(plan_on(mesh), OPT) if begun else fs.init_state(plan_on(mesh), OPT, params=weights())
         for step in steps:
-            state.step = step
+            state = dataclasses.replace(state, step=step)
             ckpt.save(state)
             assert step in ckpt.steps()
         return ckpt.steps()
@@ -174,7 +175,7 @@ def case(name: str, root: str) -> Raised | None:
 
 def _state(mesh: fs.Mesh, step: int = 1) -> fs.TrainState:
     state = fs.init_state(plan_on(mesh), OPT, params=weights())
-    state.step = step
+    state = dataclasses.replace(state, step=step)
     return state
 
 
@@ -189,7 +190,7 @@ def _other_model(mesh: fs.Mesh, root: str) -> Any:
 def _one_rank(mesh: fs.Mesh, root: str, **given: Any) -> Any:
     odd = {name: values[mesh.rank == 1] for name, values in given.items()}
     state = fs.Checkpointer(root).restore(plan_on(mesh), OPT)
-    state.step = 9
+    state = dataclasses.replace(state, step=9)
     return fs.Checkpointer(root).save(state, **odd)
 
 
@@ -201,7 +202,7 @@ def _rules(mesh: fs.Mesh, root: str, *rules: Any, into: bool = False) -> Any:
 def _locked(mesh: fs.Mesh, root: str) -> Any:
     with fs.Checkpointer(root) as first:
         state = first.restore(plan_on(mesh), OPT)
-        state.step = 8
+        state = dataclasses.replace(state, step=8)
         first.save(state)
         return fs.Checkpointer(root).save(_state(mesh, 9))
 
@@ -313,7 +314,7 @@ def test_arguments_are_checked() -> None:
     ckpt = fs.Checkpointer("x", every=3)
     state = states(whole_params({"w": ((4,), torch.float32)}), [(".*", P())], (1, 1), OPT)[0]
     due = []
-    for state.step in range(7):
-        due.append(ckpt.due(state))
+    for step in range(7):
+        due.append(ckpt.due(dataclasses.replace(state, step=step)))
     assert due == [False, False, False, True, False, False, True]
     assert ckpt.latest() is None and ckpt.steps() == [] and not os.path.exists("x")

@@ -1,5 +1,6 @@
 """The ``fshard`` command, on checkpoints that were written without processes."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -48,8 +49,8 @@ def run_folder(tmp_path: Path) -> Path:
     """Steps 0 and 3 of two ranks."""
     ranks = states(whole_params(LEAVES), RULES, (2, 1), OPT)
     for step in (0, 3):
+        ranks = [dataclasses.replace(state, step=step) for state in ranks]
         for state in ranks:
-            state.step = step
             entries(state)[0].tensor.add_(step)
         save_all(str(tmp_path / "run"), ranks, user={"data": {"at": step}, "metadata": None, "schedule": None})
     return tmp_path / "run"

@@ -1,6 +1,7 @@
 """Checkpoints that were damaged, edited or crafted: each is refused by a clean error, and nothing on disk changes."""
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -37,8 +38,8 @@ def save(root: Path, *steps: int) -> Path:
     """Save these steps; the folder of the last."""
     state = fs.init_state(make_plan(), OPT, params=whole_params(LEAVES))
     with fs.Checkpointer(root, keep=None) as ckpt:
-        for state.step in steps:
-            ckpt.save(state)
+        for step in steps:
+            ckpt.save(dataclasses.replace(state, step=step))
     return root / f"step-{steps[-1]:08d}"
 
 
@@ -310,7 +311,7 @@ def test_no_permission() -> None:
         root = Path(name)
         folder = save(root, 5, 7)
         state, before = fs.init_state(make_plan(), OPT, params=whole_params(LEAVES)), tree_of(root)
-        state.step = 9
+        state = dataclasses.replace(state, step=9)
         for path, mode in ((root, 0o555), (root / ".lock", 0o444), (folder, 0o555), (folder / NAME, 0o000)):
             path.chmod(mode)
         with unprivileged():

@@ -1,5 +1,6 @@
 """One folder, one run: a second run cannot mix its steps in, ranks must see one folder, and what they save is equal."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -31,7 +32,7 @@ def plan_here() -> fs.Plan:
 def fresh(step: int = 0) -> fs.TrainState:
     """A state of a run that begins."""
     state = fs.init_state(plan_here(), OPT, params=values())
-    state.step = step
+    state = dataclasses.replace(state, step=step)
     return state
 
 
@@ -59,8 +60,7 @@ def test_a_run_that_began_elsewhere_is_refused_at_its_first_save(tmp_path: Path)
             assert f"{tmp_path} holds the checkpoints of another run:\n  run {run_of(tmp_path, 1)}, its newest" in text
             assert "Restore from the folder to go on with its run, or give this run a folder of its own." in text
         assert sorted(os.listdir(tmp_path)) == before
-        first.step = 3
-        one.save(first)  # the refused one holds no lock
+        one.save(dataclasses.replace(first, step=3))  # the refused one holds no lock
     assert fs.Checkpointer(tmp_path).steps() == [1, 3]
 
 
@@ -93,8 +93,8 @@ def test_another_folder_is_another_run(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path / "new") as ckpt:
         ckpt.save(one)
     assert run_of(tmp_path / "new", 0) != run_of(tmp_path / "base", 0)
-    two.step = 1
-    assert "another run" in told(lambda: fs.Checkpointer(tmp_path / "new").save(two))
+    later = dataclasses.replace(two, step=1)
+    assert "another run" in told(lambda: fs.Checkpointer(tmp_path / "new").save(later))
 
 
 def test_checkpoints_without_an_id_are_restored_and_gone_on_with(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_checkpoints_without_an_id_are_restored_and_gone_on_with(tmp_path: Path)
     assert "another run" in told(lambda: fs.Checkpointer(tmp_path).save(fresh(1)))
     state = fs.Checkpointer(tmp_path).restore(plan_here(), OPT)
     for number in (1, 2):
-        state.step = number
+        state = dataclasses.replace(state, step=number)
         with fs.Checkpointer(tmp_path) as ckpt:
             ckpt.save(state)
         state = fs.Checkpointer(tmp_path).restore(plan_here(), OPT)
@@ -116,7 +116,7 @@ def racing(root: str) -> tuple[int | None, str]:
     others = fs.make_mesh((-1,), ("runs",))
     plan = fs.make_plan(values(), fs.abstract_mesh((1,), ("data",)), RULES)
     state = fs.init_state(plan, OPT, params=values())
-    state.step = others.rank + 1
+    state = dataclasses.replace(state, step=others.rank + 1)
     ckpt = fs.Checkpointer(root)
     latest = ckpt.latest()
     psum(torch.zeros(()), "runs", mesh=others)
@@ -148,7 +148,7 @@ def apart(root: str, name: str) -> list[str]:
         return [told(lambda: fs.Checkpointer(root, async_=odd).save(state))]
     if name == "optimizer":
         other = fs.init_state(state.plan, fs.optim.sgd(0.1), params=values())
-        other.step = 3
+        other = dataclasses.replace(other, step=3)
         return [told(lambda: fs.Checkpointer(root).save(other if odd else state))]
     if name == "copies":
         state.params["b"].data[1] = float(mesh.rank)
@@ -158,9 +158,7 @@ def apart(root: str, name: str) -> list[str]:
     absent = told(lambda: fs.Checkpointer(own).restore(state.plan, OPT))
     if odd:
         others = states(values(), RULES, (2, 1), OPT)
-        for state_of_rank in others:
-            state_of_rank.step = 3
-        save_all(own, others)
+        save_all(own, [dataclasses.replace(other, step=3) for other in others])
     there = told(lambda: fs.Checkpointer(own).restore(state.plan, OPT))
     cast = told(lambda: fs.Checkpointer(root).restore(state.plan, OPT, cast=odd))
     return [absent, there, cast]

@@ -85,7 +85,7 @@ def train_leg(case: Case, number: int, start: Any, folder: str) -> Any:
         if case.through == "checkpoint" and number < len(case.legs) - 1:
             with fs.Checkpointer(folder) as checkpoints:
                 checkpoints.save(state)
-        pieces = [(e.name, e.shape, e.piece, e.tensor.clone()) for e in entries(state)]
+        pieces = [(e.name, e.shape, e.piece, e.tensor.clone()) for e in entries(fs.settle(state))]
         return pieces, scalars(state), dict(tree.paths(fs.unshard(state.params, plan))), told
 
 

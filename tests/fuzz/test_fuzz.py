@@ -47,7 +47,7 @@ def test_copies_along_a_model_axis_are_compared_where_ranks_update_parts() -> No
             opt = fs.optim.sgd(0.1)
             step = fs.make_train_step(lambda p, x: (x @ p["w"] + p["b"]).square().mean(), opt, plan, debug=True)
             state, _ = step(fs.init_state(plan, opt, params=params), torch.ones(2, 7))
-            return state.params["w"]
+            return fs.settle(state).params["w"]
 
     results = fs.virtual_mesh((4,), ("any",)).run(train)
     assert all(torch.equal(result, results[0]) for result in results) and not torch.equal(results[0], torch.ones(7, 3))

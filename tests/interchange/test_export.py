@@ -264,7 +264,7 @@ def test_states_and_trees_that_cannot_be_exported() -> None:
         fs.export(fs.init_state(fs.make_plan(LEAVES, mesh, [(".*", P())]), OPT, params=LEAVES))
     stream = fs.export(state)
     next(stream)
-    state.donate()
+    state.memory.donate()
     with pytest.raises(DonatedError):
         next(stream)
 

@@ -176,7 +176,7 @@ def over_more_axes(folder: str) -> None:
     rules = [fs.Rule(".*", P(flat="shard"), opt=P(flat=("shard", "replica")))]
     plan = fs.make_plan(LEAVES, mesh, rules, batch=P(("replica", "shard")))
     state = fs.init_state(plan, OPT, params=LEAVES)
-    for entry in entries(state):
+    for entry in entries(fs.settle(state)):
         if entry.name.startswith("opt."):
             entry.tensor.copy_(torch.arange(entry.piece.start, entry.piece.stop).float())
     full = fs.to_optim_state_dict(state, OPT)

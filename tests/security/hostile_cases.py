@@ -5,6 +5,7 @@ keys twice and long numbers; pickles get opcodes; files become huge and empty, l
 """
 
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -61,7 +62,7 @@ def plan() -> fs.Plan:
 def good(root: Path) -> dict[str, Files]:
     """Good folders, as bytes by the names of their files."""
     state = fs.init_state(plan(), OPT, params=LEAVES)
-    state.step = 3
+    state = dataclasses.replace(state, step=3)
     with fs.Checkpointer(root / "native") as ckpt:
         ckpt.save(state, data={"position": [1, 2.5, "x"]})
     fs.save_hf(state, root / "hf")

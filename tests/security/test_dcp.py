@@ -1,6 +1,7 @@
 """Folders of torch.distributed.checkpoint from strangers: pickles that are read and not run, archives, chunks."""
 
 import ast
+import dataclasses
 import io
 import itertools
 import math
@@ -29,7 +30,7 @@ from tests.security.test_security import ROOT, Folders, load, within
 def folders(tmp_path: Path) -> Folders:
     """A good folder."""
     state = fs.init_state(plan(), OPT, params=LEAVES)
-    state.step = 3
+    state = dataclasses.replace(state, step=3)
     fs.save_dcp(state, OPT, tmp_path / "dcp")
     return {"dcp": tmp_path / "dcp"}
 

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -242,7 +243,7 @@ def test_who_may_only_read_a_folder_cannot_hold_its_lock(tmp_path: Path, monkeyp
             fs.Checkpointer(tmp_path) as other,
             pytest.raises(CheckpointError, match=rf"process {os.getpid()} of .*lslocks"),
         ):
-            state.step = 1
+            state = dataclasses.replace(state, step=1)
             other.save(state)
     if os.geteuid() == 0:
         with unprivileged(), pytest.raises(PermissionError):

@@ -77,7 +77,7 @@ def sharded(
         if scheduled_from is not None and number >= scheduled_from and tuple(step.record) != tuple(step.schedule.ops):
             problems.append(f"step {number}: {departure(step)}")
     held = {f"{name}.{path}": leaf.clone() for name, of in state.opt_state.items() for path, leaf in tree.paths(of)}
-    return Run(losses, norms, whole(fs.unshard(state.params, plan)), problems, held), state
+    return Run(losses, norms, whole(fs.unshard(fs.settle(state).params, plan)), problems, held), state
 
 
 def departure(step: Any) -> str:

@@ -106,7 +106,7 @@ def around() -> list[str]:
                 "value": value,
                 "grad": torch.cat([g.flatten() for _, g in tree.paths(fs.unshard(grads, plan))]),
                 "pure": torch.func.grad(fs.sharded_loss(loss, plan))(state.params, x)["first"]["w"],
-                "whole": torch.cat([g.flatten() for _, g in tree.paths(fs.unshard(state.params, plan))]),
+                "whole": torch.cat([g.flatten() for _, g in tree.paths(fs.unshard(fs.settle(state).params, plan))]),
                 "mean": fs.averaged(state).params["middle"]["w"],
                 "norm": fs.tree_norm(state.params, plan),
             }
@@ -154,7 +154,7 @@ def test_two_axes_and_eight_bits() -> None:
         for number in range(3):
             state, _ = step(state, rows(number, mesh))
         assert step.record == step.schedule.ops
-        return dict(tree.paths(fs.unshard(state.params, plan)))
+        return dict(tree.paths(fs.unshard(fs.settle(state).params, plan)))
 
     want = mesh.run(run, "")[0]
     for kinds in HERE:

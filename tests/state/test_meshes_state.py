@@ -66,7 +66,7 @@ def read_between() -> tuple[dict[str, Any], dict[str, Any]]:
                 fs.make_train_step(example.loss_fn, opt, plan),
             )
             state, _ = _run(state, step, mesh, 0)
-            out.append({path: leaf.clone() for path, leaf in tree.paths(fs.unshard(state.params, plan))})
+            out.append({path: leaf.clone() for path, leaf in tree.paths(fs.unshard(fs.settle(state).params, plan))})
     return out[0], out[1]
 
 

@@ -52,7 +52,7 @@ def told(state: fs.TrainState) -> dict[str, Any]:
     """Every entry of a state as a whole, and its scalars. Collective."""
     out: dict[str, Any] = {"scalars": scalars(state)}
     places = state.plan.places()
-    for entry in entries(state):
+    for entry in entries(fs.settle(state)):
         group, number = places[entry.name.split(".", 1 if entry.name.startswith("params.") else 2)[-1]]
         cut = group if entry.name.startswith("params.") else group.owned
         mesh = state.plan.mesh

@@ -144,9 +144,9 @@ def alternating(read: bool) -> tuple[list[float], dict[str, Tensor], list[bool]]
         for number in range(6):
             state, metrics = steps[number % 3 == 1](state, batch(number, mesh.rank, mesh.size))
             losses.append(metrics.loss.item())
-            waits.append(state.waiting is not None)
+            waits.append(state.pending is not None)
             if read:
-                assert state.opt_state and state.params and state.waiting is None
+                assert state.opt_state and state.params and state.pending is None
         return losses, _flat(state.params, plan), waits
 
 

@@ -109,7 +109,7 @@ def trained(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, set[t
         for number in range(STEPS):
             state, metrics = step(state, batch(number, mesh.rank))
             losses.append(float(metrics.loss))
-        whole = fs.unshard(state.params, plan)
+        whole = fs.unshard(fs.settle(state).params, plan)
         flat = {f"{unit}.{name}": whole[unit][name] for unit in whole for name in whole[unit]}
         seen["kept"] = {leaf.dtype for leaf in flat.values()} | {g.dtype for g in step._grads.shards.values()}
         return losses, flat, seen

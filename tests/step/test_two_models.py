@@ -53,8 +53,8 @@ def apart_and_together() -> tuple[Losses, Losses, list[str]]:
             for name in ("critic", "policy", "reference"):
                 together[name].append(_train(models[name], number))
             if number == 2:  # reading one state finishes its update, and no other's
-                fs.unshard(models["reference"]["state"].params, models["reference"]["plan"])
-        held = {name: _memory(model["state"]) for name, model in models.items()}
+                fs.unshard(fs.settle(models["reference"]["state"]).params, models["reference"]["plan"])
+        held = {name: _memory(fs.settle(model["state"])) for name, model in models.items()}
         shared = [f"{a} and {b}" for a in held for b in held if a < b and held[a] & held[b]]
     return apart, together, shared
 

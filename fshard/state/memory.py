@@ -1,0 +1,293 @@
+"""The tensors behind a train state: buffers that steps update where they lie, and the trees that are read of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import described
+from fshard.errors import DonatedError, StateError, TreeError, lines
+from fshard.runtime.held import Held
+from fshard.runtime.places import place_of
+from fshard.runtime.update import Pending, Shard, Shards
+from fshard.sharding.layout import Group
+from fshard.sharding.plan import Plan
+
+
+class Donated(Tensor):
+    """What a tensor of a donated state becomes: any use of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every operation."""
+        raise DonatedError(
+            "this tensor belongs to a state that was donated to a train step, which updated its memory in place: "
+            "read it from the state that the step returned, clone it first, or build the step with donate=False"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "<a tensor of a donated state>"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What makes buffers of trees: the plan, and where the optimizer's buffers keep what belongs to a leaf.
+
+    Attributes:
+        plan: the plan.
+        held: of each group.
+        parts: the range of each group's shard that this rank updates; None for all of it.
+    """
+
+    plan: Plan
+    held: tuple[Mapping[str, Held], ...]
+    parts: tuple[tuple[int, int] | None, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.plan.mesh, tuple(self.plan.leaves), self.parts))
+
+    def pack(self, params: Any, opt_state: Any) -> Shards:
+        """Buffers of their own memory that hold these trees, and zeros between the leaves.
+
+        Raises:
+            TreeError: leaves are missing, unknown, of another shape or dtype, or no tensors.
+        """
+        plan, shards = self.plan, []
+        flat = plan.check_tree(params, whole=False, what="state.params")
+        if not isinstance(opt_state, Mapping):
+            raise TreeError(f"state.opt_state is {described(opt_state)}: give a dict of trees, as state.opt_state was")
+        states = {name: dict(tree.paths(value)) for name, value in opt_state.items()}
+        for group, held, part in zip(plan.groups, self.held, self.parts, strict=True):
+            param = place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype)
+            begins = [group.shard_range(n, plan.mesh.index(group.gather_axes)) for n in range(len(group.leaves))]
+            _fill(param, dict(enumerate(begins)), group, flat, "params")
+            place = place_of(group.kinds.opt, plan.mesh)
+            opt = {name: place.zeros(kept.length, kept.dtype) for name, kept in held.items()}
+            for name, kept in held.items():
+                _fill(opt[name], kept.ranges, group, states.get(name, {}), f"opt_state[{name!r}]")
+            shards.append(Shard(param, opt, held, part))
+        return Shards(shards)
+
+
+def _fill(
+    buffer: Tensor, ranges: Mapping[int, tuple[int, int]], group: Group, flat: Mapping[str, Any], what: str
+) -> None:
+    """Write the leaves of a group to their ranges."""
+    for number, (begin, end) in ranges.items():
+        path, want = group.leaves[number].path, end - begin
+        leaf = flat.get(path)
+        if not isinstance(leaf, Tensor) or leaf.numel() != want or leaf.dtype != buffer.dtype:
+            given = f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else described(leaf)
+            raise TreeError(
+                f"state.{what}: the leaf {path} is {given}, and this rank holds {want} elements of {buffer.dtype}: map "
+                f"states to tensors of equal shape and dtype; fs.reshard_state and plan.replace change the others"
+            )
+        buffer[begin:end] = leaf.detach().reshape(-1)
+
+
+class Memory:
+    """What a state holds: the shards, the update that still waits for them, and the trees that were read.
+
+    States that are equal because one is a copy of the other, as by ``dataclasses.replace``, have one memory.
+
+    Args:
+        plan: where leaves live.
+        shards: by group id.
+        pending: the update; None if it was applied.
+        stale: the groups whose shards lack what other ranks have updated.
+
+    Attributes:
+        compared: whether ranks have compared what they hold copies of.
+    """
+
+    def __init__(
+        self, plan: Plan, shards: Shards | None, pending: Pending | None = None, stale: Mapping[int, None] | None = None
+    ) -> None:
+        self.plan, self.pending, self.stale = plan, pending, dict(stale or {})
+        self.compared = False
+        self._shards = shards
+        self._loose: Layout | None = None
+        self._params: Any = None
+        self._opt: Any = None
+        self._read: list[tuple[Tensor, int]] = []
+
+    @classmethod
+    def of(cls, layout: Layout, params: Any, opt_state: Any) -> "Memory":
+        """The memory of trees. They become buffers when a step, or anything else, asks for these."""
+        out = cls(layout.plan, None)
+        out._loose, out._params, out._opt = layout, params, opt_state
+        return out
+
+    @property
+    def donated(self) -> bool:
+        """Whether a step has taken it."""
+        return self._shards is None and self._loose is None
+
+    def shards(self, step: int) -> Shards:
+        """The shards as they lie, with ``pending`` still to be applied; ``step`` names the state in an error.
+
+        Raises:
+            DonatedError: a step has taken them.
+            TreeError: trees that are not those of the plan.
+        """
+        if self._loose is not None:
+            self._shards = self._loose.pack(self._params, self._opt)
+            self._loose = self._params = self._opt = None
+        if self._shards is None:
+            raise DonatedError(
+                f"the state of step {step} was donated to a train step, which updated its memory in place: "
+                f"use the state that the step returned, or build the step with donate=False"
+            )
+        return self._shards
+
+    def applied(self, step: int) -> Shards:
+        """The shards, with no update waiting. Local: what other ranks update may still be missing."""
+        shards = self.shards(step)
+        if self.pending is not None:
+            self.pending.finish(shards)
+            self.pending = None
+        return shards
+
+    def whole(self, step: int) -> Shards:
+        """The shards as they are after the last step. Local.
+
+        Raises:
+            StateError: other ranks hold some of that.
+        """
+        shards = self.applied(step)
+        if self.stale:
+            raise _not_whole(step, [self.plan.groups[group] for group in self.stale])
+        return shards
+
+    def layout(self, step: int) -> Layout:
+        """What makes buffers of its trees."""
+        if self._loose is not None:
+            return self._loose
+        shards = self.shards(step)
+        return Layout(self.plan, shards.layout, tuple([shard.part for shard in shards]))
+
+    def params(self, step: int, *, stale: bool = False) -> Any:
+        """The tree of parameters, made once.
+
+        Args:
+            step: names the state in an error.
+            stale: give also what lacks the updates of other ranks.
+        """
+        if self._loose is None:
+            shards = self.applied(step) if stale else self.whole(step)
+            if self._params is None:
+                self._params = self._tree(lambda group, n: local_view(self.plan, group, n, shards[group.id].param))
+                self._read = [(leaf, _version(leaf)) for _, leaf in tree.paths(self._params)]
+        return self._params
+
+    def opt_state(self, step: int) -> Any:
+        """The trees of the optimizer's state, made once."""
+        if self._loose is None:
+            shards = self.applied(step)
+            if self._opt is None:
+                names = dict.fromkeys(name for shard in shards for name in shard.opt)
+                self._opt = {name: self._tree(_viewer(self.plan, shards, name)) for name in names}
+        return self._opt
+
+    def clone(self, step: int) -> "Memory":
+        """The same values in memory of its own."""
+        if self._loose is not None:
+            params, opt = tree.map(_cloned, (self._params, self._opt))
+            return Memory.of(self._loose, params, opt)
+        return Memory(self.plan, self.applied(step).clone(), None, self.stale)
+
+    def note_compared(self) -> None:
+        """Note that ranks have compared what they hold copies of."""
+        self.compared = True
+
+    def donate(self) -> None:
+        """Give the memory away: every tensor that was read from it can no longer be used."""
+        for tensor in tree.leaves((self._params, self._opt)):
+            if isinstance(tensor, Tensor):
+                with torch.no_grad():
+                    tensor.set_()  # type: ignore[call-overload]
+                tensor.__class__ = Donated
+        self._shards = self.pending = self._params = self._opt = None
+        self.stale = {}
+
+    def check_unwritten(self) -> None:
+        """Refuse memory whose ``params`` were written to: what is assigned there never reaches the shards.
+
+        Raises:
+            TreeError: naming the leaves.
+        """
+        if self._params is None or self._loose is not None:
+            return
+        now = dict(tree.paths(self._params))
+        kept = list(zip(self.plan.leaves, self._read, strict=True))
+        wrong = [f"{path}: was replaced" for path, (leaf, _) in kept if now.get(path) is not leaf]
+        wrong += [f"{path}: is not in the plan" for path in now if path not in self.plan.leaves]
+        wrong += [
+            f"{path}, or a leaf beside it in its group: was written to in place"
+            for path, (leaf, n) in kept
+            if not wrong and _version(leaf) != n
+        ]
+        if wrong:
+            raise TreeError(
+                lines(
+                    "state.params is read-only, and it was written to:",
+                    wrong,
+                    "A state is a value: make one of new parameters with fs.init_state(plan, opt, params=whole), where "
+                    "whole = fs.unshard(state.params, plan) with your changes.",
+                )
+            )
+
+    def _tree(self, view: Callable[[Group, int], Tensor | None]) -> dict[str, Any]:
+        places = self.plan.places()
+        flat = {path: view(*places[path]) for path in self.plan.leaves}
+        return tree.nest({path: leaf for path, leaf in flat.items() if leaf is not None})
+
+
+def _viewer(plan: Plan, shards: Shards, name: str) -> Callable[[Group, int], Tensor | None]:
+    """What views one of the optimizer's buffers, leaf by leaf."""
+
+    def view(group: Group, number: int) -> Tensor | None:
+        shard, owned = shards[group.id], group.owned
+        held = shard.held.get(name)
+        if held is None or number not in held.ranges:
+            return None
+        if held.plain:
+            return local_view(plan, owned, number, shard.opt[name])
+        begin, end = held.ranges[number]
+        form, local = held.forms[number], owned.local_shape(number, plan.mesh)
+        part = shard.opt[name][begin:end].detach()
+        if form.shape is None:
+            return part.view(local) if form.block == 1 else part
+        return part.view(form.shape) if end > begin else part
+
+    return view
+
+
+def local_view(plan: Plan, group: Group, number: int, shard: Tensor) -> Tensor:
+    """This rank's tensor of one leaf, as a view of its group's shard."""
+    begin, end = group.shard_range(number, plan.mesh.index(group.gather_axes))
+    return shard[begin:end].detach().view(group.local_shape(number, plan.mesh))
+
+
+def _version(leaf: Tensor) -> int:
+    return 0 if leaf.is_inference() else leaf._version
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _not_whole(step: int, groups: list[Group]) -> StateError:
+    """Parameters that are read before other ranks have sent what they updated of them."""
+    rows = [f"{group.name}: {len(group.leaves)} leaves, such as {group.leaves[0].path}" for group in groups]
+    return StateError(
+        lines(
+            f"the state of step {step} cannot be read yet: other ranks hold updates of parameters of these groups:",
+            rows,
+            "Their optimizer state is cut over more ranks, fs.Rule(opt=), and reading never communicates. "
+            "Call fs.settle(state) on all ranks first. The next step needs no such call.",
+        )
+    )

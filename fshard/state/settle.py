@@ -1,0 +1,54 @@
+"""The one way to complete a state that needs other ranks, apart from the next step."""
+
+import torch
+
+from fshard.arguments import expect
+from fshard.collectives.linear import Collect, apply
+from fshard.collectives.ranks import Ranks
+from fshard.runtime.comm import each_rank_or_raise, enter, mesh_lane
+from fshard.sharding.mesh import Mesh
+from fshard.state.train_state import TrainState
+
+
+def settle(state: TrainState) -> TrainState:
+    """Complete a state: apply the update that waits, and fetch what other ranks have updated. Collective.
+
+    Reading a state never communicates. Most plans need no call: each rank updates all that it holds. Where
+    ``fs.Rule(..., opt=)`` cuts optimizer state further than parameters, ranks update parts of what they share, and the
+    next step exchanges these behind its forward. To read ``state.params`` before that, settle the state on all ranks.
+    Evaluation, checkpoints and exports, which are collective, do it themselves.
+
+    Args:
+        state: the state. Its value stays the same.
+
+    Returns:
+        The state itself. Each of its parts can be read now.
+
+    Raises:
+        DonatedError: the state was donated to a step.
+        ScheduleError: ranks are at different calls, on all of them alike.
+        StateError: the update failed half-way on this rank; a ``PeerError`` on the others.
+
+    >>> import fshard as fs
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> settle(fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})).params
+    {'w': tensor([1., 1.])}
+    """
+    expect("settle(state)", [("state", state, TrainState, "what a step returned")])
+    return complete(state, state.plan.mesh)
+
+
+def complete(state: TrainState, mesh: Mesh) -> TrainState:
+    """Settle a state over a mesh that its ranks share; a state that was pickled has only an abstract one."""
+    stale = state.stale
+    if not stale:
+        state.applied()
+        return state
+    enter(mesh, "settle")
+    shards = each_rank_or_raise(mesh_lane(mesh), state.applied)
+    with torch.no_grad():
+        for group in list(stale):
+            shard, axes = shards[group], state.plan.groups[group].opt_axes
+            shard.param.copy_(apply(shard.own.to(mesh.device), Collect(Ranks(mesh, axes), -1)))
+            del stale[group]
+    return state
