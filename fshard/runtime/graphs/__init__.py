@@ -9,12 +9,12 @@ from fshard.model.unit import Unit
 
 
 class Compiled(Protocol):
-    """Runs calls of units in another way than by their functions."""
+    """Runs calls of units as graphs."""
 
     def call(
         self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
     ) -> tuple[bool, Any]:
-        """Run a call, or do not; and its result."""
+        """Run a call, if it has a graph: whether it ran, and its result."""
 
     def transformed(self, name: str) -> None:
-        """A unit is called under a transform of ``torch.func``, as code outside of units is."""
+        """Record a unit that is called under a transform of ``torch.func``, which runs no graph."""

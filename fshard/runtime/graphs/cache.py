@@ -1,4 +1,4 @@
-"""Which graph a call of a unit runs: by the unit's structure and the shapes, strides, dtypes and values it is given."""
+"""Finds the graph of a unit's call: by the unit's structure, and the shapes, strides, dtypes and values given to it."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from fshard.runtime.graphs.trace import PLAIN, Meta, Same, Source, Untraceable, 
 from fshard.sharding.plan import Plan
 
 MANY = 32
-"""Graphs that one unit may need before it is run eagerly: one whose Python arguments change with every step."""
+"""The most graphs of one unit. A unit whose Python arguments change with every step needs more, and runs eagerly."""
 
 GIVEN_UP = (
     f"it, its arguments and the values that its Python reads took {MANY} forms: pass numbers that change as tensors, "
@@ -40,10 +40,10 @@ class Cache:
 
     Attributes:
         compiler: makes code of a graph.
-        backend: its name.
-        graphs: by what they depend on; a text says why a call has none.
-        count: how many were made.
-        report: for each unit, the graphs of its calls, and why calls have none.
+        backend: the compiler's name.
+        graphs: by key, the graphs and their surroundings; a text says why calls with this key have none.
+        count: the number of graphs made.
+        report: for each unit, the graphs of its calls, and the reasons of calls without one.
     """
 
     compiler: Compiler
@@ -53,7 +53,7 @@ class Cache:
     report: dict[str, dict[Graph | str, None]] = field(default_factory=dict)
 
     def graph(self, key: Hashable, source: Source) -> tuple[Surroundings, Graph | str]:
-        """The graph of a call, or why it has none; and that of its surroundings on which this depends."""
+        """The graph of a call, or the reason why it has none; and the surroundings that this depends on."""
         known = self.graphs.setdefault(key, [])
         for around, graph in known:
             if around.holds():
@@ -88,11 +88,11 @@ class Cache:
         return "\n".join(lines)
 
     def note(self, unit: str, found: Graph | str) -> None:
-        """Remember what a unit's call runs."""
+        """Record what a unit's call runs."""
         self.report.setdefault(unit, {})[found] = None
 
     def meet(self, units: Iterable[str]) -> None:
-        """Remember units whose calls no graph was asked for."""
+        """Record units, whose calls may never ask for a graph."""
         for unit in units:
             self.report.setdefault(unit, {})
 
@@ -102,19 +102,34 @@ Key = tuple[Any, ...]
 
 @dataclass(eq=False)
 class Form:
-    """What calls run in which the arguments and the surroundings are alike.
+    """What calls with equal arguments and surroundings run.
 
     Attributes:
         around: the surroundings.
-        bound: the graph; None for the unit as it is.
+        bound: the graph; None for the unit's own function.
     """
 
     around: Surroundings
     bound: Bound | None = None
 
+    def prove(self, paths: Sequence[str], inputs: Sequence[Tensor]) -> None:
+        """Compare the graph with its unit on these tensors. A graph that computes something else is dropped."""
+        while self.bound is not None and self.bound.graph.waiting:
+            graph = self.bound.graph
+            found = graph.refused or difference(graph, graph.waiting[0], paths, self.bound.leaves, inputs)
+            if not graph.refused and (changed := self.around.changed()):
+                found = f"its Python changes what it reads: {changed}"
+                self.around.forget()
+            if not found:
+                graph.waiting.pop(0)
+                continue
+            if not graph.refused:
+                graph.refuse(found)
+            self.bound = None
+
 
 class Site:
-    """The calls of one unit: what they ran before."""
+    """What earlier calls of one unit ran."""
 
     __slots__ = ("count", "form", "found", "key")
 
@@ -123,6 +138,17 @@ class Site:
         self.form = Form(NOTHING)
         self.found: dict[Key, list[Form]] = {}
         self.count = 0
+
+    def add(self, key: Key, form: Form) -> Form:
+        """Keep a new form."""
+        self.count += 1
+        self.found.setdefault(key, []).append(form)
+        return form
+
+    def use(self, key: Key, form: Form) -> Form:
+        """Let the next call try this form first."""
+        self.key, self.form = key, form
+        return form
 
 
 class Graphs:
@@ -136,8 +162,8 @@ class Graphs:
         grads: by group, the views of its flat gradient.
         readers: by group, how many differentiated calls read it; code outside of units counts as many.
         inner: units that the program differentiates itself.
-        anchored: whether the loss depends on tensors that are no parameters.
-        remat: which units are computed again in their backward.
+        anchored: whether the loss depends on tensors other than parameters.
+        remat: which units are recomputed in their backward.
     """
 
     def __init__(
@@ -166,16 +192,16 @@ class Graphs:
         Args:
             unit: the unit.
             name: its name.
-            index: how many calls of that name came before in this pass.
+            index: the number of earlier calls of that name in this pass.
             params: its parameters.
-            leaves: their leaves.
-            paths: the paths of these.
+            leaves: the leaves of the parameters.
+            paths: the paths of the leaves.
             args: ``(args, kwargs)``.
 
         Returns:
-            Whether it ran, and its result.
+            Whether a graph ran, and its result.
         """
-        if watcher := _watched():
+        if watcher := _observer():
             self.cache.note(name, watcher)
             return False, None
         site = self.sites.get(name)
@@ -184,16 +210,15 @@ class Graphs:
         inputs, key = _quick(args, unit.fn)
         form = site.form
         if key != site.key or not form.around.same():
-            form = site.form = self._form(site, key, unit, name, (params, leaves, paths, args))
-            site.key = key
+            form = site.use(key, self._form(site, key, unit, name, (params, leaves, paths, args)))
         if form.bound is not None and form.bound.graph.waiting:
-            form.bound = self._proved(form, paths, inputs)
+            form.prove(paths, inputs)
         if form.bound is None:
             return False, None
         return True, Call(form.bound, self.host, self.claim, name, index).run(inputs, self.anchored)
 
     def transformed(self, name: str) -> None:
-        """Note a call that is not offered to ``call``."""
+        """Record a call under a transform, which runs no graph."""
         self.cache.note(name, TRANSFORMED)
 
     def _form(self, site: Site, key: Key, unit: Unit, name: str, call: tuple[Any, ...]) -> Form:
@@ -203,7 +228,6 @@ class Graphs:
         if site.count >= MANY:
             self.cache.note(name, GIVEN_UP)
             return Form(NOTHING)
-        site.count += 1
         params, leaves, paths, args = call
         around, found = self._graph(unit, name, params, leaves, paths, args, key)
         self.cache.note(name, found)
@@ -211,25 +235,8 @@ class Graphs:
         if not isinstance(found, str):
             bound = Bound(found, leaves, [self.places[path] for path in paths], self.grads)
             if found.source.fn is not unit.fn:
-                around = Surroundings(unit.fn, around.reads)  # an equal unit reads the like, of its own
-        site.found.setdefault(key, []).append(Form(around, bound))
-        return site.found[key][-1]
-
-    def _proved(self, form: Form, paths: Sequence[str], inputs: Sequence[Tensor]) -> Bound | None:
-        """A graph that computes on these tensors what its unit does; None if it does not, and is never used again."""
-        bound = form.bound
-        assert bound is not None
-        graph = bound.graph
-        while graph.waiting and not graph.refused:
-            found = difference(graph, graph.waiting[0], paths, bound.leaves, inputs)
-            if changed := form.around.changed():
-                found = f"its Python changes what it reads: {changed}"
-                form.around.forget()
-            if found:
-                graph.refuse(found)
-            else:
-                graph.waiting.pop(0)
-        return None if graph.refused else bound
+                around = Surroundings(unit.fn, around.reads)  # an equal unit reads values of its own
+        return site.add(key, Form(around, bound))
 
     def _graph(
         self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any, key: Key
@@ -237,28 +244,33 @@ class Graphs:
         reason = self._reason(name, leaves, paths, args)
         if reason:
             return NOTHING, reason
+        source = self._source(unit, name, params, leaves, paths, args)
+        kind = getattr(unit.fn, "kind", None)
+        code = kind() if kind is not None else unit.fn
+        plain = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in source.values)
+        shapes = (source.params, source.args, source.leaves, source.shared, plain)
+        return self.cache.graph((code, *shapes, source.policy, key[-1]), source)
+
+    def _source(
+        self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
+    ) -> Source:
         values, spec = tree.flatten(args)
         grad = torch.is_grad_enabled()
-        metas = [meta_of(leaf) for leaf in leaves]
+        metas = [_meta(leaf, grad) for leaf in leaves]
         shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]
-        source = Source(
+        return Source(
             fn=unit.fn,
             params=tree.flatten(params)[1],
             args=spec,
-            leaves=tuple(metas if grad else [replace(meta, requires_grad=False) for meta in metas]),
-            shared=frozenset(n for n in shared if metas[n].requires_grad and grad),
-            values=tuple(_meta(x, grad) if isinstance(x, Tensor) else x for x in _once(values)),
+            leaves=tuple(metas),
+            shared=frozenset(n for n in shared if metas[n].requires_grad),
+            values=tuple(_meta(x, grad) if isinstance(x, Tensor) else x for x in _without_repeats(values)),
             grad=grad,
             policy=self.remat.of(name) if grad else None,
         )
-        kind = getattr(unit.fn, "kind", None)
-        plain = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in source.values)
-        code = kind() if kind is not None else unit.fn
-        shapes = (source.params, spec, source.leaves, source.shared, plain)
-        return self.cache.graph((code, *shapes, source.policy, key[-1]), source)
 
     def _reason(self, name: str, leaves: list[Tensor], paths: Sequence[str], args: Any) -> str:
-        """Why a call cannot be a graph, whatever its unit does; empty if it can."""
+        """Why a call cannot be a graph, whatever its unit computes; empty if it can."""
         if name in self.inner:
             return "the program differentiates it itself, inside of the loss"
         values = tree.leaves(args)
@@ -278,8 +290,8 @@ def _meta(x: Tensor, grad: bool) -> Meta:
     return meta_of(x) if grad else replace(meta_of(x), requires_grad=False)
 
 
-def _once(values: Sequence[Any]) -> list[Any]:
-    """These values, a tensor that comes again replaced by what says so."""
+def _without_repeats(values: Sequence[Any]) -> list[Any]:
+    """These values, with ``Same`` for each repeated tensor."""
     places: dict[int, int] = {}
     found: list[Any] = []
     for value in values:
@@ -293,14 +305,14 @@ def _once(values: Sequence[Any]) -> list[Any]:
 
 
 def _ordinary(x: Any) -> bool:
-    """Whether a value is a tensor like any other."""
+    """Whether a value is a plain strided tensor."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
         return False
     return not (x.is_conj() or x.is_neg())
 
 
 def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Any) -> tuple[Sequence[Tensor], Key]:
-    """The tensors among the arguments of a call, and all that its graph depends on."""
+    """The tensors among the arguments of a call, and the key of its graph."""
     flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None, *_settings())
     positional, keywords = args
     if not keywords and (len(positional) < 2 or len(set(map(id, positional))) == len(positional)):
@@ -312,7 +324,7 @@ def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Any) -> tuple
         else:
             return positional, (*shapes, flags)
     values, spec = tree.flatten(args)
-    values = _once(values)
+    values = _without_repeats(values)
     key = [
         (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if _ordinary(x) else exact(x) for x in values
     ]
@@ -320,7 +332,7 @@ def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Any) -> tuple
 
 
 def _settings() -> Key:
-    """Settings of torch that decide which ops a function becomes."""
+    """The settings of torch that decide which ops a function dispatches to."""
     return (
         torch.get_default_dtype(),
         torch._C._get_flash_sdp_enabled(),
@@ -334,8 +346,8 @@ def _autocast() -> Key:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def _watched() -> str:
-    """Who looks into the calls of ops, so that the unit's own are to be seen; empty if nobody does."""
+def _observer() -> str:
+    """What observes single ops, and so must see the unit's own; empty if there is nothing."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return TRANSFORMED
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

@@ -1,10 +1,10 @@
-"""The proof of a graph: its first real call is made twice, as a graph and by the unit's own Python, and compared.
+"""Compares a graph with its unit: the first real call runs twice, as a graph and by the unit's own Python.
 
 A trace can be wrong: an operator's rule for fake tensors may differ from its kernel, a rewrite may miss a case, a unit
-may read a value that no key holds. So no graph is used before it has computed what its unit computes: outputs, what is
-written to inputs, the gradients of leaves and inputs, and how many random numbers are drawn. Both calls get copies of
-the inputs and the same random numbers, and both backwards start from the same made-up gradients, so that nothing of
-the step moves, whatever becomes of it. No graph holds collectives, so ranks need not compare together.
+may read a value that no key holds. So a graph is used only after it has computed what its unit computes: outputs,
+writes to inputs, gradients of leaves and inputs, and the number of random draws. Both calls get copies of the inputs
+and the same random numbers, and both backwards start from the same made-up gradients, so the comparison changes
+nothing of the step. No graph holds collectives, so each rank compares alone.
 """
 
 import random
@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.runtime.graphs.below import quiet
-from fshard.runtime.graphs.graph import Graph, Variant
-from fshard.runtime.graphs.trace import Tangents
+from fshard.runtime.graphs.graph import Graph, Variant, kernels_only
+from fshard.runtime.graphs.trace import Result, Tangents
 
 LOOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
-"""How far a compiled graph may be off, of the largest number of a tensor; 0.05 for short dtypes."""
+"""The tolerance for a compiled graph, relative to the largest number of a tensor; 0.05 for short dtypes."""
 
 FLIPS = 0.01
-"""The share of integers and flags that may differ in a compiled graph, where rounding decides them."""
+"""The fraction of integers and flags that may differ in a compiled graph, because rounding decides them."""
 
 Place = tuple[str, int]
 
@@ -36,8 +35,8 @@ class Computed:
     """What a call computed.
 
     Attributes:
-        tensors: outputs, inputs after the call and gradients, by what they are; None for a gradient of zero.
-        draws: the states of the random generators after it.
+        tensors: by title, outputs, inputs after the call and gradients; None for a gradient of zero.
+        draws: the states of the random generators after the call.
     """
 
     tensors: Mapping[str, Tensor | None]
@@ -45,15 +44,15 @@ class Computed:
 
 
 class Differs(Exception):  # noqa: N818 - not an error: the unit runs eagerly
-    """A graph is not its unit; the text says how."""
+    """A graph computes something else than its unit; the text says what."""
 
 
 def difference(graph: Graph, pattern: Tangents, paths: Sequence[str], leaves: Sequence[Tensor], inputs: Any) -> str:
-    """Make a call as a graph and by the unit's Python.
+    """Compare a call of the graph with one of the unit's Python.
 
     Args:
         graph: the graph.
-        pattern: the strides of the gradients to start from; it has a variant for them.
+        pattern: the strides of the gradients to start from; the graph has a variant for them.
         paths: the paths of the leaves.
         leaves: the leaves of the unit.
         inputs: the tensors of the call.
@@ -73,12 +72,12 @@ def difference(graph: Graph, pattern: Tangents, paths: Sequence[str], leaves: Se
     except Differs as found:
         return str(found)
     except Exception as error:  # whatever an operator or the unit's Python raises
-        return f"{type(error).__name__} where both were run: {str(error).strip().splitlines()[:1]}"
+        return f"{type(error).__name__} while both ran: {str(error).strip().splitlines()[:1]}"
     return ""
 
 
 def _by_python(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: Any, states: Any) -> Computed:
-    source, result = graph.source, graph.result
+    source = graph.source
     leaves = [x.detach().requires_grad_(meta.requires_grad) for x, meta in zip(held, source.leaves, strict=True)]
     given = [copied(x).requires_grad_(meta.requires_grad) for x, meta in zip(inputs, source.inputs, strict=True)]
     torch.clear_autocast_cache()
@@ -87,6 +86,17 @@ def _by_python(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: A
             flat, spec = tree.flatten(source.call(leaves, given))
     finally:
         torch.clear_autocast_cache()
+    outputs = _checked_outputs(graph.result, flat, spec, given)
+    found = _named("output", outputs) | _named("what is left in input", [x.detach() for x in given])
+    draws = states()
+    if graph.differentiable:
+        pairs = [(outputs[i], tangent) for i, tangent in zip(graph.wanted, pattern, strict=True) if tangent is not None]
+        found |= _python_gradients(pairs, leaves, given, paths)
+    return Computed(found, draws)
+
+
+def _checked_outputs(result: Result, flat: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a call; all else that it returns must be what it returned in the trace."""
     if spec != result.spec or len(flat) != len(result.leaves):
         raise Differs("a result of another structure")
     for leaf, (kind, what) in zip(flat, result.leaves, strict=True):
@@ -96,18 +106,22 @@ def _by_python(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: A
     outputs = [leaf for leaf, (kind, _) in zip(flat, result.leaves, strict=True) if kind == "out"]
     for number, (out, meta) in enumerate(zip(outputs, result.outputs, strict=True)):
         if out.requires_grad != meta.requires_grad:
-            raise Differs(f"output {number} is differentiable in one of both alone")
-    found = _named("output", outputs) | _named("what is left in input", [x.detach() for x in given])
-    draws = states()
+            raise Differs(f"output {number} is differentiable in only one of them")
+    return outputs
+
+
+def _python_gradients(
+    pairs: Sequence[tuple[Tensor, Sequence[int]]], leaves: Sequence[Tensor], given: Sequence[Tensor], paths: Any
+) -> dict[str, Tensor | None]:
+    """By title, the gradients of leaves and inputs from made-up gradients of outputs with these strides."""
     places = [("leaf", n, x) for n, x in enumerate(leaves)] + [("in", n, x) for n, x in enumerate(given)]
-    wanted = [(kind, n, x) for kind, n, x in places if x.requires_grad]
-    pairs = [(outputs[i], tangent) for i, tangent in zip(graph.wanted, pattern, strict=True) if tangent is not None]
-    if graph.differentiable and pairs and wanted:
-        seeds = [seed(out, strides) for out, strides in pairs]
-        with torch._C._DisableAutocast():
-            grads = torch.autograd.grad([o for o, _ in pairs], [x for *_, x in wanted], seeds, allow_unused=True)
-        found |= {_title((kind, n), paths): grad for (kind, n, _), grad in zip(wanted, grads, strict=True)}
-    return Computed(found, draws)
+    wanted = [(_title((kind, n), paths), x) for kind, n, x in places if x.requires_grad]
+    if not pairs or not wanted:
+        return {}
+    seeds = [seed(out, strides) for out, strides in pairs]
+    with torch._C._DisableAutocast():
+        grads = torch.autograd.grad([o for o, _ in pairs], [x for _, x in wanted], seeds, allow_unused=True)
+    return {title: grad for (title, _), grad in zip(wanted, grads, strict=True)}
 
 
 def _by_graph(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: Any, how: tuple[Any, bool]) -> Computed:
@@ -115,7 +129,7 @@ def _by_graph(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: An
     given = [copied(x) for x in inputs]
     with torch.no_grad():
         params = graph.code.views(held)
-        with quiet():
+        with kernels_only():
             outputs, saved = graph.code.forward(params, *given)
         found = _named("output", outputs) | _named("what is left in input", given)
         draws = states()
@@ -130,7 +144,7 @@ def _by_graph(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: An
 def _gradients(graph: Graph, variant: Variant, paths: Any, what: Any, how: Any) -> dict[str, Tensor | None]:
     (params, saved, tangents), (held, direct) = what, how
     own: list[Tensor | None]
-    with quiet():
+    with kernels_only():
         if direct:
             own = [torch.full_like(held[n], float("nan"), memory_format=torch.contiguous_format) for n in graph.own]
             parts = variant.code.direct(params, saved, variant.code.targets(own), *tangents)
@@ -141,7 +155,7 @@ def _gradients(graph: Graph, variant: Variant, paths: Any, what: Any, how: Any) 
 
 
 def _totals(graph: Graph, variant: Variant, parts: Any, own: Sequence[Tensor | None]) -> dict[Place, Tensor | None]:
-    """The gradient of each leaf and input, of the parts that autograd would add."""
+    """The gradient of each leaf and input: the sum of the parts that autograd would add."""
     found: dict[Place, Tensor | None] = {("leaf", n): grad for n, grad in zip(graph.own, own, strict=True)}
     for place, part in zip(graph.edges, variant.arrange(parts), strict=True):
         above = found.get(place)
@@ -164,7 +178,7 @@ def _compare(want: Computed, got: Computed, exact: bool) -> None:
         if found:
             raise Differs(f"{name} {found}")
     if not all(map(_equal_states, want.draws, got.draws)):
-        raise Differs("the graph draws another count of random numbers")
+        raise Differs("the graph draws another number of random numbers")
 
 
 def _equal_states(a: Any, b: Any) -> bool:
@@ -172,18 +186,18 @@ def _equal_states(a: Any, b: Any) -> bool:
 
 
 def apart(want: Tensor | None, got: Tensor | None, exact: bool) -> str:
-    """How far two tensors are apart; empty if not, or not too far. None is zeros.
+    """How two tensors differ; empty if they do not, or within the tolerance. None stands for zeros.
 
     Args:
-        want: what the unit computed.
-        got: what its graph did.
-        exact: whether each bit counts; else rounding does not.
+        want: the unit's.
+        got: the graph's.
+        exact: whether every bit must be equal.
     """
     if want is None or got is None:
         known = want if want is not None else got
         if known is None or not known.any():
             return ""
-        return f"is zero in one of both, and up to {_largest(known):.3g} in the other"
+        return f"is zero in one of them, and up to {_largest(known):.3g} in the other"
     if want.shape != got.shape or want.dtype != got.dtype:
         return f"is {_described(want)} by Python and {_described(got)} in the graph"
     a, b = _comparable(want), _comparable(got)
@@ -192,13 +206,16 @@ def apart(want: Tensor | None, got: Tensor | None, exact: bool) -> str:
     if not (want.is_floating_point() or want.is_complex()):
         count = int((a != b).sum())
         return "" if not exact and count <= max(1, FLIPS * a.numel()) else f"differs in {count} of {a.numel()} elements"
-    a, b = a.to(torch.float64), b.to(torch.float64)
+    return _difference(a.to(torch.float64), b.to(torch.float64), 0.0 if exact else LOOSE.get(want.dtype, 0.05))
+
+
+def _difference(a: Tensor, b: Tensor, tolerance: float) -> str:
+    """How far two tensors of float64 are apart, if more than by this fraction of the largest number."""
     odd = ~(a.isfinite() & b.isfinite())
     if bool(((a != b) & ~(a.isnan() & b.isnan()) & odd).any()):
-        return "is infinite or nan in one of both alone"
+        return "is infinite or nan in one of them alone"
     off, most = float((a - b).masked_fill(odd, 0).abs().max()), _largest(a.masked_fill(odd, 0))
-    close = off == 0 or (not exact and off <= LOOSE.get(want.dtype, 0.05) * most)
-    return "" if close else f"differs by {off:.3g}, where its largest number is {most:.3g}"
+    return "" if off <= tolerance * most else f"differs by {off:.3g}, where its largest number is {most:.3g}"
 
 
 def _comparable(x: Tensor) -> Tensor:
@@ -224,7 +241,7 @@ def copied(x: Tensor) -> Tensor:
 
 
 def seed(out: Tensor, strides: Sequence[int]) -> Tensor:
-    """A gradient to start from: numbers between -1/2 and 1/2 that no generator is asked for."""
+    """A gradient to start from: numbers between -1/2 and 1/2, drawn from no generator."""
     with torch.no_grad():
         count = torch.arange(_extent(out.shape, strides), dtype=torch.int32, device=out.device)
         numbers = (count * 40503 + 12345).remainder(65521).to(torch.float32).div(65521).sub(0.5)
@@ -238,7 +255,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @contextmanager
 def restored(graph: Graph, tensors: Sequence[Tensor]) -> Iterator[Any]:
-    """Put all random generators back at the end; gives a function that tells their states."""
+    """Put all random generators back at the end; yields a function that returns their states."""
     devices = {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
     modules = [(torch.get_device_module(device), device) for device in sorted(devices, key=str)]
     numpy = sys.modules.get("numpy")
@@ -266,18 +283,18 @@ def restored(graph: Graph, tensors: Sequence[Tensor]) -> Iterator[Any]:
 
 
 def strays(graph: Graph, variant: Variant, what: tuple[Any, list[Any], Sequence[Tensor | None]]) -> bool:
-    """Whether a further backward computes something else than the one that was compared with the unit.
+    """Whether a further backward computes something else than the backward that was compared with the unit.
 
     Args:
         graph: the graph.
         variant: the new backward.
-        what: views of the leaves, what the forward saved, and the gradients that came in.
+        what: the views of the leaves, the tensors that the forward saved, and the incoming gradients.
     """
     params, saved, grads = what
     usual = graph.variants[graph.usual]
     assert usual is not None
     found = []
-    with quiet():
+    with kernels_only():
         for one, tangents in ((usual, graph.as_usual(grads)), (variant, [g for g in grads if g is not None])):
             parts, own = one.code.backward(params, list(saved), *tangents)
             found.append(_totals(graph, one, parts, [own[n] for n in graph.own]))

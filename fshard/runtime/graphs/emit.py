@@ -1,7 +1,7 @@
-"""Straight-line Python from a graph: one statement an op, and every tensor dropped after its last use.
+"""Writes a graph as straight-line Python: one statement an op, and every tensor is dropped after its last use.
 
-Calling an op through ``torch.ops`` costs about twice what its ordinary Python binding does. Where there is a binding
-that dispatches to exactly this op with exactly these arguments, which is tried out on fake tensors, it is called.
+Calling an op through ``torch.ops`` costs about twice what its ordinary Python binding does. The code calls a binding
+where a trial on fake tensors shows that it dispatches to exactly this op with exactly these arguments.
 """
 
 import operator
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fshard.runtime.graphs.partition import ATEN, Halves, is_view, lazy, value, watched
 
 TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
-"""Ops that can write their result right into a gradient, with the same bits: they have a kernel for ``out=``."""
+"""Ops that can write their result into a gradient with the same bits: they have a kernel for ``out=``."""
 
 FUNCTIONS = ("views", "forward", "backward", "targets", "direct")
 
@@ -25,7 +25,7 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """A graph as functions. ``P`` is what ``views`` makes of the leaves; ``R`` is what ``forward`` saved.
+    """A graph as functions. ``P`` is the result of ``views``; ``R`` holds the tensors that ``forward`` saved.
 
     Attributes:
         views: ``views(leaves) -> P``: the leaves, and the views of them that the graph uses.
@@ -34,7 +34,7 @@ class Code:
         targets: ``targets(views of the flat gradient) -> G``.
         direct: ``direct(P, R, G, *tangents) -> parts``: gradients go into the flat gradient.
         text: the source of all of them.
-        backend: what runs it: ``"fx"`` or ``"inductor"``.
+        backend: ``"fx"`` or ``"inductor"``.
         watched: the numbers of the inputs and of the outputs whose memory ``R`` shares.
     """
 
@@ -77,6 +77,11 @@ class Writer:
             return repr(argument)
         return self.constant(argument)
 
+    def function(self, name: str, arguments: list[str], body: list[str], result: str) -> None:
+        """Add a function."""
+        self.lines.append(f"def {name}({', '.join(arguments)}):")
+        self.lines += [f"    {line}" for line in [*body, f"return {result}"]]
+
     def call(self, node: fx.Node, out: str = "") -> str:
         """A node as an expression."""
         arguments = [self.literal(a) for a in node.args] + [f"{k}={self.literal(a)}" for k, a in node.kwargs.items()]
@@ -98,17 +103,17 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
     held = [*joint.leaves, *halves.hoisted]
     used = _used(halves)
     kept = [node for node in held if node in used]
-    _function(writer, "views", ["L"], [f"{_tuple(joint.leaves)} = L", *_plain(writer, halves.hoisted)], _tuple(kept))
+    writer.function("views", ["L"], [f"{_tuple(joint.leaves)} = L", *_plain(writer, halves.hoisted)], _tuple(kept))
     bind = [f"{_tuple(kept)} = P"] if kept else []
     body = _body(writer, halves.forward, [*joint.outputs, *halves.saved])
     result = f"{_tuple(joint.outputs)}, [{', '.join(n.name for n in halves.saved)}]"
-    _function(writer, "forward", ["P", *_names(joint.inputs)], bind + body, result)
+    writer.function("forward", ["P", *_names(joint.inputs)], bind + body, result)
     tangents = [node.name for node in joint.tangents if node is not None]
     bind += [f"{_join(saved)} = R", "R.clear()"] if saved else []
     kept = [*joint.parts, *(g for g in joint.grads if g is not None)]
     body = _body(writer, halves.backward, kept, freed=halves.saved)
     grads = ", ".join(g.name if g is not None else "None" for g in joint.grads)
-    _function(writer, "backward", ["P", "R", *tangents], bind + body, f"{_tuple(joint.parts)}, [{grads}]")
+    writer.function("backward", ["P", "R", *tangents], bind + body, f"{_tuple(joint.parts)}, [{grads}]")
     _direct(writer, halves, tangents, bind, own)
     text = "\n".join(writer.lines)
     space = dict(writer.names)
@@ -119,38 +124,39 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
 
 
 def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:
-    """The backward that writes gradients where they belong."""
-    joint, places, views, copies, zeros = halves.joint, {}, [], [], []
-    for number, grad in enumerate(joint.grads):
-        if number not in numbers:
-            continue
-        name, at = f"G{number}", f"gs[{numbers.index(number)}]"
-        root = _root(grad, joint) if grad is not None else None
-        if root is not None and root not in places:
-            places[root] = name
-            views.append((name, f"{at}.view({tuple(value(root).shape)})"))
-        elif grad is None:
-            views.append((name, at))
+    """The backward that writes gradients into the flat gradients."""
+    joint = halves.joint
+    grads = joint.grads
+    roots: dict[fx.Node, str] = {}
+    views, copies, zeros = [], [], []
+    for place, number in enumerate(numbers):
+        grad, name, view = grads[number], f"G{number}", f"gs[{place}]"
+        root = None if grad is None else _root(grad, joint)
+        if grad is None:
             zeros.append(name)
+        elif root is not None and root not in roots:
+            roots[root] = name
+            view += f".view({tuple(value(root).shape)})"
         else:
-            views.append((name, at))
             copies.append((name, grad.name))
-    _function(writer, "targets", ["gs"], [f"{n} = {v}" for n, v in views], _join([n for n, _ in views]))
-    dropped = {n for root in places for n in _chain(root)}
+        views.append((name, view))
+    names, written = _join([name for name, _ in views]), set(roots.values())
+    writer.function("targets", ["gs"], [f"{name} = {view}" for name, view in views], names)
+    dropped = {node for root in roots for node in _chain(root)}
     nodes = [node for node in halves.backward if node not in dropped]
-    kept = [*joint.parts, *(g for n, g in enumerate(joint.grads) if g is not None and f"G{n}" not in places.values())]
-    lines = [f"{_join([n for n, _ in views])} = G"] if views else []
-    lines += bind + _body(writer, nodes, kept, places, halves.saved)
+    kept = [*joint.parts, *(g for n, g in enumerate(grads) if g is not None and f"G{n}" not in written)]
+    lines = [f"{names} = G"] if views else []
+    lines += bind + _body(writer, nodes, kept, roots, halves.saved)
     if copies:
         into, what = ", ".join(n for n, _ in copies), ", ".join(g for _, g in copies)
         lines.append(f"{writer.constant(torch._foreach_copy_, 'f')}([{into}], [{what}])")
     if zeros:
         lines.append(f"{writer.constant(torch._foreach_zero_, 'f')}([{', '.join(zeros)}])")
-    _function(writer, "direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
+    writer.function("direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
 
 
 def _root(grad: fx.Node, joint: Any) -> fx.Node | None:
-    """The op that can write this gradient into its place, if there is one and nobody else reads its result."""
+    """The op that can write this gradient into the flat gradient; None if another op reads its result."""
     node, results = grad, joint.flat
     while is_view(node) and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
@@ -177,11 +183,6 @@ def _used(halves: Halves) -> set[fx.Node]:
     return {source for node in nodes for source in node.all_input_nodes} | set(halves.joint.flat)
 
 
-def _function(writer: Writer, name: str, arguments: list[str], body: list[str], result: str) -> None:
-    writer.lines.append(f"def {name}({', '.join(arguments)}):")
-    writer.lines += [f"    {line}" for line in [*body, f"return {result}"]]
-
-
 def _names(nodes: Iterable[fx.Node]) -> list[str]:
     return [node.name for node in nodes]
 
@@ -205,7 +206,7 @@ def _body(
     places: dict[fx.Node, str] | None = None,
     freed: Iterable[fx.Node] = (),
 ) -> list[str]:
-    """Statements of some nodes, that drop what only they use after its last use."""
+    """The statements of some nodes, which drop tensors that only these nodes use."""
     places, lasting, own = places or {}, set(kept), {*nodes, *freed}
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -214,27 +215,34 @@ def _body(
     unpacked: set[fx.Node] = set()
     for node in nodes:
         if node in unpacked:
-            pass
-        elif node in places:
-            lines.append(writer.call(node, places[node]))
-        elif node.op == "get_attr":
-            lines.append(f"{node.name} = {writer.constant(getattr(writer.module, str(node.target)), 'k')}")
-        elif node.target is operator.getitem:
-            lines.append(f"{node.name} = {node.args[0]}[{node.args[1]!r}]")
-        elif picks := _picks(node, own):
-            names = [f"{picks[i].name}" if i in picks else "_" for i in range(len(value(node)))]
-            lines.append(f"{_join(names)} = {writer.call(node)}")
-            unpacked.update(picks.values())
-        else:
-            lines.append(f"{node.name} = {writer.call(node)}")
+            continue
+        line, picked = _statement(writer, node, places, own)
+        lines.append(line)
+        unpacked.update(picked)
         gone = [x.name for x in node.all_input_nodes if last[x] is node and x in own and x not in lasting]
-        if gone and node not in unpacked:
+        if gone:
             lines.append(f"del {', '.join(gone)}")
     return lines
 
 
+def _statement(
+    writer: Writer, node: fx.Node, places: dict[fx.Node, str], own: set[fx.Node]
+) -> tuple[str, Iterable[fx.Node]]:
+    """A node as a statement, and the nodes that pick results of it, which the statement unpacks."""
+    if node in places:
+        return writer.call(node, places[node]), ()
+    if node.op == "get_attr":
+        return f"{node.name} = {writer.constant(getattr(writer.module, str(node.target)), 'k')}", ()
+    if node.target is operator.getitem:
+        return f"{node.name} = {node.args[0]}[{node.args[1]!r}]", ()
+    if picks := _picks(node, own):
+        names = [f"{picks[i].name}" if i in picks else "_" for i in range(len(value(node)))]
+        return f"{_join(names)} = {writer.call(node)}", picks.values()
+    return f"{node.name} = {writer.call(node)}", ()
+
+
 def _picks(node: fx.Node, own: set[fx.Node]) -> dict[int, fx.Node] | None:
-    """The nodes that pick the results of a node that has several, by number; None if it is not only read so."""
+    """By number, the nodes that pick results of a node with several; None if it is read in other ways too."""
     found = {}
     for user in node.users:
         if user.target is not operator.getitem or user.args[1] in found:

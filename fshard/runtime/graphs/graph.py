@@ -1,10 +1,12 @@
-"""A distinct unit's graph, compiled; shared by all calls that are equal to it."""
+"""A compiled graph: calls of equal units share one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView as BelowAutograd
 
 from fshard.runtime.graphs.emit import Code
 from fshard.runtime.graphs.partition import Halves, cut
@@ -14,14 +16,32 @@ Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
 """Makes code of a graph: ``(graph, numbers of the leaves with gradients, names of what the forward saves)``."""
 
 
+class _BelowAutocast:
+    """``BelowAutograd``, and below autocast too: the graph holds the casts."""
+
+    def __enter__(self) -> None:
+        self.guards = BelowAutograd(), torch._C._DisableAutocast()
+        for guard in self.guards:
+            guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self.guards):
+            guard.__exit__(*error)
+
+
+def kernels_only() -> Any:
+    """The context in which a graph's ops run: they reach their kernels, below autograd and autocast."""
+    return _BelowAutocast() if torch._C._is_any_autocast_enabled() else BelowAutograd()
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """The backward for one pattern of gradients.
 
     Attributes:
-        code: it, with the forward.
-        edges: for each edge of the autograd node the number of the part that goes there, or -1.
-        extra: parts beyond the edges, and the edge that each is added to.
+        code: the functions of the graph.
+        edges: for each edge of the autograd node the number of its part, or -1.
+        extra: further parts, each with the edge that it is added to.
         straight: whether the parts are the gradients of the edges, in their order.
     """
 
@@ -46,21 +66,21 @@ class Graph:
     """A compiled unit.
 
     Attributes:
-        source: what was traced.
-        result: how its result is made.
-        code: its functions.
-        edges: what its autograd node is connected to: ``(kind, number)``.
-        own: the numbers of the leaves whose gradients it computes whole.
-        saved: the names of what the forward saves.
-        watched: the inputs and the outputs whose memory it saves: nobody may write to them before the backward.
-        usual: the gradients that its first trace expects.
-        variants: its backwards, by the gradients that they take; None where that of ``usual`` must do.
-        wanted: the numbers of the outputs that are differentiable.
-        differentiable: whether its calls belong into autograd's graph.
-        number: of this graph, in the order of compilation.
-        generators: the random generators that it draws from, but for torch's own.
-        waiting: the gradients for which it is still to be compared with the unit.
-        refused: why it is not used any more; empty if it is.
+        source: the traced call.
+        result: how the unit's result is made of the outputs.
+        compiler: made the code.
+        number: counts graphs in the order of compilation.
+        code: the functions of the first trace.
+        edges: the edges of its autograd node: ``(kind, number)``.
+        own: the numbers of the leaves whose whole gradient it computes.
+        saved: the names of the tensors that the forward saves.
+        usual: the pattern of gradients that the first trace expects.
+        generators: the random generators that it names; torch's default ones are not among them.
+        variants: the backwards by pattern of gradients; None where the usual one serves.
+        waiting: the patterns for which it has not been compared with the unit yet.
+        refused: why it is no longer used; empty if it is.
+        wanted: the numbers of the differentiable outputs.
+        differentiable: whether its calls are nodes of autograd's graph.
     """
 
     source: Source
@@ -71,7 +91,6 @@ class Graph:
     edges: tuple[tuple[str, int], ...]
     own: tuple[int, ...]
     saved: tuple[str, ...]
-    watched: tuple[tuple[int, ...], tuple[int, ...]]
     usual: Tangents
     generators: tuple[torch.Generator, ...] = ()
     variants: dict[Tangents, Variant | None] = field(default_factory=dict)
@@ -92,14 +111,14 @@ class Graph:
         return usual, self.as_usual(grads)
 
     def learn(self, pattern: Tangents) -> Variant | None:
-        """Trace a backward for gradients of these strides, which is still to be compared with the unit's."""
+        """Trace a backward for gradients of these strides. A later call compares it with the unit's."""
         found = self.variants[pattern] = self._variant(pattern)
         if found is not None and any(strides is not None for strides in pattern):
             self.waiting.append(pattern)
         return found
 
     def refuse(self, reason: str, pattern: Tangents | None = None) -> None:
-        """Use the graph in no further call; and for calls whose backward is still to come, not for this pattern."""
+        """Use the graph in no further call, nor this pattern in the backwards of earlier calls."""
         name = f"{self.code.backend} graph {self.number}"
         self.refused = f"{name} is not used, since it differs from the unit that it was traced from: {reason}"
         self.waiting.append(self.usual)
@@ -126,7 +145,7 @@ class Graph:
 
 
 def resolved(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """These gradients, none of them conjugated or negated lazily."""
+    """Gradients without lazy conjugation and negation."""
     for grad in grads:
         if grad is not None and (grad.is_conj() or grad.is_neg()):
             return [None if x is None else x.resolve_conj().resolve_neg() for x in grads]
@@ -134,12 +153,12 @@ def resolved(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def pattern_of(grads: Sequence[Tensor | None]) -> Tangents:
-    """What a backward depends on of the gradients that come in."""
+    """The strides of incoming gradients, on which a backward depends; None for absent gradients."""
     return tuple([None if grad is None else grad.stride() for grad in grads])
 
 
 def match(code: Code, joint: Joint, edges: Sequence[tuple[str, int]]) -> Variant:
-    """Bring parts of gradients to the edges of an autograd node."""
+    """Assign the parts of gradients to the edges of an autograd node."""
     free = list(range(len(joint.places)))
     taken = []
     for edge in edges:
@@ -163,9 +182,9 @@ def compile_graph(source: Source, result: Result, compiler: Compiler, number: in
 
     Args:
         source: the call.
-        result: what it returns.
+        result: the unit's result.
         compiler: makes the code.
-        number: of this graph.
+        number: the graph's number.
 
     Raises:
         Untraceable: it cannot be a graph.
@@ -183,7 +202,6 @@ def compile_graph(source: Source, result: Result, compiler: Compiler, number: in
         edges=tuple(joint.places),
         own=tuple(own),
         saved=tuple(node.name for node in halves.saved),
-        watched=code.watched,
         usual=result.tangents,
         generators=generators_of(joint),
         waiting=[result.tangents],

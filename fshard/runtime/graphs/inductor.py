@@ -1,8 +1,8 @@
-"""Graphs compiled by torch's compiler.
+"""Compiles graphs by torch's compiler.
 
-A unit's graph is decomposed and cut where a minimal cut of what is kept says (``min_cut_rematerialization_partition``):
-cheap pointwise ops are computed again in the backward rather than saved. Both halves are compiled by Inductor. Random
-numbers are drawn by the ops that eager PyTorch uses, so that they are the same.
+A unit's graph is decomposed, and a minimal cut chooses the tensors to keep (``min_cut_rematerialization_partition``):
+the backward computes cheap pointwise ops again instead of saving their results. Inductor compiles both halves. Random
+numbers come from the ops that eager PyTorch uses, so they are the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | No
     """
     joint = halves.joint
     if not joint.forward.isdisjoint(halves.backward):
-        # What remat= computes again is not Inductor's choice: such units run as they do with "fx".
+        # remat= says what is computed again, and Inductor would choose for itself: such units run as with "fx".
         return emit(halves, own, saved)
     if saved is not None:
         raise Untraceable("compiled once, for gradients of the usual strides")
@@ -46,7 +46,7 @@ def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | No
 
 
 def _decomposed(joint: Joint) -> fx.GraphModule:
-    """The graph in the ops that Inductor knows, without writes, in the form of a joint graph of AOTAutograd."""
+    """The graph in ops that Inductor knows, without writes, in the form of a joint graph of AOTAutograd."""
     holders = [*joint.leaves, *joint.inputs, *(node for node in joint.tangents if node is not None)]
     fakes = [value(node) for node in holders]
     run = fx.GraphModule(joint.module, joint.graph)
@@ -64,28 +64,29 @@ def _decomposed(joint: Joint) -> fx.GraphModule:
 
 
 class _Compiled:
-    """The two compiled halves, and how their arguments are made."""
+    """The two compiled halves, and the order of their arguments."""
 
     def __init__(self, joint: Joint, first: fx.GraphModule, second: fx.GraphModule | None, own: Sequence[int]) -> None:
         self.leaves, self.count, self.parts = len(joint.leaves), joint.count, len(joint.places)
-        self.own = [i for i in own if joint.grads[i] is not None]
-        self.zeros = [n for n, i in enumerate(own) if joint.grads[i] is None]
-        self.filled = [n for n, i in enumerate(own) if joint.grads[i] is not None]
+        present = [joint.grads[i] is not None for i in own]
+        self.filled = [n for n, there in enumerate(present) if there]
+        self.zeros = [n for n, there in enumerate(present) if not there]
         self.present = joint.present
-        (flat,) = next(reversed(first.graph.nodes)).args
-        kept = list(flat[self.count :])
+        output = first.graph.output_node()
+        flat: Any = output.args[0]
+        kept = dict.fromkeys(flat[self.count :])
         holders = {node.name: number for number, node in enumerate(first.graph.find_nodes(op="placeholder"))}
-        made = [node for node in dict.fromkeys(kept) if node.name not in holders]
-        next(reversed(first.graph.nodes)).args = ([*flat[: self.count], *made],)
+        made = [node for node in kept if node.name not in holders]
+        output.args = ([*flat[: self.count], *made],)
         first.recompile()
-        self.watched = watched([node for node in kept if node.name not in holders], (), flat[: self.count])[1]
-        self.inputs = [n for n in dict.fromkeys(holders[x.name] for x in kept if x.name in holders) if n >= self.leaves]
-        place = {node.name: number for number, node in enumerate(made)}
-        place |= {f"primals_{n + 1}": len(made) + i for i, n in enumerate(self.inputs)}
+        self.watched = watched(made, (), flat[: self.count])[1]
+        self.inputs = [n for n in (holders[x.name] for x in kept if x.name in holders) if n >= self.leaves]
         self.first = _compile(first, backward=False)
         self.second: _Half | None = None
         self.order: list[int] = []
         if second is not None:
+            place = {node.name: number for number, node in enumerate(made)}
+            place |= {f"primals_{n + 1}": len(made) + i for i, n in enumerate(self.inputs)}
             self.order = [_origin(node, place, holders) for node in second.graph.find_nodes(op="placeholder")]
             self.second = _compile(second, backward=True)
 
@@ -126,7 +127,7 @@ _TANGENT = 1 << 30
 
 
 def _origin(node: fx.Node, place: dict[str, int], holders: dict[str, int]) -> int:
-    """Where an argument of the backward comes from."""
+    """The source of an argument of the backward: see ``_backward``."""
     name = str(node.name)
     if name.startswith("tangents_"):
         return _TANGENT
@@ -134,7 +135,7 @@ def _origin(node: fx.Node, place: dict[str, int], holders: dict[str, int]) -> in
 
 
 class _Half:
-    """One compiled half. Its first call ends the compiler's accounts; the next go straight to the code."""
+    """One compiled half. The first call goes through the compiler's bookkeeping; later ones go to the code."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
@@ -148,7 +149,7 @@ class _Half:
 
 def _compile(module: fx.GraphModule, backward: bool) -> _Half:
     output = module.graph.output_node()
-    # Inductor may choose other strides for results that nobody is said to see; the backward was traced with these.
+    # Inductor may choose other strides for results that no user sees; the backward was traced with these.
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     wrapper = bool(SETTINGS.get("cpp_wrapper"))

@@ -1,8 +1,7 @@
-"""From one traced graph to two: a forward that returns what its backward needs, and the backward.
+"""Cuts a traced graph in two: a forward that returns the tensors its backward needs, and the backward.
 
-What autograd saved is what the forward keeps, so memory is that of the eager unit. Parameters are not kept: they are
-gathered again before the backward, to the same place. Views of parameters are made once, when a graph is bound to
-leaves, and not on every call.
+The forward keeps what autograd saved, so memory is that of the eager unit. Parameters are not kept: they are gathered
+again before the backward, to the same addresses. Views of parameters are made once, when a graph is bound to leaves.
 """
 
 import operator
@@ -18,7 +17,7 @@ from fshard.runtime.graphs.trace import Joint, Untraceable
 
 ATEN = torch.ops.aten
 SAME = frozenset((ATEN.detach.default, ATEN.alias.default, ATEN.lift_fresh.default))
-"""Ops that return their argument as far as values go."""
+"""Ops whose result has the values of their argument."""
 
 RESHAPES = frozenset((ATEN.view.default, ATEN._unsafe_view.default))
 
@@ -28,11 +27,11 @@ class Halves:
     """A graph cut in two.
 
     Attributes:
-        joint: where it came from.
-        hoisted: views of parameters, in an order in which they can be made.
+        joint: the whole graph.
+        hoisted: views of parameters, each after its base.
         forward: the nodes of the forward.
         backward: the nodes of the backward.
-        saved: what the forward keeps for the backward: nodes of the forward, inputs among them.
+        saved: the nodes of the forward, inputs among them, whose results the backward reads.
     """
 
     joint: Joint
@@ -43,7 +42,7 @@ class Halves:
 
 
 def value(node: fx.Node) -> Any:
-    """The fake tensor that a node gave in the trace."""
+    """The fake tensor that a node returned in the trace."""
     return node.meta.get("val")
 
 
@@ -52,14 +51,12 @@ def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
 
     Args:
         joint: the graph.
-        policy: whose results are kept for the backward, which computes the others again; None for what autograd keeps.
+        policy: which results are kept, while the backward computes the others again; None keeps what autograd keeps.
 
     Raises:
-        Untraceable: it writes to what it was given, or draws random numbers in its backward.
+        Untraceable: the graph writes to its arguments, communicates, or draws random numbers in its backward.
     """
-    _check_writes(joint)
-    _check_draws(joint)
-    _check_communication(joint)
+    _check_ops(joint)
     _tidy(joint.graph)
     _drop_dead(joint)
     hoisted = _hoisted(joint)
@@ -68,19 +65,17 @@ def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
     body = [n for n in joint.graph.nodes if n not in apart and n not in given and n.op in ("call_function", "get_attr")]
     forward = [node for node in body if node in joint.forward]
     backward = [node for node in body if node not in joint.forward]
-    needed = {source for node in backward for source in node.all_input_nodes}
-    needed |= set(results(joint))
+    needed = _sources(backward) | set(joint.flat[joint.count :])
     if policy is not None:
         again = _again(needed & set(forward), _lasting(forward, policy))
-        needed |= {source for node in again for source in node.all_input_nodes}
-        needed -= again
         backward = [node for node in forward if node in again] + backward
+        needed = (needed | _sources(again)) - again
     saved = [n for n in joint.graph.nodes if n in needed and n in joint.forward and n not in apart]
     return Halves(joint, hoisted, forward, backward, saved)
 
 
 def _lasting(forward: list[fx.Node], policy: SavePolicy) -> set[fx.Node]:
-    """The nodes to keep: those that the policy names, and those whose results would not be the same again."""
+    """The nodes to keep: those that the policy names, and those that would compute something else a second time."""
     written = {_storage(node) for node in forward if not is_pure(node) and isinstance(value(node), Tensor)}
     kept: set[fx.Node] = set()
     for node in forward:
@@ -92,7 +87,7 @@ def _lasting(forward: list[fx.Node], policy: SavePolicy) -> set[fx.Node]:
 
 
 def _again(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
-    """The nodes to compute again so that what is wanted is there, from what is kept."""
+    """The nodes to compute again, so that the kept results give the wanted ones."""
     found: set[fx.Node] = set()
     stack = [node for node in wanted if node not in kept]
     while stack:
@@ -103,19 +98,17 @@ def _again(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def results(joint: Joint) -> list[fx.Node]:
-    """What the backward returns."""
-    return joint.flat[joint.count :]
+def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    return {source for node in nodes for source in node.all_input_nodes}
 
 
 def watched(
     saved: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of the inputs and of the outputs whose memory is among what is saved."""
+    """The numbers of the inputs and of the outputs that share memory with saved tensors."""
     held = {_storage(node) for node in saved if isinstance(value(node), Tensor)}
-    return tuple(i for i, n in enumerate(inputs) if _storage(n) in held), tuple(
-        i for i, n in enumerate(outputs) if _storage(n) in held
-    )
+    first, second = (tuple(i for i, n in enumerate(nodes) if _storage(n) in held) for nodes in (inputs, outputs))
+    return first, second
 
 
 def _storage(node: fx.Node) -> int:
@@ -123,7 +116,7 @@ def _storage(node: fx.Node) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at its argument's memory in another way, and returns one tensor."""
+    """Whether a node returns one tensor, a view of its argument."""
     if node.op != "call_function" or not isinstance(value(node), Tensor):
         return False
     schema = getattr(node.target, "_schema", None)
@@ -136,7 +129,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node may be left out if nobody reads its result."""
+    """Whether a node may be dropped if its result is not read."""
     if node.op == "get_attr" or not isinstance(node.target, torch._ops.OpOverload):
         return True
     random = torch.Tag.nondeterministic_seeded in node.target.tags
@@ -148,31 +141,30 @@ def _writes_statistics(node: fx.Node) -> bool:
     return "batch_norm" in str(node.target)
 
 
-def _check_writes(joint: Joint) -> None:
-    given = {value(node).untyped_storage()._cdata for node in (*joint.leaves, *joint.inputs)}
+def _check_ops(joint: Joint) -> None:
+    """Refuse collectives, random numbers in the backward, and writes to arguments."""
+    given = {_storage(node) for node in (*joint.leaves, *joint.inputs)}
     for node in joint.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            for argument, source in zip(node.target._schema.arguments, node.args, strict=False):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(source, fx.Node) and value(source).untyped_storage()._cdata in given:
-                    raise Untraceable("it writes in place to what it was given")
-
-
-def _check_draws(joint: Joint) -> None:
-    for node in joint.graph.nodes:
-        if node not in joint.forward and isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                raise Untraceable("its backward draws random numbers: checkpointing inside of it draws them again")
-
-
-def _check_communication(joint: Joint) -> None:
-    for node in joint.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and "c10d" in node.target.namespace:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if "c10d" in node.target.namespace:
             raise Untraceable("it makes collectives of its own, which no graph can hold")
+        if node not in joint.forward and torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise Untraceable("its backward draws random numbers: checkpointing inside of it draws them again")
+        if any(_storage(source) in given for source in _written(node)):
+            raise Untraceable("it writes in place to what it was given")
+
+
+def _written(node: fx.Node) -> Iterable[fx.Node]:
+    """The arguments that a node's operator declares to write."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for argument, source in zip(schema.arguments if schema.is_mutable else (), node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(source, fx.Node):
+            yield source
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Leave out ops that change nothing, and make one view of a chain of views."""
+    """Drop ops that change nothing, and make one view of a chain of views."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in SAME:
             node.replace_all_uses_with(node.args[0])
@@ -202,12 +194,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def lazy(x: Tensor) -> tuple[bool, bool]:
-    """Whether a tensor's memory is to be read as conjugated, and as negated: a view can differ in this alone."""
+    """Whether a tensor is lazily conjugated, and lazily negated: a view may differ from its base in this alone."""
     return x.is_conj(), x.is_neg()
 
 
 def _shorten(node: fx.Node) -> None:
-    """Reshape what a chain of reshapes starts with, if that is the same."""
+    """Let a reshape take the base of a chain of reshapes, if the result is the same."""
     base: Any = node.args[0]
     while base.op == "call_function" and base.target in RESHAPES:
         base = base.args[0]

@@ -1,4 +1,4 @@
-"""Running graphs: a unit's call becomes one node of autograd's graph."""
+"""Runs graphs: a unit's call becomes one node of autograd's graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -9,28 +9,27 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.graphs.below import quiet
 from fshard.runtime.graphs.compare import strays
-from fshard.runtime.graphs.graph import Graph, Variant, pattern_of, resolved
+from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, pattern_of, resolved
 from fshard.runtime.graphs.trace import Tangents
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
-"""``claim([(group, whole)])``: whether the flat gradients of these groups may be written instead of added to. What will
-not be written is zero then; ``whole`` tells that all leaves will be."""
+"""``claim([(group, whole)])``: whether the caller may write these groups' flat gradients, instead of adding to them.
+Ranges that it does not write are zeroed; ``whole`` says that it writes all leaves."""
 
 
 class Host(Protocol):
-    """The engine, as graphs know it."""
+    """What graphs need of the engine."""
 
     @property
     def epoch(self) -> int:
-        """Changes whenever leaves have been bound to other memory."""
+        """Changes whenever leaves are bound to other memory."""
 
     def enter_backward(self, name: str, index: int) -> bool:
         """A unit's backward begins."""
 
     def leave_backward(self, shared: bool) -> None:
-        """It is over; with ``shared`` some of its gradients are still on leaves."""
+        """A unit's backward ends; with ``shared`` some of its gradients are still on leaves."""
 
     def deliver(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
         """Add gradients of leaves to a group's flat gradient."""
@@ -64,7 +63,7 @@ class Bound:
         self.single = graph.result.leaves == (("out", 0),) and tree.flatten(0)[1] == graph.result.spec
 
     def params(self, epoch: int) -> Any:
-        """What the graph reads of the leaves."""
+        """The leaves and the views of them that the graph reads."""
         if epoch != self.epoch:
             with torch.no_grad():
                 self.views = self.graph.code.views(self.leaves)
@@ -72,7 +71,7 @@ class Bound:
         return self.views
 
     def into(self, variant: Variant) -> Any:
-        """Where a backward writes gradients."""
+        """The views of the flat gradients that a backward writes."""
         found = self.targets.get(variant)
         if found is None:
             found = self.targets[variant] = variant.code.targets(self.grads)
@@ -86,7 +85,7 @@ class Bound:
 
 
 class Call:
-    """One call of a unit: what its backward needs."""
+    """One call of a unit, with what its backward needs."""
 
     __slots__ = ("bound", "claim", "host", "index", "name", "saved", "watched")
 
@@ -96,11 +95,11 @@ class Call:
         self.watched: list[tuple[Tensor, int]] = []
 
     def run(self, inputs: Sequence[Tensor], anchored: bool) -> Any:
-        """The forward."""
+        """Run the forward."""
         bound = self.bound
         graph = bound.graph
         params = bound.params(self.host.epoch)
-        with quiet():
+        with kernels_only():
             outputs, saved = graph.code.forward(params, *inputs)
         if graph.differentiable:
             outputs = self._attach(inputs, outputs, saved, anchored)
@@ -110,7 +109,7 @@ class Call:
         bound = self.bound
         graph = bound.graph
         self.saved = saved
-        watched_inputs, watched_outputs = graph.watched
+        watched_inputs, watched_outputs = graph.code.watched
         for i in watched_inputs:
             self.watched.append((inputs[i], inputs[i]._version))
         for i in watched_outputs:
@@ -136,12 +135,14 @@ class Call:
         return whole
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The gradients for the edges of the node."""
+        """Run the backward; return the gradients for the edges of the node."""
         if torch.is_grad_enabled() or not self.host.enter_backward(self.name, self.index):
             raise Mispredicted(f"the program differentiates unit {self.name} itself")
         saved, self.saved = self.saved, None
         if saved is None:
-            raise UnitError(f"unit {self.name} is differentiated twice, and has kept nothing for the second time")
+            raise UnitError(
+                f"unit {self.name} is differentiated twice, but its first backward freed what its forward saved"
+            )
         for tensor, version in self.watched:
             if tensor._version != version:
                 raise RuntimeError(
@@ -161,7 +162,7 @@ class Call:
         return variant.arrange(parts)
 
     def _learn(self, saved: list[Any], grads: Sequence[Tensor | None], pattern: Tangents) -> None:
-        """Trace a backward for gradients of strides that were not met before."""
+        """Trace a backward for a new pattern of gradients."""
         graph = self.bound.graph
         variant = graph.learn(pattern)
         if variant is not None and strays(graph, variant, (self.bound.params(self.host.epoch), saved, grads)):
@@ -172,10 +173,10 @@ class Call:
         params = bound.params(self.host.epoch)
         parts: Sequence[Tensor]
         if self.claim(bound.claims):
-            with quiet():
+            with kernels_only():
                 parts = variant.code.direct(params, saved, bound.into(variant), *tangents)
             return parts
-        with quiet():
+        with kernels_only():
             parts, grads = variant.code.backward(params, saved, *tangents)
         for group, numbers in bound.own.items():
             self.host.deliver(group, [bound.places[n][1] for n in numbers], [grads[n] for n in numbers])
@@ -183,11 +184,11 @@ class Call:
 
 
 class Node(torch.autograd.Function):
-    """A unit's call in autograd's graph. Its outputs have been computed when it is made."""
+    """A unit's call in autograd's graph, made after its outputs were computed."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, outputs: Any, *edges: Tensor) -> Any:
-        """Take the outputs. As arguments of their own they would count as inputs, handed on as they are."""
+        """Return the outputs. They come in a list: as arguments they would count as inputs that are returned."""
         ctx.call, ctx.edges = call, len(edges)
         if len(outputs) == 1:
             return outputs[0]

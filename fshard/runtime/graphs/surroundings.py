@@ -1,11 +1,11 @@
-"""What a unit's Python reads beside its arguments: globals, closures, defaults, attributes of classes and of objects.
+"""The values that a unit's Python reads beside its arguments: globals, closures, defaults, attributes.
 
-A graph holds what these were when it was traced, so each call must see that they still are. The trace notes which code
-ran; a walk from the unit's function then finds every value that this code can name: globals by name, cells of closures,
-defaults, and attributes, of classes and of all objects reached, whose names occur in the code. Containers are compared
-with copies of them. What is found becomes one generated expression of identity tests, a few nanoseconds each. State
-that no name leads to (iterators, extensions written in C) is not seen; the comparison of a graph's first call sees it
-if it changes by then.
+A graph holds these values as they were in the trace, so each call must check that they are unchanged. The trace records
+which code ran; a walk from the unit's function then finds every value that this code can name: globals, cells of
+closures, defaults, and attributes, of classes and of all objects reached, whose names occur in the code. Containers are
+compared with copies. The check is one generated expression of identity tests, a few nanoseconds each. State without a
+name (iterators, extensions written in C) is not seen; the comparison of a graph's first call sees it if it changes by
+then.
 """
 
 import functools
@@ -14,7 +14,7 @@ import os
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,26 +26,26 @@ from fshard.model.unit import Unit
 from fshard.runtime.graphs.trace import PLAIN, Untraceable, exact
 
 MOST = 2000
-"""Values that a unit may reach, and that a container may hold; more cannot be compared at every call."""
+"""The most values that a unit may reach, or a container hold: each is compared at every call."""
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "fshard", "optree", "numpy", "sympy"))
-"""Whose globals and classes are taken to stay as they are."""
+"""Packages whose globals and classes are assumed to be constant."""
 
 MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of modules that are PyTorch's own. Nobody reaches the hooks of the private copy that ``split`` makes."""
+"""PyTorch's own attributes of modules. No user reaches the hooks of the private copy that ``split`` makes."""
 
 HOLDERS = frozenset(("types", "argparse", "enum", "collections", "builtins"))
-"""Modules of the standard library whose objects hold what the user puts into them."""
+"""Modules of the standard library whose objects hold values of the user."""
 
 CONTAINERS = (dict, list, set, deque)
 
 
 @dataclass
 class Reads:
-    """Which code ran in a trace.
+    """The code that ran in a trace.
 
     Attributes:
-        codes: code, and the globals that it ran with.
+        codes: by code, the globals that it ran with.
     """
 
     codes: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Reads:
 
 @contextmanager
 def recorded(reads: Reads) -> Iterator[None]:
-    """Note which code runs: that of calls, and not what the garbage collector calls when it happens to run."""
+    """Record the code of calls, without finalizers that the garbage collector happens to call."""
     before, collecting = sys.gettrace(), gc.isenabled()
 
     def seen(frame: types.FrameType, event: str, _: Any) -> None:
@@ -77,17 +77,17 @@ def recorded(reads: Reads) -> Iterator[None]:
 
 
 class Surroundings:
-    """Values around a unit, as they were.
+    """The values that a unit reads, as they were in its trace.
 
     Args:
         fn: the unit's function.
         reads: the code that runs in its calls.
 
     Attributes:
-        same: tells whether all are the very objects that they were.
+        same: returns whether all are the same objects as in the trace.
 
     Raises:
-        Untraceable: there are too many of them.
+        Untraceable: there are too many values.
     """
 
     def __init__(self, fn: Any, reads: Reads) -> None:
@@ -110,7 +110,7 @@ class Surroundings:
             self.space[f"v{number}"] = _copied(value) if kept else value
 
     def holds(self) -> bool:
-        """Whether no program could tell the values from what they were; equal numbers may be other objects."""
+        """Whether all values are equal to those of the trace; equal numbers may be other objects."""
         if self.same():
             return True
         if self.changed():
@@ -119,12 +119,12 @@ class Surroundings:
         return True
 
     def forget(self) -> None:
-        """Hold from now on, whatever changes: for a unit that runs as it is."""
+        """Hold from now on, whatever changes: for a unit that runs its own function."""
         self.entries.clear()
         self.same = lambda: True
 
     def changed(self) -> str:
-        """What changed, in words; empty if nothing did."""
+        """The name of a value that changed; empty if none did."""
         for number, (read, (label, kept)) in enumerate(self.entries.items()):
             try:
                 now, then = eval(read, self.space), self.space[f"v{number}"]
@@ -137,7 +137,7 @@ class Surroundings:
 
 
 def _copied(container: Any) -> Any:
-    """What a container holds. A dict whose class makes values when it is asked for them is not asked."""
+    """A copy of a container, without calling methods of a class of the user's."""
     return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
 
 
@@ -146,7 +146,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class _Walk:
-    """Collects expressions that read values, with what they read for people, and whether it is a container."""
+    """Collects expressions that read values, each with a name for people and whether its value is a container."""
 
     def __init__(self, reads: Reads) -> None:
         self.reads = reads
@@ -164,20 +164,24 @@ class _Walk:
         if {"environ", "getenv"} & self.reads.names:
             self.keep(os.environ._data, "the environment")  # type: ignore[attr-defined]
         tables = getattr(fn, "tables", None)
-        for kind, table in tables() if tables is not None else ():
-            # Instances have attributes of their own, which start as these; the objects in them are shared.
+        if tables is None:
+            self.visit(fn, getattr(fn, "__name__", type(fn).__name__))
+        else:
+            self.modules(tables())
+        while self.stack:
+            self.inside(*self.stack.pop())
+            if len(self.known) > MOST or len(self.entries) > MOST:
+                raise Untraceable(f"its Python reaches more than {MOST} values outside of its arguments: pass fewer")
+
+    def modules(self, tables: Iterable[tuple[type[nn.Module], Mapping[str, Any]]]) -> None:
+        """Visit what modules hold. Instances have attributes of their own, which start as these; they share objects."""
+        for kind, table in tables:
             self.visit(kind, kind.__name__)
             for name in (self.reads.names & table.keys()) - MACHINERY:
                 self.visit(table[name], f"{kind.__name__}.{name}")
             for hooks in [table.get("_forward_hooks"), table.get("_forward_pre_hooks")]:
                 for hook in (hooks or {}).values():
                     self.visit(hook, f"a hook of {kind.__name__}")
-        if tables is None:
-            self.visit(fn, getattr(fn, "__name__", type(fn).__name__))
-        while self.stack:
-            self.inside(*self.stack.pop())
-            if len(self.known) > MOST or len(self.entries) > MOST:
-                raise Untraceable(f"its Python reaches more than {MOST} values outside of its arguments: pass fewer")
 
     def name(self, thing: Any) -> str:
         """The name of an object in the generated code."""
@@ -191,19 +195,19 @@ class _Walk:
             self.stack.append((value, label))
 
     def item(self, entries: Mapping[str, Any], name: str, label: str) -> None:
-        """Surroundings what a dict holds under a name."""
+        """Add the value that a dict holds under a name."""
         if isinstance(entries[name], types.ModuleType) and _module(vars(entries[name])).partition(".")[0] in LIBRARIES:
             return
         self.entries[f"{self.name(entries)}[{name!r}]"] = label, False
         self.visit(entries[name], label)
 
     def read(self, thing: Any, attribute: str, label: str) -> None:
-        """Surroundings an attribute."""
+        """Add an attribute."""
         self.entries[f"{self.name(thing)}.{attribute}"] = label, False
         self.visit(getattr(thing, attribute.partition("(")[0]), label)
 
     def keep(self, container: Any, label: str) -> None:
-        """Surroundings what a container holds."""
+        """Add the values of a container."""
         if len(container) > MOST:
             raise Untraceable(
                 f"its Python reads {label}, which holds {len(container)} values: pass what it needs of it"
@@ -211,7 +215,7 @@ class _Walk:
         self.entries[self.name(container)] = label, True
 
     def inside(self, value: Any, label: str) -> None:
-        """Find what can be read through a value."""
+        """Visit the values that can be read through a value."""
         if isinstance(value, types.FunctionType):
             self.function(value, label)
         elif isinstance(value, types.MethodType):

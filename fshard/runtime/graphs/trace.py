@@ -1,8 +1,8 @@
-"""Tracing a unit: its forward and its backward as one graph of ATen ops, on fake tensors alone.
+"""Traces a unit: its forward and its backward become one graph of ATen ops, on fake tensors alone.
 
 The unit's function runs under ``make_fx``, and autograd differentiates it there and then, so the graph holds exactly
-the ops that the engine would run eagerly, in autograd's own order. Nothing is decomposed and nothing is reordered,
-since a unit's graph must give the same bits as the unit.
+the ops that the engine would run eagerly, in autograd's own order. No op is decomposed or reordered,
+because a unit's graph must give the same bits as the unit.
 
 A tensor that is used several times gets its gradient in several parts, which autograd adds in the order in which they
 arrive, across units. A sum made inside of a unit would be another order, so the graph returns the parts.
@@ -30,7 +30,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 MAKERS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default))
-"""Operators by which a tensor that is made of numbers comes into being."""
+"""Operators that make a tensor of Python numbers."""
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error: the unit runs eagerly
@@ -39,7 +39,7 @@ class Untraceable(Exception):  # noqa: N818 - not an error: the unit runs eagerl
 
 @dataclass(frozen=True)
 class Meta:
-    """What a graph depends on of a tensor."""
+    """The properties of a tensor that a graph depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -48,7 +48,7 @@ class Meta:
     requires_grad: bool
 
     def fake(self) -> Tensor:
-        """A tensor like it; call this inside of a fake mode."""
+        """A tensor with these properties; call this inside of a fake mode."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made.requires_grad_(self.requires_grad)
 
@@ -60,13 +60,13 @@ def meta_of(x: Tensor) -> Meta:
 
 @dataclass(frozen=True)
 class Same:
-    """Stands for an input that is the same tensor as one before: a unit may ask whether they are."""
+    """Stands for an input that is the same tensor as an earlier one: a unit may ask whether they are."""
 
     number: int
 
 
 def exact(value: Any) -> tuple[Any, ...]:
-    """Equal for values that a program cannot tell apart; of a value that no graph takes, its type."""
+    """A key that is equal for values that a program cannot tell apart; the type of a value that no graph takes."""
     if isinstance(value, Same):
         return (Same, value.number)
     if isinstance(value, float):
@@ -83,11 +83,11 @@ class Source:
         params: the structure of the parameter tree.
         args: the structure of ``(args, kwargs)``.
         leaves: the leaves of the parameters.
-        shared: the numbers of those leaves whose gradient autograd sums, because others read them too.
-        values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, ``Same`` where one comes again, and all
-            else as it is.
+        shared: the numbers of the leaves whose gradient autograd sums, because other calls read them too.
+        values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, ``Same`` for a repeated one, other values
+            themselves.
         grad: whether gradients are enabled.
-        policy: what is kept for the backward; None for what autograd keeps.
+        policy: which results are kept for the backward; None keeps what autograd keeps.
     """
 
     fn: Callable[..., Any]
@@ -114,12 +114,12 @@ class Source:
 
 
 Tangents = tuple[tuple[int, ...] | None, ...]
-"""For each differentiable output the strides of its gradient, None if it has none."""
+"""For each differentiable output the strides of its gradient; None if it has no gradient."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a unit's result is made of what its graph returns.
+    """How a unit's result is made of its graph's outputs.
 
     Attributes:
         spec: the structure of the result.
@@ -147,10 +147,10 @@ class Joint:
         leaves: the placeholders of the leaves.
         inputs: the placeholders of the inputs.
         tangents: the placeholders of the gradients of differentiable outputs; None for one that has none.
-        forward: the nodes of the forward, placeholders of tangents not among them.
-        count: how many outputs there are.
-        places: what each part of a gradient belongs to: ``(kind, number)``, kind "leaf" or "in", as parts arrive.
-        present: for each leaf whether it has a gradient here; one that is shared has parts instead.
+        forward: the nodes of the forward, without the placeholders of tangents.
+        count: the number of outputs.
+        places: the leaf or input of each part of a gradient, ``("leaf" or "in", number)``, as parts arrive.
+        present: for each leaf whether it has a gradient here; a shared one has parts instead.
     """
 
     graph: fx.Graph
@@ -165,7 +165,7 @@ class Joint:
 
     @property
     def flat(self) -> list[fx.Node]:
-        """What the graph returns. Nodes may be replaced, so it is always asked of the graph."""
+        """The results of the graph. Read anew each time, because nodes may be replaced."""
         (flat,) = next(reversed(self.graph.nodes)).args
         return list(flat)
 
@@ -181,19 +181,19 @@ class Joint:
 
     @property
     def grads(self) -> list[fx.Node | None]:
-        """The gradient of each leaf; None if it has none here."""
+        """The gradient of each leaf; None where there is none."""
         rest = iter(self.flat[self.count + len(self.places) :])
         return [next(rest) if present else None for present in self.present]
 
 
 def inspect(source: Source) -> Result:
-    """Run the unit on fake tensors and see what it returns.
+    """Run the unit on fake tensors and describe its result.
 
     Raises:
         Untraceable: it cannot be a graph.
     """
     python = random.getstate()
-    with quiet(), FakeTensorMode() as mode, Strangers():  # type: ignore[no-untyped-call]
+    with quiet(), FakeTensorMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
         leaves = [leaf.fake() for leaf in source.leaves]
         inputs = [value.fake() for value in source.inputs]
         watched = [*leaves, *inputs]
@@ -222,8 +222,8 @@ def inspect(source: Source) -> Result:
     return Result(spec, tuple(found), tuple(meta_of(out) for out in outputs))
 
 
-class Strangers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses tensors with data. The fake mode would, too, but prints them, which no level of jvp lets it do."""
+class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses tensors with data. The fake mode would print them in its error, which fails under jvp."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on fake tensors."""
@@ -247,7 +247,7 @@ def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None
 
 
 def trace(source: Source, result: Result, tangents: Tangents) -> Joint:
-    """Trace a unit, and its backward from gradients with these strides.
+    """Trace a unit, with its backward from gradients with these strides.
 
     Raises:
         Untraceable: it cannot be a graph.
@@ -269,7 +269,7 @@ def trace(source: Source, result: Result, tangents: Tangents) -> Joint:
 
 
 class _Tracer:
-    """The function that ``make_fx`` runs. It notes what the flat output of the graph means."""
+    """The function that ``make_fx`` traces. It records the meaning of each of the graph's results."""
 
     def __init__(self, source: Source, seeded: list[bool]) -> None:
         self.source, self.seeded = source, seeded
@@ -291,23 +291,24 @@ class _Tracer:
         self.present = [grad is not None for grad in grads]
         return [*outputs, *(part for _, _, part in parts), *(grad for grad in grads if grad is not None)]
 
-    def _backward(self, leaves: Any, inputs: Any, outputs: Any, seeds: Any) -> tuple[Any, Any]:
+    def _backward(self, leaves: list[Tensor], inputs: list[Tensor], outputs: list[Tensor], seeds: Any) -> Any:
+        """The parts of gradients that autograd sums, and the gradient of each leaf that it computes whole."""
         wanted = [out for out in outputs if out.requires_grad]
         pairs = [(out, next(seeds)) for out, seeded in zip(wanted, self.seeded, strict=True) if seeded]
-        summed = [("leaf", i, leaves[i]) for i in sorted(self.source.shared)]
-        summed += [("in", i, x) for i, x in enumerate(inputs)]
-        targets = [(kind, i, x) for kind, i, x in summed if x.requires_grad]
-        own = [x.requires_grad and i not in self.source.shared for i, x in enumerate(leaves)]
-        owned = [x for x, mine in zip(leaves, own, strict=True) if mine]
-        if not pairs or not (targets or owned):
-            return [], [None for _ in own]
+        shared = self.source.shared
+        summed = [("leaf", i, leaves[i]) for i in sorted(shared)] + [("in", i, x) for i, x in enumerate(inputs)]
+        targets = [place for place in summed if place[2].requires_grad]
+        own = [i for i, x in enumerate(leaves) if x.requires_grad and i not in shared]
         parts: list[tuple[str, int, Tensor]] = []
-        _watch([out for out, _ in pairs], targets, parts)
-        every = [*owned, *(x for _, _, x in targets)]
-        with torch._C._DisableAutocast():  # a backward runs when the context of its forward is over
-            found = torch.autograd.grad([o for o, _ in pairs], every, [g for _, g in pairs], allow_unused=True)
-        grads = iter(found[: len(owned)])
-        return parts, [next(grads) if mine else None for mine in own]
+        grads: list[Tensor | None] = [None] * len(leaves)
+        if pairs and (targets or own):
+            _watch([out for out, _ in pairs], targets, parts)
+            every = [*(leaves[i] for i in own), *(x for *_, x in targets)]
+            with torch._C._DisableAutocast():  # a backward runs when the context of its forward is over
+                found = torch.autograd.grad([o for o, _ in pairs], every, [g for _, g in pairs], allow_unused=True)
+            for i, grad in zip(own, found, strict=False):
+                grads[i] = grad
+        return parts, grads
 
     def joint(self, module: fx.GraphModule) -> Joint:
         module.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
@@ -329,7 +330,7 @@ class _Tracer:
 
 
 def _watch(outputs: list[Tensor], targets: list[tuple[str, int, Tensor]], parts: list[tuple[str, int, Tensor]]) -> None:
-    """Let each part of a target's gradient be noted when autograd has computed it."""
+    """Record each part of a target's gradient when autograd computes it."""
     ends = {torch.autograd.graph.get_gradient_edge(x).node: (kind, i) for kind, i, x in targets}
     seen: set[Any] = set()
     stack = [out.grad_fn for out in outputs]
@@ -340,11 +341,11 @@ def _watch(outputs: list[Tensor], targets: list[tuple[str, int, Tensor]], parts:
         seen.add(node)
         hits = [(place, ends[below]) for place, (below, _) in enumerate(node.next_functions) if below in ends]
         if hits:
-            node.register_hook(_Noted(hits, parts))
+            node.register_hook(_Recorder(hits, parts))
         stack.extend(below for below, _ in node.next_functions)
 
 
-class _Noted:
+class _Recorder:
     def __init__(self, hits: list[tuple[int, tuple[str, int]]], parts: list[tuple[str, int, Tensor]]) -> None:
         self.hits, self.parts = hits, parts
 
