@@ -40,8 +40,8 @@ from fshard.model.remat import remat
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
-from fshard.runtime.batch import Microbatches
-from fshard.runtime.loss import Mean
+from fshard.runtime.engine.batch import Microbatches
+from fshard.runtime.engine.loss import Mean
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.policy import Policy, keep
 from fshard.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard.collectives.linear import check_plain
 from fshard.collectives.specs import joined, slice_of
 from fshard.errors import CollectiveError
-from fshard.runtime.cooperative import Randomness, draw_from, randomness
+from fshard.runtime.comm.cooperative import Randomness, draw_from, randomness
 from fshard.sharding.spec import P
 from fshard.virtual import VirtualMesh, play
 

@@ -12,11 +12,11 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import global_result
 from fshard.model.precision import Precision
-from fshard.runtime.attempt import raise_outcome, refuse_transforms, uneven_rows
-from fshard.runtime.interrupts import Shield
-from fshard.runtime.loss import is_scalar
-from fshard.runtime.prepare import Workshop, lanes_of
-from fshard.runtime.runner import Runner, Work
+from fshard.runtime.engine.loss import is_scalar
+from fshard.runtime.execution.signals import Shield
+from fshard.runtime.steps.attempt import raise_outcome, refuse_transforms, uneven_rows
+from fshard.runtime.steps.prepare import Workshop, lanes_of
+from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule

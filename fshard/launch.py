@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fshard.runtime.comm import LocalTransport, Processes, SharedTransport, join
-from fshard.runtime.cooperative import playing
+from fshard.runtime.comm.cooperative import playing
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.runtime.comm import Lane
-from fshard.runtime.commit import average
-from fshard.runtime.loss import Mean, as_means, means_of
+from fshard.runtime.engine.loss import Mean, as_means, means_of
+from fshard.runtime.steps.commit import average
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,24 @@ from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale, Scale
-from fshard.runtime.attempt import Outcome, raise_outcome, refuse_transforms
-from fshard.runtime.backends import make_cache
-from fshard.runtime.batch import microbatches
-from fshard.runtime.clip import read_clip
 from fshard.runtime.comm import Lane
-from fshard.runtime.commit import Verdict, scalar, widened
-from fshard.runtime.decide import Decisions, not_finite
+from fshard.runtime.engine.batch import microbatches
 from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.engine.trace import idle_leaves, trace
-from fshard.runtime.float16 import overflowed, scale_problems, warn_of_float16
-from fshard.runtime.held import cuts_of, holdings
-from fshard.runtime.interrupts import Shield
-from fshard.runtime.options import Options, flag_problems, late_problems, step_problems
-from fshard.runtime.prepare import Workshop, lanes_of
-from fshard.runtime.rounding import Rounding, rounded_groups
-from fshard.runtime.runner import Runner, Work
-from fshard.runtime.update import Pending, Shards, Update, parted
+from fshard.runtime.execution.rounding import Rounding, rounded_groups
+from fshard.runtime.execution.signals import Shield
+from fshard.runtime.execution.trace import idle_leaves, trace
+from fshard.runtime.execution.update import Pending, Shards, Update, parted
+from fshard.runtime.memory.optimizer_layout import cuts_of, holdings
+from fshard.runtime.steps.attempt import Outcome, raise_outcome, refuse_transforms
+from fshard.runtime.steps.backends import make_cache
+from fshard.runtime.steps.clip import read_clip
+from fshard.runtime.steps.commit import Verdict, scalar, widened
+from fshard.runtime.steps.decide import Decisions, not_finite
+from fshard.runtime.steps.float16 import overflowed, scale_problems, warn_of_float16
+from fshard.runtime.steps.options import Options, flag_problems, late_problems, step_problems
+from fshard.runtime.steps.prepare import Workshop, lanes_of
+from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.measured import measured

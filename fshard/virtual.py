@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard.arguments import expect
 from fshard.errors import TransformError
 from fshard.runtime.comm import SharedTransport
-from fshard.runtime.cooperative import Randomness, Scheduler, inherited, playing
+from fshard.runtime.comm.cooperative import Randomness, Scheduler, inherited, playing
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 

@@ -23,7 +23,7 @@ from fshard.runtime.comm import (
     first_rank_or_raise,
     mesh_lane,
 )
-from fshard.runtime.equal import compare
+from fshard.runtime.comm.facts import compare
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries

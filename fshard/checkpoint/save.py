@@ -14,7 +14,7 @@ from fshard.checkpoint.manifest import Extent, FileInfo, Manifest, TensorInfo, e
 from fshard.checkpoint.write import Slice, Written, write_files
 from fshard.errors import CheckpointError, CommError, lines
 from fshard.runtime.comm import Lane, all_ranks_or_raise, first_rank_or_raise
-from fshard.runtime.equal import Facts
+from fshard.runtime.comm.facts import Facts
 from fshard.state.entries import entries, scalars
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState

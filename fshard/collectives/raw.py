@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.collectives.ranks import Ranks
-from fshard.runtime.clock import marks
+from fshard.runtime.comm.clock import marks
 
 Finish = Callable[[], Tensor]
 

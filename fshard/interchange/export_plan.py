@@ -18,8 +18,8 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
 from fshard.interchange.optimizer_state import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
-from fshard.runtime.clock import marks
 from fshard.runtime.comm import Lane, all_ranks_or_raise, enter, exchange, mesh_lane
+from fshard.runtime.comm.clock import marks
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan

@@ -13,11 +13,11 @@ from fshard.collectives.ranks import Ranks
 from fshard.model.remat import exact
 from fshard.proof.record import Output, PlainUnits, gap, tensors_of
 from fshard.proof.report import Tolerance
-from fshard.runtime.batch import microbatches
 from fshard.runtime.comm import Lane, exchange, raise_failures
 from fshard.runtime.comm.exchange import exchange_bytes
+from fshard.runtime.engine.batch import microbatches
+from fshard.runtime.engine.loss import check_differentiable, number, read_loss
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.loss import check_differentiable, number, read_loss
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves

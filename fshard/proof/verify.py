@@ -14,8 +14,8 @@ from fshard.proof.compare import Comparison
 from fshard.proof.plain import Task, earliest, run_plainly
 from fshard.proof.report import Difference, Tolerance, Verified
 from fshard.proof.watched import Watched
-from fshard.runtime.attempt import refuse_transforms
 from fshard.runtime.comm import enter
+from fshard.runtime.steps.attempt import refuse_transforms
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
 from fshard.step import TrainStep

@@ -7,8 +7,8 @@ from torch import Tensor
 from fshard.errors import PlanError
 from fshard.optim.scaling import Scale
 from fshard.proof.record import Record, recording
-from fshard.runtime.attempt import Outcome
-from fshard.runtime.commit import Verdict
+from fshard.runtime.steps.attempt import Outcome
+from fshard.runtime.steps.commit import Verdict
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep
 

@@ -5,8 +5,8 @@ from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.runtime.comm import enter
-from fshard.runtime.places import same_memory
-from fshard.runtime.update import Shard, Shards
+from fshard.runtime.execution.update import Shard, Shards
+from fshard.runtime.memory.spaces import same_memory
 from fshard.state.memory import Memory
 from fshard.state.train_state import TrainState
 

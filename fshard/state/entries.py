@@ -15,8 +15,8 @@ from fshard.errors import StateError, TreeError
 from fshard.optim.base import Optimizer
 from fshard.optim.form import Form
 from fshard.optim.scaling import Scale
-from fshard.runtime.places import place_of
-from fshard.runtime.update import Shard, Shards, start_shard
+from fshard.runtime.execution.update import Shard, Shards, start_shard
+from fshard.runtime.memory.spaces import place_of
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape

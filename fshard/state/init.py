@@ -17,8 +17,8 @@ from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
-from fshard.runtime.places import place_of
-from fshard.runtime.update import Shards, start_shard
+from fshard.runtime.execution.update import Shards, start_shard
+from fshard.runtime.memory.spaces import place_of
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer

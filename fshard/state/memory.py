@@ -10,9 +10,9 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
-from fshard.runtime.held import Held
-from fshard.runtime.places import place_of
-from fshard.runtime.update import Pending, Shard, Shards
+from fshard.runtime.execution.update import Pending, Shard, Shards
+from fshard.runtime.memory.optimizer_layout import Held
+from fshard.runtime.memory.spaces import place_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 

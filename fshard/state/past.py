@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fshard.runtime.copies import bits
+from fshard.runtime.comm.copies import bits
 from fshard.sharding.facts import Texts
 
 SAMPLE = 1024

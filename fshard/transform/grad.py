@@ -11,11 +11,11 @@ from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.metrics import combine_aux
-from fshard.runtime.attempt import Outcome, raise_outcome
-from fshard.runtime.interrupts import Shield
-from fshard.runtime.prepare import Workshop, lanes_of
-from fshard.runtime.runner import Runner, Work
-from fshard.runtime.update import Shard
+from fshard.runtime.execution.signals import Shield
+from fshard.runtime.execution.update import Shard
+from fshard.runtime.steps.attempt import Outcome, raise_outcome
+from fshard.runtime.steps.prepare import Workshop, lanes_of
+from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule

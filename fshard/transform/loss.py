@@ -24,14 +24,14 @@ from fshard.errors import (
     unlike_losses,
 )
 from fshard.model.remat import exact
-from fshard.runtime.attempt import raise_failure, uneven_rows
-from fshard.runtime.batch import check_device, digest, leading_dims
 from fshard.runtime.comm import Lane, announce, exchange, exchange_text, mesh_lane
-from fshard.runtime.commit import CUT, FAILED, OK
-from fshard.runtime.equal import Facts, settle
-from fshard.runtime.executor import diverged
-from fshard.runtime.loss import Loss, Mean, fingerprint, means_of, read_loss
-from fshard.runtime.whereabouts import whereabouts
+from fshard.runtime.comm.facts import Facts, digest, settle
+from fshard.runtime.comm.whereabouts import whereabouts
+from fshard.runtime.engine.batch import check_device, leading_dims
+from fshard.runtime.engine.loss import Loss, Mean, fingerprint, means_of, read_loss
+from fshard.runtime.execution.executor import diverged
+from fshard.runtime.steps.attempt import raise_failure, uneven_rows
+from fshard.runtime.steps.commit import CUT, FAILED, OK
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all

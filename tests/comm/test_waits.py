@@ -14,7 +14,7 @@ import pytest
 import fshard
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.watch import STATUS
-from fshard.runtime.whereabouts import whereabouts
+from fshard.runtime.comm.whereabouts import whereabouts
 
 ROOT = Path(fshard.__file__).parent
 
@@ -36,8 +36,8 @@ ENDED = {
     "collectives/raw.py": "handles of lanes",
     "elastic.py": "Checkpointer.wait",
     "interchange/export_plan.py": "handles of lanes",
-    "runtime/actions.py": "handles of lanes",
-    "runtime/cooperative.py": "played ranks: known at once when none can go on",
+    "runtime/execution/actions.py": "handles of lanes",
+    "runtime/comm/cooperative.py": "played ranks: known at once when none can go on",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/exchange.py": "handles of lanes",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watch",
@@ -48,10 +48,10 @@ ENDED = {
     "runtime/comm/shared.py": "played ranks: known at once when none can go on",
     "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
     "runtime/comm/watch.py": "a tick of the thread that looks at waits",
-    "runtime/measure.py": "handles of lanes",
-    "runtime/offload.py": "a device: its own watchdog",
-    "runtime/replicas.py": "handles of lanes",
-    "runtime/update.py": "handles of lanes",
+    "runtime/comm/rates.py": "handles of lanes",
+    "runtime/memory/offload.py": "a device: its own watchdog",
+    "runtime/execution/replicas.py": "handles of lanes",
+    "runtime/execution/update.py": "handles of lanes",
 }
 """Files that wait, and what ends their waits."""
 

@@ -19,18 +19,18 @@ from tests.faults.job import TIMEOUT, End, Kill, Run, run
 from tests.faults.program import differing
 from tests.faults.spoil import Row, alone, files, folder
 
-ACTIONS, ENGINE, FOLDER = "runtime/actions.py", "runtime/engine/engine.py", "checkpoint/folder.py"
+ACTIONS, ENGINE, FOLDER = "runtime/execution/actions.py", "runtime/engine/engine.py", "checkpoint/folder.py"
 
 PHASES: dict[str, tuple[str, str, int]] = {
-    "agree": ("runtime/attempt.py", "agree", 1),
+    "agree": ("runtime/steps/attempt.py", "agree", 1),
     "forward": (ENGINE, "call", 2),
     "gather": (ACTIONS, "_gather", 2),
     "wait for a gather": (ACTIONS, "_end", 2),
     "backward": (ENGINE, "enter_backward", 2),
     "reduce": (ACTIONS, "_reduce", 1),
     "collect": (ACTIONS, "_reduced", 1),
-    "update": ("runtime/update.py", "apply", 1),
-    "vote": ("runtime/commit.py", "vote", 1),
+    "update": ("runtime/execution/update.py", "apply", 1),
+    "vote": ("runtime/steps/commit.py", "vote", 1),
     "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),
     "save: first fsync": ("", "fsync", 1),

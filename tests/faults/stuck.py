@@ -261,15 +261,15 @@ class Row:
 
 
 STEP = {
-    "agree": ("runtime/attempt.py", "agree", 1),
+    "agree": ("runtime/steps/attempt.py", "agree", 1),
     "forward": ("runtime/engine/engine.py", "call", 2),
-    "gather": ("runtime/actions.py", "_gather", 2),
-    "wait for a gather": ("runtime/actions.py", "_end", 2),
+    "gather": ("runtime/execution/actions.py", "_gather", 2),
+    "wait for a gather": ("runtime/execution/actions.py", "_end", 2),
     "backward": ("runtime/engine/engine.py", "enter_backward", 2),
-    "reduce": ("runtime/actions.py", "_reduce", 1),
-    "collect": ("runtime/actions.py", "_reduced", 1),
-    "update": ("runtime/update.py", "apply", 1),
-    "vote": ("runtime/commit.py", "vote", 1),
+    "reduce": ("runtime/execution/actions.py", "_reduce", 1),
+    "collect": ("runtime/execution/actions.py", "_reduced", 1),
+    "update": ("runtime/execution/update.py", "apply", 1),
+    "vote": ("runtime/steps/commit.py", "vote", 1),
     "unshard": ("state/init.py", "unshard", 1),
     "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),

@@ -10,7 +10,7 @@ import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError
 from fshard.model.philox import fold, uniform
-from fshard.runtime.rounding import round_stochastic
+from fshard.runtime.execution.rounding import round_stochastic
 from tests.runtime.test_memory_kinds import KINDS, hosted
 from tests.shared.workers import Pools
 

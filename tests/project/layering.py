@@ -41,6 +41,9 @@ LAYERS = (
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files
 right under the package may also import others of their layer."""
 
+FLOORS = (("comm",), ("memory",), ("engine", "graphs"), ("execution",), ("steps",))
+"""The rooms of the runtime, lowest first. A room imports from its own floor and from lower ones."""
+
 OWNERS = {"torch.distributed": "runtime.comm", "optree": "tree"}
 """Who alone may import a library: a module, or a folder with all of its modules."""
 
@@ -155,6 +158,26 @@ def upward_imports(modules: Modules) -> list[str]:
             elif target.layer == module.layer and folders:
                 problems.append(module.at(node, f"imports {target.name}, of another room in the same layer"))
     return problems
+
+
+def upward_floors(modules: Modules) -> list[str]:
+    """Imports of a higher floor of the runtime, and files of it in no room."""
+    problems = []
+    for module in modules.values():
+        floor = _floor(module)
+        if floor is None and module.name.startswith("fshard.runtime."):
+            problems.append(module.at(module.tree, "lies in no room of the runtime: see FLOORS"))
+        for target, node in edges(modules, module) if floor is not None else ():
+            other = _floor(target)
+            if other is not None and floor is not None and other > floor:
+                problems.append(module.at(node, f"imports {target.name}, of a higher floor of the runtime"))
+    return problems
+
+
+def _floor(module: Module) -> int | None:
+    parts = module.name.split(".")
+    room = parts[2] if parts[:2] == ["fshard", "runtime"] and len(parts) > 2 else ""
+    return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
 
 
 def import_cycles(modules: Modules) -> list[str]:
@@ -289,6 +312,7 @@ def long_functions(modules: Modules) -> list[str]:
 Rule = Callable[[Modules], list[str]]
 RULES: tuple[Rule, ...] = (
     upward_imports,
+    upward_floors,
     import_cycles,
     foreign_uses,
     global_statements,

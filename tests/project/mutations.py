@@ -61,18 +61,18 @@ MUTATIONS = [
     ),
     # HOW
     Mutation(
-        "runtime/norms.py",
+        "runtime/memory/norms.py",
         "group.owned.gather_axes + group.leaves[0].compute.axes",
         "group.owned.gather_axes",
         "parallel/test_parallel.py",
     ),
     Mutation(
-        "runtime/decide.py",
+        "runtime/steps/decide.py",
         "verdict.scale * verdict.count / (verdict.count + count)",
         "verdict.scale",
         "step/test_update_schedules.py",
     ),
-    Mutation("runtime/clip.py", "limit / (norm + 1e-6)", "limit / (norm + 1e-2)", "step/test_parity.py"),
+    Mutation("runtime/steps/clip.py", "limit / (norm + 1e-6)", "limit / (norm + 1e-2)", "step/test_parity.py"),
     Mutation("runtime/graphs/compare.py", "_compare(want, got,", "_compare(want, want,", "graphs/test_compare.py"),
     Mutation(
         "buffers.py", "apply(row, Sum(ranks)) / ranks.size", "apply(row, Sum(ranks))", "step/test_buffers_synced.py"

@@ -45,6 +45,8 @@ GOOD = {
     "runtime/__init__.py": "",
     "runtime/comm/lanes.py": "import torch\nimport torch.distributed as dist\ntorch.distributed.f()",
     "runtime/comm/__init__.py": "",
+    "runtime/engine/__init__.py": "",
+    "runtime/engine/engine.py": "from fshard.runtime.comm import lanes",
     "runtime/comm/p2p.py": "from torch import distributed",
     "launch.py": "from fshard.runtime import comm\ndef f():\n    from fshard import sharding\n    x = {}",
     "step.py": "from fshard import launch\nfrom fshard.launch import f\ndef run(): ...",
@@ -57,6 +59,8 @@ SHORT = "def g():\n    pass\n"
 
 BROKEN = [
     # rule, file, what is appended to it, what the only problem says
+    ("upward_floors", "runtime/comm/p2p.py", "from fshard.runtime.engine import engine", "of a higher floor"),
+    ("upward_floors", "runtime/odd.py", "X = 1", "lies in no room of the runtime"),
     ("upward_imports", "errors.py", "import fshard.tree.x\nimport fshard.optim", "of a higher layer"),
     (
         "upward_imports",
@@ -100,7 +104,7 @@ BROKEN = [
         "from . import P",
         "sharding -> fshard.sharding.spec -> fshard.sharding",
     ),
-    ("foreign_uses", "runtime/commit.py", "import torch.distributed", "commit.py:2: uses torch.distributed"),
+    ("foreign_uses", "runtime/steps/commit.py", "import torch.distributed", "commit.py:2: uses torch.distributed"),
     ("foreign_uses", "step.py", "import torch.distributed", "step.py:4: uses torch.distributed"),
     ("foreign_uses", "step.py", "import torch.distributed.tensor as t", "uses torch.distributed"),
     ("foreign_uses", "step.py", "from torch import nn, distributed", "uses torch.distributed"),
@@ -197,7 +201,7 @@ def test_what_is_allowed_is_no_problem(tmp_path: Path, file: str, source: str) -
 
 def test_all_problems_are_reported(tmp_path: Path) -> None:
     modules = build(
-        tmp_path, GOOD | {"errors.py": "import optree\na = []\nb = {}", "runtime/arena.py": "import optree"}
+        tmp_path, GOOD | {"errors.py": "import optree\na = []\nb = {}", "runtime/memory/arena.py": "import optree"}
     )
     found = broken(modules)
     assert {rule: len(problems) for rule, problems in found.items()} == {"foreign_uses": 2, "shared_state": 2}

@@ -11,9 +11,9 @@ import fshard as fs
 from fshard import P, tree
 from fshard.errors import PeerError, PlanError, ShardError
 from fshard.model.unit import slot_of
-from fshard.runtime.actions import Actions
 from fshard.runtime.engine.engine import Engine
-from fshard.runtime.update import Pending
+from fshard.runtime.execution.actions import Actions
+from fshard.runtime.execution.update import Pending
 from fshard.state.entries import entries
 from tests.shared.workers import Pools
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.errors import LossError, PlanError, UnitError
-from fshard.runtime.engine.trace import Found, trace
+from fshard.runtime.execution.trace import Found, trace
 from fshard.schedule.ops import ROOT, Call
 from tests.shared import zoo
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import P, errors, tree
-from fshard.runtime.places import Place, place_of
+from fshard.runtime.memory.spaces import Place, place_of
 from fshard.schedule import parse
 from fshard.schedule.check import check
 from tests.optim import runs as optims

@@ -11,7 +11,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import tree
 from fshard.errors import ReplicationError
-from fshard.runtime.copies import bits
+from fshard.runtime.comm.copies import bits
 from fshard.sharding.facts import texts
 from tests.shared.workers import Pools
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from fshard.runtime.whereabouts import Helper
+from fshard.runtime.comm.whereabouts import Helper
 
 T = TypeVar("T")
 

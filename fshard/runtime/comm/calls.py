@@ -8,7 +8,7 @@ import torch
 from fshard.errors import ScheduleError, lines
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.lanes import COLLECTIVES, Lane
-from fshard.runtime.whereabouts import whereabouts
+from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.sharding.mesh import Mesh
 
 WIDTH = 12

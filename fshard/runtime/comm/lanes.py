@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fshard.runtime.clock import Mark
+from fshard.runtime.comm.clock import Mark
 from fshard.sharding.mesh import Axes
 
 COLLECTIVES = "collectives"

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.runtime.clock import Clock
+from fshard.runtime.comm.clock import Clock
 from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring
 from fshard.runtime.comm.pending import Pending, all_gather, reduce_scatter
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fshard.errors import CommError, PlanError, ScheduleError
-from fshard.runtime.clock import make_clock
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
+from fshard.runtime.comm.clock import make_clock
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooLane
 from fshard.runtime.comm.host import HostLane

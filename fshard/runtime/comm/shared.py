@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CommError
+from fshard.runtime.comm.cooperative import RankThread, Scheduler, playing
 from fshard.runtime.comm.lanes import Alone, Handle, Lane, Marks, Sizes, bring
-from fshard.runtime.cooperative import RankThread, Scheduler, playing
 from fshard.sharding.mesh import Axes, Mesh
 
 Part = dict[str, Any]

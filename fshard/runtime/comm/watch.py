@@ -16,7 +16,7 @@ from typing import TextIO
 
 from fshard.errors import CommError, lines
 from fshard.runtime.comm.notes import GATHERING, MOST, Notes
-from fshard.runtime.whereabouts import whereabouts
+from fshard.runtime.comm.whereabouts import whereabouts
 
 LONG = 10.0
 """Seconds after which a line says who waits for whom."""

@@ -1,1 +1,1 @@
-"""Running a program's units on slots: the engine, what the loss function is given, tracing, and recomputation."""
+"""Running a program's units on slots: the engine, what the loss function is given, and recomputation."""

@@ -26,13 +26,13 @@ from fshard.errors import LossError, UnitError
 from fshard.model.casting import note_dtypes
 from fshard.model.remat import exact
 from fshard.model.unit import Unit
-from fshard.runtime.batch import Written
+from fshard.runtime.engine.batch import Written
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
 from fshard.runtime.engine.units import Called, Units, bare
 from fshard.runtime.graphs import Compiled
-from fshard.runtime.slots import Slots
+from fshard.runtime.memory.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
 
 Sink = Callable[[int, list[int], list[Tensor | None]], None]

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.runtime.clock import Clock, Mark, make_clock
 from fshard.runtime.comm import Done, Handle
-from fshard.runtime.gradients import FlatGradients, GradientBuffers
-from fshard.runtime.lanes import Lanes
-from fshard.runtime.memory import allocate, deallocate
-from fshard.runtime.offload import Offload
-from fshard.runtime.replicas import Replicas
-from fshard.runtime.slots import GroupSlots, Slots, pack, unpack
-from fshard.runtime.update import Shard, Update
+from fshard.runtime.comm.clock import Clock, Mark, make_clock
+from fshard.runtime.comm.communicators import Lanes
+from fshard.runtime.execution.replicas import Replicas
+from fshard.runtime.execution.update import Shard, Update
+from fshard.runtime.memory.allocation import allocate, deallocate
+from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
+from fshard.runtime.memory.offload import Offload
+from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
 from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
 from fshard.sharding.layout import Group

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard.errors import unlike_losses
 from fshard.runtime.comm import Lane, exchange
-from fshard.runtime.loss import Mean, number
+from fshard.runtime.engine.loss import Mean, number
 
 OK, FAILED, RETRY, CUT = 0, 1, 2, 3
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program

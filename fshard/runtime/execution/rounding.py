@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard.model.philox import fold, uniform
-from fshard.runtime.held import Segment
+from fshard.runtime.memory.optimizer_layout import Segment
 from fshard.sharding.layout import global_index
 from fshard.sharding.plan import Plan
 

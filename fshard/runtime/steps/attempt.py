@@ -27,14 +27,14 @@ from fshard.errors import (
     lines,
     step_transformed,
 )
-from fshard.runtime.batch import digest, leading_dims
 from fshard.runtime.comm import PLACE, Lane, announce, exchange_bytes, exchange_text, raise_failures
-from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Verdict
+from fshard.runtime.comm.communicators import Lanes
+from fshard.runtime.comm.facts import Facts, digest, settle
+from fshard.runtime.comm.whereabouts import whereabouts
+from fshard.runtime.engine.batch import leading_dims
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.equal import Facts, settle
-from fshard.runtime.executor import OnDemand, Scheduled, diverged
-from fshard.runtime.lanes import Lanes
-from fshard.runtime.whereabouts import whereabouts
+from fshard.runtime.execution.executor import OnDemand, Scheduled, diverged
+from fshard.runtime.steps.commit import CUT, FAILED, OK, RETRY, Verdict
 
 FAILURE, BEHIND = "!", "!!"
 """Begin the text of a rank that failed, where ranks exchange requests: of itself, or because it was cut off."""

@@ -20,14 +20,14 @@ from fshard import tree
 from fshard.errors import PlanError, UnitError
 from fshard.model.objects import held, opaque
 from fshard.model.unit import slot_of
-from fshard.runtime.batch import check_kept, faked
 from fshard.runtime.comm import Processes
 from fshard.runtime.engine.activations import Activations
+from fshard.runtime.engine.batch import check_kept, faked
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
+from fshard.runtime.engine.loss import check_differentiable, foreign_loss, read_loss
 from fshard.runtime.engine.remat import NO_REMAT, Remat
-from fshard.runtime.executor import OnDemand, Tracing, program_of
-from fshard.runtime.loss import check_differentiable, foreign_loss, read_loss
+from fshard.runtime.execution.executor import OnDemand, Tracing, program_of
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.mesh import Axes, Mesh

@@ -11,7 +11,15 @@ import torch
 from fshard import tree
 from fshard.arguments import raised
 from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
-from fshard.runtime.attempt import (
+from fshard.runtime.comm import COLLECTIVES, Lane
+from fshard.runtime.comm.facts import Facts, digest
+from fshard.runtime.engine.batch import check_device, check_even, microbatches, signature
+from fshard.runtime.engine.loss import as_means, check_differentiable, detached, fingerprint, number, read_loss
+from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
+from fshard.runtime.execution.signals import Shield
+from fshard.runtime.execution.trace import Found, GlueWatch, trace
+from fshard.runtime.execution.update import Shard, Update
+from fshard.runtime.steps.attempt import (
     BEHIND,
     FAILURE,
     Intent,
@@ -23,17 +31,9 @@ from fshard.runtime.attempt import (
     together,
     uneven_rows,
 )
-from fshard.runtime.batch import check_device, check_even, digest, microbatches, signature
-from fshard.runtime.comm import COLLECTIVES, Lane
-from fshard.runtime.commit import CUT, FAILED, OK, RETRY, Tally, vote
-from fshard.runtime.engine.trace import Found, GlueWatch, trace
-from fshard.runtime.equal import Facts
-from fshard.runtime.executor import OnDemand, Scheduled, program_of
-from fshard.runtime.float16 import divisor_of
-from fshard.runtime.interrupts import Shield
-from fshard.runtime.loss import as_means, check_differentiable, detached, fingerprint, number, read_loss
-from fshard.runtime.prepare import Prepared, Workshop
-from fshard.runtime.update import Shard, Update
+from fshard.runtime.steps.commit import CUT, FAILED, OK, RETRY, Tally, vote
+from fshard.runtime.steps.float16 import divisor_of
+from fshard.runtime.steps.prepare import Prepared, Workshop
 from fshard.schedule.ops import ROOT, Op
 
 Fn = Callable[..., Any]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.interrupts import Shield
+from fshard.runtime.execution.signals import Shield
 from fshard.schedule.ops import GROUP_KINDS, ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import started

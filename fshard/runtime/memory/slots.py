@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.model.casting import Casting, make_casting
 from fshard.model.unit import Slot, attach, slot_of
-from fshard.runtime.memory import allocate, deallocate
+from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan

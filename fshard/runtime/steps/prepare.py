@@ -11,21 +11,21 @@ from torch import Tensor
 
 from fshard.errors import unknown_rates
 from fshard.optim.contract import Contract
-from fshard.runtime.actions import Actions, make_resident
-from fshard.runtime.batch import digest
 from fshard.runtime.comm import LocalTransport
+from fshard.runtime.comm.communicators import Lanes
+from fshard.runtime.comm.facts import digest
+from fshard.runtime.comm.rates import common, measured
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
-from fshard.runtime.engine.trace import Found
-from fshard.runtime.executor import Route, make_route
-from fshard.runtime.gradients import FlatGradients, GradientBuffers
-from fshard.runtime.held import Segment, most_bytes
-from fshard.runtime.lanes import Lanes
-from fshard.runtime.measure import common, measured
-from fshard.runtime.memory import deallocate
-from fshard.runtime.offload import Offload
-from fshard.runtime.places import place_of, visits_of
-from fshard.runtime.update import Gradients
+from fshard.runtime.execution.actions import Actions, make_resident
+from fshard.runtime.execution.executor import Route, make_route
+from fshard.runtime.execution.trace import Found
+from fshard.runtime.execution.update import Gradients
+from fshard.runtime.memory.allocation import deallocate
+from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
+from fshard.runtime.memory.offload import Offload
+from fshard.runtime.memory.optimizer_layout import Segment, most_bytes
+from fshard.runtime.memory.spaces import place_of, visits_of
 from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.build import build
 from fshard.schedule.check import check

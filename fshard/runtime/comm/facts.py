@@ -1,5 +1,6 @@
 """What must be equal on all ranks: compared by one number, and named by item, rank and value where it differs."""
 
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from fshard.errors import ReplicationError, ShardError, lines
-from fshard.runtime.batch import digest
 from fshard.runtime.comm import Lane, exchange, exchange_bytes
-from fshard.runtime.copies import Copy, unequal_copies
+from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.sharding.facts import Texts
 
 Tiers = Sequence[Mapping[str, str]]
@@ -120,3 +120,8 @@ def _few(ranks: Sequence[int]) -> str:
     """Ranks, or the first of them if they are many."""
     more = f" and {len(ranks) - 6} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:6] if more else ranks)) + more
+
+
+def digest(value: object) -> int:
+    """62 bits that differ where the value's repr differs: the same on every rank and in every process."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2

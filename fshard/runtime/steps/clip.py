@@ -12,8 +12,8 @@ from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.optim import checks
 from fshard.runtime.comm import Lane, exchange
-from fshard.runtime.norms import norms_of, share_of
-from fshard.runtime.update import Gradients
+from fshard.runtime.execution.update import Gradients
+from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.sharding.plan import Plan
 
 

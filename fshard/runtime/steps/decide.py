@@ -8,12 +8,12 @@ from fshard.errors import LossError, NonFiniteError, unlike_skips
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
 from fshard.optim.contract import Contract
-from fshard.runtime.attempt import raise_failure
-from fshard.runtime.clip import Clip, norms_by_rule, skipped
 from fshard.runtime.comm import Lane
-from fshard.runtime.commit import FAILED, OK, Verdict
-from fshard.runtime.runner import Runner
-from fshard.runtime.update import Gradients, Shard
+from fshard.runtime.execution.update import Gradients, Shard
+from fshard.runtime.steps.attempt import raise_failure
+from fshard.runtime.steps.clip import Clip, norms_by_rule, skipped
+from fshard.runtime.steps.commit import FAILED, OK, Verdict
+from fshard.runtime.steps.runner import Runner
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fshard.runtime.comm import Lane, exchange
-from fshard.runtime.lanes import Lanes
+from fshard.runtime.comm.communicators import Lanes
 from fshard.schedule.auto import Auto, Rates
 from fshard.schedule.footprint import Need
 from fshard.sharding.plan import Plan

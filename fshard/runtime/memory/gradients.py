@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fshard.runtime.norms import norms_of, share_of
-from fshard.runtime.offload import Offload
-from fshard.runtime.slots import GroupSlots
+from fshard.runtime.memory.norms import norms_of, share_of
+from fshard.runtime.memory.offload import Offload
+from fshard.runtime.memory.slots import GroupSlots
 from fshard.sharding.plan import Plan
 
 

@@ -10,8 +10,8 @@ from fshard.optim import checks
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
-from fshard.runtime.clip import Clip
 from fshard.runtime.engine.remat import Remat
+from fshard.runtime.steps.clip import Clip
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fshard.errors import half_updated
 from fshard.optim.contract import Contract
-from fshard.runtime.clock import marks
 from fshard.runtime.comm import Handle, Lane
-from fshard.runtime.held import Held, Segment, start_buffers
-from fshard.runtime.memory import deallocate
-from fshard.runtime.places import Visit, place_of, same_memory
-from fshard.runtime.rounding import Rounding
+from fshard.runtime.comm.clock import marks
+from fshard.runtime.execution.rounding import Rounding
+from fshard.runtime.memory.allocation import deallocate
+from fshard.runtime.memory.optimizer_layout import Held, Segment, start_buffers
+from fshard.runtime.memory.spaces import Visit, place_of, same_memory
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan

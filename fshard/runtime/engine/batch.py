@@ -1,7 +1,6 @@
 """A rank's local batch: any pytree. What of it steers the program, how it is cut into microbatches."""
 
 import copy
-import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +26,6 @@ def signature(batch: Any) -> Hashable:
 def leading_dims(batch: Any) -> tuple[int, ...]:
     """The first dim of each tensor of a batch that has dims."""
     return tuple(x.shape[0] for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim)
-
-
-def digest(value: object) -> int:
-    """62 bits that differ where the value's repr differs: the same on every rank and in every process."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
 
 
 class Microbatches(NamedTuple):

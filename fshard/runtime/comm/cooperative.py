@@ -18,7 +18,7 @@ import torch
 from torch.backends import cuda
 
 from fshard.errors import CommError, PeerError, lines
-from fshard.runtime.whereabouts import whereabouts
+from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.sharding.mesh import Mesh
 
 Ready = Callable[[], bool]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fshard.runtime.clock import Clock, Mark, make_clock
 from fshard.runtime.comm import Handle
+from fshard.runtime.comm.clock import Clock, Mark, make_clock
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.runtime.clock import Clock
 from fshard.runtime.comm import Done, Handle, Lane
+from fshard.runtime.comm.clock import Clock
 from fshard.runtime.comm.lanes import bring
-from fshard.runtime.memory import allocate, deallocate
+from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.schedule.infos import rows_travel
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes

@@ -1,0 +1,1 @@
+"""One step on all ranks: from its program to what they decide together."""
