@@ -1,8 +1,8 @@
-"""Modules whose weights have low-rank adapters beside them, as classes made from the modules' own.
+"""Low-rank adapters: classes, derived from a module's own, whose weights have adapters beside them.
 
-An adapted weight *reads* as ``weight + scale * b @ a``, wherever code asks for it. The modules of torch and of
-transformers that are nothing but a product compute ``x @ a`` and ``@ b`` beside it instead: then no whole matrix is
-made, and none is saved for the backward.
+An adapted weight *reads* as ``weight + scale * b @ a``, wherever code asks for it. Modules of torch
+and of transformers that compute a product alone add ``x @ a @ b`` to it instead: no whole matrix is made, and none is
+saved for the backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 A, B = "_lora_a", "_lora_b"
-"""What the names of adapters add to the name of their weight."""
+"""The suffixes that name the adapters of a weight."""
 
 Kind = type[nn.Module]
 
@@ -29,7 +29,7 @@ def shapes(shape: Sequence[int], rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def delta(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """What adapters add to their weight."""
+    """The sum that adapters add to their weight."""
     return torch.matmul(b, a) * scale
 
 
@@ -43,10 +43,10 @@ def adapt(module: nn.Module, weights: Mapping[str, tuple[nn.Parameter, nn.Parame
     """Give weights of a module adapters. The module changes its class; its parameters stay where they are.
 
     Args:
-        module: a module that nobody else uses.
+        module: a module that has no other user.
         weights: by name, the adapters of each weight.
-        scale: what ``b @ a`` is multiplied by.
-        made: the classes made so far, so that equal modules stay of one class.
+        scale: the factor of ``b @ a``.
+        made: the classes made so far, so that equal modules share one class.
     """
     for name, (a, b) in weights.items():
         module._parameters[name + A], module._parameters[name + B] = a, b
@@ -77,7 +77,7 @@ def _effective(name: str) -> Callable[[Any], Tensor]:
 
 
 def _forward(module: nn.Module) -> Callable[..., Tensor] | None:
-    """A forward that makes no whole matrix; None for a module that is not known to be just a product."""
+    """A forward that makes no whole matrix; None unless the module is known to compute a product alone."""
     kind = type(module)
     if kind.forward is nn.Linear.forward:
         return _linear

@@ -1,12 +1,12 @@
-"""Which buffers a call changed.
+"""Finds the buffers that a call changed.
 
-Buffers are bound as clones, so that those given are never written. A change is seen by the clone's version counter, or
-by its replacement in the module. Two things escape the counter: writes inside of ``vmap``, and the kernels of batch
-normalization, which write the running statistics without declaring it.
+Calls get clones of buffers, so they never write the buffers given. The clone's version counter shows a change, or its
+replacement in the module. The counter misses two kinds of writes: those inside of ``vmap``, and those of the kernels of
+batch normalization, which write the running statistics without declaring it.
 
-There is no way without clones that is always right: a module may change any of its buffers in place, on any call. Small
-ones are cloned on every call, which costs about a microsecond. The clone of a large one (an attention mask), which the
-last call left alone, is bound again as long as its version counter and the original's say that they are equal.
+Clones are needed because a module may change any of its buffers in place, on any call. Small buffers are cloned on
+every call, which costs about a microsecond. The clone of a large buffer (an attention mask) that the last call did not
+change is bound again as long as its version counter and the original's say that they are equal.
 """
 
 import types
@@ -25,12 +25,12 @@ Place = tuple[dict[str, Any], str]
 
 
 _LARGE = 1 << 14
-"""Bytes from which a clone is worth keeping."""
+"""The least bytes of a clone that is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A clone, and the original that it was equal to at these versions."""
+    """A clone that equals its original as long as both have these versions."""
 
     original: Tensor
     original_version: int
@@ -47,11 +47,11 @@ class _Kept:
 
 
 class Tracker:
-    """Makes the clones for one module, and tells which of them a call changed.
+    """Clones the buffers of one module, and finds those that a call changed.
 
     Args:
         module: the module whose calls are tracked.
-        places: for every buffer, the places that it fills in the module.
+        places: for every buffer, its places in the module.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[Sequence[Place]]) -> None:
@@ -71,14 +71,14 @@ class Tracker:
                         self._leaders[i] = leader
 
     def clones(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Clones to bind, which have version counters."""
+        """Clones of buffers, which have version counters even in inference mode."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return [self._clone(i, buffer) for i, buffer in enumerate(buffers)]
         return [self._clone(i, buffer) for i, buffer in enumerate(buffers)]
 
     def watch(self) -> "Watch | nullcontext[None]":
-        """What must be entered for the time of the call."""
+        """The context of a call."""
         return Watch() if self._watched else nullcontext()
 
     def changed(
@@ -92,11 +92,11 @@ class Tracker:
         """The number and the new value of each buffer that changed.
 
         Args:
-            given: the buffers that the call was given.
-            own: their clones, which were bound.
-            now: what is bound after the call.
+            given: the buffers given to the call.
+            own: their clones.
+            now: the buffers of the module after the call.
             versions: the versions of the clones before the call.
-            watch: what ``watch`` gave.
+            watch: the result of entering ``watch()``.
         """
         written = watch.written if watch is not None else ()
         moved = [
@@ -110,13 +110,13 @@ class Tracker:
                 self._kept[i] = _Kept(given[i], given[i]._version, new, new._version)
 
     def _clone(self, i: int, buffer: Tensor) -> Tensor:
-        # Taken out for the time of the call, so that a call inside of this one gets a clone of its own.
+        # Removed for the time of the call, so that a call inside of this one gets a clone of its own.
         kept = self._kept.pop(i, None) if self._kept else None
         return kept.clone if kept is not None and kept.serves(buffer) else buffer.clone()
 
 
 class Watch(TorchFunctionMode):
-    """Notes the tensors whose values a batch normalization kernel writes.
+    """Records the tensors that a batch normalization kernel writes.
 
     Attributes:
         written: the ids of the tensors.
@@ -145,7 +145,7 @@ class Watch(TorchFunctionMode):
 def _writes_silently(owner: nn.Module) -> bool:
     """Whether a module of a class that is not torch's own calls batch normalization itself.
 
-    Told by the names in the code of its methods: a mode around every call would cost a microsecond an operation.
+    The names in the code of its methods show it; a mode around every call would cost a microsecond an operation.
     """
     foreign = [kind for kind in type(owner).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
     return any(
@@ -165,7 +165,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _plain() -> bool:
-    """Whether no transform and no mode is at work, inside of which a tensor from outside would be a constant."""
+    """Whether no transform and no dispatch mode is active: they would take a kept clone for a constant."""
     return torch._C._functorch.peek_interpreter_stack() is None and torch._C._len_torch_dispatch_stack() == 0
 
 
@@ -180,7 +180,7 @@ def _keepable(original: Tensor, clone: Tensor) -> bool:
 
 
 def _batched(tensor: Any) -> bool:
-    """Whether a tensor is inside of ``vmap``: a write there does not raise its version, so it counts as changed."""
+    """Whether a tensor is batched by ``vmap``: a write there does not raise its version, so it counts as changed."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):

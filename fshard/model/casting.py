@@ -1,4 +1,4 @@
-"""What precision says of the inputs, the results and the buffers of units: casts around a unit's call."""
+"""Casts around units' calls: precision applied to their inputs, results and buffers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Casting:
         self._inside = False
 
     def call(self, unit: Any, slot: Any, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a unit, with casts before and behind."""
+        """Call a unit: cast its inputs, then its results."""
         if self._inside:
             return slot.engine.call(unit, params, args, kwargs)
         how = self._of(unit, slot.path, params)
@@ -42,7 +42,7 @@ class Casting:
         return _cast(out, how.output), {path: _cast(new, buffers[0][path].dtype) for path, new in changed.items()}
 
     def _of(self, unit: Any, first: str, params: Any) -> Precision:
-        """The precision of a unit: the one that all of its leaves have, or the plan's."""
+        """The precision of a unit: the common one of its leaves, or the plan's."""
         key = id(unit), first
         if key not in self._known:
             slots = [getattr(leaf, "_fshard_slot", None) for leaf in tree.leaves(params)]
@@ -52,13 +52,13 @@ class Casting:
 
 
 def make_casting(default: Precision, leaves: Mapping[str, Precision]) -> Casting | None:
-    """What casts around units; None if nothing is to be cast."""
+    """The casts of an engine's units; None if there are none."""
     casts = any(p.inputs or p.output is not None or p.buffers is not None for p in {default, *leaves.values()})
     return Casting(default, leaves) if casts else None
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    """Floating-point tensors of any pytree in a dtype. Parameters are not touched: they have theirs."""
+    """Cast floating-point tensors of any pytree. Parameters keep their dtype: the engine casts them."""
     if dtype is None:
         return values
 
@@ -70,7 +70,7 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 def note_dtypes(error: Exception, unit: str, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Add to torch's error about dtypes which ones met in a unit, and what casts them."""
+    """Add a note to torch's error about dtypes: which ones met in a unit, and how to cast them."""
     given, read = ({str(x.dtype)[6:] for x in held if x.is_floating_point()} for held in (inputs, leaves))
     if read and given - read and re.search("dtype|scalar type", str(error)):
         error.add_note(

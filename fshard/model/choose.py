@@ -1,4 +1,4 @@
-"""Which submodules are units: by path, by class, or the repeated blocks, found by themselves."""
+"""Chooses the submodules that are units: by path, by class, or the repeated blocks (``"auto"``)."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,14 +11,14 @@ from fshard.patterns import glob_matches, glob_meant
 Pattern = str | type[nn.Module]
 
 AUTO = "auto"
-"""What ``units=`` says for ``repeated``."""
+"""``units="auto"`` takes the ``repeated`` blocks."""
 
 
 def chosen(module: nn.Module, units: Pattern | Iterable[Pattern]) -> tuple[str, ...]:
     """The paths of the units, each module under its first path, in the order of registration.
 
     Raises:
-        PlanError: a pattern is none or matches nothing, a unit cannot be called, or lies inside of another one.
+        PlanError: a pattern is malformed or matches nothing, a unit cannot be called, or lies inside of another one.
     """
     if isinstance(units, str) and units == AUTO:
         return repeated(module)
@@ -32,18 +32,18 @@ def chosen(module: nn.Module, units: Pattern | Iterable[Pattern]) -> tuple[str, 
 
 
 def repeated(module: nn.Module) -> tuple[str, ...]:
-    """The blocks of a model: what its outermost ``nn.ModuleList`` and ``nn.Sequential`` hold.
+    """The blocks of a model: the children of its outermost ``nn.ModuleList`` and ``nn.Sequential``.
 
-    Of a ``ModuleList`` these are all children with parameters. Of a ``Sequential``, which often is no more than a small
-    network, they are those that have submodules of their own, if there are two of them or more. Looked for from the
-    outside in, so that no block lies inside of another: the experts of a block belong to the block.
+    Of a ``ModuleList``, all children with parameters are blocks. Of a ``Sequential``, which often is a small network,
+    the children with submodules are blocks, if there are at least two. The search goes from the outside in, so no block
+    lies inside of another: the experts of a block belong to the block.
 
     >>> blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
     >>> repeated(nn.ModuleDict({"embed": nn.Linear(2, 4), "layers": nn.ModuleList(blocks), "head": nn.Linear(4, 1)}))
     ('layers.0', 'layers.1', 'layers.2')
 
     Raises:
-        PlanError: there are none.
+        PlanError: there are no blocks.
     """
     seen: set[int] = set()
     found = tuple(_blocks(module, "", seen))

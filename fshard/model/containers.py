@@ -1,7 +1,7 @@
-"""Containers in attributes of modules: copies of them, what they hold, and how one takes what another holds.
+"""Containers in attributes of modules: how they are copied, compared and written back.
 
-Only the plain kinds count: lists, dicts, sets, deques and tuples, nested in each other. What lies in them is never
-copied, and is compared by identity.
+Containers are lists, dicts, sets, deques and tuples, nested in each other. Their elements are never copied, and are
+compared by identity.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -13,10 +13,10 @@ DICTS = (dict, OrderedDict, defaultdict)
 MUTABLE = frozenset((*LISTS, *DICTS, set))
 
 LARGE = 1000
-"""Entries from which a container is a table that no call changes: its length alone is watched."""
+"""Larger containers count as tables that no call changes: only their length is compared."""
 
 DEEP = 8
-"""Levels of nesting from which on containers count as objects."""
+"""Containers nested more deeply count as objects."""
 
 
 def holds(value: Any, depth: int = 0) -> bool:
@@ -31,7 +31,7 @@ def holds(value: Any, depth: int = 0) -> bool:
 
 
 def copied(value: Any, memo: dict[int, Any], depth: int = 0) -> Any:
-    """A value with containers of its own. Those that occur twice, by ``memo`` of ``{id: copy}``, stay one."""
+    """A value with copies of its containers. ``memo`` of ``{id: copy}`` keeps a container that occurs twice one."""
     kind = type(value)
     if depth > DEEP or not (kind in MUTABLE or isinstance(value, tuple)) or len(value) > LARGE:
         return value
@@ -54,7 +54,7 @@ def copied(value: Any, memo: dict[int, Any], depth: int = 0) -> Any:
 
 
 def mapped(fn: Callable[[Any], Any], value: Any, depth: int = 0) -> Any:
-    """A value with containers of its own, which hold what ``fn`` makes of what the containers of the value hold."""
+    """A value with copies of its containers, in which ``fn`` is applied to each element."""
     kind = type(value)
     if depth > DEEP or not (kind in MUTABLE or isinstance(value, tuple)):
         return fn(value)
@@ -69,7 +69,7 @@ def mapped(fn: Callable[[Any], Any], value: Any, depth: int = 0) -> Any:
 
 
 def inside(value: Any, depth: int = 0) -> Iterator[Any]:
-    """All that a value holds that is no container; the value itself, if it is none."""
+    """The elements of a value, at any depth; the value itself, if it is no container."""
     if depth > DEEP or not (type(value) in MUTABLE or isinstance(value, tuple)):
         yield value
         return
@@ -78,7 +78,7 @@ def inside(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def outline(value: Any, depth: int = 0) -> Any:
-    """What a value holds now, for ``matches``."""
+    """The elements of a value now, for ``matches``."""
     kind = type(value)
     if depth > DEEP or not (kind in MUTABLE or isinstance(value, tuple)):
         return value
@@ -99,7 +99,7 @@ class _Outline:
 
 
 def matches(value: Any, kept: Any) -> bool:
-    """Whether a value holds what it held when its outline was made."""
+    """Whether a value has the same elements as when its outline was made."""
     if not isinstance(kept, _Outline):
         return value is kept
     return _matches(value, kept)
@@ -119,7 +119,7 @@ def _matches(value: Any, kept: "_Outline") -> bool:
 
 
 def take(old: Any, new: Any) -> Any:
-    """What an attribute that holds ``old`` holds after ``new`` was written to it: containers change in place.
+    """The value of an attribute that held ``old`` after ``new`` is written to it: containers change in place.
 
     >>> losses = [1]
     >>> take(losses, [1, 2]) is losses, losses

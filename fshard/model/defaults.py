@@ -1,7 +1,7 @@
 """The initial values that torch's own modules give their parameters, as initializers.
 
-Only what is certain is deduced: a class that torch does not define, or a subclass that resets its parameters in a
-way of its own, gives no initializer, and its leaves must be named by a rule.
+A class that torch does not define, or a subclass with a method of its own that resets its parameters, gives no
+initializer: a rule must name its leaves.
 """
 
 import math
@@ -20,7 +20,7 @@ Rule = Callable[[nn.Module], Inits]
 
 
 def deduce(module: nn.Module) -> Inits:
-    """The initializers of a module's parameters by path; a parameter whose owner is not known is absent.
+    """The initializers of a module's parameters by path; parameters of unknown classes are absent.
 
     >>> deduce(nn.LayerNorm(8))
     {'weight': Constant(value=1.0), 'bias': Constant(value=0.0)}
@@ -41,7 +41,7 @@ def _own(module: nn.Module) -> Inits:
 
 
 def _rules() -> Iterator[tuple[type[nn.Module], str, Rule]]:
-    """A class of torch, the method that resets its parameters, and what that method does."""
+    """Classes of torch, with the method that resets their parameters, and the initializers that equal that method."""
     plain = "reset_parameters"
     yield nn.Linear, plain, _weighted
     yield _ConvNd, plain, _weighted

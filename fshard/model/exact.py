@@ -1,13 +1,13 @@
-"""Derivatives that PyTorch gets wrong, or has no formula for, taken by another way.
+"""Computes operators in other ways where PyTorch's derivatives of them are wrong or missing.
 
 Some formulas for derivatives read a result that PyTorch takes for a constant, such as the mean of a layer norm or the
-factors of a linear solve. They are right by themselves, and silently wrong once another derivative is taken of them.
-The ``jvp`` of a custom ``torch.autograd.Function`` has the same fault under a second ``jvp``. A few operators have
-a wrong forward derivative, or none. They are computed in other operators (``formulas``), or with forward derivatives
-that are taken by two reverse ones, which are right: the pullback of a pullback is the pushforward.
+factors of a linear solve. The first derivative is right; a derivative of it is silently wrong. The ``jvp`` of a custom
+``torch.autograd.Function`` has the same fault under a second ``jvp``. A few operators have a wrong forward derivative,
+or none. All of them are computed in other operators (``formulas``), or with forward derivatives taken by two reverse
+ones, which are right: the pullback of a pullback is the pushforward.
 
-``tests/model/test_derivatives.py`` compares operators in every order of derivatives with reverse over reverse, and
-tells which ones belong in the table below.
+``tests/model/test_derivatives.py`` compares operators in every order of derivatives with reverse over reverse, and so
+finds the rows of the table below.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,13 +24,13 @@ from fshard.model import formulas
 Op = Callable[..., Any]
 
 
-class Under(NamedTuple):
-    """The transforms that are under way.
+class Transforms(NamedTuple):
+    """The active transforms.
 
     Attributes:
         order: how many of them differentiate, plain autograd included.
-        forward: how many of these are forward ones.
-        nested: whether a derivative is taken of a forward one.
+        forward: how many of these take forward derivatives.
+        nested: whether a derivative of a forward derivative is taken.
     """
 
     order: int
@@ -39,25 +39,25 @@ class Under(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """When an operator needs another way, and which; None for ``by_reverse``."""
+    """When an operator is computed in another way, and by which formula; None for ``by_reverse``."""
 
-    when: Callable[[Under], bool]
+    when: Callable[[Transforms], bool]
     formula: Op | None = None
 
 
-def _nested(under: Under) -> bool:
+def _nested(under: Transforms) -> bool:
     return under.nested
 
 
-def _third(under: Under) -> bool:
+def _third(under: Transforms) -> bool:
     return under.nested or under.order > 2
 
 
-def _forward(under: Under) -> bool:
+def _forward(under: Transforms) -> bool:
     return under.forward > 0
 
 
-def _second(under: Under) -> bool:
+def _second(under: Transforms) -> bool:
     return under.forward > 0 or under.order > 1
 
 
@@ -101,13 +101,13 @@ _JVP, _GRAD = _functorch.TransformType.Jvp, _functorch.TransformType.Grad
 
 
 class Exact(TorchFunctionMode):
-    """Calls the operators of the table so that their derivatives are right.
+    """Computes the operators of the table so that their derivatives are right.
 
     Args:
         by_reverse: makes a function whose forward derivative is taken by reverse ones.
 
     Attributes:
-        used: whether it has computed an operator in another way.
+        used: whether an operator was computed in another way.
     """
 
     def __init__(self, by_reverse: Callable[[Op], Op]) -> None:
@@ -116,27 +116,27 @@ class Exact(TorchFunctionMode):
         self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it, or what is to be called in its place."""
+        """Call an operator, or its replacement."""
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is None:
-            if func is _CUSTOM and not args[0].__module__.startswith("fshard.") and _under(args).forward > 1:
+            if func is _CUSTOM and not args[0].__module__.startswith("fshard.") and _active(args).forward > 1:
                 self.used = True
                 return self.by_reverse(args[0].apply)(*args[1:], **kwargs)
             return func(*args, **kwargs)
-        if _functorch.peek_interpreter_stack() is None or not rule.when(_under(args)):
+        if _functorch.peek_interpreter_stack() is None or not rule.when(_active(args)):
             return func(*args, **kwargs)
         self.used = True
         return (rule.formula or self.by_reverse(func))(*args, **kwargs)
 
 
-def _under(args: Any) -> Under:
-    """What is under way around an operator with these arguments."""
+def _active(args: Any) -> Transforms:
+    """The transforms that are active around an operator with these arguments."""
     kinds = [level.key() for level in _functorch.get_interpreter_stack() or ()]  # the outermost first
     recorded = _recorded(args)
     order, forward = recorded + kinds.count(_JVP) + kinds.count(_GRAD), kinds.count(_JVP)
     outside = kinds[: len(kinds) - 1 - kinds[::-1].index(_JVP)] if forward else []
-    return Under(order, forward, forward > 0 and (recorded or _JVP in outside or _GRAD in outside))
+    return Transforms(order, forward, forward > 0 and (recorded or _JVP in outside or _GRAD in outside))
 
 
 def _recorded(args: Any) -> bool:

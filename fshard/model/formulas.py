@@ -1,4 +1,4 @@
-"""Operators written out in others, where PyTorch's own have wrong or missing derivatives. See ``exact``."""
+"""Operators written in terms of others, because PyTorch's own have wrong or missing derivatives. See ``exact``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -133,7 +133,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:
-    """``F.scaled_dot_product_attention`` in single operators: the fused ones have first derivatives alone."""
+    """``F.scaled_dot_product_attention`` in single operators: the fused ones have first derivatives only."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):

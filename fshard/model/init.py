@@ -1,4 +1,4 @@
-"""Initial values addressed by global index: a slice of a leaf can be filled alone, and equals that of the whole.
+"""Initial values addressed by global index: a slice of a leaf, filled alone, equals that slice of the whole leaf.
 
 ``fs.init_state(plan, opt, init=[(r".*embed.weight", fs.init.normal(0.02)), ...])`` uses them by rules on paths.
 
@@ -42,18 +42,18 @@ __all__ = [
 Mode = Literal["fan_in", "fan_out", "fan_avg"]
 
 CHUNK = 1 << 20
-"""Elements that ``fill`` makes at once: it bounds the temporary memory to some tens of megabytes."""
+"""The elements that ``fill`` makes at once, with some tens of megabytes of temporary memory."""
 
 
 class Initializer(Protocol):
-    """What gives a leaf its first values."""
+    """A function that gives a leaf its first values."""
 
     def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
         """The values of a leaf at some positions.
 
         Args:
             key: 64 bits; ``philox.fold(seed, path)`` makes one.
-            shape: the whole leaf's shape, on no mesh.
+            shape: the whole leaf's shape.
             index: int64, 1-D: positions in the flattened whole leaf.
 
         Returns:
@@ -106,7 +106,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncNormal:
-    """Normal with this mean and standard deviation before it is cut off at the values ``a`` and ``b``."""
+    """Normal with this mean and standard deviation, cut off at the values ``a`` and ``b``."""
 
     std: float
     mean: float
@@ -121,7 +121,7 @@ class TruncNormal:
         return drawn.clamp_(self.a, self.b).float()
 
     def _mass(self) -> tuple[float, float]:
-        """The error function at both cuts: twice the mass below them, less one."""
+        """The error function at both cuts: twice the mass below each, minus one."""
         scale = self.std * math.sqrt(2)
         return math.erf((self.a - self.mean) / scale), math.erf((self.b - self.mean) / scale)
 
@@ -233,7 +233,7 @@ def fill(
     """The values of a leaf at some positions, made in chunks, so that temporaries do not grow with the leaf.
 
     Args:
-        initializer: what makes the values.
+        initializer: makes the values.
         key: 64 bits; ``philox.fold(seed, path)`` makes one.
         shape: the whole leaf's shape.
         index: positions in the flattened whole leaf: int64 and 1-D, or a ``range``, which takes no memory.

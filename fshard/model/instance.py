@@ -1,12 +1,11 @@
 """A module's structure as a pure function of its parameters and buffers.
 
-``torch.func.functional_call`` puts tensors into the module and takes them out again after the call. That is wrong as
-soon as code of the module runs later: a checkpointed region that is computed again in the backward finds other weights.
-An instance belongs to one set of tensors for as long as anything refers to it, so whatever holds a reference to one of
-its modules finds the right ones; and calls of one model do not disturb each other.
+``torch.func.functional_call`` puts tensors into the module and takes them out again after the call. Code of the module
+that runs later then finds other weights, for example a checkpointed region that the backward computes again. An
+instance belongs to one set of tensors as long as anything refers to it, so any reference to one of its modules finds
+the right tensors, and calls of one model do not disturb each other.
 
-While an engine runs the program its tensors are the same objects in every step, and their instance is kept with them,
-until a call has written to it.
+An engine's tensors are the same objects in every step. Their instance is kept with them, until a call writes to it.
 """
 
 import operator
@@ -39,8 +38,8 @@ class Body:
         template: the structure.
         params: the order of the parameters.
         buffers: the order of the buffers.
-        tracker: tells which buffers a call changed.
-        unit: the name of the unit that it is; empty for a whole model.
+        tracker: finds the buffers that a call changed.
+        unit: the unit's name; empty for a whole model.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Body:
         return self._template.root
 
     def kind(self) -> Hashable:
-        """Equal for two structures that are the same function: of the same classes, attributes and shape."""
+        """A key, equal for structures that are the same function: of the same classes, attributes and shapes."""
         return self._template.kind(), self.params.paths, self.buffers.paths
 
     def tables(self) -> list[tuple[type[nn.Module], Mapping[str, Any]]]:
@@ -67,16 +66,16 @@ class Body:
         return self._template.tables()
 
     def instance(self, params: Mapping[str, Any]) -> Instance:
-        """The structure with the leaves of a tree: the one that was made of them before, if it can be called again.
+        """An instance with the leaves of a tree: the one made of them before, if it can be called again.
 
         Raises:
-            TreeError: leaves are missing, unknown, no tensors or misshapen.
+            TreeError: leaves are missing, unknown, misshapen or no tensors.
         """
         leaves = self.params.read(params)
         slot = slot_of(leaves[0]) if leaves else None
         kept: Instance | None = None if slot is None else slot.instances.get(self)
         if leaves and kept is not None and not kept.busy and all(map(operator.is_, kept.held.leaves, leaves)):
-            return kept  # they have been looked at
+            return kept  # its leaves were checked when it was made
         made = self._template.make(self.params.leaves(params))
         slot = self._slot(made)
         if slot is not None:
@@ -85,13 +84,13 @@ class Body:
         return made
 
     def begun(self, params: Mapping[str, Any], given: Given) -> Instance:
-        """A new instance, in which lies what was written to the unit before."""
+        """A new instance, after the writes of an earlier call to the unit's modules."""
         made = self._template.make(self.params.leaves(params))
         made.surface.begin(given.writes)
         return made
 
     def prepared(self, params: Mapping[str, Any]) -> Callable[..., Any]:
-        """The function of the arguments alone, for a tree whose leaves stay the same objects."""
+        """The function of the arguments alone, with one tree of parameters."""
         kept = self.instance(params)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +107,7 @@ class Body:
         """Call an instance whose buffers are bound.
 
         Returns:
-            What the module returns; for a unit whose call wrote to its modules, ``Written``.
+            The module's result; ``Written`` for a unit whose call wrote to its modules.
         """
         instance.busy = True
         versions = list(map(version, self._tensors.values())) if self._tensors else None
@@ -123,10 +122,10 @@ class Body:
             now = zip(self._tensors.items(), versions, strict=True)
             self._retire(instance)
             raise written_in_place([spot for (spot, x), before in now if version(x) != before])
-        if instance.glance is not None and instance.held.calm and instance.glance():
+        if instance.glance is not None and instance.held.unwritten and instance.glance():
             if self.unit or self._template.shared.clean():
                 return out
-        return self._seen(instance, out)
+        return self._finish(instance, out)
 
     def run(
         self, instance: Instance, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -134,7 +133,7 @@ class Body:
         """Call an instance with these buffers.
 
         Returns:
-            What ``call`` returns, and the buffers that it changed, by path.
+            The result of ``call``, and by path the buffers that it changed.
         """
         if not given:
             return self.call(instance, args, kwargs), {}
@@ -148,14 +147,14 @@ class Body:
         now = [instance.held.bound(i) for i in range(len(own))]
         for i, new in self._tracker.changed(given, own, now, versions, watch):
             changed[self.buffers.paths[i]] = new
-            # A region that is computed again in the backward must start from the same values, and write elsewhere.
+            # A region that the backward computes again must start from the same values, and write elsewhere.
             instance.held.bind(i, given[i].clone())
         return out, changed
 
-    def _seen(self, instance: Instance, out: Any) -> Any:
-        """The result of a call after which the instance may not be what it was."""
+    def _finish(self, instance: Instance, out: Any) -> Any:
+        """The result of a call that may have written to the instance."""
         if not self.unit:
-            self._seen_whole(instance)
+            self._finish_whole(instance)
             return out
         shared = self._template.shared
         clean = shared.clean()
@@ -165,7 +164,7 @@ class Body:
             self._retire(instance)
             raise unreturnable(self.unit, moved, "another module or parameter")
         if clean and instance.surface.clean():
-            self._calm(instance)
+            self._mark_unwritten(instance)
             return out
         self._retire(instance)
         writes = instance.surface.writes()
@@ -174,22 +173,22 @@ class Body:
             writes[OBJECTS] = WrittenObject()
         return Written(out, writes) if writes else out
 
-    def _seen_whole(self, instance: Instance) -> None:
+    def _finish_whole(self, instance: Instance) -> None:
         shared, surface = self._template.shared, instance.surface
         clean = shared.clean()
         shared.restore()
         if clean and instance.kept and surface.clean() and self._template.moved(instance) is None:
-            self._calm(instance)
+            self._mark_unwritten(instance)
             return
         self._retire(instance)
 
-    def _calm(self, instance: Instance) -> None:
+    def _mark_unwritten(self, instance: Instance) -> None:
         if instance.kept:
-            instance.held.calm = True
+            instance.held.unwritten = True
             instance.glance = instance.glance or self._template.glance(instance)
 
     def _retire(self, instance: Instance) -> None:
-        """See to it that no other call uses an instance."""
+        """Use an instance in no further call."""
         slot = self._slot(instance)
         if slot is not None and slot.instances.get(self) is instance:
             del slot.instances[self]

@@ -1,4 +1,4 @@
-"""The order of a tree's leaves, how to read them from a tree quickly, and what to say when they do not fit."""
+"""The order of a tree's leaves: a quick reader of trees, and errors that say how a tree does not fit."""
 
 import functools
 import re
@@ -19,8 +19,8 @@ class LeafOrder:
     """The leaves that a tree must have.
 
     Args:
-        what: what the leaves are, for errors.
-        paths: their paths.
+        what: the name of the tree in errors.
+        paths: the paths of the leaves.
         shapes: by path, the shapes to check; without them only the structure is checked.
 
     Attributes:
@@ -42,8 +42,8 @@ class LeafOrder:
         """The leaves of a tree in the order of ``paths``.
 
         Raises:
-            TreeError: leaves are missing, unknown, no tensors or misshapen. A tensor with a slot may hold a part: the
-                shape of the whole leaf counts.
+            TreeError: leaves are missing, unknown, misshapen or no tensors. A tensor with a slot may hold a part of a
+                leaf: the whole leaf's shape counts.
         """
         found = self.read(given)
         if found is not None and all([issubclass(kind, Tensor) for kind in set(map(type, found))]):
@@ -52,9 +52,9 @@ class LeafOrder:
         return self._explained(given)
 
     def read(self, given: Any) -> list[Any] | None:
-        """What lies in the places of the leaves, whatever it is; None if the tree consists of other dicts.
+        """The values at the places of the leaves, unchecked; None if the tree consists of other dicts.
 
-        It is on the path of every call: this takes a tenth of the time of flattening.
+        Every call reads a tree: generated code takes a tenth of the time of flattening.
         """
         try:
             return self._reader(given)
@@ -84,10 +84,9 @@ class LeafOrder:
         remedy = "" if problems else _SHARDS
         for i, path in enumerate(self.paths):
             leaf = found.get(path)
-            if not isinstance(leaf, Tensor):
-                if path in found:
-                    problems.append(f"{path}: {kind(leaf)}, not a tensor")
-            elif self._shapes is not None and (shape := _whole(leaf)) not in (None, tuple(self._shapes[i])):
+            if path in found and not isinstance(leaf, Tensor):
+                problems.append(f"{path}: {kind(leaf)}, not a tensor")
+            elif leaf is not None and self._shapes and (shape := _whole(leaf)) not in (None, tuple(self._shapes[i])):
                 problems.append(f"{path}: shape {shape}, expected {tuple(self._shapes[i])}")
                 remedy = remedy if len(shape or ()) == 1 else ""
         if problems:
@@ -102,7 +101,7 @@ _SHARDS = (
 
 
 def _instead(given: Any) -> str:
-    """What somebody who gave this in the place of parameters may have meant."""
+    """The likely remedy for a caller who gave this as parameters."""
     if isinstance(given, Tensor):
         return "The parameters come first: model.apply(params, *args)."
     if hasattr(given, "params"):
@@ -111,7 +110,7 @@ def _instead(given: Any) -> str:
 
 
 def _read(name: str, node: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The source that reads a dict called ``name`` and the dicts in it, and expressions for the leaves, in order."""
+    """Source that reads a dict called ``name`` and the dicts in it, and expressions for the leaves, in order."""
     lines = [f"if type({name}) is not dict or len({name}) != {len(node)}: return None"]
     leaves: list[str] = []
     for number, (key, below) in enumerate(node.items()):
@@ -131,7 +130,7 @@ def find_places(module: nn.Module, kind: str, aliases: Mapping[str, str]) -> dic
     Args:
         module: the module.
         kind: ``"_parameters"`` or ``"_buffers"``.
-        aliases: the canonical path of each other one.
+        aliases: the canonical path of each further path.
     """
     found: dict[str, list[Place]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
@@ -144,7 +143,7 @@ def find_places(module: nn.Module, kind: str, aliases: Mapping[str, str]) -> dic
 
 
 def tied(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors by their first path, and the first path of every other one."""
+    """The tensors by their first path, and the first path of each further path."""
     first: dict[int, str] = {}
     leaves: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -158,10 +157,10 @@ def tied(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
 
 
 def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters that some patterns take out of a model's leaves, under all of their paths.
+    """The parameters that ``ignore=`` takes out of a model's leaves, under all of their paths.
 
     Raises:
-        PlanError: a pattern that is none, or matches no parameter; a parameter that wants to be trained.
+        PlanError: a pattern is malformed or matches no parameter, or a matched parameter is trainable.
     """
     expect("fs.split(module)", [("ignore", patterns, Iterable, "a regular expression, or a list of them")])
     found: set[int] = set()
@@ -179,20 +178,21 @@ def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, T
     ]
     if problems or trained:
         remedy = (
-            "What is ignored is no leaf and gets no gradient: call requires_grad_(False), or leave it in the tree. To "
-            "train a tensor on each rank by itself, stack those of all ranks: fs.Rule(path, P(axis), compute=P(axis))."
+            "An ignored parameter is no leaf and gets no gradient: call requires_grad_(False), or leave it in the "
+            "tree. To train a tensor on each rank by itself, stack those of all ranks: fs.Rule(path, P(axis), "
+            "compute=P(axis))."
         )
         raise errors.PlanError(errors.lines("ignore= of fs.split:", problems + trained, remedy))
     return out
 
 
 def _distinct(places: Sequence[Place]) -> list[Place]:
-    """A module reached by two paths has one dict, which need not be written twice."""
+    """Distinct places: a module reached by two paths has one dict."""
     return list({(id(entries), name): (entries, name) for entries, name in places}.values())
 
 
 def _whole(leaf: Tensor) -> tuple[int, ...] | None:
-    """The shape of the leaf that a tensor is or holds a part of; None if nobody knows."""
+    """The shape of the whole leaf that a tensor holds, or holds a part of; None if it is unknown."""
     slot = slot_of(leaf)
     return tuple(leaf.shape) if slot is None else slot.shape
 

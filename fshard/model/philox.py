@@ -1,4 +1,4 @@
-"""Random numbers addressed by position: a value depends on the key and the index, and on nothing else.
+"""Random numbers addressed by position: a value depends on the key and the index alone.
 
 The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011), written in int64 tensor operations. One counter gives four 32-bit words; element ``i`` of a draw takes word
@@ -29,7 +29,7 @@ def fold(seed: int, path: str) -> int:
 
     Args:
         seed: any integer.
-        path: what is drawn, for example the path of a leaf.
+        path: the name of the draw, for example the path of a leaf.
 
     Returns:
         An integer in ``[0, 2**64)``.
@@ -75,7 +75,7 @@ def philox(key: Key, counter: Tensor, stream: int = 0) -> Words:
 
 
 def blocks(key: Key, counter: Tensor, finish: Callable[[Words], Tensor]) -> Tensor:
-    """What ``finish`` makes of the words of 1-D counters, ``(n, 4)``, with temporaries that stay in the cache."""
+    """``finish`` of the words of 1-D counters, ``(n, 4)``, in blocks whose temporaries fit into the cache."""
     if counter.numel() <= _BLOCK or torch.compiler.is_compiling():
         return finish(philox(key, counter))
     return torch.cat([finish(philox(key, part)) for part in torch.split(counter, _BLOCK)])
@@ -127,7 +127,7 @@ def _to_uniform(words: Words) -> Tensor:
 
 
 def _draw(key: int, index: Tensor, finish: Callable[[Words], Tensor]) -> Tensor:
-    """Draw the counters of these positions, each once for a run of positions, and pick the positions out."""
+    """Draw each counter of these positions once for a run of positions, and take the positions."""
     counters, run = torch.unique_consecutive(index >> 2, return_inverse=True)
     drawn = blocks(key, counters, finish)
     return drawn.view(-1).take(run.mul_(_LANES).add_(index & (_LANES - 1)))

@@ -1,7 +1,7 @@
-"""What recomputation keeps: ``fs.policies.nothing``, ``dots``, ``everything``, or ``saving`` some operators.
+"""The results that recomputation keeps: ``fs.policies.nothing``, ``dots``, ``everything``, or ``saving(ops)``.
 
-A policy says of each operator of a forward whether its result is kept for the backward or computed again there
-(``jax.checkpoint_policies``). It is read by ``fs.remat`` and by the train step.
+A policy says for each operator of a forward whether its result is kept for the backward or computed again there
+(``jax.checkpoint_policies``). ``fs.remat`` and the train step read it.
 """
 
 import functools
@@ -19,7 +19,7 @@ __all__ = ["SavePolicy", "dots", "everything", "nothing", "saving"]
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Whose results are kept.
+    """Chooses the operators whose results are kept.
 
     Attributes:
         name: for messages and schedules.
@@ -63,7 +63,7 @@ def saving(*ops: Any) -> SavePolicy:
         *ops: of ``torch.ops.aten``, such as ``torch.ops.aten.exp``; an overload counts for all of its operator.
 
     Raises:
-        PlanError: something that is no operator.
+        PlanError: an argument is no operator.
 
     >>> saving(torch.ops.aten.exp).saves(torch.ops.aten.exp.default)
     True
@@ -76,10 +76,10 @@ def saving(*ops: Any) -> SavePolicy:
 
 
 nothing = SavePolicy("nothing", frozenset())
-"""Keep the inputs alone, and compute everything again: the least memory, about a third more compute."""
+"""Keep the inputs only, and compute everything again: the least memory, about a third more compute."""
 
 everything = SavePolicy("everything", None)
-"""Keep all that autograd keeps: as if there were no recomputation."""
+"""Keep what autograd keeps: no recomputation."""
 
 _aten = torch.ops.aten
 dots = SavePolicy(

@@ -1,4 +1,4 @@
-"""Precision: in which dtypes a step computes and communicates. What is kept is never rounded."""
+"""Precision: the dtypes in which a step computes and communicates. Parameters and their state are never rounded."""
 
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal
@@ -19,24 +19,24 @@ class Precision:
     leaves are concerned.
 
     Args:
-        compute: what units read. Each rank casts its shard once an update, and gathers what came out: with bfloat16
-            half the bytes. Units see tensors of this dtype; casting their inputs is their own affair. None: as kept.
-        reduce: what gradients are rounded to before they are sent to be summed. Each rank adds what it receives to
-            its gradient shard in the master dtype, in the order of ranks; sums over replicas and over microbatches
-            are in it too. Replicas that exchange their shards, because that is no more bytes than an all-reduce (in
-            bfloat16 up to four do), round them once more. None: the master dtype.
-        output: what floating-point results of units are cast to. None: as they are.
+        compute: the dtype of the parameters that units read. Each rank casts its shard once an update, and gathers the
+            result: with bfloat16 half the bytes. Units cast their own inputs. None: the master dtype.
+        reduce: the dtype to which gradients are rounded before they are sent to be summed. Each rank adds the
+            gradients that it receives to its shard in the master dtype, in the order of ranks; sums over replicas and
+            microbatches are in the master dtype too. Replicas that exchange their shards, where that takes no more
+            bytes than an all-reduce (in bfloat16: up to four replicas), round them once more. None: the master dtype.
+        output: the dtype to which floating-point results of units are cast. None: not cast.
         inputs: whether floating-point arguments of units are cast to ``compute``.
-        buffers: what floating-point buffers are cast to while a unit of a split module runs. Those that it changes
-            come back in their own dtype. None: never cast.
-        rounding: how updates of parameters that are kept in bfloat16 are rounded: ``"nearest"``, or ``"stochastic"``,
-            after an update in float32.
+        buffers: the dtype to which floating-point buffers are cast while a unit of a split module runs. Changed buffers
+            return in their own dtype. None: not cast.
+        rounding: how updates of parameters kept in bfloat16 are rounded after an update in float32: ``"nearest"`` or
+            ``"stochastic"``.
 
-    ``output``, ``inputs`` and ``buffers`` speak of a unit, and count where all of its leaves have this precision, or
-    where it is the plan's.
+    ``output``, ``inputs`` and ``buffers`` apply to a unit if all of its leaves have this precision, or if the plan has
+    it.
 
     Raises:
-        PlanError: not a floating-point dtype that is supported here.
+        PlanError: a dtype is not one of the four supported floating-point dtypes.
 
     >>> Precision(torch.bfloat16, torch.bfloat16)
     Precision(compute=torch.bfloat16, reduce=torch.bfloat16)

@@ -41,7 +41,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
 
     Args:
         seed: an int, of which 64 bits count, or a 0-dim int64 tensor.
-        device: where the key lies, and what is drawn from it. A tensor's own by default.
+        device: the device of the key and of draws from it. By default that of a tensor ``seed``.
 
     Returns:
         int64, shape ``(2,)``: two 32-bit words.
@@ -65,13 +65,13 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
     Args:
         key: a key.
-        num: how many.
+        num: the number of new keys.
 
     Returns:
         int64, ``(num, 2)``: a key in each row.
 
     Raises:
-        PlanError: no key, or no number of keys.
+        PlanError: ``key`` is no key, or ``num`` no int from 0.
 
     >>> first, second = split(key(0))
     >>> bool((first == second).all()), split(key(0), 3).shape
@@ -95,7 +95,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         A key.
 
     Raises:
-        PlanError: no key, or no integer.
+        PlanError: ``key`` is no key, or ``data`` no integer.
 
     >>> of_step = fold_in(key(0), 12)
     >>> torch.vmap(fold_in, (None, 0))(of_step, torch.arange(3)).shape  # one a sample
@@ -122,14 +122,14 @@ def uniform(
 
     Args:
         key: a key.
-        shape: of the part that is wanted.
+        shape: the shape of the part to draw.
         dtype: floating; torch's default one if None. Values are multiples of ``2**-24`` in float32, ``2**-32`` in
             float64: those of another dtype are the same, rounded down.
         start: where the part begins in the whole draw: the first row, or an index for each dim; ints or 0-dim tensors.
-        of: the shape of the whole draw. Only needed where the part is no run of whole rows.
+        of: the shape of the whole draw. Needed only for a part that is no run of whole rows.
 
     Raises:
-        PlanError: no key, or a part that does not lie in the whole.
+        PlanError: ``key`` is no key, or the part does not lie in the whole.
 
     >>> whole = uniform(key(0), (6, 4))
     >>> bool((uniform(key(0), (2, 4), start=3) == whole[3:5]).all())
@@ -174,7 +174,7 @@ def bernoulli(
     Args:
         key: a key.
         p: a number, or a tensor that broadcasts with ``shape``.
-        shape: of the part that is wanted; ``p``'s own if None.
+        shape: the shape of the part to draw; ``p``'s own if None.
         start, of: as in ``uniform``.
 
     Returns:
@@ -225,7 +225,7 @@ def checked() -> Reuse:
 
     Slices of one draw may share a key; draws that overlap may not, and neither may two samples of a vmap. A draw
     inside of a backward is a recomputation, and is not counted. Keys whose values Python cannot read, as under
-    ``torch.compile`` and on fake tensors, are not checked. It reads every key, so it is for debugging.
+    ``torch.compile`` and on fake tensors, are not checked. The scope reads every key, so use it for debugging.
 
     Raises:
         KeyReuseError: at the second draw, with the places of both.
@@ -239,7 +239,7 @@ def checked() -> Reuse:
 
 @dataclass(frozen=True)
 class Part:
-    """A box in a draw. Dim 0 of ``whole`` is -1 where nothing says how long it is."""
+    """A box in a draw. Dim 0 of ``whole`` is -1 if its length is not given."""
 
     shape: tuple[int, ...]
     start: tuple[int | Tensor, ...]
@@ -257,11 +257,8 @@ class Part:
             raise PlanError(f"start={start!r} for the shape {list(shape)}: give the first row, or one index a dim")
         starts = (given + (0,) * len(shape))[: len(shape)]
         sizes = tuple(whole) if whole is not None else (-1, *shape[1:])[: len(shape)]
-        wrong = len(sizes) != len(shape) or (not shape and start not in (0, ()))
-        for first, size, limit in zip(starts, shape, sizes, strict=not wrong):
-            inside = isinstance(first, Tensor) or (first >= 0 and (limit == -1 or first + size <= limit))
-            wrong = wrong or not inside or (limit != -1 and size > limit)
-        if wrong:
+        fits = len(sizes) == len(shape) and (bool(shape) or start in (0, ()))
+        if not fits or not all(_inside(*box) for box in zip(starts, shape, sizes, strict=True)):
             raise PlanError(
                 f"a part of shape {list(shape)} that begins at {list(starts) or start} does not lie in a draw of shape "
                 f"{list(whole) if whole is not None else ['any', *shape[1:]]}: give start= and of= of the global tensor"
@@ -270,7 +267,7 @@ class Part:
 
     @property
     def run(self) -> bool:
-        """Whether it is a run of positions: whole rows."""
+        """Whether the box is a run of positions: whole rows."""
         inner = zip(self.start[1:], self.shape[1:], self.whole[1:], strict=True)
         return all(not isinstance(first, Tensor) and first == 0 and size == limit for first, size, limit in inner)
 
@@ -289,8 +286,15 @@ class Part:
         return torch.as_tensor(at).reshape(-1)
 
 
+def _inside(first: int | Tensor, size: int, limit: int) -> bool:
+    """Whether a range lies in a dim of this length; -1 stands for any."""
+    if isinstance(first, Tensor):
+        return limit == -1 or size <= limit
+    return first >= 0 and (limit == -1 or first + size <= limit)
+
+
 def _draw(key: Tensor, part: Part, finish: Callable[[Words], Tensor]) -> Tensor:
-    """What ``finish`` makes of the words of the counters, at the positions of the part."""
+    """Draw the words of the part's positions, and convert them with ``finish``."""
     if has_torch_function_unary(key):  # ``checked()`` is one of those modes
         drawn: Tensor = handle_torch_function(_draw, (key,), key, part, finish)
         return drawn
@@ -313,7 +317,7 @@ def _integers(words: Words) -> Tensor:
 
 
 def check_key(key: Any) -> None:
-    """Refuse what is no key."""
+    """Refuse anything but a key."""
     if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype != torch.int64:
         what = f"{key.dtype} of shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Where the same random numbers are drawn twice: the scope behind ``fs.random.checked``."""
+"""Finds random numbers that are drawn twice: the scope behind ``fs.random.checked``."""
 
 import math
 import traceback
@@ -18,10 +18,10 @@ PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Reuse(TorchFunctionMode):
-    """Notes what is drawn from each key, and raises where two draws share positions.
+    """Records the draws from each key, and raises where two of them share positions.
 
     Args:
-        draw: the function ``(key, part, ...)`` through which every draw goes.
+        draw: the function ``(key, part, ...)`` that makes every draw.
     """
 
     def __init__(self, draw: Callable[..., Tensor]) -> None:
@@ -30,12 +30,12 @@ class Reuse(TorchFunctionMode):
         self.seen: dict[tuple[int, ...], list[tuple[Any, str]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a draw; leave all else alone."""
+        """Record a draw, and call the function."""
         if func is self.draw and torch._C._current_graph_task_id() == -1:
-            self._note(args[0], args[1])
+            self._record(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
-    def _note(self, key: Tensor, part: Any) -> None:
+    def _record(self, key: Tensor, part: Any) -> None:
         starts = [int(x) if isinstance(x, int) or _plain(x) else None for x in part.start]
         rows = list(_rows(key))
         if None in starts or not rows or not math.prod(part.shape):
@@ -46,7 +46,7 @@ class Reuse(TorchFunctionMode):
                 if _overlap(use, other):
                     raise KeyReuseError(
                         f"the key {list(row)} is used twice: for a draw of shape {list(other[0])} at {place}, and for "
-                        f"one of shape {list(part.shape)} at {here}. Both hold the same random numbers. Draw from "
+                        f"one of shape {list(part.shape)} at {here}. They share random numbers. Draw from "
                         f"different keys: first, second = fs.random.split(key), or fs.random.fold_in(key, number)"
                     )
             self.seen.setdefault(row, []).append((use, here))
@@ -81,7 +81,7 @@ def _readable(value: Tensor) -> bool:
 
 
 def _rows(key: Tensor) -> Iterator[tuple[int, ...]]:
-    """The keys that a tensor holds, one for each sample of the vmaps around it."""
+    """The keys that a tensor holds: one for each sample of the vmaps around it."""
     while _functorch.is_functorch_wrapped_tensor(key):
         dim = _functorch.maybe_get_bdim(key)
         key = _functorch.get_unwrapped(key)

@@ -1,4 +1,4 @@
-"""Shells: what stands for a unit in the code around it."""
+"""Shells: the stand-ins of units in the code around them."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +14,20 @@ from fshard.model.writes import Flag, Given, Glance, More, Scene, Surface, View,
 
 
 class Held:
-    """What an instance holds, as far as code in it needs to know.
+    """The tensors of an instance.
 
     Attributes:
         leaves: the tensors that it holds as parameters.
-        places: for every buffer, the places that it fills.
-        calm: whether a call has been seen to write nothing.
-        more: attributes that the instance has for itself.
+        places: for every buffer, its places in the instance.
+        unwritten: whether the last call wrote nothing.
+        more: attributes that the instance does not share with others.
     """
 
-    __slots__ = ("calm", "leaves", "more", "places")
+    __slots__ = ("leaves", "more", "places", "unwritten")
 
     def __init__(self, leaves: Sequence[Any], places: Sequence[Sequence[Place]]) -> None:
         self.leaves, self.places = leaves, places
-        self.calm = False
+        self.unwritten = False
         self.more: list[More] = []
 
     def bind(self, number: int, buffer: Any) -> None:
@@ -43,15 +43,15 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Shell:
-    """What stands for a unit in the code around it: it hands the call over.
+    """The stand-in of a unit in the code around it. It hands the call to the unit.
 
-    What a call of the unit wrote to its modules is written to those that stand for them out here.
+    The unit's writes to its modules are repeated on the modules that stand for them in the outer instance.
 
     Attributes:
-        unit: who gets the call.
-        params: the order of the unit's parameters, and their numbers among the leaves of the whole.
+        unit: the unit.
+        params: the order of the unit's parameters, and their numbers among the leaves of the whole model.
         buffers: by their path in the unit, the numbers of its buffers.
-        views: what is watched of the unit's modules.
+        views: the views of the unit's modules.
     """
 
     unit: Unit
@@ -59,38 +59,38 @@ class Shell:
     buffers: Mapping[str, int]
     views: Sequence[View]
 
-    def forward(self, held: Held, below: "Below") -> Callable[..., Any]:
+    def forward(self, held: Held, modules: "UnitModules") -> Callable[..., Any]:
         """The forward of the module in an instance."""
         unit, buffers = self.unit, self.buffers
         order, numbers = self.params
         call = unit.on(order.tree([held.leaves[i] for i in numbers]))
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            if not (held.calm and below.quiet()):
-                args = (*below.given(), *args)
+            if not (held.unwritten and modules.quiet()):
+                args = (*modules.given(), *args)
             out = call(args, kwargs)
-            return below.written(out) if type(out) is Written else out
+            return modules.written(out) if type(out) is Written else out
 
         def stateful(*args: Any, **kwargs: Any) -> Any:
             now = {path: held.bound(i) for path, i in buffers.items()}
-            if not (held.calm and below.quiet()):
-                args = (*below.given(), *args)
+            if not (held.unwritten and modules.quiet()):
+                args = (*modules.given(), *args)
             out, changed = call((now, *args), kwargs)
             for path, buffer in changed.items():
                 held.bind(buffers[path], buffer)
-            return below.written(out) if type(out) is Written else out
+            return modules.written(out) if type(out) is Written else out
 
         return stateful if buffers else plain
 
 
-class Below:
+class UnitModules:
     """The modules of an instance that stand for those of a unit.
 
     Args:
-        held: what the instance holds.
-        modules: the modules. The first gets a forward that refers to this, so it is referred to weakly.
-        scene: what lies in them at ``split``.
-        flag: tells whether tables were written to.
+        held: the tensors of the instance.
+        modules: the modules. The first gets a forward that refers to this object, so the reference to it is weak.
+        scene: what the modules held at ``split``.
+        flag: says whether tables were written to.
         numbers: the number of each module in the instance.
     """
 
@@ -104,26 +104,23 @@ class Below:
         self._glance: Glance | None = None
 
     def quiet(self) -> bool:
-        """Whether nothing was written to the modules, by a look that is quick enough for every call.
-
-        It refers to the first module, so it is for instances that are kept.
-        """
+        """Whether the modules are unwritten: a check quick enough for every call of a kept instance."""
         if self._glance is None:
             self._glance = self._scene.glance(self._modules(), self._flag, self._more())
         if self._glance():
             return True
-        self._held.calm = False
+        self._held.unwritten = False
         return False
 
     def given(self) -> tuple[Given, ...]:
-        """What the unit must know of what was written here; nothing if nothing was."""
+        """The unit's extra argument: the writes to the modules here; empty if there are none."""
         surface = self._surface()
         writes = {} if surface.clean() else surface.writes()
         return (Given(writes),) if writes else ()
 
     def written(self, result: Written) -> Any:
-        """Write what the unit wrote, and give what it returned."""
-        self._held.calm = False
+        """Repeat the unit's writes, and return its result."""
+        self._held.unwritten = False
         self._surface().write(result.writes)
         return result.value
 
@@ -136,6 +133,6 @@ class Below:
         return (first, *self._rest)
 
     def _more(self) -> list[More]:
-        """The attributes that the instance has for itself, by the place of their modules here."""
+        """The instance's own attributes, by the number of their module here."""
         place = {number: i for i, number in enumerate(self._numbers)}
         return [(place[i], name, was) for i, name, was in self._held.more if i in place]

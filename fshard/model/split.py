@@ -73,6 +73,7 @@ class Model:
             TreeError: leaves are missing, unknown or misshapen.
             UnitError: a buffer changed, but ``buffers`` was not given; or buffers are on meta, without values.
 
+        >>> import torch
         >>> model = split(nn.Linear(2, 2))
         >>> model.apply(model.params, torch.zeros(3, 2)).shape
         torch.Size([3, 2])

@@ -21,7 +21,7 @@ from fshard.errors import UnitError
 from fshard.model.buffers import Place
 from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.objects import Shared
-from fshard.model.shell import Below, Held, Shell
+from fshard.model.shell import Held, Shell, UnitModules
 from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, View, tables, view
 
 Numbers = Mapping[tuple[int, str], int]
@@ -136,7 +136,7 @@ class Template:
             table["_apply"] = partial(_converted, weakref.ref(module))
             object.__setattr__(module, "__dict__", table)
         for i, (numbers, scene) in self._below.items():
-            below = Below(held, [modules[n] for n in numbers], scene, self.flag, numbers)
+            below = UnitModules(held, [modules[n] for n in numbers], scene, self.flag, numbers)
             self._hand_over(i, held, below, modules[i])
         if any(part.referring for part in self._parts):
             held.more += self._redirect(modules, memo)
@@ -188,7 +188,7 @@ class Template:
         """The class and the attributes of each module."""
         return [(part.kind, part.attributes) for part in self._parts]
 
-    def _hand_over(self, number: int, held: Held, below: Below, module: nn.Module) -> None:
+    def _hand_over(self, number: int, held: Held, below: UnitModules, module: nn.Module) -> None:
         part = self._parts[number]
         assert part.shell is not None
         forward = part.shell.forward(held, below)
