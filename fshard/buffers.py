@@ -20,7 +20,7 @@ HOW = ("mean", "local")
 
 
 class Whole:
-    """A part of a batch that has no rows: every microbatch gets all of it.
+    """A part of a batch that has no rows: every microbatch gets the whole value.
 
     Args:
         value: any pytree, such as ``model.buffers``. The loss function reads it as ``batch["buffers"].value``.
@@ -46,24 +46,24 @@ def sync_buffers(
     *,
     microbatches: int = 1,
 ) -> dict[str, Any]:
-    """Make the buffers of all ranks one again, or leave them to each rank, by rules. Collective.
+    """Average the buffers of all ranks, or leave them to each rank, by rules. Collective.
 
-    Each part of a batch moves the statistics of batch normalization on from the same start; their mean is what one
-    process would have with the mean of the parts' statistics. (DDP instead broadcasts those of the first rank.)
+    Each part of a batch updates the statistics of batch normalization from the same start. Their mean is the update of
+    one process by the mean of the parts' statistics. (DDP instead broadcasts those of the first rank.)
 
     Args:
         buffers: a nested dict of this rank's tensors, as ``model.apply(..., buffers=)`` or ``metrics.aux`` gave them.
-        plan: says which ranks worked on which part: the mean is over the data axes.
+        plan: the mean is over its data axes.
         rules: ``(pattern, how)`` on paths, the first match wins: ``"mean"`` averages floating-point buffers, in their
-            own dtype, in the order of ranks; ``"local"`` leaves them as they are. Other buffers, such as counts of
-            batches, stay this rank's own.
+            own dtype, in the order of ranks; ``"local"`` leaves them unchanged. Other buffers, such as counts of
+            batches, are never averaged.
         microbatches: if the step had several, leaves are stacked along a first dim of this length, as in
-            ``metrics.aux``: floating-point ones are averaged along it, whatever the rules say; of others the last
-            counts.
+            ``metrics.aux``: floating-point ones are averaged along it, whatever the rules say; of others the last one
+            is taken.
 
     Raises:
-        PlanError: a buffer that no rule matches, or something else than ``"mean"`` or ``"local"``.
-        TreeError: a leaf that is not stacked.
+        PlanError: no rule matches a buffer, or a rule says neither ``"mean"`` nor ``"local"``.
+        TreeError: a leaf is not stacked.
 
     >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.P())])
@@ -94,7 +94,7 @@ def sync_buffers(
 
 
 def _joined(path: str, leaf: Any, count: int) -> Any:
-    """One value of those of all microbatches."""
+    """One value from those of all microbatches."""
     if count == 1 or not isinstance(leaf, Tensor):
         return leaf
     if leaf.ndim == 0 or leaf.shape[0] != count:

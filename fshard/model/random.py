@@ -248,9 +248,8 @@ class Part:
     @staticmethod
     def of(shape: Sequence[int], start: Start, whole: Sequence[int] | None) -> "Part":
         """The box that a caller named, checked."""
-        for name, sizes in (("shape", shape), ("of", () if whole is None else whole)):
-            if not isinstance(sizes, Sequence) or any(not isinstance(n, int | torch.SymInt) for n in sizes):
-                raise PlanError(f"{name}={sizes!r}: give a tuple of ints, such as (2, 3)")
+        _check_sizes("shape", shape)
+        _check_sizes("of", () if whole is None else whole)
         shape = tuple(shape)
         given = tuple(start) if isinstance(start, Sequence) else (start,)
         if isinstance(start, Sequence) and len(given) != len(shape) or not shape and isinstance(start, Tensor):
@@ -284,6 +283,11 @@ class Part:
             at = line.view(-1, *(1,) * (len(self.shape) - 1 - dim)) + at
             stride *= self.whole[dim]
         return torch.as_tensor(at).reshape(-1)
+
+
+def _check_sizes(name: str, sizes: Any) -> None:
+    if not isinstance(sizes, Sequence) or any(not isinstance(n, int | torch.SymInt) for n in sizes):
+        raise PlanError(f"{name}={sizes!r}: give a tuple of ints, such as (2, 3)")
 
 
 def _inside(first: int | Tensor, size: int, limit: int) -> bool:

@@ -1,4 +1,4 @@
-"""``fs.remat``: compute a function again in the backward instead of keeping what its forward made.
+"""``fs.remat``: compute a function again in the backward instead of keeping the results of its forward.
 
 The forward is one autograd Function that saves its inputs. Its backward is the same kind of Function around the
 function's ``torch.func.vjp``, and its jvp around ``torch.func.jvp``, so that every derivative of it recomputes, too,
@@ -30,21 +30,21 @@ Flat = Callable[..., tuple[Tensor, ...]]
 
 
 def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
-    """A function that gives what ``fn`` gives, and keeps only its inputs for the backward (``jax.checkpoint``).
+    """A function that computes ``fn``, and keeps only its inputs for the backward (``jax.checkpoint``).
 
     It works under ``grad``, ``vjp``, ``jvp``, ``vmap``, any nesting of them, double backward, and ``torch.compile``.
 
     Args:
-        fn: a pure function of pytrees of tensors and plain values, which returns a pytree. All tensors that gradients
-            are wanted of must be arguments. Random numbers in it must come from ``fs.random``.
-        policy: which results are kept nevertheless: ``fs.policies.nothing`` (the default), ``dots``, ``everything``,
+        fn: a pure function of pytrees of tensors and plain values, which returns a pytree. All tensors that need a
+            gradient must be arguments. Random numbers in it must come from ``fs.random``.
+        policy: which results are kept too: ``fs.policies.nothing`` (the default), ``dots``, ``everything``,
             ``saving(ops)``. ``dots`` and ``saving`` work in plain autograd and under ``torch.compile``; they raise
             under a transform of ``torch.func`` and on double backward. Inside of a compiled transform the compiler
             sees the whole computation, and ``remat`` leaves it alone.
 
     Raises:
-        RematError: when it is called: ``fn`` reads a tensor of the surrounding graph through a closure, draws from
-            torch's global generator, or a transform cannot honour the policy.
+        RematError: a call of ``fn`` reads a tensor of the surrounding graph through a closure, or draws from torch's
+            global generator; or a transform cannot honour the policy.
         PlanError: ``fn`` is no function, or ``policy`` no policy.
 
     >>> import fshard as fs
@@ -73,7 +73,7 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
             return checkpoint(fn, *args, use_reentrant=False, **contexts, **kwargs)
         if policy.ops:
             raise RematError(
-                f"remat(policy={policy}) under a transform of torch.func, which has no place to keep single results: "
+                f"remat(policy={policy}) under a transform of torch.func, which cannot keep single results: "
                 f"use fs.policies.nothing or everything there"
             )
         return _again(fn, args, kwargs)
@@ -82,14 +82,14 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
 
 
 @dataclass
-class Call:
+class Recomputed:
     """One call of a function, as a function of its tensors alone.
 
     Attributes:
         fn: from tensors to a tuple of tensors.
         reverse: whether its forward derivative is taken by two reverse ones.
-        watched: whether what it reads beside its arguments is checked; once, at the first forward, is enough.
-        autocast: the state of autocast at the call, which the backward does not have by itself.
+        watched: whether tensors that it reads beside its arguments are refused; the first forward checks.
+        autocast: the state of autocast at the call, which the backward restores.
     """
 
     fn: Flat
@@ -101,9 +101,9 @@ class Call:
         with _autocast(self.autocast), exact():
             return self.fn(*tensors)
 
-    def derived(self, fn: Flat) -> "Call":
-        """A derivative of this call, to be recomputed in its turn."""
-        return Call(fn, False, self.autocast, self.reverse)
+    def derived(self, fn: Flat) -> "Recomputed":
+        """A derivative of this call, which its own backward recomputes too."""
+        return Recomputed(fn, False, self.autocast, self.reverse)
 
 
 class Remat(torch.autograd.Function):
@@ -112,12 +112,12 @@ class Remat(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(call: Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute, and keep nothing."""
         if not call.watched:
             return _own(call(*tensors), tensors)
         detached = [tensor.detach() for tensor in tensors]
-        with Watch():
+        with NoCaptures():
             return _own(call(*detached), detached)
 
     @staticmethod
@@ -152,7 +152,7 @@ class Remat(torch.autograd.Function):
 
 
 def exact() -> AbstractContextManager[Any]:
-    """Where it is entered, operators whose derivatives PyTorch gets wrong are computed otherwise: see ``Exact``."""
+    """A scope in which operators with wrong derivatives in PyTorch are computed in other ways: see ``Exact``."""
     return nullcontext() if torch.compiler.is_compiling() else _exact()
 
 
@@ -173,13 +173,13 @@ def _exact() -> Iterator[Exact]:
 
 
 def _in_checkpoint(traceback: TracebackType | None) -> bool:
-    """Whether torch.utils.checkpoint itself raised: the innermost frame is its own, or that of the hooks it sets."""
+    """Whether torch.utils.checkpoint itself raised: the innermost frames are its own, or those of its hooks."""
     files = [frame.f_code.co_filename for frame, _ in walk_tb(traceback)][-3:]
     return any(file.endswith("checkpoint.py") and "torch" in file for file in files)
 
 
 def by_reverse(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives what ``fn`` gives, and whose forward derivative is computed by two reverse ones."""
+    """A function that computes ``fn``, and whose forward derivative is taken by two reverse ones."""
     return lambda *args, **kwargs: _again(fn, args, kwargs, reverse=True)
 
 
@@ -200,7 +200,7 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
     tensors_at = list(tensors)
     with _unchanged_generators():
-        call = Call(flat, True, _autocast_state(), reverse)
+        call = Recomputed(flat, True, _autocast_state(), reverse)
         outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
     kept, out_spec = result[0], result[1]
     return tree.unflatten(out_spec, [next(outs) if value is _TENSOR else value for value in kept])
@@ -210,22 +210,26 @@ _TENSOR = object()
 
 
 def _own(outs: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A Function's results are its own: an input that is returned as it stands would lose its gradient."""
+    """Results of a Function must be new tensors: an input that is returned itself would lose its gradient."""
     return tuple(out.view_as(out) if any(out is tensor for tensor in given) else out for out in outs)
 
 
-def _vjp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor) -> tuple[Tensor, ...]:
+def _vjp(
+    call: Recomputed, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
+) -> tuple[Tensor, ...]:
     """The gradients of the wanted tensors among ``args[:count]``; ``args[count:]`` are those of the results."""
     of = _restricted(call, args[:count], wanted, places)
     pull = torch.func.vjp(of, *(args[i] for i in wanted))[1]
-    # Only where a graph is made, autograd takes formulas that have a forward derivative.
+    # Autograd takes formulas that have a forward derivative only where a graph is made.
     stack = _functorch.get_interpreter_stack() or ()
     forward = any(level.key() == _functorch.TransformType.Jvp for level in stack)
     grads: tuple[Tensor, ...] = pull(args[count:], create_graph=forward or torch.is_grad_enabled())
     return grads
 
 
-def _jvp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor) -> tuple[Tensor, ...]:
+def _jvp(
+    call: Recomputed, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
+) -> tuple[Tensor, ...]:
     """The tangents of the results; ``args[count:]`` are those of the wanted tensors among ``args[:count]``."""
     of = _restricted(call, args[:count], wanted, places)
     # A dual number takes its primal's layout, and cannot be written where that is an expanded one.
@@ -235,7 +239,7 @@ def _jvp(call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *
 
 
 def _jvp_by_reverse(
-    call: Call, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
+    call: Recomputed, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
 ) -> tuple[Tensor, ...]:
     """As ``_jvp``. The pullback is a linear function of cotangents, and the pullback of that is the pushforward."""
     of = _restricted(call, args[:count], wanted, places)
@@ -246,7 +250,7 @@ def _jvp_by_reverse(
     return tangents
 
 
-def _restricted(call: Call, tensors: Sequence[Tensor], wanted: Sequence[int], places: Sequence[int]) -> Flat:
+def _restricted(call: Recomputed, tensors: Sequence[Tensor], wanted: Sequence[int], places: Sequence[int]) -> Flat:
     """The call as a function of its floating-point tensors, with its floating-point results."""
 
     def of(*some: Tensor) -> tuple[Tensor, ...]:
@@ -263,15 +267,15 @@ def _floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class Watch(TorchFunctionMode):
-    """Refuses tensors of the surrounding graph that are no arguments: their gradients would be lost without a word.
+class NoCaptures(TorchFunctionMode):
+    """Refuses tensors of the surrounding graph that are no arguments: their gradients would be lost silently.
 
-    It looks at what operators are given. The function's arguments come detached, so whatever requires grad, or belongs
-    to a transform that is not under way inside, came from outside. Samples of a surrounding vmap are no danger.
+    It checks the arguments of operators. The function's arguments come detached, so a tensor that requires grad, or
+    belongs to a transform that began outside, was captured. Samples of a surrounding vmap are allowed.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look, then run."""
+        """Check an operator's arguments, then run it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -290,7 +294,7 @@ def _foreign(tensor: Tensor) -> bool:
     level, batched = _functorch.maybe_get_level(tensor), _functorch.is_batchedtensor(tensor)
     vmap = _functorch.TransformType.Vmap
     stack = _functorch.get_interpreter_stack() or ()
-    # A transform that is suspended lends its level to those that begin inside: the kinds must agree, too.
+    # Transforms that begin inside take the level of a suspended one, so the kinds must agree too.
     return not any(one.level() == level and (one.key() == vmap) == batched for one in stack)
 
 
@@ -320,7 +324,7 @@ def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
 
 @contextmanager
 def _autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
-    """Autocast as it was at the call; its cache would keep casts of tensors that are there for this call alone."""
+    """Autocast as it was at the call, without its cache, which would keep casts of this call's tensors."""
     with ExitStack() as stack:
         if state != _autocast_state():
             for kind, enabled, dtype in state:

@@ -1,9 +1,9 @@
 """Split a module into a parameter tree and a pure function of it, with chosen submodules as units.
 
-The user's module is never touched. A private copy without memory (its parameters are on the meta device) keeps the
-code, and ``Model.apply`` runs instances of it that hold the tensors given to it. A unit occurs twice: the *shell*
-stands where the unit stood and hands the call to a ``Unit``, and that runs an instance of the unit alone, with its
-hooks and its forward. The shell holds the unit's tensors too, for code outside that reads its weights.
+The user's module is never changed. A private copy with parameters on the meta device keeps the code, and
+``Model.apply`` runs instances of the copy that hold the given tensors. A unit occurs twice: the *shell* stands at the
+unit's place and hands the call to a ``Unit``, which runs an instance of the unit alone, with its hooks and its forward.
+The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,8 +56,8 @@ class Model:
     ) -> Any:
         """Call the module with these parameters: a pure function, which every transform of ``torch.func`` takes.
 
-        Training mode, hooks and everything else that is no tensor are as they were when the module was split. What
-        the module's code sets as attributes lasts no longer than the call.
+        Training mode, hooks and all else but tensors are as they were when the module was split. Attributes that the
+        module's code sets last until the end of the call.
 
         Args:
             params: a tree like ``self.params``; any dtype, and any device that the module's code can work on.
@@ -66,8 +66,8 @@ class Model:
             kwargs: the module's keyword arguments.
 
         Returns:
-            What the module returns; with ``buffers``, the pair of that and the new buffers, detached. A buffer that
-            did not change is the tensor that was given (inside of ``vmap`` it may be an equal one).
+            The module's result; with ``buffers``, the pair of that and the new buffers, detached. An unchanged buffer
+            is the given tensor (inside of ``vmap`` it may be an equal one).
 
         Raises:
             TreeError: leaves are missing, unknown or misshapen.
@@ -96,11 +96,11 @@ class Model:
 
     @property
     def module(self) -> nn.Module:
-        """The private copy that keeps the code: its parameters are on the meta device. Not to be changed."""
+        """The private copy that keeps the code, with parameters on the meta device. Do not change it."""
         return self._body.module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle or a copy splits its module again: instances are bound to the identity of the modules here."""
+        """A pickle or a copy splits the module again: instances are bound to the identity of this model's modules."""
         kept = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_body"}
         return _again, (self.module, kept)
 
@@ -117,19 +117,19 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
             ``Model.params`` shares its memory.
         units: which submodules are units, by path or by class. In a path pattern each part between dots is a glob:
             ``"blocks.*"``, ``"*coder.layers.*"``. ``"auto"`` takes the blocks of the outermost ``nn.ModuleList`` and
-            ``nn.Sequential``, which for most models are the right ones; ``Model.units`` says what it found.
-        ignore: regular expressions for whole paths of frozen parameters that are to be no leaves (the
-            ``ignored_params`` of FSDP2's ``fully_shard``): they stay on every rank as they are, tensors of special
-            classes and of other values on each rank among them. ``Model.ignored`` holds them, and no plan,
-            collective, optimizer or checkpoint knows them.
+            ``nn.Sequential``, which suits most models; ``Model.units`` lists the result.
+        ignore: regular expressions for whole paths of frozen parameters to keep out of the leaves (the
+            ``ignored_params`` of FSDP2's ``fully_shard``). They stay on every rank unchanged; they may be tensors of
+            special classes, or differ between ranks. ``Model.ignored`` holds them, and no plan, collective, optimizer
+            or checkpoint includes them.
 
     Returns:
         The model.
 
     Raises:
         PlanError: ``module`` is no module, or one that ``torch.compile`` made; a pattern matches nothing, a unit
-            cannot be called, or lies inside of another one; a parameter has hooks; a parameter that is to be ignored
-            wants to be trained.
+            cannot be called, or lies inside of another one; a parameter has hooks; an ignored parameter is
+            trainable.
         UnitError: the module cannot be copied.
 
     >>> model = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), units=("*",))
@@ -171,7 +171,7 @@ def _again(module: nn.Module, kept: Mapping[str, Any]) -> Model:
 
 
 def _put_aside(twin: nn.Module, out: Iterable[str]) -> None:
-    """Let some parameters of the copy be plain attributes, which all instances share."""
+    """Make some parameters of the copy plain attributes, which all instances share."""
     for path in out:
         owner, _, name = path.rpartition(".")
         below = twin.get_submodule(owner)
@@ -186,7 +186,7 @@ def _body(
     aliases: tuple[Mapping[str, str], Mapping[str, str]],
     units: Sequence[str],
 ) -> Body:
-    """The whole module as a pure function, in which units are handed over."""
+    """The whole module as a pure function, with shells in the place of units."""
     leaves = _numbers(find_places(twin, "_parameters", aliases[0]), params)
     places = find_places(twin, "_buffers", aliases[1])
     states = _numbers(places, buffers)
@@ -196,7 +196,7 @@ def _body(
 
 
 def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, states: Numbers) -> Shell:
-    """A unit: its own pure function, and how the leaves of the whole are handed to it."""
+    """A unit: its own pure function, and its leaves among those of the whole model."""
     found = [_own_places(module, kind) for kind in ("_parameters", "_buffers")]
     params, buffers = LeafOrder(f"params of {name}", found[0]), LeafOrder(f"buffers of {name}", found[1])
     template = Template(module, twin, _numbers(found[0], params), _numbers(found[1], buffers), {})
@@ -248,7 +248,7 @@ def _function(body: Body) -> Callable[..., Any]:
 
 
 def _preparation(body: Body) -> Callable[..., Any] | None:
-    """What saves a unit without buffers to look up its leaves and its instance at every call."""
+    """``Unit.prepare`` of a unit without buffers: later calls need not find its leaves and its instance."""
     return None if body.buffers.paths else body.prepared
 
 

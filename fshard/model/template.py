@@ -1,7 +1,7 @@
-"""Templates: a module's structure, compiled once, so that making a copy of it costs microseconds a module.
+"""Templates: a module's structure, compiled once, so that a copy costs microseconds a module.
 
-The copies are instances. They hold given tensors where the module holds its parameters, and have attributes, containers
-in these and tables of hooks of their own.
+The copies are instances. They hold given tensors in the place of the module's parameters, and have attributes of their
+own, with copies of containers and tables of hooks.
 """
 
 import copy
@@ -25,7 +25,7 @@ from fshard.model.shell import Held, Shell, UnitModules
 from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, View, tables, view
 
 Numbers = Mapping[tuple[int, str], int]
-"""The number of the leaf that belongs into a place, by the identity of the template's dict and the name in it."""
+"""By place, the identity of the template's dict and a name in it, the number of its leaf."""
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -34,12 +34,12 @@ class Instance:
     """One copy of a structure.
 
     Attributes:
-        held: the tensors in it.
-        modules: its modules; the first is the one to call.
-        surface: what a call may write.
-        glance: a quick look at it, once a call has been seen to write nothing.
-        kept: whether more calls are to come.
-        busy: whether a call is under way.
+        held: its tensors.
+        modules: its modules; the first one is called.
+        surface: finds the writes of a call.
+        glance: a quick check for writes, made once a call has written nothing.
+        kept: whether further calls may use it.
+        busy: whether a call is running.
     """
 
     __slots__ = ("busy", "glance", "held", "kept", "modules", "surface")
@@ -52,14 +52,14 @@ class Instance:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Part:
-    """One module of a template; numbers are of modules, parameters and buffers, and -1 stands for None."""
+    """One module of a template. Modules, parameters and buffers are numbers; -1 stands for None."""
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
     children: tuple[tuple[str, int], ...]
     params: tuple[tuple[str, int], ...]
     buffers: tuple[tuple[str, int], ...]
-    referring: tuple[str, ...]  # attributes that refer to modules of the structure by other ways than as children
+    referring: tuple[str, ...]  # attributes that refer to modules of the structure
     holding: tuple[str, ...]  # other attributes that hold containers
     shell: Shell | None
     signature: Any
@@ -119,17 +119,9 @@ class Template:
         modules = [object.__new__(part.kind) for part in self._parts]
         places: list[list[Place]] = [[] for _ in range(self._buffers)]
         held = Held(leaves, places)
-        hooks, parts = self._hooks, self._tables
         memo: dict[int, Any] = {}
         for module, part in zip(modules, self._parts, strict=True):
-            table = part.attributes.copy()
-            table["_parameters"] = parts([(name, None if i < 0 else leaves[i]) for name, i in part.params])
-            table["_modules"] = parts([(name, None if i < 0 else modules[i]) for name, i in part.children])
-            table["_buffers"] = buffers = dict.fromkeys([name for name, _ in part.buffers])
-            for name in HOOKS:
-                table[name] = hooks() if not table[name] else _filled(hooks(), table[name])
-            for name in part.holding:
-                table[name] = copied(table[name], memo)
+            table, buffers = self._table(part, leaves, modules, memo)
             for name, i in part.buffers:
                 if i >= 0:
                     places[i].append((buffers, name))
@@ -142,12 +134,25 @@ class Template:
             held.more += self._redirect(modules, memo)
         return Instance(held, modules, Surface(self.scene, modules, self.flag, held.more))
 
+    def _table(self, part: _Part, leaves: Sequence[Any], modules: Sequence[Any], memo: dict[int, Any]) -> Any:
+        """The dict of a module of an instance, and the table of buffers in it."""
+        hooks, tables = self._hooks, self._tables
+        table = part.attributes.copy()
+        table["_parameters"] = tables([(name, None if i < 0 else leaves[i]) for name, i in part.params])
+        table["_modules"] = tables([(name, None if i < 0 else modules[i]) for name, i in part.children])
+        table["_buffers"] = dict.fromkeys([name for name, _ in part.buffers])
+        for name in HOOKS:
+            table[name] = hooks() if not table[name] else _filled(hooks(), table[name])
+        for name in part.holding:
+            table[name] = copied(table[name], memo)
+        return table, table["_buffers"]
+
     def glance(self, instance: Instance) -> Glance:
-        """A quick look at all modules of an instance."""
+        """A quick check of all modules of an instance for writes."""
         return self.scene.glance(instance.modules, self.flag, instance.held.more)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors in attributes, which all instances share."""
+        """By name, the tensors in attributes, which all instances share."""
         return {
             f"{seen.path}.{name}" if seen.path else name: x
             for seen, part in zip(self.views, self._parts, strict=True)
@@ -157,7 +162,7 @@ class Template:
         }
 
     def moved(self, instance: Instance) -> str | None:
-        """Where an instance holds another module or parameter than the one that it was made with; None if nowhere."""
+        """The name under which an instance holds another module or parameter than at first; None if there is none."""
         leaves, modules = instance.held.leaves, instance.modules
         if not self.flag.raised:
             return None
@@ -172,7 +177,7 @@ class Template:
         return None
 
     def kind(self) -> Hashable:
-        """Equal for two templates whose instances, with the same tensors in the same places, do the same."""
+        """A key, equal for templates whose instances with the same tensors compute the same."""
         return tuple(
             (
                 part.kind,
@@ -196,7 +201,7 @@ class Template:
         vars(module)["forward"] = forward
 
     def _redirect(self, modules: Sequence[nn.Module], copies: Mapping[int, Any]) -> list[More]:
-        """Let attributes that refer to modules of the template refer to those of the instance."""
+        """Make attributes that refer to modules of the template refer to those of the instance."""
         memo: dict[int, Any] = dict(self._outside) | dict(copies)
         memo |= {id(old): new for old, new in zip(self._originals, modules, strict=True)}
         made: list[More] = []
@@ -210,7 +215,7 @@ class Template:
 
 
 def _filled(made: OrderedDict[Any, Any], entries: Mapping[Any, Any]) -> OrderedDict[Any, Any]:
-    """A table with these entries, which was not written to."""
+    """Fill a table without raising its flag."""
     for key, value in entries.items():
         OrderedDict.__setitem__(made, key, value)
     return made
@@ -271,7 +276,7 @@ def _part(
 
 
 def _fixed(value: Any) -> Hashable:
-    """Equal for two values that a program cannot tell apart; what is no plain value is equal to itself alone."""
+    """A key, equal for plain values that a program cannot tell apart; any other value equals itself alone."""
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
         return type(value).__name__, repr(value)
     if isinstance(value, (tuple, list)):
@@ -289,20 +294,20 @@ def _numbered(entries: Mapping[str, Tensor | None], numbers: Numbers) -> tuple[t
 
 
 def _attributes(module: nn.Module, shell: bool) -> dict[str, Any]:
-    """What instances share with the template. A shell has no hooks: they run inside of the unit."""
+    """The attributes that instances share. A shell has no hooks: they run inside of the unit."""
     table = {name: value for name, value in vars(module).items() if name not in _TABLES}
     return table | {name: {} for name in HOOKS} if shell else table
 
 
 def _quiet(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a shell: a ``__call__`` of the class's own belongs inside of the unit, and must not run twice."""
+    """The class of a shell, without a ``__call__`` of its own: that runs inside of the unit, and must not run twice."""
     if kind.__call__ is nn.Module.__call__:
         return kind
     return type(kind.__name__, (kind,), {"__call__": nn.Module.__call__, "__module__": kind.__module__})
 
 
 class _Probe(dict[int, Any]):
-    """A memo for ``copy.deepcopy`` that notes whether the copy came upon certain objects."""
+    """A memo for ``copy.deepcopy`` that records whether the copy met known objects."""
 
     def __init__(self, known: Mapping[int, Any]) -> None:
         super().__init__()
@@ -310,7 +315,7 @@ class _Probe(dict[int, Any]):
         self.found = False
 
     def get(self, key: int, default: Any = None) -> Any:
-        """The object itself where it is a known one."""
+        """The object itself, if it is known."""
         if key in self.known:
             self.found = True
             return self.known[key]

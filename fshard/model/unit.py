@@ -1,8 +1,8 @@
-"""Units: pure functions of a parameter tree, and the mark by which an engine takes over their calls.
+"""Units: pure functions of a parameter tree. An engine runs the calls of units that receive its tensors.
 
-A unit called with ordinary tensors is an ordinary function. While an engine runs a program it puts a ``Slot`` on the
-tensors it hands out, and a unit called with such tensors asks the engine to run it. The mark travels on the tensors and
-not in a global, so nothing has to be switched on or off, and two engines can run in one process.
+A unit called with ordinary tensors is an ordinary function. An engine puts a ``Slot`` on the tensors that it gives to a
+program, and a unit called with such tensors asks the engine to run it. The slot travels on the tensors and not in a
+global, so nothing is switched on or off, and two engines can run in one process.
 """
 
 import functools
@@ -22,23 +22,23 @@ _ATTRIBUTE = "_fshard_slot"
 
 
 class Engine(Protocol):
-    """What runs the units of a program."""
+    """Runs the units of a program."""
 
     def call(self, unit: "Unit", params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``unit.fn(params, *args, **kwargs)`` in the engine's way, and return what it returns."""
+        """Run ``unit.fn(params, *args, **kwargs)``, and return its result."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """What a parameter tensor carries while an engine runs the program.
+    """The mark of an engine's parameter tensor.
 
     Attributes:
-        engine: who runs the calls of units that receive the tensor.
+        engine: runs the calls of units that receive the tensor.
         path: the leaf's path in the whole parameter tree.
-        casting: what casts inputs and results of units; None if nothing is cast.
-        shape: the whole leaf's, whatever part of it the tensor holds; None if nobody knows.
-        instances: the copies of modules that hold the tensor, by what made them; they live as long as the tensor.
+        casting: casts inputs and results of units; None if nothing is cast.
+        shape: the whole leaf's shape, whatever part of it the tensor holds; None if it is unknown.
+        instances: by their maker, the copies of modules that hold the tensor; they live as long as the tensor.
     """
 
     engine: Engine
@@ -49,7 +49,7 @@ class Slot:
 
 
 def slot_of(tensor: Any) -> Slot | None:
-    """The slot that a tensor carries, if it carries one. Views and results of operations carry none."""
+    """The slot of a tensor, if it has one. Views and results of operations have none."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
@@ -67,10 +67,10 @@ class Unit:
     Attributes:
         name: the path of the module it came from; empty for a hand-written function.
         fn: ``fn(params, *args, **kwargs)``.
-        prepare: gives the function of ``*args, **kwargs`` for a params tree whose leaves stay the same objects, once
-            for many calls; without it that is ``fn`` with the tree.
-        buffers: whether its first argument after the tree is a dict of buffers, and its result a pair of what it
-            computes and those that it changed.
+        prepare: makes the function of ``*args, **kwargs`` for a params tree whose leaves stay the same objects, once
+            for many calls; None for ``fn`` with the tree.
+        buffers: whether the first argument after the tree is a dict of buffers, and the result a pair of the computed
+            value and the changed buffers.
     """
 
     name: str
@@ -99,7 +99,7 @@ def unit(fn: Callable[..., Any]) -> Unit:
 
     Args:
         fn: ``fn(params, *args, **kwargs)``; ``params``, given by position, is the tree of parameters that it reads.
-            It must not write to its arguments, and must read no tensor but those.
+            It must not write to its arguments, and must read no other tensor.
 
     Returns:
         A ``Unit`` with the function's name and docstring.
@@ -127,7 +127,7 @@ def unit(fn: Callable[..., Any]) -> Unit:
 
 
 def _first_slot(params: Tree) -> Slot | None:
-    # Nested dicts are walked here: on the path of every call, optree's flattening would cost five times as much.
+    # Every call walks its tree: for nested dicts, optree's flattening would cost five times as much.
     if type(params) is dict:
         for below in params.values():
             slot = _first_slot(below)

@@ -1,10 +1,10 @@
-"""What a call writes to the structure of a module: attributes, containers in them, hooks.
+"""A call's writes to the structure of a module: attributes, containers in them, hooks.
 
-``Model.apply`` is a pure function, so none of that outlives the call. A ``Surface`` knows what lay in the modules of an
-instance before the call, and tells what the call wrote. An instance that was written to is not used again. What was
-written inside of a unit is part of the unit's result (``Written``), so that whoever runs the unit sees the tensors in
-it, and is written once more to the modules that stand for the unit outside of it. What those held before the call is
-an argument of the unit (``Given``) where it is not what the module held when it was split.
+``Model.apply`` is a pure function, so no write outlives the call. A ``Surface`` records what the modules of an instance
+held before the call, and finds the call's writes. An instance that was written to is not used again. Writes inside of a
+unit are part of the unit's result (``Written``), so that the engine sees the tensors in them, and are repeated on the
+modules that stand for the unit outside of it. If those modules were written to before the call, these writes are an
+argument of the unit (``Given``).
 """
 
 import enum
@@ -25,42 +25,42 @@ from fshard.model.containers import holds, inside, mapped, matches, outline, tak
 from fshard.model.objects import held, opaque
 
 CACHES = frozenset(("_flat_weights", "_flat_weight_refs"))
-"""Attributes in which torch's recurrent modules hold their parameters once more. They follow from the parameters."""
+"""Attributes in which torch's recurrent modules hold their parameters a second time."""
 
 BASE = frozenset((*vars(nn.Module()), "_apply", *CACHES)) - {"training", "_is_full_backward_hook"}
-"""Attributes in which torch keeps its own account of a module, and what instances put in the place of a method."""
+"""Attributes that torch keeps for itself, and the method that instances replace."""
 
 HOOKS = tuple(sorted(name for name in BASE if "hooks" in name and "state_dict" not in name))
-"""Those of them that hold the hooks of its calls."""
+"""Those attributes that hold the hooks of calls."""
 
 BUFFERS = "_buffers"
-"""Stands for the buffers that a call has added."""
+"""The name under which the buffers that a call added are written."""
 
 
 OBJECTS = "{}"
-"""Stands for objects in attributes, which are one and the same for all instances."""
+"""Stands for objects in attributes, which all instances share."""
 
 
 More = tuple[int, str, Any]
-"""An attribute that each instance has for itself: the number of its module, its name, and its outline."""
+"""An attribute that instances do not share: the number of its module, its name, and its outline."""
 
 
 Glance = Callable[[], bool]
-"""Tells whether modules hold what they held when it was made."""
+"""Returns whether modules are as they were when it was made."""
 
 
 class WrittenObject:
-    """Tells that a call wrote to such an object. No graph can return one."""
+    """Says that a call wrote to such an object. No graph can return one."""
 
 
 class Given(NamedTuple):
-    """What lies in a unit's modules when it is called, where that is not what lay there at ``split``."""
+    """The writes to a unit's modules before its call."""
 
     writes: dict[str, Any]
 
 
 class Written(NamedTuple):
-    """The result of a unit whose call wrote to its modules: what it returned, and what it wrote."""
+    """The result of a unit whose call wrote to its modules: the value that it returned, and the writes."""
 
     value: Any
     writes: dict[str, Any]
@@ -72,20 +72,20 @@ class Gone(enum.Enum):
     GONE = 0
 
 
-class Below(str):
-    """Stands for a module of the unit: its path."""
+class ModulePath(str):
+    """Stands for a module of the unit."""
 
     __slots__ = ()
 
 
-class Leaf(str):
-    """Stands for a parameter of the unit: its path."""
+class LeafPath(str):
+    """Stands for a parameter of the unit."""
 
     __slots__ = ()
 
 
 class Flag:
-    """Whether a table of some instance of a template was written to, ever."""
+    """Whether a table of any instance of a template was ever written to."""
 
     __slots__ = ("raised",)
 
@@ -98,7 +98,7 @@ WRITES = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "s
 
 
 def tables(flag: Flag) -> tuple[type[OrderedDict[Any, Any]], type[dict[Any, Any]]]:
-    """Kinds of dicts that raise a flag when they are written to: for hooks, and for parts of modules."""
+    """Classes of dicts that raise a flag when they are written to: for hooks, and for parts of modules."""
 
     def raising(write: Callable[..., Any]) -> Callable[..., Any]:
         def raised(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,17 +115,17 @@ def tables(flag: Flag) -> tuple[type[OrderedDict[Any, Any]], type[dict[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is watched of one module, and what lay there before the call.
+    """The attributes of one module before the call.
 
     Attributes:
         path: the module's path.
         names: attributes that hold no containers.
-        kept: what they hold.
-        read: gets that from the module's dict.
-        holding: attributes that hold containers, and the outlines of these.
-        hooks: the keys of the hooks that there are, by the name of their table.
+        kept: the values of these.
+        read: reads these values from the module's dict.
+        holding: attributes that hold containers, with the outlines of the containers.
+        hooks: by the name of their table, the keys of hooks.
         buffers: the names of its buffers.
-        known: all names that are no new ones.
+        known: the names of all attributes; others are new.
     """
 
     path: str
@@ -139,7 +139,7 @@ class View:
 
 
 def view(path: str, entries: Mapping[str, Any], without: Iterable[str] = ()) -> View:
-    """The view of a module with this dict; names in ``without`` are not watched."""
+    """The view of a module with this dict, without some names."""
     names = [name for name in entries if name not in BASE and name not in without]
     holding = {name: outline(entries[name]) for name in names if holds(entries[name])}
     flat = tuple(name for name in names if name not in holding)
@@ -160,7 +160,7 @@ class Scene:
 
     Args:
         views: of each module.
-        size: the lengths of their dicts and of their tables of buffers, added up.
+        size: the sum of the lengths of their dicts and their tables of buffers.
     """
 
     def __init__(self, views: Sequence[View], size: int) -> None:
@@ -171,7 +171,7 @@ class Scene:
 
     @functools.cached_property
     def comparison(self) -> CodeType:
-        """The source of a ``Glance``, which compares attribute by attribute: a loop would take three times as long."""
+        """The code of a ``Glance``, which compares attribute by attribute: a loop would take three times as long."""
         numbers = itertools.count()
         terms = [f"m{i}[{name!r}] is x{next(numbers)}" for i, seen in enumerate(self.views) for name in seen.names]
         sizes = "+".join(f"len(m{i})+len(b{i})" for i in range(len(self.views)))
@@ -180,12 +180,12 @@ class Scene:
         return compile(f"def glance():\n{body}", "<attributes of modules>", "exec")
 
     def glance(self, modules: Sequence[nn.Module], flag: Flag, more: Sequence[More]) -> Glance:
-        """A look at modules that have been seen to be left alone, quick enough for every call.
+        """A check of unwritten modules that is quick enough for every call.
 
         Args:
             modules: the modules.
-            flag: tells whether tables were written to. One that was ever raised needs a closer look.
-            more: attributes that the instance has for itself.
+            flag: says whether tables were written to. Once it is raised, the check fails.
+            more: attributes that the instance does not share.
         """
         space: dict[str, Any] = {"flag": flag, "size": self.size, "same": _same_container}
         space["holding"] = [(modules[i].__dict__, name, was) for i, name, was in (*self.holding, *more)]
@@ -203,13 +203,13 @@ def _same_container(held: tuple[dict[str, Any], str, Any]) -> bool:
 
 
 class Surface:
-    """What calls may write of the modules of an instance.
+    """The modules of an instance, as far as calls may write to them.
 
     Args:
-        scene: what lay there before.
+        scene: the state before the call.
         modules: the modules.
-        flag: tells whether tables were written to.
-        more: attributes that each instance has for itself.
+        flag: says whether tables were written to.
+        more: attributes that the instance does not share.
     """
 
     __slots__ = ("_begun", "_entries", "_flag", "_more", "modules", "scene")
@@ -220,7 +220,7 @@ class Surface:
         self._begun: list[tuple[str, Tensor, int]] = []
 
     def clean(self) -> bool:
-        """Whether everything is as it was before the call."""
+        """Whether a call wrote nothing."""
         scene, held = self.scene, self._entries
         try:
             found = chain.from_iterable([read(entries) for read, entries in zip(scene.reads, held, strict=True)])
@@ -235,35 +235,28 @@ class Surface:
         return not self._begun and not (self._flag.raised and self._hooked())
 
     def writes(self) -> dict[str, Any]:
-        """What differs from before, by its name. Hooks of the first module are its own affair."""
+        """The call's writes, by name. Hooks of the first module run inside of the unit, and are left out."""
         found: dict[str, Any] = {}
         for number, (seen, entries) in enumerate(zip(self.scene.views, self._entries, strict=True)):
-            watched = chain(zip(seen.names, seen.kept, strict=True), seen.holding)
-            for name, was in chain(watched, [(name, was) for i, name, was in self._more if i == number]):
-                now = entries.get(name, Gone.GONE)
-                if not matches(now, was):
-                    found[_spot(seen.path, name)] = now
-            for name in entries.keys() - seen.known:
-                found[_spot(seen.path, name)] = entries[name]
-            if len(entries["_buffers"]) > len(seen.buffers):
-                new = {name: x for name, x in entries["_buffers"].items() if name not in seen.buffers}
-                found[_spot(seen.path, BUFFERS)] = new
+            own = [(name, was) for i, name, was in self._more if i == number]
+            changed = dict(_changed(seen, entries, own))
             for name in HOOKS if number and self._flag.raised else ():
                 if tuple(entries[name]) != seen.hooks.get(name, ()):
-                    found[_spot(seen.path, name)] = dict(entries[name])
+                    changed[name] = dict(entries[name])
+            found |= {_spot(seen.path, name): value for name, value in changed.items()}
         found |= {spot: self._at(spot) for spot, x, before in self._begun if version(x) != before}
         paths = self._paths() if found else {}
         return {spot: mapped(lambda x: paths.get(id(x), x), found[spot]) for spot in sorted(found)}
 
     def write(self, writes: Mapping[str, Any]) -> None:
-        """Write to the modules what was written to others of their kind."""
+        """Repeat writes to the modules of another instance on these."""
         below = {seen.path: module for seen, module in zip(self.scene.views, self.modules, strict=True)}
         for spot, given in writes.items():
             if spot == OBJECTS:
                 continue
             path, _, name = spot.rpartition(".")
             entries = below[path].__dict__
-            value = mapped(lambda x: _meant(x, below), given)
+            value = mapped(lambda x: _resolved(x, below), given)
             if value is Gone.GONE:
                 entries.pop(name, None)
             elif name == BUFFERS:
@@ -276,7 +269,7 @@ class Surface:
                 entries[name] = take(entries.get(name), value)
 
     def begin(self, writes: Mapping[str, Any]) -> None:
-        """Start a call from modules to which this was written before: from now on, that is what lay there."""
+        """Repeat earlier writes before a call; they do not count as writes of the call."""
         self.write({spot: mapped(_own, value) for spot, value in writes.items()})
         touched = {spot.rpartition(".")[0] for spot in writes}
         views = [
@@ -288,13 +281,13 @@ class Surface:
             (spot, x, version(x)) for spot in writes for x in inside(self._at(spot)) if isinstance(x, Tensor)
         ]
 
-    def _paths(self) -> dict[int, Below | Leaf]:
-        """What stands for modules and parameters, which are others in another instance."""
-        found: dict[int, Below | Leaf] = {}
+    def _paths(self) -> dict[int, ModulePath | LeafPath]:
+        """By identity, the paths that stand for modules and parameters, which differ between instances."""
+        found: dict[int, ModulePath | LeafPath] = {}
         for seen, module in zip(self.scene.views, self.modules, strict=True):
-            found[id(module)] = Below(seen.path)
+            found[id(module)] = ModulePath(seen.path)
             leaves = module._parameters.items()
-            found |= {id(leaf): Leaf(_spot(seen.path, name)) for name, leaf in leaves if leaf is not None}
+            found |= {id(leaf): LeafPath(_spot(seen.path, name)) for name, leaf in leaves if leaf is not None}
         return found
 
     def _hooked(self) -> bool:
@@ -310,16 +303,28 @@ class Surface:
         return self._entries[number].get(name)
 
 
+def _changed(seen: View, entries: dict[str, Any], own: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module that differ from its view, and the buffers that are new."""
+    for name, was in chain(zip(seen.names, seen.kept, strict=True), seen.holding, own):
+        now = entries.get(name, Gone.GONE)
+        if not matches(now, was):
+            yield name, now
+    for name in entries.keys() - seen.known:
+        yield name, entries[name]
+    if len(entries["_buffers"]) > len(seen.buffers):
+        yield BUFFERS, {name: x for name, x in entries["_buffers"].items() if name not in seen.buffers}
+
+
 def refuse(unit: str, writes: Mapping[str, Any], whole: bool = True) -> None:
-    """Refuse what a unit wrote and cannot return.
+    """Refuse writes of a unit that cannot be part of its result.
 
     Args:
         unit: its name.
-        writes: what it wrote.
-        whole: whether that can be returned unless it holds tensors that nobody sees, or is used up by a look at it.
+        writes: its writes.
+        whole: whether a write can be returned unless it is an iterator or an object that holds tensors.
 
     Raises:
-        UnitError: something cannot be returned.
+        UnitError: a write cannot be returned.
     """
     for spot, value in writes.items():
         odd = [x for x in opaque(value) if held(x) or isinstance(x, Iterator)]
@@ -331,7 +336,7 @@ def refuse(unit: str, writes: Mapping[str, Any], whole: bool = True) -> None:
 
 
 def unreturnable(unit: str, spot: str, what: str) -> UnitError:
-    """Something that a unit's call writes, and that cannot be one of its results."""
+    """A unit's call writes a value that cannot be one of its results."""
     return UnitError(
         f"unit {unit} sets {spot} to {what}, which cannot be one of its results: a call may set attributes of modules "
         f"to tensors, plain values, and lists, tuples, dicts and dataclasses of them. Return it from the unit, or let "
@@ -340,7 +345,7 @@ def unreturnable(unit: str, spot: str, what: str) -> UnitError:
 
 
 def written_in_place(spots: Iterable[str]) -> UnitError:
-    """Tensors in attributes that a call wrote to."""
+    """A call wrote in place to tensors in attributes."""
     return UnitError(
         f"the call wrote in place to {', '.join(spots)}, a tensor that was there at fs.split and that all calls share: "
         f"set the attribute to a new tensor (self.x = self.x + y, not self.x += y), or register it as a buffer"
@@ -348,15 +353,15 @@ def written_in_place(spots: Iterable[str]) -> UnitError:
 
 
 def version(x: Tensor) -> int:
-    """How often a tensor was written to; 0 for a tensor of inference mode, which does not count."""
+    """The version of a tensor; 0 for a tensor of inference mode, which has none."""
     return 0 if x.is_inference() else x._version
 
 
-def _meant(x: Any, below: Mapping[str, nn.Module]) -> Any:
-    """The module or the parameter that something stands for; else the thing itself."""
-    if type(x) is Below:
+def _resolved(x: Any, below: Mapping[str, nn.Module]) -> Any:
+    """The module or the parameter that a path stands for; any other value itself."""
+    if type(x) is ModulePath:
         return below[x]
-    if type(x) is Leaf:
+    if type(x) is LeafPath:
         path, _, name = x.rpartition(".")
         return below[path]._parameters[name]
     return x

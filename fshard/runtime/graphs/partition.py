@@ -61,14 +61,14 @@ def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
     _drop_dead(joint)
     hoisted = _hoisted(joint)
     apart = {*joint.leaves, *hoisted}
-    given = {*joint.inputs, *joint.tangents}
-    body = [n for n in joint.graph.nodes if n not in apart and n not in given and n.op in ("call_function", "get_attr")]
+    outside = {*apart, *joint.inputs, *joint.tangents}
+    body = [n for n in joint.graph.nodes if n.op in ("call_function", "get_attr") and n not in outside]
     forward = [node for node in body if node in joint.forward]
     backward = [node for node in body if node not in joint.forward]
     needed = _sources(backward) | set(joint.flat[joint.count :])
     if policy is not None:
-        again = _again(needed & set(forward), _lasting(forward, policy))
-        backward = [node for node in forward if node in again] + backward
+        again = _again(needed.intersection(forward), _lasting(forward, policy))
+        backward = list(filter(again.__contains__, forward)) + backward
         needed = (needed | _sources(again)) - again
     saved = [n for n in joint.graph.nodes if n in needed and n in joint.forward and n not in apart]
     return Halves(joint, hoisted, forward, backward, saved)
