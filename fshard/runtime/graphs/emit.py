@@ -128,7 +128,10 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
     joint = halves.joint
     grads = joint.grads
     roots: dict[fx.Node, str] = {}
-    views, copies, zeros = [], [], []
+    views: list[tuple[str, str]] = []
+    into: list[str] = []
+    copied: list[str] = []
+    zeros: list[str] = []
     for place, number in enumerate(numbers):
         grad, name, view = grads[number], f"G{number}", f"gs[{place}]"
         root = None if grad is None else _root(grad, joint)
@@ -138,7 +141,8 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
             roots[root] = name
             view += f".view({tuple(value(root).shape)})"
         else:
-            copies.append((name, grad.name))
+            into.append(name)
+            copied.append(grad.name)
         views.append((name, view))
     names, written = _join([name for name, _ in views]), set(roots.values())
     writer.function("targets", ["gs"], [f"{name} = {view}" for name, view in views], names)
@@ -147,12 +151,14 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
     kept = [*joint.parts, *(g for n, g in enumerate(grads) if g is not None and f"G{n}" not in written)]
     lines = [f"{names} = G"] if views else []
     lines += bind + _body(writer, nodes, kept, roots, halves.saved)
-    if copies:
-        into, what = ", ".join(n for n, _ in copies), ", ".join(g for _, g in copies)
-        lines.append(f"{writer.constant(torch._foreach_copy_, 'f')}([{into}], [{what}])")
-    if zeros:
-        lines.append(f"{writer.constant(torch._foreach_zero_, 'f')}([{', '.join(zeros)}])")
+    lines += _foreach(writer, torch._foreach_copy_, into, copied) + _foreach(writer, torch._foreach_zero_, zeros)
     writer.function("direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
+
+
+def _foreach(writer: Writer, run: Run, *lists: list[str]) -> list[str]:
+    """A statement that calls a function of lists of tensors; none if they are empty."""
+    arguments = ", ".join(f"[{', '.join(names)}]" for names in lists)
+    return [f"{writer.constant(run, 'f')}({arguments})"] if lists[0] else []
 
 
 def _root(grad: fx.Node, joint: Any) -> fx.Node | None:

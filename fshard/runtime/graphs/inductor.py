@@ -68,9 +68,8 @@ class _Compiled:
 
     def __init__(self, joint: Joint, first: fx.GraphModule, second: fx.GraphModule | None, own: Sequence[int]) -> None:
         self.leaves, self.count, self.parts = len(joint.leaves), joint.count, len(joint.places)
-        present = [joint.grads[i] is not None for i in own]
-        self.filled = [n for n, there in enumerate(present) if there]
-        self.zeros = [n for n, there in enumerate(present) if not there]
+        self.filled = [n for n, i in enumerate(own) if joint.present[i]]
+        self.zeros = [n for n, i in enumerate(own) if not joint.present[i]]
         self.present = joint.present
         output = first.graph.output_node()
         flat: Any = output.args[0]

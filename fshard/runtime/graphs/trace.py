@@ -295,10 +295,7 @@ class _Tracer:
         """The parts of gradients that autograd sums, and the gradient of each leaf that it computes whole."""
         wanted = [out for out in outputs if out.requires_grad]
         pairs = [(out, next(seeds)) for out, seeded in zip(wanted, self.seeded, strict=True) if seeded]
-        shared = self.source.shared
-        summed = [("leaf", i, leaves[i]) for i in sorted(shared)] + [("in", i, x) for i, x in enumerate(inputs)]
-        targets = [place for place in summed if place[2].requires_grad]
-        own = [i for i, x in enumerate(leaves) if x.requires_grad and i not in shared]
+        targets, own = self._targets(leaves, inputs)
         parts: list[tuple[str, int, Tensor]] = []
         grads: list[Tensor | None] = [None] * len(leaves)
         if pairs and (targets or own):
@@ -309,6 +306,13 @@ class _Tracer:
             for i, grad in zip(own, found, strict=False):
                 grads[i] = grad
         return parts, grads
+
+    def _targets(self, leaves: list[Tensor], inputs: list[Tensor]) -> tuple[list[tuple[str, int, Tensor]], list[int]]:
+        """The tensors whose gradients autograd sums, and the numbers of the leaves with a gradient of their own."""
+        shared = self.source.shared
+        summed = [("leaf", i, leaves[i]) for i in sorted(shared)] + [("in", i, x) for i, x in enumerate(inputs)]
+        own = [i for i, x in enumerate(leaves) if x.requires_grad and i not in shared]
+        return [place for place in summed if place[2].requires_grad], own
 
     def joint(self, module: fx.GraphModule) -> Joint:
         module.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
