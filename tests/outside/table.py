@@ -49,12 +49,15 @@ def cell(mode: str, result: Outcome | Refusal) -> str:
     return f"{verdict(mode, result)}, {max(result.loss_gap, result.gap):.0e}"
 
 
+LEFT = "; values decide what runs, and steps leave their schedule"
+
+
 def verdict(mode: str, outcome: Outcome) -> str:
     """How a run went that gave the numbers of one process."""
     kept = replace(outcome, found=replace(outcome.found, problems=[]))
     said = graphs(kept).split(";")[0] if "compile" in mode else "works"
     said += "" if outcome.foreseen else "; the first step gathers on demand"
-    return said + ("; values decide what runs, and steps leave their schedule" if outcome.found.problems else "")
+    return said + (LEFT if outcome.found.problems else "")
 
 
 if __name__ == "__main__":
