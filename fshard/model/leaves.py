@@ -81,17 +81,26 @@ class LeafOrder:
         known = set(self.paths)
         problems = [f"{path}: missing" for path in self.paths if path not in found]
         problems += [f"{path}: unknown" for path in found if path not in known]
-        remedy = "" if problems else _SHARDS
-        for i, path in enumerate(self.paths):
-            leaf = found.get(path)
-            if path in found and not isinstance(leaf, Tensor):
-                problems.append(f"{path}: {kind(leaf)}, not a tensor")
-            elif leaf is not None and self._shapes and (shape := _whole(leaf)) not in (None, tuple(self._shapes[i])):
-                problems.append(f"{path}: shape {shape}, expected {tuple(self._shapes[i])}")
-                remedy = remedy if len(shape or ()) == 1 else ""
+        misshapen = self._misshapen(found)
+        shards = not problems and all(len(shape) == 1 for shape, _ in misshapen.values())
+        problems += [
+            f"{p}: {kind(x)}, not a tensor" for p, x in found.items() if p in known and not isinstance(x, Tensor)
+        ]
+        problems += [f"{path}: shape {shape}, expected {want}" for path, (shape, want) in misshapen.items()]
+        remedy = _SHARDS if shards else ""
         if problems:
             raise errors.wrong_leaves(self._what, problems, remedy)
         return [found[path] for path in self.paths]
+
+    def _misshapen(self, found: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """By path, the shapes of leaves that have another than the expected one, and that."""
+        wrong = {}
+        for path, want in zip(self.paths, map(tuple, self._shapes or ()), strict=False):
+            leaf = found.get(path)
+            shape = _whole(leaf) if isinstance(leaf, Tensor) else None
+            if shape is not None and shape != want:
+                wrong[path] = shape, want
+        return wrong
 
 
 _SHARDS = (

@@ -130,7 +130,7 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
     roots: dict[fx.Node, str] = {}
     views: list[tuple[str, str]] = []
     into: list[str] = []
-    copied: list[str] = []
+    copied: list[fx.Node] = []
     zeros: list[str] = []
     for place, number in enumerate(numbers):
         grad, name, view = grads[number], f"G{number}", f"gs[{place}]"
@@ -142,16 +142,17 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
             view += f".view({tuple(value(root).shape)})"
         else:
             into.append(name)
-            copied.append(grad.name)
+            copied.append(grad)
         views.append((name, view))
-    names, written = _join([name for name, _ in views]), set(roots.values())
+    names = _join([name for name, _ in views])
     writer.function("targets", ["gs"], [f"{name} = {view}" for name, view in views], names)
     dropped = {node for root in roots for node in _chain(root)}
     nodes = [node for node in halves.backward if node not in dropped]
-    kept = [*joint.parts, *(g for n, g in enumerate(grads) if g is not None and f"G{n}" not in written)]
     lines = [f"{names} = G"] if views else []
-    lines += bind + _body(writer, nodes, kept, roots, halves.saved)
-    lines += _foreach(writer, torch._foreach_copy_, into, copied) + _foreach(writer, torch._foreach_zero_, zeros)
+    lines += bind + _body(writer, nodes, [*joint.parts, *copied], roots, halves.saved)
+    lines += _foreach(writer, torch._foreach_copy_, into, _names(copied)) + _foreach(
+        writer, torch._foreach_zero_, zeros
+    )
     writer.function("direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
 
 

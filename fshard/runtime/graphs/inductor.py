@@ -5,7 +5,7 @@ the backward computes cheap pointwise ops again instead of saving their results.
 numbers come from the ops that eager PyTorch uses, so they are the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,19 +73,18 @@ class _Compiled:
         self.present = joint.present
         output = first.graph.output_node()
         flat: Any = output.args[0]
-        kept = dict.fromkeys(flat[self.count :])
         holders = {node.name: number for number, node in enumerate(first.graph.find_nodes(op="placeholder"))}
-        made = [node for node in kept if node.name not in holders]
+        given, made = _apart(flat[self.count :], holders)
         output.args = ([*flat[: self.count], *made],)
         first.recompile()
         self.watched = watched(made, (), flat[: self.count])[1]
-        self.inputs = [n for n in (holders[x.name] for x in kept if x.name in holders) if n >= self.leaves]
+        self.inputs = [number for number in given if number >= self.leaves]
         self.first = _compile(first, backward=False)
         self.second: _Half | None = None
         self.order: list[int] = []
         if second is not None:
-            place = {node.name: number for number, node in enumerate(made)}
-            place |= {f"primals_{n + 1}": len(made) + i for i, n in enumerate(self.inputs)}
+            names = [*(str(node.name) for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
+            place = {name: number for number, name in enumerate(names)}
             self.order = [_origin(node, place, holders) for node in second.graph.find_nodes(op="placeholder")]
             self.second = _compile(second, backward=True)
 
@@ -123,6 +122,12 @@ class _Compiled:
 
 
 _TANGENT = 1 << 30
+
+
+def _apart(kept: Iterable[fx.Node], holders: dict[str, int]) -> tuple[list[int], list[fx.Node]]:
+    """Of the kept tensors, the numbers of those that are arguments, and the nodes of the others."""
+    nodes = dict.fromkeys(kept)
+    return [holders[x.name] for x in nodes if x.name in holders], [x for x in nodes if x.name not in holders]
 
 
 def _origin(node: fx.Node, place: dict[str, int], holders: dict[str, int]) -> int:
