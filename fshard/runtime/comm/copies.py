@@ -87,14 +87,17 @@ def unequal_copies(lane: Lane, copies: Sequence[Copy]) -> list[tuple[str, dict[i
         key = " ".join(map(str, copy.holders))
         whole[key] = (whole.get(key, 0) * 0x100000001B3 + number) % (1 << 64)
     rows = [json.loads(row) for row in exchange_bytes(lane, json.dumps(whole).encode())]
-    if not _apart(rows):
-        return []
+    return _named(lane, copies, hashes) if _apart(rows) else []
+
+
+def _named(lane: Lane, copies: Sequence[Copy], hashes: Sequence[int]) -> list[tuple[str, dict[int, str]]]:
+    """Which copies differ, where their hashes together do. Collective."""
     own = {copy.name: copy for copy in copies}
     pairs = zip(copies, hashes, strict=True)
     said = {copy.name: [number, copy.holders, len(copy.tensor), copy.first, copy.loose] for copy, number in pairs}
     told = exchange_bytes(lane, zlib.compress(json.dumps(said).encode()))
     tables = [json.loads(zlib.decompress(row)) for row in told]
-    out = []
+    out: list[tuple[str, dict[int, str]]] = []
     for name in dict.fromkeys(name for table in tables for name in table):
         parts = [table[name] for table in tables if name in table]
         if _apart([{" ".join(map(str, holders)): number} for number, holders, *_ in parts]):

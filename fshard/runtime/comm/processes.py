@@ -171,21 +171,25 @@ class Processes:
         if not near:
             return None, near
         mine = next(ranks for ranks in parts if self.mesh.rank in ranks)
-        links, door = None, Door()
-        addresses = exchange_text(base, door.address, 64)
-        try:
-            if mine in near:
-                links = door.open(sorted(mine).index(self.mesh.rank), [addresses[rank] for rank in sorted(mine)])
-        except OSError:
-            links = None  # then all of the part talk over gloo
-        finally:
-            door.close()
+        links = self._links(base, mine if mine in near else ())
         there = exchange(base, torch.tensor([links is not None])).view(-1).tolist()
         near = {ranks for ranks in near if all(there[rank] for rank in ranks)}
         if mine not in near:
             close_links(links or ())
             return None, near
         return links, near
+
+    def _links(self, base: Lane, ranks: tuple[int, ...]) -> list[Link | None] | None:
+        """Links to these ranks; None if one cannot be made, since then all of them talk over gloo. Collective."""
+        door = Door()
+        addresses = exchange_text(base, door.address, 64)
+        try:
+            in_order = sorted(ranks)
+            return door.open(in_order.index(self.mesh.rank), [addresses[rank] for rank in in_order]) if ranks else None
+        except OSError:
+            return None
+        finally:
+            door.close()
 
     def _base(self) -> Lane:
         """Over all ranks, by gloo: where they tell each other where they are."""

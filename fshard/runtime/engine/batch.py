@@ -57,7 +57,14 @@ def microbatches(batch: Any, count: int) -> list[Any]:
         return _given(batch.parts, count)
     if count == 1:
         return [batch]
+    _check_rows(batch, count)
     leaves, spec = tree.flatten(batch)
+    parts = [x.tensor_split(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
+    return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+
+
+def _check_rows(batch: Any, count: int) -> None:
+    """Refuse a batch that cannot be cut along its rows."""
     arrays = [f"{name} is {kind(x)}" for name, x in _named(batch) if _is_array(x)]
     if arrays:
         raise BatchError(lines("the batch holds arrays that are no tensors:", arrays, "Make tensors of them first."))
@@ -72,8 +79,6 @@ def microbatches(batch: Any, count: int) -> list[Any]:
         )
     if dims and min(dims) < count:
         raise BatchError(f"a batch of {min(dims)} rows a rank cannot be cut into accumulate={count} microbatches")
-    parts = [x.tensor_split(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
-    return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
 
 
 def _given(parts: Sequence[Any], count: int) -> list[Any]:

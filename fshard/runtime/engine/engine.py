@@ -30,7 +30,7 @@ from fshard.runtime.engine.batch import Written
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
-from fshard.runtime.engine.units import Called, Units, bare
+from fshard.runtime.engine.units import Called, Reads, Units, bare
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory.slots import Slots
 from fshard.sharding.plan import ROOT, Plan
@@ -168,14 +168,15 @@ class Engine:
             self.inside, self.passed = "", ()
         if versions != [x._version for x in watched]:
             raise reads.written(name, watched, versions)
-        mark = None
-        for number, out in enumerate(_tensors(result)):
-            if out.untyped_storage()._cdata in self.slots.storages:
-                raise reads.aliased(name, number)
-            if out.requires_grad and not any([out is x for x in inputs]):
-                mark = mark or Mark(self, name, index)
-                out.register_hook(mark)  # type: ignore[no-untyped-call]
+        self._mark(Mark(self, name, index), reads, _tensors(result), inputs)
         return result
+
+    def _mark(self, mark: "Mark", reads: Reads, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        for number, out in enumerate(outputs):
+            if out.untyped_storage()._cdata in self.slots.storages:
+                raise reads.aliased(mark.name, number)
+            if out.requires_grad and not any([out is x for x in inputs]):
+                out.register_hook(mark)  # type: ignore[no-untyped-call]
 
     def differentiate(self, total: Tensor, seed: Tensor) -> None:
         """Run the backward from a loss. The gradients of all leaves go to the sink.

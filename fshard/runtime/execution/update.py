@@ -227,7 +227,10 @@ class Pending:
                 self.broken = f"{type(error).__name__}: {error}"
                 raise half_updated(self.broken) from error
             raise
-        for group in due:
+        self._done(due)
+
+    def _done(self, groups: Sequence[int]) -> None:
+        for group in groups:
             del self.waiting[group]
             if group in self.grads.passing:
                 deallocate(self.grads.shards[group])

@@ -112,13 +112,13 @@ def agree(
         return []
     dims = () if failure else leading_dims(batch)
     mine = [FAILED if failure else OK, intent.number, digest(dims), dims[0] if dims else -1, facts.number]
-    rows = announce(lane, call, mine)
-    if any(row[0] for row in rows):
-        raise_failure(lane, failure, [row[0] for row in rows])
-    settle(lane, [row[4] for row in rows], facts)
-    if any(row[1] != rows[0][1] for row in rows):
+    status, schedules, shapes, firsts, numbers = zip(*announce(lane, call, mine), strict=True)
+    if any(status):
+        raise_failure(lane, failure, status)
+    settle(lane, numbers, facts)
+    if len(set(schedules)) > 1:
         raise _different(lane, intent)
-    uneven = [row[3] for row in rows] if any(row[2] != rows[0][2] for row in rows) else []
+    uneven = list(firsts) if len(set(shapes)) > 1 else []
     if equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven

@@ -55,28 +55,30 @@ def read_clip(value: Any, plan: Plan) -> Clip:
     """
     if value is None:
         return Clip()
-    rules = value if isinstance(value, list | tuple) else [(Clip().rules[0][0], value)]
+    several = isinstance(value, list | tuple)
+    rules = value if several else [(Clip().rules[0][0], value)]
     problems = [] if rules else ["clip_norm=[] has no rule"]
     for i, rule in enumerate(rules):
-        where = f"clip_norm[{i}]" if isinstance(value, list | tuple) else "clip_norm"
-        if not isinstance(rule, tuple) or len(rule) != 2:
-            problems.append(f"{where} = {rule!r}: must be a pair (pattern, limit)")
-            continue
-        problems += checks.pattern(f"{where}[0]", rule[0])
-        if rule[1] is not None and checks.number(where, rule[1], "(0, inf)"):
-            number = isinstance(rule[1], int | float) and not isinstance(rule[1], bool)
-            told = (
-                f"{where}={rule[1]!r} must be" if number else f"{where} is {described(rule[1])}: give a number that is"
-            )
-            problems.append(f"{told} positive, or None for no clipping")
+        problems += _rule_problems(f"clip_norm[{i}]" if several else "clip_norm", rule)
     if problems:
         raise PlanError(
             lines("limits of gradient norms that cannot be:", problems, "Give a number, or rules on paths.")
         )
     clip = Clip(tuple((pattern, None if limit is None else float(limit)) for pattern, limit in rules))
-    if isinstance(value, list | tuple):
+    if several:
         _check_rules(clip, plan)
     return clip
+
+
+def _rule_problems(where: str, rule: Any) -> list[str]:
+    if not isinstance(rule, tuple) or len(rule) != 2:
+        return [f"{where} = {rule!r}: must be a pair (pattern, limit)"]
+    problems = checks.pattern(f"{where}[0]", rule[0])
+    if rule[1] is not None and checks.number(where, rule[1], "(0, inf)"):
+        number = isinstance(rule[1], int | float) and not isinstance(rule[1], bool)
+        told = f"{where}={rule[1]!r} must be" if number else f"{where} is {described(rule[1])}: give a number that is"
+        problems = [*problems, f"{told} positive, or None for no clipping"]
+    return problems
 
 
 def _check_rules(clip: Clip, plan: Plan) -> None:
