@@ -48,7 +48,7 @@ ENDED = {
     "runtime/comm/shared.py": "played ranks: known at once when none can go on",
     "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
     "runtime/comm/watch.py": "a tick of the thread that looks at waits",
-    "runtime/comm/rates.py": "handles of lanes",
+    "runtime/steps/rates.py": "handles of lanes",
     "runtime/memory/offload.py": "a device: its own watchdog",
     "runtime/execution/replicas.py": "handles of lanes",
     "runtime/execution/update.py": "handles of lanes",

@@ -14,7 +14,6 @@ from fshard.optim.contract import Contract
 from fshard.runtime.comm import LocalTransport
 from fshard.runtime.comm.communicators import Lanes
 from fshard.runtime.comm.facts import digest
-from fshard.runtime.comm.rates import common, measured
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
 from fshard.runtime.execution.actions import Actions, make_resident
@@ -26,6 +25,7 @@ from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.optimizer_layout import Segment, most_bytes
 from fshard.runtime.memory.spaces import place_of, visits_of
+from fshard.runtime.steps.rates import common, measured
 from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.build import build
 from fshard.schedule.check import check
