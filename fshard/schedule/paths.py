@@ -41,9 +41,9 @@ class Updates:
         """Update before a group is used, where the update is the one that the step before has left."""
         if self.deferred and self.groups[group].trainable and group not in self.updated:
             self.updated.add(group)
-            self.now(group)
+            self.issue(group)
 
-    def now(self, group: int) -> None:
+    def issue(self, group: int) -> None:
         """Update, and begin to send what this rank has changed."""
         self._emit("update", group)
         if self.after[group]:
@@ -108,7 +108,7 @@ class Paths:
         path = self.paths[group]
         if done == len(path):
             if self.policy.update == "in_backward" and microbatch == self.last:
-                self.updates.now(group)
+                self.updates.issue(group)
             return
         transfer = path[done]
         kind, row, flights = transfer.kind, transfer.row, self.flying[transfer.kind]

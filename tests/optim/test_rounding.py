@@ -155,7 +155,7 @@ def test_small_updates_count() -> None:
 
 def test_rounding_that_rounds_nothing() -> None:
     mesh = fs.abstract_mesh((2,), ("s",))
-    with pytest.raises(PlanError, match="1 leaves, such as w, none is"):
+    with pytest.raises(PlanError, match="none of its 1 leaves, such as w, is"):
         fs.make_plan({"w": torch.ones(4)}, mesh, [(".*", fs.fsdp("s"))], precision=STOCHASTIC)
     with pytest.raises(PlanError, match="rounding='up'"):
         fs.Precision(rounding="up")  # type: ignore[arg-type]
