@@ -95,6 +95,10 @@ class Shards(list[Shard]):
             made[due] = Calls(grads.alike({group: self[group] for group in due}))
         return made[due]
 
+    def tensors(self, groups: Iterable[int]) -> list[Tensor]:
+        """The parameters of some groups, and the optimizer's state of them."""
+        return [tensor for group in groups for tensor in (self[group].param, *self[group].opt.values())]
+
     def clone(self) -> "Shards":
         """Shards of their own memory with the same values."""
         return Shards(shard.clone() for shard in self)
@@ -212,9 +216,7 @@ class Pending:
         due = [group for group in groups if group in self.waiting]
         apart = self._apart(due)
         calls = shards.calls(self.grads, tuple([group for group in due if group not in apart] if apart else due))
-        written = calls.written
-        if apart:
-            written = [*written, *(x for n in apart for x in (shards[n].param, *shards[n].opt.values()))]
+        written = [*calls.written, *shards.tensors(apart)] if apart else calls.written
         versions = [tensor._version for tensor in written]
         try:
             with torch.no_grad():
