@@ -49,7 +49,7 @@ class DonatedError(ShardError, RuntimeError):
 
 
 class StateError(ShardError, RuntimeError):
-    """A state whose last update failed half-way on this rank. Restore one from a checkpoint."""
+    """A state whose last update failed half-way, or that lacks what other ranks have updated: see ``fs.settle``."""
 
 
 class AxisError(ShardError, NameError):

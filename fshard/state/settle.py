@@ -27,7 +27,7 @@ def settle(state: TrainState) -> TrainState:
     Raises:
         DonatedError: the state was donated to a step.
         ScheduleError: ranks are at different calls, on all of them alike.
-        StateError: the update failed half-way on this rank; a ``PeerError`` on the others.
+        StateError: the update failed half-way on a rank; the same error on all of them.
 
     >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])

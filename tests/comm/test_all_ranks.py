@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import fshard as fs
-from fshard.errors import DamagedError, PlanError
+from fshard.errors import DamagedError, PlanError, StateError
 from fshard.runtime.comm import (
     Alone,
     all_ranks_or_raise,
@@ -43,6 +43,7 @@ CASES: dict[str, Callable[[Any, int], Any]] = {
     "one fails": lambda lane, rank: each_rank_or_raise(lane, damaged_on((1,), rank)),
     "two fail": lambda lane, rank: all_ranks_or_raise(lane, damaged_on((0, 1), rank)),
     "alike": lambda lane, rank: all_ranks_or_raise(lane, failing(PlanError("no \udcff"), (0, 1), rank)),
+    "half an update": lambda lane, rank: each_rank_or_raise(lane, failing(StateError("half"), (1,), rank)),
     "unknown class": lambda lane, rank: all_ranks_or_raise(lane, failing(ZeroDivisionError("by 0"), (1,), rank)),
     "interrupt": lambda lane, rank: all_ranks_or_raise(lane, failing(KeyboardInterrupt(), (1,), rank)),
     "nobody failed": lambda lane, rank: raise_failures(lane, None, "head", "remedy"),
@@ -77,6 +78,7 @@ def test_results_and_errors_of_all_ranks(pool: Pools) -> None:
         "one fails": ("DamagedError", "bad bytes on 1"),
         "two fail": ("DamagedError", both),
         "alike": ("PlanError", "no \udcff"),
+        "half an update": ("StateError", "half"),
         "unknown class": ("CheckpointError", "ZeroDivisionError: by 0"),
         "nobody failed": None,
     }

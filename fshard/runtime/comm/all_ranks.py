@@ -12,6 +12,7 @@ from fshard.errors import (
     DonatedError,
     PeerError,
     PlanError,
+    StateError,
     TreeError,
     lines,
     no_processes,
@@ -25,7 +26,9 @@ T = TypeVar("T")
 TEXT = 1 << 14
 """Bytes of a rank's failure that a PeerError quotes."""
 
-KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedError, DonatedError, PlanError, TreeError)}
+KINDS = {
+    kind.__name__: kind for kind in (CheckpointError, DamagedError, DonatedError, PlanError, StateError, TreeError)
+}
 """Errors that keep their class on the other ranks. All others arrive as a CheckpointError that names their class."""
 
 
@@ -51,7 +54,8 @@ def all_ranks_or_raise(lane: Lane, body: Callable[[], T]) -> list[T]:
         body: a function that does not communicate and returns a value of JSON.
 
     Raises:
-        CheckpointError, DamagedError, DonatedError, PlanError, TreeError: what any rank raised, equal on all ranks.
+        CheckpointError, DamagedError, DonatedError, PlanError, StateError, TreeError: what any rank raised, equal on
+            all ranks.
         BaseException: an interrupt, on its own rank; the other ranks get a CheckpointError.
     """
     value, failure = _attempt(body)
