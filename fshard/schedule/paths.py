@@ -29,7 +29,7 @@ class Updates:
         self.sharing: dict[int, tuple[Transfer, ...]] = {}
 
     def partial_first(self, order: Sequence[int]) -> None:
-        """Groups of which each rank updates a part come first, in the order of use.
+        """Update partially updated groups first, in the order of use.
 
         What they have changed is then on its way to other ranks while the first ones are gathered and compute.
         """
