@@ -35,7 +35,7 @@ from torch import Tensor
 from worker import minimum_bytes
 
 import fshard as fs
-from fshard.runtime.comm import Done, Lane
+from fshard.runtime.comm import Communicator, Done
 from fshard.sharding.mesh import Axes, Mesh
 
 TARGET = 1.10
@@ -45,8 +45,8 @@ WIRE = frozenset(("all_gather", "wait all_gather", "reduce_scatter", "wait reduc
 
 
 @dataclass(frozen=True)
-class MuteLane:
-    """A lane whose collectives move nothing.
+class MuteCommunicator:
+    """A communicator whose collectives move nothing.
 
     A gather fills its range once, with copies of the shard, so that no uninitialized memory is computed with; later
     ones find whatever lies there. A reduction takes this rank's chunk. ``control`` answers as if all ranks were alike.
@@ -76,13 +76,13 @@ class MuteLane:
 
 @dataclass(frozen=True)
 class Mute:
-    """A transport of mute lanes."""
+    """A transport of mute communicators."""
 
     mesh: Mesh
 
-    def lane(self, role: str, axes: Axes) -> Lane:
+    def communicator(self, role: str, axes: Axes) -> Communicator:
         """A new one."""
-        return MuteLane(self.mesh.axis_size(axes), role == "control")
+        return MuteCommunicator(self.mesh.axis_size(axes), role == "control")
 
     def close(self) -> None:
         """Nothing was joined."""

@@ -216,7 +216,7 @@ def work(args: argparse.Namespace) -> int:
                     value = measure(lambda call=call, folder=folder: call(folder))
                     if not number:
                         found[name]["memory"][what] = value
-                    elif number > 1:  # the first round makes lanes, threads and caches
+                    elif number > 1:  # the first round makes communicators, threads and caches
                         found[name][what].append(value)
                 dist.barrier()
                 if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ from stopwatch import Stopwatch
 import fshard as fs
 
 ROLES = {"all_gather": "gather", "reduce_scatter": "reduce", "replica_reduce": "sum", "update_gather": "spread"}
-"""The ops that a lane's collectives belong to, by its role."""
+"""The ops that a communicator's collectives belong to, by its role."""
 
 
 def watched(size: Size, steps: int = 4) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def watched(size: Size, steps: int = 4) -> dict[str, Any]:
         peer.step(rows(size, number, dist.get_rank()))
     schedule: fs.Schedule = peer.train.schedule
     over = {(move.kind, group.name): move.axes for group in schedule.groups for move in group.transfers}
-    left = {lane: iter(spans) for lane, spans in watch.spans.items()}
+    left = {comm: iter(spans) for comm, spans in watch.spans.items()}
     arrivals = {}
     for at, op in enumerate(schedule.ops):
         if op.kind in ROLES:

@@ -79,8 +79,8 @@ def finish_fshard(peer: Fshard, batch: Tensor) -> float:
     begin = time.perf_counter()
     squares = runner.latest.actions.gradients.sumsq()
     tally = commit.Tally(sumsq=squares, total=1.0, count=1.0)
-    verdict = commit.vote(runner.workshop.lanes.control, tally, runner.parts, 1, runner.parts)
-    peer.train._decide.scales(peer.state.step, verdict.norm, verdict.scale, runner.workshop.lanes.control)
+    verdict = commit.vote(runner.workshop.comms.control, tally, runner.parts, 1, runner.parts)
+    peer.train._decide.scales(peer.state.step, verdict.norm, verdict.scale, runner.workshop.comms.control)
     fs.settle(peer.state).finished()
     return time.perf_counter() - begin
 

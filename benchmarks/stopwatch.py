@@ -1,4 +1,4 @@
-"""When transfers are really over: lanes that have a thread wait for each collective, and note the time.
+"""When transfers are really over: communicators that have a thread wait for each collective, and note the time.
 
 gloo tells nobody that a message has arrived until somebody waits for it. Threads cost time, so this is for pictures,
 and for measures of overlap, not for step times. What goes through shared memory is moved by whoever waits for it, and
@@ -9,49 +9,49 @@ import threading
 import time
 from typing import Any
 
-from fshard.runtime.comm.host import HostLane
+from fshard.runtime.comm.host import HostCommunicator
 
 Spans = list[list[float]]
 
 
 class Stopwatch:
-    """A transport whose lanes note begin and end of every collective.
+    """A transport whose communicators note begin and end of every collective.
 
     Args:
         transport: what does the work.
 
     Attributes:
-        spans: begin and end of each collective, in seconds of ``time.perf_counter``, by role and axes of the lane.
+        spans: begin and end of each collective, in seconds of ``time.perf_counter``, by the communicator's role and axes.
     """
 
     def __init__(self, transport: Any) -> None:
         self.transport = transport
         self.spans: dict[tuple[str, str], Spans] = {}
 
-    def lane(self, role: str, axes: tuple[str, ...]) -> Any:
-        """The lane of the transport, watched unless it is that of control messages."""
-        lane = self.transport.lane(role, axes)
-        if role == "control" or lane.size == 1:
-            return lane
-        return Watched(lane, self.spans.setdefault((role, "+".join(axes)), []))
+    def communicator(self, role: str, axes: tuple[str, ...]) -> Any:
+        """The communicator of the transport, watched unless it is that of control messages."""
+        comm = self.transport.communicator(role, axes)
+        if role == "control" or comm.size == 1:
+            return comm
+        return Watched(comm, self.spans.setdefault((role, "+".join(axes)), []))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
 
 
 class Watched:
-    """A lane."""
+    """A communicator."""
 
-    def __init__(self, lane: Any, spans: Spans) -> None:
-        self.lane, self.spans, self.size = lane, spans, lane.size
+    def __init__(self, comm: Any, spans: Spans) -> None:
+        self.comm, self.spans, self.size = comm, spans, comm.size
 
     def __getattr__(self, name: str) -> Any:
-        call = getattr(self.lane, name)
+        call = getattr(self.comm, name)
 
         def watched(*args: Any) -> Watch | Noted:
             span = [time.perf_counter(), 0.0]
             self.spans.append(span)
-            return (Noted if isinstance(self.lane, HostLane) else Watch)(call(*args), span)
+            return (Noted if isinstance(self.comm, HostCommunicator) else Watch)(call(*args), span)
 
         return watched
 

@@ -15,7 +15,7 @@ from fshard.arguments import expect, kind
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.errors import PlanError
 from fshard.metrics import Metrics
-from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_lane
+from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator
 from fshard.state.train_state import TrainState
 from fshard.step import TrainStep
 
@@ -182,7 +182,7 @@ def _exists(checkpoints: Checkpointer, step: TrainStep) -> bool:
     """Whether rank 0 sees a checkpoint. Collective; equal on all ranks."""
     mesh = step.plan.mesh
     enter(mesh, "train_loop")
-    return first_rank_or_raise(mesh_lane(mesh), mesh.rank, checkpoints.latest) is not None
+    return first_rank_or_raise(mesh_communicator(mesh), mesh.rank, checkpoints.latest) is not None
 
 
 class Batches:
@@ -206,7 +206,7 @@ class Batches:
 
     def position(self) -> Any:
         """The position that a checkpoint holds: JSON, equal on all ranks. Collective."""
-        loaders = all_ranks_or_raise(mesh_lane(self.mesh), self.batches.state_dict) if self.kept else None
+        loaders = all_ranks_or_raise(mesh_communicator(self.mesh), self.batches.state_dict) if self.kept else None
         return {"batches": self.taken, "loaders": loaders}
 
     def restore(self, data: Any) -> None:

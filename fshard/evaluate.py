@@ -15,7 +15,7 @@ from fshard.model.precision import Precision
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.steps.attempt import raise_outcome, refuse_transforms, uneven_rows
-from fshard.runtime.steps.prepare import Workshop, lanes_of
+from fshard.runtime.steps.prepare import Workshop, communicators_of
 from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
@@ -34,7 +34,7 @@ class EvalStep:
     ) -> None:
         self.plan = plan
         read = plan if precision is None else plan.read_in(precision)
-        self._runner = Runner(fn, Workshop(read, policy, 1, False, debug, lanes_of(read)))
+        self._runner = Runner(fn, Workshop(read, policy, 1, False, debug, communicators_of(read)))
         self._equal = Equal(read, {"schedule": policy, "debug": debug}, always=debug)
 
     def __repr__(self) -> str:
@@ -72,12 +72,12 @@ class EvalStep:
         # Slots are made once, and must be ordinary tensors.
         with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(work)
-        lanes = self._runner.workshop.lanes
-        assert lanes is not None
-        raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
+        comms = self._runner.workshop.comms
+        assert comms is not None
+        raise_outcome(comms.control, outcome, self.plan.mesh.rank)
         if outcome.uneven and any(is_scalar(leaf) for leaf in tree.leaves(outcome.aux[0])):
             raise uneven_rows(outcome.uneven)
-        return global_result(lanes.control, outcome.aux[0])
+        return global_result(comms.control, outcome.aux[0])
 
     @property
     def schedule(self) -> Schedule:

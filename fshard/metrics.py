@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.runtime.comm import Lane
+from fshard.runtime.comm import Communicator
 from fshard.runtime.engine.loss import Mean, as_means, means_of
 from fshard.runtime.steps.commit import average
 
@@ -35,20 +35,20 @@ class Metrics:
     stop: bool = False
 
 
-def combine_aux(lane: Lane, parts: Sequence[Any]) -> Any:
+def combine_aux(comm: Communicator, parts: Sequence[Any]) -> Any:
     """The auxiliary values of all microbatches and, where they are means, of all ranks."""
     if not parts or not tree.leaves(parts[0]):
         return parts[0] if parts else {}
     same = list(zip(*map(means_of, parts), strict=True))
-    means = iter(average(lane, [_sum(row) for row in same], [row[0].total.dtype for row in same]))
+    means = iter(average(comm, [_sum(row) for row in same], [row[0].total.dtype for row in same]))
     flat = [tree.flatten(part) for part in parts]
     columns = zip(*[leaves for leaves, _ in flat], strict=True)
     return tree.unflatten(flat[0][1], [_combine(column, means) for column in columns])
 
 
-def global_result(lane: Lane, result: Any) -> Any:
+def global_result(comm: Communicator, result: Any) -> Any:
     """An evaluation's result: 0-dim floating leaves and ``fs.Mean`` as global means, others as they are."""
-    return combine_aux(lane, [as_means(result)])
+    return combine_aux(comm, [as_means(result)])
 
 
 def _sum(means: Sequence[Mean]) -> Mean:

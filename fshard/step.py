@@ -15,7 +15,7 @@ from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale, Scale
-from fshard.runtime.comm import Lane
+from fshard.runtime.comm import Communicator
 from fshard.runtime.engine.batch import microbatches
 from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.engine.rng import seeded
@@ -31,7 +31,7 @@ from fshard.runtime.steps.commit import Verdict, scalar, widened
 from fshard.runtime.steps.decide import Decisions, not_finite
 from fshard.runtime.steps.float16 import overflowed, scale_problems, warn_of_float16
 from fshard.runtime.steps.options import Options, flag_problems, late_problems, step_problems
-from fshard.runtime.steps.prepare import Workshop, lanes_of
+from fshard.runtime.steps.prepare import Workshop, communicators_of
 from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
@@ -59,7 +59,7 @@ class TrainStep:
     def __init__(self, loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> None:
         self.opt, self.plan, self.options = opt, plan, options
         self._rule = contract(opt)
-        workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, lanes_of(plan))
+        workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, communicators_of(plan))
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
         self._kept = {g.id: holdings(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
@@ -72,7 +72,7 @@ class TrainStep:
         self._equal = Equal(plan, options.told(), opt, always=options.debug)
         self._early = options.policy.update == "in_backward"
         self._parted = parted(plan)
-        self._senders: Mapping[int, Lane] = workshop.lanes.senders() if workshop.lanes is not None else {}
+        self._senders: Mapping[int, Communicator] = workshop.comms.senders() if workshop.comms is not None else {}
         self._layout: object = None  # where the states so far keep the optimizer's buffers
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
         self._traced: Schedule | None = None
@@ -288,11 +288,11 @@ class TrainStep:
             self._grads = replace(self._grads, cuts=cuts, views={})
             self._decide = replace(self._decide, grads=self._grads)
 
-    def _control(self) -> Lane:
-        lanes = self._runner.workshop.lanes
-        if lanes is None:
+    def _control(self) -> Communicator:
+        comms = self._runner.workshop.comms
+        if comms is None:
             raise no_processes()
-        return lanes.control
+        return comms.control
 
     def _rounding(self, state: TrainState) -> Rounding | None:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None

@@ -16,12 +16,12 @@ from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError, TreeError
 from fshard.optim.base import Optimizer
 from fshard.runtime.comm import (
-    Lane,
+    Communicator,
     SharedTransport,
     each_rank_or_raise,
     enter,
     first_rank_or_raise,
-    mesh_lane,
+    mesh_communicator,
 )
 from fshard.runtime.comm.facts import compare
 from fshard.schedule.schedule import Schedule
@@ -138,26 +138,26 @@ class Checkpointer:
         if state.stale:
             settle(state)
         enter(mesh, "save")
-        lane = mesh_lane(mesh)
+        comm = mesh_communicator(mesh)
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
-        each_rank_or_raise(lane, lambda: _check(state, user))
-        first_path, run = first_rank_or_raise(lane, mesh.rank, lambda: self._begin(state, overwrite))
+        each_rank_or_raise(comm, lambda: _check(state, user))
+        first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(state, overwrite))
         try:
             if mesh.size > 1:
                 facts = save_facts(state, user, {"overwrite": overwrite, "keep": self.keep, "async_": self.async_})
-                compare(lane, facts, CheckpointError)
+                compare(comm, facts, CheckpointError)
             later = None
             if self.async_ and not isinstance(mesh.transport, SharedTransport):
-                later = mesh_lane(mesh, f"checkpoint {os.path.dirname(first_path)}")
+                later = mesh_communicator(mesh, f"checkpoint {os.path.dirname(first_path)}")
             head = {**user, "run": run}
-            save = each_rank_or_raise(lane, lambda: self._prepare(state, head, first_path, later is not None))
+            save = each_rank_or_raise(comm, lambda: self._prepare(state, head, first_path, later is not None))
         except BaseException as error:
-            remove_failed(lane, mesh.rank, first_path, error)
+            remove_failed(comm, mesh.rank, first_path, error)
             raise
         for known in (self._run, state.past.run):
             known.ids.add(run)
         if later is None:
-            write_and_commit(lane, self._folder, self.keep, save)
+            write_and_commit(comm, self._folder, self.keep, save)
         else:
             self._start(later, save)
         self._damaged.discard(state.step)
@@ -202,17 +202,17 @@ class Checkpointer:
             settle(into)
         mesh = plan.mesh
         enter(mesh, "restore")
-        lane = mesh_lane(mesh)
+        comm = mesh_communicator(mesh)
         if mesh.size > 1:
             said = {"step": step, "fallback": fallback, "cast": cast, "rules": rules, "into": into is not None}
-            compare(lane, Equal(plan, said, opt).fixed(), CheckpointError)
+            compare(comm, Equal(plan, said, opt).fixed(), CheckpointError)
         first, steps = first_rank_or_raise(
-            lane, mesh.rank, lambda: (self.directory, choose_steps(self.directory, step))
+            comm, mesh.rank, lambda: (self.directory, choose_steps(self.directory, step))
         )
         request, skipped = Request(plan, opt, cast, rules, into), []
         for chosen in steps:
             try:
-                state, manifest = restore_step(lane, self.directory, first, chosen, request)
+                state, manifest = restore_step(comm, self.directory, first, chosen, request)
                 break
             except DamagedError as error:
                 if not fallback or chosen == steps[-1]:
@@ -291,13 +291,13 @@ class Checkpointer:
         slices = owned(entries(state), rank)
         return Save(rank, path, head_of(state, user), self._snapshot.take(slices) if copy else slices)
 
-    def _start(self, lane: Lane, save: Save) -> None:
+    def _start(self, comm: Communicator, save: Save) -> None:
         """Write in another thread, which is no daemon: the process ends after its checkpoint is on disk."""
 
         def write() -> None:
             try:
                 self._snapshot.wait()
-                write_and_commit(lane, self._folder, self.keep, save)
+                write_and_commit(comm, self._folder, self.keep, save)
             except BaseException as error:  # raised by the next call
                 self._failure = error
 

@@ -13,7 +13,7 @@ from fshard.checkpoint.read import Target, read_into
 from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import PlanError, ShardError, lines
 from fshard.optim.base import Optimizer
-from fshard.runtime.comm import Lane, all_ranks_or_raise, each_rank_or_raise
+from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, assemble, entries, scalars
 from fshard.state.past import Past, Run
@@ -43,7 +43,7 @@ class Request:
     into: TrainState | None = None
 
 
-def restore_step(lane: Lane, root: str, first: str, step: int, request: Request) -> tuple[TrainState, Manifest]:
+def restore_step(comm: Communicator, root: str, first: str, step: int, request: Request) -> tuple[TrainState, Manifest]:
     """The state of one step in the folder ``root``, which rank 0 calls ``first``. Collective."""
     folder, rank = step_folder(root, step), request.plan.mesh.rank
 
@@ -57,12 +57,12 @@ def restore_step(lane: Lane, root: str, first: str, step: int, request: Request)
         with file_errors("read", folder):
             read_into(folder, manifest, targets)
 
-    state, targets, manifest = each_rank_or_raise(lane, look)
+    state, targets, manifest = each_rank_or_raise(comm, look)
     place = f"{folder}, of run {manifest.run_id}, sealed {manifest.seal[:16]}"
-    seen = all_ranks_or_raise(lane, lambda: [manifest.seal, place])
+    seen = all_ranks_or_raise(comm, lambda: [manifest.seal, place])
     if any(seal != manifest.seal for seal, _ in seen):
         raise other_checkpoints(step, [f"rank {rank}: {place}" for rank, (_, place) in enumerate(seen)])
-    each_rank_or_raise(lane, read)
+    each_rank_or_raise(comm, read)
     return state, manifest
 
 

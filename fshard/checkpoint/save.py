@@ -13,7 +13,7 @@ from fshard.checkpoint.folder import CheckpointFolder, discard
 from fshard.checkpoint.manifest import Extent, FileInfo, Manifest, TensorInfo, extent_row, inconsistent, read_extent
 from fshard.checkpoint.write import Slice, Written, write_files
 from fshard.errors import CheckpointError, CommError, lines
-from fshard.runtime.comm import Lane, all_ranks_or_raise, first_rank_or_raise
+from fshard.runtime.comm import Communicator, all_ranks_or_raise, first_rank_or_raise
 from fshard.runtime.comm.facts import Facts
 from fshard.state.entries import entries, scalars
 from fshard.state.equal import Equal
@@ -55,7 +55,7 @@ def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str,
     return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True).of(state)
 
 
-def write_and_commit(lane: Lane, folder: CheckpointFolder, keep: int | None, save: Save) -> None:
+def write_and_commit(comm: Communicator, folder: CheckpointFolder, keep: int | None, save: Save) -> None:
     """Write all ranks' files, commit the checkpoint and remove old steps. Collective; a failure removes the files."""
 
     def commit(written: list[dict[str, Any]]) -> None:
@@ -64,17 +64,17 @@ def write_and_commit(lane: Lane, folder: CheckpointFolder, keep: int | None, sav
         folder.remove_old(keep, manifest.step)
 
     try:
-        written = all_ranks_or_raise(lane, lambda: _write(save))
-        first_rank_or_raise(lane, save.rank, lambda: commit(written))
+        written = all_ranks_or_raise(comm, lambda: _write(save))
+        first_rank_or_raise(comm, save.rank, lambda: commit(written))
     except BaseException as error:
-        remove_failed(lane, save.rank, save.path, error)
+        remove_failed(comm, save.rank, save.path, error)
         raise
 
 
-def remove_failed(lane: Lane, rank: int, path: str, error: BaseException) -> None:
+def remove_failed(comm: Communicator, rank: int, path: str, error: BaseException) -> None:
     """Remove a failed save's files before any rank goes on. Collective, unless communication has failed."""
     if not isinstance(error, CommError):
-        first_rank_or_raise(lane, rank, lambda: discard(path))
+        first_rank_or_raise(comm, rank, lambda: discard(path))
     elif rank == 0:
         discard(path)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from fshard.collectives import raw
 from fshard.collectives.ranks import Ranks
 from fshard.errors import ReplicationError, lines
-from fshard.runtime.comm import Lane, exchange_text
+from fshard.runtime.comm import Communicator, exchange_text
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
@@ -16,7 +16,7 @@ RELATIVE, FLOOR = 1e-3, 1e-6
 """Differences below these fractions of the leaf's and of the group's largest gradient are rounding."""
 
 
-def check_copies(plan: Plan, grads: Mapping[int, Tensor], lane: Lane) -> None:
+def check_copies(plan: Plan, grads: Mapping[int, Tensor], comm: Communicator) -> None:
     """Compare the gradients of leaves over the axes that hold copies of them and are not data axes.
 
     Ranks along such an axis work on the same rows, and nothing adds up their gradients: copies drift apart unless each
@@ -25,7 +25,7 @@ def check_copies(plan: Plan, grads: Mapping[int, Tensor], lane: Lane) -> None:
     Args:
         plan: the plan.
         grads: this rank's part of the gradients, by group id.
-        lane: the control lane over the whole mesh.
+        communicator: the control communicator over the whole mesh.
 
     Raises:
         ReplicationError: some differ; all ranks raise it.
@@ -37,7 +37,7 @@ def check_copies(plan: Plan, grads: Mapping[int, Tensor], lane: Lane) -> None:
     for number, axes in over.items():
         if axes:
             found += _problems(plan.groups[number].owned, axes, plan.mesh, grads[number])
-    problems = dict.fromkeys(line for text in exchange_text(lane, "\n".join(found)) for line in text.splitlines())
+    problems = dict.fromkeys(line for text in exchange_text(comm, "\n".join(found)) for line in text.splitlines())
     if problems:
         raise ReplicationError(
             lines(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fshard.errors import no_processes
-from fshard.runtime.comm import COLLECTIVES, Lane, LocalTransport, Processes
+from fshard.runtime.comm import COLLECTIVES, Communicator, LocalTransport, Processes
 from fshard.sharding.mesh import Axes, Mesh
 
 
@@ -32,23 +32,23 @@ class Ranks:
         return self.mesh.index(self.axes)
 
     @property
-    def lane(self) -> Lane:
+    def comm(self) -> Communicator:
         """The communicator that joins them."""
         transport = self.mesh.transport
         if transport is None and self.mesh.size > 1:
             raise no_processes()
-        lane: Lane = (transport or LocalTransport()).lane(COLLECTIVES, self._sorted)
-        return lane
+        comm: Communicator = (transport or LocalTransport()).communicator(COLLECTIVES, self._sorted)
+        return comm
 
     def foresee(self) -> None:
-        """Note that a traced program will need the lane."""
+        """Note that a traced program will need the communicator."""
         transport = self.mesh.transport
         if isinstance(transport, Processes) and transport.foreseen is not None:
             transport.foreseen[self._sorted] = None
 
     @property
     def order(self) -> list[int] | None:
-        """The place in the lane, which is ordered by rank, of each position; None where both agree."""
+        """The place in the communicator, which is ordered by rank, of each position; None where both agree."""
         if self.axes == self._sorted:
             return None
         places = {rank: place for place, rank in enumerate(sorted(self.mesh.ranks(self.axes)))}

@@ -25,7 +25,7 @@ def gather(group: Ranks, x: Tensor) -> Finish:
     out = flat.new_empty((group.size, flat.numel()))
     if x.numel() == 0:
         return lambda: x.new_empty((group.size, *x.shape))
-    handle = group.lane.all_gather(_bytes(out), _bytes(flat), marks(x.device))
+    handle = group.comm.all_gather(_bytes(out), _bytes(flat), marks(x.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -36,11 +36,11 @@ def gather(group: Ranks, x: Tensor) -> Finish:
 
 def exchange(group: Ranks, rows: Tensor) -> Finish:
     """Row ``i`` goes to rank ``i``; the result's row ``i`` came from it."""
-    flat = _by_lane(group, _flat(rows).view(rows.shape))
+    flat = _by_communicator(group, _flat(rows).view(rows.shape))
     out = torch.empty_like(flat)
     if rows.numel() == 0:
         return lambda: out
-    handle = group.lane.all_to_all(_bytes(out), _bytes(flat), None, None, marks(rows.device))
+    handle = group.comm.all_to_all(_bytes(out), _bytes(flat), None, None, marks(rows.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -60,7 +60,7 @@ def ragged(group: Ranks, rows: Tensor, send: Sequence[int], receive: Sequence[in
         parts = torch.split(flat, [count * width for count in send])
         flat = torch.cat([parts[rank] for rank in _inverse(place)])
     out = flat.new_empty(sum(arriving))
-    handle = group.lane.all_to_all(out, flat, arriving, sizes, marks(rows.device))
+    handle = group.comm.all_to_all(out, flat, arriving, sizes, marks(rows.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -87,7 +87,7 @@ def permute(group: Ranks, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish
         out = arriving = torch.empty_like(flat)
     if flat.numel() == 0:
         return lambda: x.clone()
-    handle = group.lane.all_to_all(arriving, flat if any(send) else flat[:0], receive, send, marks(x.device))
+    handle = group.comm.all_to_all(arriving, flat if any(send) else flat[:0], receive, send, marks(x.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -98,16 +98,16 @@ def permute(group: Ranks, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish
 
 def scatter_sum(group: Ranks, rows: Tensor) -> Finish:
     """This rank's row of the sum over ranks."""
-    flat = _by_lane(group, _flat(rows).view(rows.shape))
+    flat = _by_communicator(group, _flat(rows).view(rows.shape))
     if rows.numel() == 0:
         return lambda: torch.empty_like(rows[0])
-    if not rows.is_floating_point():  # not every lane adds all integers and complex numbers
+    if not rows.is_floating_point():  # not every communicator adds all integers and complex numbers
         arriving = exchange(group, rows)
         return lambda: _add(arriving())
-    # The lane may overwrite what it is given.
+    # The communicator may overwrite what it is given.
     flat = flat.clone() if flat.data_ptr() == rows.data_ptr() else flat
     out = torch.empty_like(flat[0])
-    handle = group.lane.reduce_scatter(
+    handle = group.comm.reduce_scatter(
         out.view(-1), flat.view(-1), torch.empty_like(flat).view(-1), False, marks(rows.device)
     )
 
@@ -171,7 +171,7 @@ def _by_group(group: Ranks, rows: Tensor) -> Tensor:
     return rows if group.order is None else rows[group.order]
 
 
-def _by_lane(group: Ranks, rows: Tensor) -> Tensor:
+def _by_communicator(group: Ranks, rows: Tensor) -> Tensor:
     if group.order is None:
         return rows
     out = torch.empty_like(rows)

@@ -29,7 +29,7 @@ from fshard.interchange.source import TensorMeta
 from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim.base import Optimizer
-from fshard.runtime.comm import all_ranks_or_raise, each_rank_or_raise, first_rank_or_raise, mesh_lane
+from fshard.runtime.comm import all_ranks_or_raise, each_rank_or_raise, first_rank_or_raise, mesh_communicator
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -105,8 +105,8 @@ def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[
     """Write all ranks' files, rename them, then write the list. Collective."""
     given = {"path": folder, "leaves": [(i.keys, i.entry.shape) for i in items], "beside": list(values)}
     compare_arguments(mesh, "save_dcp", given)
-    lane, rank = mesh_lane(mesh, ROLE), mesh.rank
-    first_rank_or_raise(lane, rank, lambda: _prepare(folder, overwrite))
+    comm, rank = mesh_communicator(mesh, ROLE), mesh.rank
+    first_rank_or_raise(comm, rank, lambda: _prepare(folder, overwrite))
     held = list(pieces_of_ranks(mesh, [item.entry for item in items]))
     name, partial = _file(rank), folder / f"{_file(rank)}.partial"
 
@@ -128,13 +128,13 @@ def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[
             partial.replace(folder / name)
 
     try:
-        rows = all_ranks_or_raise(lane, write)
+        rows = all_ranks_or_raise(comm, write)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    each_rank_or_raise(lane, rename)
+    each_rank_or_raise(comm, rename)
     places = [[FileRange(_file(rank), *where) for where in row] for rank, row in enumerate(rows)]
-    first_rank_or_raise(lane, rank, lambda: _publish(folder, len(places), *_contents(items, held, values, places)))
+    first_rank_or_raise(comm, rank, lambda: _publish(folder, len(places), *_contents(items, held, values, places)))
 
 
 def _items(

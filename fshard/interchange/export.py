@@ -11,7 +11,7 @@ from fshard.arguments import described, expect
 from fshard.errors import PlanError
 from fshard.interchange.export_plan import ROLE, ExportItem, fetch, plan_export
 from fshard.interchange.rename import RenameLike
-from fshard.runtime.comm import mesh_lane, raise_failures
+from fshard.runtime.comm import mesh_communicator, raise_failures
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries
@@ -112,8 +112,8 @@ def export(
                 callback(name, tensor)
             except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's part of the stream
                 failure = error
-    lane = mesh_lane(plan.mesh, ROLE)
-    raise_failures(lane, failure, "export failed on other ranks:", "The state is as it was.")
+    comm = mesh_communicator(plan.mesh, ROLE)
+    raise_failures(comm, failure, "export failed on other ranks:", "The state is as it was.")
     return None
 
 

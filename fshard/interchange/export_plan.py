@@ -18,7 +18,7 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
 from fshard.interchange.optimizer_state import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
-from fshard.runtime.comm import Lane, all_ranks_or_raise, enter, exchange, mesh_lane
+from fshard.runtime.comm import Communicator, all_ranks_or_raise, enter, exchange, mesh_communicator
 from fshard.runtime.comm.clock import marks
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
@@ -134,7 +134,7 @@ def _check_transposed(entries: Sequence[Entry]) -> None:
 def fetch(mesh: Mesh, item: ExportItem) -> Tensor | None:
     """The leaf of an item, on ranks that receive it. Collective."""
     ranks = Ranks(mesh, item.axes)
-    lane = ranks.lane  # all ranks make it at the first call, even those that do not take part
+    comm = ranks.comm  # all ranks make it at the first call, even those that do not take part
     if not item.takes_part:
         return None
     mine = item.entry.tensor.to(mesh.device, item.dtype)
@@ -146,7 +146,7 @@ def fetch(mesh: Mesh, item: ExportItem) -> Tensor | None:
         end = min(begin + step, total)
         slab = out[begin:end] if receives else None
         if item.root is None:
-            _gather_slab(lane, ranks, mine, item, out[begin:end], begin, end)
+            _gather_slab(comm, ranks, mine, item, out[begin:end], begin, end)
         else:
             want = [Piece(low, shape, begin, end if i == item.root else begin) for i in range(ranks.size)]
             exchange_pieces(ranks, mine, item.have, want, slab)
@@ -155,7 +155,9 @@ def fetch(mesh: Mesh, item: ExportItem) -> Tensor | None:
     return out.view(shape).t().contiguous() if item.transpose else out.view(shape)
 
 
-def _gather_slab(lane: Lane, ranks: Ranks, mine: Tensor, item: ExportItem, out: Tensor, begin: int, end: int) -> None:
+def _gather_slab(
+    comm: Communicator, ranks: Ranks, mine: Tensor, item: ExportItem, out: Tensor, begin: int, end: int
+) -> None:
     """Send a slab to all ranks: first an equal part to each rank, then all ranks gather the parts. Collective."""
     low, shape = item.block
     count, width = end - begin, -(-(end - begin) // ranks.size)
@@ -163,7 +165,7 @@ def _gather_slab(lane: Lane, ranks: Ranks, mine: Tensor, item: ExportItem, out: 
     part = exchange_pieces(ranks, mine, item.have, [Piece(low, shape, a, b) for a, b in cuts])
     part = torch.cat([part, part.new_zeros(width - part.numel())]) if part.numel() < width else part
     slab = out if width * ranks.size == count else part.new_empty(width * ranks.size)
-    lane.all_gather(slab.view(torch.uint8), part.view(torch.uint8), marks(mine.device)).wait()
+    comm.all_gather(slab.view(torch.uint8), part.view(torch.uint8), marks(mine.device)).wait()
     if slab.numel() != count:
         out.copy_(slab[:count])
 
@@ -173,7 +175,7 @@ def compare_arguments(mesh: Mesh, call: str, given: Mapping[str, Any]) -> None:
     enter(mesh, call)
     texts = {name: str(value) for name, value in given.items()}
     short = {name: text if len(text) < 80 else _digest(given[name]) for name, text in texts.items()}
-    values = all_ranks_or_raise(mesh_lane(mesh, ROLE), lambda: short)
+    values = all_ranks_or_raise(mesh_communicator(mesh, ROLE), lambda: short)
     if any(value != values[0] for value in values):
         rows = [f"rank {rank}: {str(value)[:200]}" for rank, value in enumerate(values)]
         remedy = "Give the same on all ranks."
@@ -188,7 +190,7 @@ def pieces_of_ranks(mesh: Mesh, listed: Sequence[Entry]) -> Iterator[list[Piece]
     """For each entry the piece of every rank. Collective, one exchange."""
     numbers = [n for e in listed for p in (e.piece,) for n in (*p.offset, *p.shape, p.start, p.stop)]
     row = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
-    rows = exchange(Ranks(mesh, mesh.axis_names).lane, row).tolist()
+    rows = exchange(Ranks(mesh, mesh.axis_names).comm, row).tolist()
     at = 0
     for entry in listed:
         dims = len(entry.piece.shape)
@@ -234,7 +236,7 @@ def _all_to_all(ranks: Ranks, empty: Tensor, sent: list[list[Tensor]], places: l
     flat = torch.cat([view.reshape(-1) for views in sent for view in views] or [empty])
     arrived = flat.new_empty(sum(receive) // width)
     data = arrived.view(torch.uint8), flat.view(torch.uint8)
-    ranks.lane.all_to_all(*data, receive, send, marks(flat.device)).wait()
+    ranks.comm.all_to_all(*data, receive, send, marks(flat.device)).wait()
     at = 0
     for place in (place for row in places for place in row):
         place.copy_(arrived[at : at + place.numel()].view(place.shape))

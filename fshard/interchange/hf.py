@@ -15,7 +15,7 @@ from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
 from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import TensorMeta, load
 from fshard.optim.base import Optimizer
-from fshard.runtime.comm import first_rank_or_raise, mesh_lane
+from fshard.runtime.comm import first_rank_or_raise, mesh_communicator
 from fshard.sharding.plan import Plan
 from fshard.state.init import Inits
 from fshard.state.train_state import TrainState
@@ -115,8 +115,8 @@ def save_hf(
     items.sort(key=lambda item: -item.dtype.itemsize)  # aligns every element of a file
     tensors = {item.name: TensorMeta(item.shape, item.dtype) for item in items}
     writer = HfWriter(Path(path), tensors, limit, overwrite)
-    lane, rank = mesh_lane(plan.mesh, ROLE), plan.mesh.rank
-    first_rank_or_raise(lane, rank, writer.prepare)
+    comm, rank = mesh_communicator(plan.mesh, ROLE), plan.mesh.rank
+    first_rank_or_raise(comm, rank, writer.prepare)
     failure: Exception | None = None
 
     def publish() -> None:
@@ -133,7 +133,7 @@ def save_hf(
                     writer.write(item.name, tensor)
             except Exception as error:  # the other ranks wait for this rank's part of the stream
                 failure = error
-        first_rank_or_raise(lane, rank, publish)
+        first_rank_or_raise(comm, rank, publish)
     finally:
         writer.discard()
 

@@ -18,7 +18,7 @@ from fshard.proof.plain import PlainResult
 from fshard.proof.record import gap
 from fshard.proof.report import Row, Tolerance, number_row
 from fshard.proof.watched import Watched
-from fshard.runtime.comm import Lane
+from fshard.runtime.comm import Communicator
 from fshard.runtime.comm.exchange import exchange_bytes
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
@@ -46,7 +46,7 @@ class Comparison:
         metrics: its metrics.
         plain: the loss and the gradients of plain PyTorch.
         tolerance: the largest differences that are allowed.
-        lane: the control communicator.
+        communicator: the control communicator.
         unequal: the entries whose copies differ between this rank and others.
     """
 
@@ -56,7 +56,7 @@ class Comparison:
     metrics: Metrics
     plain: PlainResult
     tolerance: Tolerance
-    lane: Lane
+    comm: Communicator
     unequal: list[str] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -120,7 +120,7 @@ class Comparison:
 
     def _largest(self, found: Sequence[Entry]) -> float:
         mine = max((float(entry.tensor.abs().max()) for entry in found if entry.tensor.numel()), default=0.0)
-        values = map(float, exchange_bytes(self.lane, repr(mine).encode()))
+        values = map(float, exchange_bytes(self.comm, repr(mine).encode()))
         return max(0.0 if math.isnan(value) else value for value in values)
 
     def _updates(self) -> Iterator[Row]:
@@ -184,7 +184,7 @@ class Comparison:
         """The rows, marked as wrong on all ranks if they are wrong on any."""
         wrong = {row.name: "" for row in rows if not row.right} | dict.fromkeys(self.unequal, COPIES)
         found: dict[str, str] = {}
-        for said in map(json.loads, exchange_bytes(self.lane, json.dumps(wrong).encode())):
+        for said in map(json.loads, exchange_bytes(self.comm, json.dumps(wrong).encode())):
             found.update({name: found.get(name) or why for name, why in said.items()})
         return [
             replace(row, note=found[row.name] or ("" if not row.right else "differs on another rank"))

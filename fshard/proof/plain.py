@@ -13,7 +13,7 @@ from fshard.collectives.ranks import Ranks
 from fshard.model.remat import exact
 from fshard.proof.record import Output, PlainUnits, gap, tensors_of
 from fshard.proof.report import Tolerance
-from fshard.runtime.comm import Lane, exchange, raise_failures
+from fshard.runtime.comm import Communicator, exchange, raise_failures
 from fshard.runtime.comm.exchange import exchange_bytes
 from fshard.runtime.engine.batch import microbatches
 from fshard.runtime.engine.loss import check_differentiable, number, read_loss
@@ -39,7 +39,7 @@ class Task:
         divided: the divisor of gradients before they are summed, as in the step.
         outputs: the outputs of this rank's units in the step.
         tolerance: the largest differences of outputs that are allowed.
-        lane: the control communicator.
+        communicator: the control communicator.
     """
 
     fn: Callable[..., Any]
@@ -50,7 +50,7 @@ class Task:
     divided: float
     outputs: list[Output]
     tolerance: Tolerance
-    lane: Lane
+    comm: Communicator
 
 
 Difference = tuple[int, int, str, str]
@@ -103,12 +103,12 @@ def run_plainly(task: Task) -> PlainResult:
                 own = _run(task, leaves)
             except Exception as error:
                 failure = error
-        raise_failures(task.lane, failure, "plain PyTorch failed, so nothing was verified:", REMEDY)
+        raise_failures(task.comm, failure, "plain PyTorch failed, so nothing was verified:", REMEDY)
         del leaves
         _add(plan, own.grads if turn == mine else None, sums)
     row = torch.tensor([own.total, own.count], dtype=torch.float64, device="cpu")
     copies = plan.mesh.size // plan.data_size
-    total, count = (exchange(task.lane, row).sum(0) / copies).tolist()
+    total, count = (exchange(task.comm, row).sum(0) / copies).tolist()
     return PlainResult(total / count if count else float("nan"), own.weighted, count, sums, own.first)
 
 
@@ -201,8 +201,8 @@ def _add(plan: Plan, grads: dict[str, Tensor] | None, sums: dict[int, Tensor]) -
         sums[group.id] = sums[group.id] + own if group.id in sums else own
 
 
-def earliest(lane: Lane, first: Difference | None) -> tuple[int, int, int, str, str] | None:
+def earliest(comm: Communicator, first: Difference | None) -> tuple[int, int, int, str, str] | None:
     """The first output that differs on any rank. Collective."""
-    rows = exchange_bytes(lane, json.dumps(first).encode())
+    rows = exchange_bytes(comm, json.dumps(first).encode())
     found = [(row[0], row[1], number, row[2], row[3]) for number, row in enumerate(map(json.loads, rows)) if row]
     return min(found) if found else None

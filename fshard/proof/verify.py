@@ -87,11 +87,11 @@ def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolera
     complete(state, watched.plan.mesh)
     following, metrics = watched(state, batch)
     watched.check_alone()
-    plan, lane, outputs = watched.plan, watched._control(), watched.outputs.calls
+    plan, comm, outputs = watched.plan, watched._control(), watched.outputs.calls
     fn, accumulate = watched._runner.fn, watched.options.accumulate
-    plain = run_plainly(Task(fn, plan, state, batch, accumulate, watched.divided, outputs, tolerance, lane))
-    first = earliest(lane, plain.first)
-    rows = Comparison(watched, state, following, metrics, plain, tolerance, lane).rows()
+    plain = run_plainly(Task(fn, plan, state, batch, accumulate, watched.divided, outputs, tolerance, comm))
+    first = earliest(comm, plain.first)
+    rows = Comparison(watched, state, following, metrics, plain, tolerance, comm).rows()
     notes = []
     if metrics.skipped:
         notes.append("the step was skipped: its gradients were not compared")

@@ -48,7 +48,7 @@ class Watched(TrainStep):
     def check_alone(self) -> None:
         """Raise a PlanError with the axes over which the program itself communicates, if there are any."""
         found = self._runner.seen
-        axes = {axis: None for lane in (found.lanes if found is not None else ()) for axis in lane}
+        axes = {axis: None for comm in (found.comms if found is not None else ()) for axis in comm}
         over = {axis: self.plan.mesh.shape[axis] for axis in axes if self.plan.mesh.shape[axis] > 1}
         if over:
             raise PlanError(

@@ -1,10 +1,10 @@
 """Simulating a schedule: when each op begins and ends, given what ops cost. Pure and deterministic.
 
-The model has one device, which runs forwards, backwards and updates in the order of the schedule, and lanes beside
-it: one for each kind of transfer over each set of mesh axes. A lane carries one transfer at a time, in the order of
-issue. Lanes over one link share it the same way: who asked first is served first. The wait of a transfer holds the
-device until it has arrived; that time is *exposed*. Times are sums and maxima of costs and nothing else, so that none
-of them gets longer when a cost gets smaller.
+The model has one device, which runs forwards, backwards and updates in the order of the schedule, and communicators
+beside it: one for each kind of transfer over each set of mesh axes. A communicator carries one transfer at a time, in
+the order of issue. Communicators over one link share it the same way: who asked first is served first. The wait of a
+transfer holds the device until it has arrived; that time is *exposed*. Times are sums and maxima of costs and nothing
+else, so that none of them gets longer when a cost gets smaller.
 
 What it leaves out: transfers take nothing from compute (on gloo they take processor time), copies to and from host
 memory take no time, and ranks are alike.
@@ -194,14 +194,14 @@ def time_text(seconds: float) -> str:
 
 
 class _Clock:
-    """The time on the device, on each lane and on each link."""
+    """The time on the device, on each communicator and on each link."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
         every = ((group.name, transfer) for group in schedule.groups for transfer in group.transfers)
         self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
         self.now = self.compute = 0.0
-        self.lanes: dict[str, float] = {}
+        self.comms: dict[str, float] = {}
         self.links: dict[str, float] = {}
         self.busy: dict[str, float] = {}
         self.sent = 0
@@ -236,12 +236,12 @@ class _Clock:
 
     def _carry(self, transfer: Transfer) -> tuple[float, float]:
         """Begin and end of a transfer that is started now."""
-        lane = f"{transfer.kind}({transfer.axes})"
+        comm = f"{transfer.kind}({transfer.axes})"
         name, link = self._link(transfer)
         seconds = transfer.sent / link.bytes_per_s
-        start = max(self.now, self.lanes.get(lane, 0.0)) + link.latency
+        start = max(self.now, self.comms.get(comm, 0.0)) + link.latency
         start = max(start, self.links.get(name, 0.0))
-        self.lanes[lane] = self.links[name] = start + seconds
+        self.comms[comm] = self.links[name] = start + seconds
         self.busy[name] = self.busy.get(name, 0.0) + seconds
         self.sent += transfer.sent
         return start, start + seconds

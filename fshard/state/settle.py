@@ -5,7 +5,7 @@ import torch
 from fshard.arguments import expect
 from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
-from fshard.runtime.comm import each_rank_or_raise, enter, mesh_lane
+from fshard.runtime.comm import each_rank_or_raise, enter, mesh_communicator
 from fshard.sharding.mesh import Mesh
 from fshard.state.train_state import TrainState
 
@@ -45,7 +45,7 @@ def complete(state: TrainState, mesh: Mesh) -> TrainState:
         state.applied()
         return state
     enter(mesh, "settle")
-    shards = each_rank_or_raise(mesh_lane(mesh), state.applied)
+    shards = each_rank_or_raise(mesh_communicator(mesh), state.applied)
     with torch.no_grad():
         for group in list(stale):
             shard, axes = shards[group], state.plan.groups[group].opt_axes

@@ -14,7 +14,7 @@ from fshard.metrics import combine_aux
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.update import Shard
 from fshard.runtime.steps.attempt import Outcome, raise_outcome
-from fshard.runtime.steps.prepare import Workshop, lanes_of
+from fshard.runtime.steps.prepare import Workshop, communicators_of
 from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
@@ -35,7 +35,7 @@ class ValueAndGrad:
         # The result is the gradient of all that a rank keeps, not only of the part that its optimizer would update.
         groups = tuple(replace(group, opt_axes=(), opt_parts=1) for group in loss.plan.groups)
         self.loss, self.plan = loss, replace(loss.plan, groups=groups)
-        workshop = Workshop(self.plan, policy, 1, True, loss.debug, lanes_of(self.plan))
+        workshop = Workshop(self.plan, policy, 1, True, loss.debug, communicators_of(self.plan))
         self._runner = Runner(loss.loss_fn, workshop)
         self._equal = Equal(self.plan, {"schedule": policy, "debug": loss.debug})
 
@@ -105,13 +105,13 @@ class ValueAndGrad:
                 shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(Work(batch, shards, shield, facts=self._equal.fixed))
-        lanes = self._runner.workshop.lanes
-        assert lanes is not None
-        verdict = raise_outcome(lanes.control, outcome, self.plan.mesh.rank)
+        comms = self._runner.workshop.comms
+        assert comms is not None
+        verdict = raise_outcome(comms.control, outcome, self.plan.mesh.rank)
         value = self._value(outcome)
         self.loss.refuse_aux(outcome.aux[0] if outcome.aux else {})
         if self.loss.has_aux:
-            return (value, combine_aux(lanes.control, outcome.aux)), self._grads(flat, verdict.scale)
+            return (value, combine_aux(comms.control, outcome.aux)), self._grads(flat, verdict.scale)
         return value, self._grads(flat, verdict.scale)
 
     def _value(self, outcome: Outcome) -> Tensor:

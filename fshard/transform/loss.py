@@ -24,7 +24,7 @@ from fshard.errors import (
     unlike_losses,
 )
 from fshard.model.remat import exact
-from fshard.runtime.comm import Lane, announce, exchange, exchange_text, mesh_lane
+from fshard.runtime.comm import Communicator, announce, exchange, exchange_text, mesh_communicator
 from fshard.runtime.comm.facts import Facts, digest, settle
 from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.runtime.engine.batch import check_device, leading_dims
@@ -76,7 +76,7 @@ class ShardedLoss:
             return self._called(params, batch)
 
     def _called(self, params: Any, batch: Any) -> Any:
-        lane = mesh_lane(self.plan.mesh)
+        comm = mesh_communicator(self.plan.mesh)
         failure, loss = None, None
         try:
             flat = self.plan.check_tree(params, whole=False)
@@ -84,22 +84,22 @@ class ShardedLoss:
         except Exception as error:
             failure = error
         # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
-        _agree(lane, "the call", None, batch, failure, self._equal.fixed() if lane.size > 1 else Facts())
+        _agree(comm, "the call", None, batch, failure, self._equal.fixed() if comm.size > 1 else Facts())
         if self.debug:
             self._check_replicas(flat)
         try:
             with cutting(self.plan.mesh):  # others may wait in a collective, and learn of a failure only here
-                loss = self._run(flat, batch, lambda unit: _agree(lane, unit, None, batch, None))
+                loss = self._run(flat, batch, lambda unit: _agree(comm, unit, None, batch, None))
         except (PeerError, ScheduleError):
             raise  # the other ranks know
         except CommError as error:
             # A rank that failed cut this collective off, or the connection to a rank was lost.
             with suppress(CommError):
-                _agree(lane, "the loss", None, batch, error)
+                _agree(comm, "the loss", None, batch, error)
             raise
         except Exception as error:
             failure = error
-        _agree(lane, "the loss", loss, batch, failure)
+        _agree(comm, "the loss", loss, batch, failure)
         assert loss is not None
         value, aux = self._mean(loss)
         if self.debug:
@@ -174,7 +174,11 @@ class ShardedLoss:
             apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
         data = Ranks(mesh, self.plan.data_axes)
         with torch._C._DisableFuncTorch():
-            rows = exchange(mesh_lane(self.plan.mesh), torch.tensor([digest(leading_dims(batch))])).flatten().tolist()
+            rows = (
+                exchange(mesh_communicator(self.plan.mesh), torch.tensor([digest(leading_dims(batch))]))
+                .flatten()
+                .tolist()
+            )
         if data.size == 1 or len(set(rows)) > 1:
             return
         same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
@@ -231,7 +235,7 @@ def sharded_loss(
 
 
 def _agree(
-    lane: Lane,
+    comm: Communicator,
     place: str,
     loss: Loss | None,
     batch: Any,
@@ -243,19 +247,19 @@ def _agree(
     A rank that fails takes part in one more exchange, which has the same form wherever the other ranks are. A rank that
     failed because another one cut its collective off raises that rank's failure.
     """
-    if lane.size == 1:
+    if comm.size == 1:
         if failure is not None:
             raise failure
         return
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
     mine = [status, digest(place), *_loss_facts(loss, leading_dims(batch)), facts.number]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
-        rows = announce(lane, "sharded loss", [int(x) for x in mine])
+        rows = announce(comm, "sharded loss", [int(x) for x in mine])
         if any(row[0] for row in rows):
-            raise_failure(lane, failure, [row[0] for row in rows], status)
-        settle(lane, [row[-1] for row in rows], facts)
+            raise_failure(comm, failure, [row[0] for row in rows], status)
+        settle(comm, [row[-1] for row in rows], facts)
         if any(row[1] != rows[0][1] for row in rows):
-            raise diverged(exchange_text(lane, f"{place} ({whereabouts()})"))
+            raise diverged(exchange_text(comm, f"{place} ({whereabouts()})"))
     _check_losses([row[2:7] for row in rows])
 
 

@@ -134,11 +134,11 @@ def test_a_damaged_newest_step_is_passed_over_and_replaced(pool: Pools, tmp_path
 def exchanged(sizes: list[int]) -> list[bool]:
     """Bytes of these lengths, a different one on each rank."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        lane = mesh.transport.lane("control", ("shard",))
+        comm = mesh.transport.communicator("control", ("shard",))
         out = []
         for shift in range(len(sizes)):
             want = [bytes([rank + 1]) * sizes[(rank + shift) % len(sizes)] for rank in range(mesh.size)]
-            out.append(exchange_bytes(lane, want[mesh.rank]) == want)
+            out.append(exchange_bytes(comm, want[mesh.rank]) == want)
         return out
 
 

@@ -12,7 +12,7 @@ from fshard.runtime.comm import (
     all_ranks_or_raise,
     each_rank_or_raise,
     first_rank_or_raise,
-    mesh_lane,
+    mesh_communicator,
     raise_failures,
 )
 from tests.shared.workers import Pools
@@ -36,20 +36,20 @@ def damaged_on(ranks: tuple[int, ...], rank: int) -> Body:
 
 
 CASES: dict[str, Callable[[Any, int], Any]] = {
-    "results": lambda lane, rank: all_ranks_or_raise(lane, lambda: {"rank": rank, "more": [rank] * 1000}),
-    "own result": lambda lane, rank: repr(each_rank_or_raise(lane, lambda: {rank})),
-    "rank 0's result": lambda lane, rank: first_rank_or_raise(lane, rank, lambda: f"of {rank}"),
-    "rank 0 fails": lambda lane, rank: first_rank_or_raise(lane, rank, damaged_on((0, 1), rank)),
-    "one fails": lambda lane, rank: each_rank_or_raise(lane, damaged_on((1,), rank)),
-    "two fail": lambda lane, rank: all_ranks_or_raise(lane, damaged_on((0, 1), rank)),
-    "alike": lambda lane, rank: all_ranks_or_raise(lane, failing(PlanError("no \udcff"), (0, 1), rank)),
-    "half an update": lambda lane, rank: each_rank_or_raise(lane, failing(StateError("half"), (1,), rank)),
-    "unknown class": lambda lane, rank: all_ranks_or_raise(lane, failing(ZeroDivisionError("by 0"), (1,), rank)),
-    "interrupt": lambda lane, rank: all_ranks_or_raise(lane, failing(KeyboardInterrupt(), (1,), rank)),
-    "nobody failed": lambda lane, rank: raise_failures(lane, None, "head", "remedy"),
-    "own failure": lambda lane, rank: raise_failures(lane, ValueError("mine") if rank else None, "head", "remedy"),
-    "cut off": lambda lane, rank: raise_failures(
-        lane, ValueError(f"of {rank}"), "head", "remedy", causes=[0], cut_off=rank == 1
+    "results": lambda comm, rank: all_ranks_or_raise(comm, lambda: {"rank": rank, "more": [rank] * 1000}),
+    "own result": lambda comm, rank: repr(each_rank_or_raise(comm, lambda: {rank})),
+    "rank 0's result": lambda comm, rank: first_rank_or_raise(comm, rank, lambda: f"of {rank}"),
+    "rank 0 fails": lambda comm, rank: first_rank_or_raise(comm, rank, damaged_on((0, 1), rank)),
+    "one fails": lambda comm, rank: each_rank_or_raise(comm, damaged_on((1,), rank)),
+    "two fail": lambda comm, rank: all_ranks_or_raise(comm, damaged_on((0, 1), rank)),
+    "alike": lambda comm, rank: all_ranks_or_raise(comm, failing(PlanError("no \udcff"), (0, 1), rank)),
+    "half an update": lambda comm, rank: each_rank_or_raise(comm, failing(StateError("half"), (1,), rank)),
+    "unknown class": lambda comm, rank: all_ranks_or_raise(comm, failing(ZeroDivisionError("by 0"), (1,), rank)),
+    "interrupt": lambda comm, rank: all_ranks_or_raise(comm, failing(KeyboardInterrupt(), (1,), rank)),
+    "nobody failed": lambda comm, rank: raise_failures(comm, None, "head", "remedy"),
+    "own failure": lambda comm, rank: raise_failures(comm, ValueError("mine") if rank else None, "head", "remedy"),
+    "cut off": lambda comm, rank: raise_failures(
+        comm, ValueError(f"of {rank}"), "head", "remedy", causes=[0], cut_off=rank == 1
     ),
 }
 
@@ -58,10 +58,10 @@ def outcomes() -> list[Any]:
     """What each case returns or raises on this rank."""
     out: list[Any] = []
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        lane = mesh_lane(mesh)
+        comm = mesh_communicator(mesh)
         for case in CASES.values():
             try:
-                out.append(case(lane, mesh.rank))
+                out.append(case(comm, mesh.rank))
             except BaseException as error:
                 out.append((type(error).__name__, str(error)))
     return out
@@ -94,17 +94,17 @@ def test_results_and_errors_of_all_ranks(pool: Pools) -> None:
 
 
 def test_one_rank_raises_what_it_raised() -> None:
-    lane = Alone()
-    assert all_ranks_or_raise(lane, lambda: {1}) == [{1}]
-    assert first_rank_or_raise(lane, 0, lambda: 3) == 3
+    comm = Alone()
+    assert all_ranks_or_raise(comm, lambda: {1}) == [{1}]
+    assert first_rank_or_raise(comm, 0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        each_rank_or_raise(lane, lambda: 1 // 0)
-    raise_failures(lane, None, "head", "remedy")
+        each_rank_or_raise(comm, lambda: 1 // 0)
+    raise_failures(comm, None, "head", "remedy")
     with pytest.raises(ValueError, match="mine"):
-        raise_failures(lane, ValueError("mine"), "head", "remedy")
+        raise_failures(comm, ValueError("mine"), "head", "remedy")
 
 
 def test_an_abstract_mesh_has_no_ranks_to_ask() -> None:
-    assert isinstance(mesh_lane(fs.abstract_mesh((1,), ("shard",))), Alone)
+    assert isinstance(mesh_communicator(fs.abstract_mesh((1,), ("shard",))), Alone)
     with pytest.raises(PlanError, match="abstract mesh has no processes"):
-        mesh_lane(fs.abstract_mesh((2,), ("shard",)))
+        mesh_communicator(fs.abstract_mesh((2,), ("shard",)))

@@ -1,4 +1,4 @@
-"""Lanes between real processes, over gloo and shared memory: what they compute, and what if a peer is gone."""
+"""Communicators between real processes, over gloo and shared memory: what they compute, and what if a peer is gone."""
 
 import contextlib
 import os
@@ -17,24 +17,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fshard as fs
-from fshard.runtime.comm import Alone, GlooLane, HostLane, exchange, exchange_text
+from fshard.runtime.comm import Alone, GlooCommunicator, HostCommunicator, exchange, exchange_text
 from tests.shared.bad import Raised, attempt
 from tests.shared.workers import Pool, Pools, WorkerError
 
 pytestmark = pytest.mark.processes
 
 SIZES = (1, 2, 3, 16, 1000, 5000)
-KINDS = {"gloo": GlooLane, "host": HostLane}
+KINDS = {"gloo": GlooCommunicator, "host": HostCommunicator}
 
 
 def _mesh(kind: str, sizes: tuple[int, ...] = (-1,), names: tuple[str, ...] = ("shard",), **more: Any) -> fs.Mesh:
-    """A mesh whose lanes are of this kind."""
+    """A mesh whose communicators are of this kind."""
     return fs.make_mesh(sizes, names, shared_memory=kind == "host", **more)
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """The kind of lane under test."""
+    """The kind of communicator under test."""
     return str(request.param)
 
 
@@ -48,45 +48,45 @@ def collectives(kind: str) -> list[str]:
     """On a rank: what is not as it should be."""
     out = []
     with _mesh(kind) as mesh:
-        lane = mesh.transport.lane("reduce", ("shard",))
-        assert mesh.size == 1 or type(lane) is KINDS[kind]
+        comm = mesh.transport.communicator("reduce", ("shard",))
+        assert mesh.size == 1 or type(comm) is KINDS[kind]
         for size in SIZES:
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
                 every = [_chunks(rank, mesh.size, size, dtype) for rank in range(mesh.size)]
                 mine = every[mesh.rank]
-                out += [f"{what} of {size} {dtype}" for what in _wrong(lane, mesh, every, mine.clone(), size)]
+                out += [f"{what} of {size} {dtype}" for what in _wrong(comm, mesh, every, mine.clone(), size)]
     return out
 
 
-def _wrong(lane: Any, mesh: fs.Mesh, every: list[Tensor], mine: Tensor, size: int) -> list[str]:
+def _wrong(comm: Any, mesh: fs.Mesh, every: list[Tensor], mine: Tensor, size: int) -> list[str]:
     here, out = slice(mesh.rank * size, (mesh.rank + 1) * size), []
     for add in (False, True):
         result = torch.full((size,), 0.5 if add else torch.nan, dtype=mine.dtype)
         want = result.clone() if add else torch.zeros_like(result)
         for row in every:  # in rank order, one after the other
             want = want + row[here]
-        lane.reduce_scatter(result, mine.clone(), torch.empty_like(mine), add).wait()
+        comm.reduce_scatter(result, mine.clone(), torch.empty_like(mine), add).wait()
         out += ["reduce_scatter, add" if add else "reduce_scatter"] * (not torch.equal(result, want))
     # The result may lie in the stage: this is how the runtime calls it where replicas are summed after.
     stage = torch.empty_like(mine)
-    lane.reduce_scatter(stage[:size], mine.clone(), stage, False).wait()
+    comm.reduce_scatter(stage[:size], mine.clone(), stage, False).wait()
     out += ["reduce_scatter in its stage"] * (not torch.equal(stage[:size], _plain(every, here)))
     gathered = torch.empty_like(mine)
-    lane.all_gather(gathered, mine[:size].contiguous()).wait()
+    comm.all_gather(gathered, mine[:size].contiguous()).wait()
     out += ["all_gather"] * (not torch.equal(gathered, torch.cat([row[:size] for row in every])))
     total = mine.double().clone()
-    lane.all_reduce(total).wait()
+    comm.all_reduce(total).wait()
     out += ["all_reduce"] * (not torch.allclose(total, torch.stack([row.double() for row in every]).sum(0)))
     chunks = [row.view(mesh.size, size)[mesh.rank] for row in every]
     into = torch.empty_like(mine)
-    lane.all_to_all(into, mine.clone(), None, None).wait()
+    comm.all_to_all(into, mine.clone(), None, None).wait()
     out += ["all_to_all"] * (not torch.equal(into, torch.cat(chunks)))
     # Rank r has r elements for the next rank, and nothing for others.
     send, receive = [0] * mesh.size, [0] * mesh.size
     before = (mesh.rank - 1) % mesh.size
     send[(mesh.rank + 1) % mesh.size], receive[before] = mesh.rank, before
     into = torch.empty(before, dtype=mine.dtype)
-    lane.all_to_all(into, torch.full((mesh.rank,), mesh.rank, dtype=mine.dtype), receive, send).wait()
+    comm.all_to_all(into, torch.full((mesh.rank,), mesh.rank, dtype=mine.dtype), receive, send).wait()
     out += ["all_to_all, uneven"] * (not torch.equal(into, torch.full((before,), before, dtype=mine.dtype)))
     return out
 
@@ -104,12 +104,12 @@ def test_collectives(pool: Pools, world: int, kind: str) -> None:
 
 
 def many_at_once(kind: str) -> bool:
-    """On a rank: several collectives of a lane under way, finished out of order."""
+    """On a rank: several collectives of a communicator under way, finished out of order."""
     with _mesh(kind) as mesh:
-        lane = mesh.transport.lane("gather", ("shard",))
+        comm = mesh.transport.communicator("gather", ("shard",))
         mine = [torch.full((900 * i + 1,), 10.0 * i + mesh.rank) for i in range(8)]
         outs = [torch.empty(mesh.size * (900 * i + 1)) for i in range(8)]
-        handles = [lane.all_gather(out, part) for out, part in zip(outs, mine, strict=True)]
+        handles = [comm.all_gather(out, part) for out, part in zip(outs, mine, strict=True)]
         for handle in reversed(handles):
             handle.wait()
         ranks = range(mesh.size)
@@ -121,43 +121,43 @@ def test_several_collectives_under_way(pool: Pools, kind: str) -> None:
     assert pool(3).run(many_at_once, kind) == [True] * 3
 
 
-def lanes(kind: str) -> tuple[list[tuple[int, ...]], bool, bool]:
-    """On a rank: the members of some lanes, whether they differ, and whether alike ones are the same."""
+def comms(kind: str) -> tuple[list[tuple[int, ...]], bool, bool]:
+    """On a rank: the members of some communicators, whether they differ, and whether alike ones are the same."""
     with _mesh(kind, (2, -1), ("replica", "shard")) as mesh:
         asked = [(role, axes) for role in ("gather", "reduce") for axes in (("shard",), ("replica",), mesh.axis_names)]
-        made = [mesh.transport.lane(role, axes) for role, axes in asked]
-        assert all(type(lane) is KINDS[kind] for lane in made)
-        members = [tuple(exchange(lane, torch.tensor([mesh.rank])).view(-1).tolist()) for lane in made]
+        made = [mesh.transport.communicator(role, axes) for role, axes in asked]
+        assert all(type(comm) is KINDS[kind] for comm in made)
+        members = [tuple(exchange(comm, torch.tensor([mesh.rank])).view(-1).tolist()) for comm in made]
         want = [tuple(sorted(mesh.ranks(axes))) for _, axes in asked]
         apart = len(set(map(id, made))) == len(made) and members == want
-        again = [mesh.transport.lane(role, axes) for role, axes in asked]
-        # Messages of two lanes do not meet, in whatever order they are sent.
+        again = [mesh.transport.communicator(role, axes) for role, axes in asked]
+        # Messages of two communicators do not meet, in whatever order they are sent.
         order = made[:2] if mesh.rank % 2 else made[1::-1]
-        sums = {id(lane): torch.tensor([float(made.index(lane))]) for lane in order}
-        handles = [lane.all_reduce(sums[id(lane)]) for lane in order]
+        sums = {id(comm): torch.tensor([float(made.index(comm))]) for comm in order}
+        handles = [comm.all_reduce(sums[id(comm)]) for comm in order]
         for handle in handles:
             handle.wait()
-        apart &= [sums[id(lane)].item() for lane in made[:2]] == [0.0, 2.0]
+        apart &= [sums[id(comm)].item() for comm in made[:2]] == [0.0, 2.0]
         return members, apart, all(map(lambda a, b: a is b, made, again))
 
 
-def test_lanes_are_groups_of_their_own(pool: Pools, kind: str) -> None:
-    for members, apart, same in pool(4).run(lanes, kind):
+def test_communicators_are_groups_of_their_own(pool: Pools, kind: str) -> None:
+    for members, apart, same in pool(4).run(comms, kind):
         assert apart and same, members
 
 
 def test_one_rank_needs_no_group() -> None:
     with fs.make_mesh((1, 1), ("a", "b")) as mesh:
-        assert isinstance(mesh.transport.lane("gather", ("a",)), Alone)
+        assert isinstance(mesh.transport.communicator("gather", ("a",)), Alone)
 
 
 def slow_reader() -> bool:
     """On a rank: far more small messages than a link holds, to a rank that does not read them until the end."""
     with _mesh("host") as mesh:
-        lane = mesh.transport.lane("gather", ("shard",))
+        comm = mesh.transport.communicator("gather", ("shard",))
         outs = [torch.empty(2 * mesh.size) for _ in range(2000)]
         shards = [torch.full((2,), float(2000 * mesh.rank + i)) for i in range(2000)]
-        handles = [lane.all_gather(out, shard) for out, shard in zip(outs, shards, strict=True)]
+        handles = [comm.all_gather(out, shard) for out, shard in zip(outs, shards, strict=True)]
         for handle in handles:
             handle.wait()
         wants = [torch.tensor([2000.0 * r + i for r in range(mesh.size) for _ in range(2)]) for i in range(2000)]
@@ -169,16 +169,16 @@ def test_links_that_are_full(pool: Pools) -> None:
 
 
 def memory_in_use() -> list[int]:
-    """On a rank: how much shared memory a lane has made after some steps, in parts that were sent."""
+    """On a rank: how much shared memory a communicator has made after some steps, in parts that were sent."""
     with _mesh("host") as mesh:
-        lane = mesh.transport.lane("gather", ("shard",))
+        comm = mesh.transport.communicator("gather", ("shard",))
         shard, outs = torch.ones(5000), [torch.empty(5000 * mesh.size) for _ in range(2)]
         sizes = []
         for _ in range(50):
-            handles = [lane.all_gather(out, shard) for out in outs]
+            handles = [comm.all_gather(out, shard) for out in outs]
             for handle in handles:
                 handle.wait()
-            sizes.append(len(lane.mail.own))
+            sizes.append(len(comm.mail.own))
         return sizes
 
 
@@ -190,9 +190,9 @@ def test_shared_memory_is_used_again(pool: Pools) -> None:
 def control(kind: str) -> tuple[list[int], list[str]]:
     """On a rank: rows and texts of all ranks."""
     with _mesh(kind) as mesh:
-        lane = mesh.transport.lane("control", ("shard",))
-        rows = exchange(lane, torch.tensor([mesh.rank, 7]))
-        texts = exchange_text(lane, f"rank {mesh.rank}: " + "\N{GREEK SMALL LETTER MU}" * 1500 * mesh.rank, 64)
+        comm = mesh.transport.communicator("control", ("shard",))
+        rows = exchange(comm, torch.tensor([mesh.rank, 7]))
+        texts = exchange_text(comm, f"rank {mesh.rank}: " + "\N{GREEK SMALL LETTER MU}" * 1500 * mesh.rank, 64)
         return rows[:, 0].tolist(), list(texts)
 
 
@@ -200,17 +200,17 @@ def _some_then_all(kind: str) -> list[str]:
     """On a rank: large parts for one peer alone, then for everybody, in the same memory."""
     out = []
     with _mesh(kind) as mesh:
-        lane = mesh.transport.lane("gather", ("shard",))
+        comm = mesh.transport.communicator("gather", ("shard",))
         for round_ in range(3):
             size, last = 3000 + round_, mesh.size - 1
             send = [size if peer == last else 0 for peer in range(mesh.size)]
             receive = [size if mesh.rank == last else 0] * mesh.size
             into = torch.empty(sum(receive))
-            lane.all_to_all(into, torch.full((size,), float(mesh.rank)), receive, send).wait()
+            comm.all_to_all(into, torch.full((size,), float(mesh.rank)), receive, send).wait()
             every = torch.arange(mesh.size, dtype=torch.float32).repeat_interleave(size)
             out += [f"all_to_all {round_}"] * (mesh.rank == last and not torch.equal(into, every))
             whole = torch.empty(mesh.size * size)
-            lane.all_gather(whole, torch.full((size,), float(mesh.rank))).wait()
+            comm.all_gather(whole, torch.full((size,), float(mesh.rank))).wait()
             out += [f"all_gather {round_}"] * (not torch.equal(whole, every))
     return out
 
@@ -237,12 +237,14 @@ def closed(kind: str) -> bool:
     """On a rank: a mesh that is closed leaves the process group that it found, and no file open."""
     before = shared_files()  # of meshes that other tests have left open
     mesh = _mesh(kind)
-    mesh.transport.lane("gather", ("shard",)).all_reduce(torch.ones(2000)).wait()  # all have met before one leaves
+    mesh.transport.communicator("gather", ("shard",)).all_reduce(
+        torch.ones(2000)
+    ).wait()  # all have met before one leaves
     mesh.close()
     mesh.close()
     with _mesh(kind) as again:
         buffer = torch.ones(2000)
-        again.transport.lane("gather", ("shard",)).all_reduce(buffer).wait()
+        again.transport.communicator("gather", ("shard",)).all_reduce(buffer).wait()
     return dist.is_initialized() and buffer[0].item() == dist.get_world_size() and shared_files() <= before
 
 
@@ -275,7 +277,7 @@ def test_one_rank_of_eight_over_the_fake_process_group() -> None:
 
 
 TIMEOUT, LONG = 2.0, 25.0
-"""Seconds that a lane waits; and where what it waits for is found out at once."""
+"""Seconds that a communicator waits; and where what it waits for is found out at once."""
 
 
 def bereft(kind: str, what: str, numel: int, how: str, report: str) -> None:
@@ -285,13 +287,13 @@ def bereft(kind: str, what: str, numel: int, how: str, report: str) -> None:
     """
     dist.barrier()  # ranks begin together, however busy the machine is
     mesh = _mesh(kind, timeout=TIMEOUT)
-    lane = mesh.transport.lane("gather", ("shard",))
-    lane.all_reduce(torch.ones(1)).wait()
+    comm = mesh.transport.communicator("gather", ("shard",))
+    comm.all_reduce(torch.ones(1)).wait()
     buffer, part = torch.ones(numel * mesh.size), torch.ones(numel)
     calls = {
-        "all-gather": lambda: lane.all_gather(buffer, part),
-        "reduce-scatter": lambda: lane.reduce_scatter(part, buffer, torch.ones(numel * mesh.size), False),
-        "all-reduce": lambda: lane.all_reduce(buffer),
+        "all-gather": lambda: comm.all_gather(buffer, part),
+        "reduce-scatter": lambda: comm.reduce_scatter(part, buffer, torch.ones(numel * mesh.size), False),
+        "all-reduce": lambda: comm.all_reduce(buffer),
     }
     if mesh.rank == 1:
         _leave(how, calls[what])

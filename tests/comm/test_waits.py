@@ -33,25 +33,25 @@ ENDED = {
     "checkpoint/folder.py": "a lock that is asked for without waiting, again and again for three seconds",
     "checkpoint/save.py": "a device: its own watchdog",
     "checkpoint/write.py": "threads that write files: the file system has no timeout",
-    "collectives/raw.py": "handles of lanes",
+    "collectives/raw.py": "handles of communicators",
     "elastic.py": "Checkpointer.wait",
-    "interchange/export_plan.py": "handles of lanes",
-    "runtime/execution/actions.py": "handles of lanes",
+    "interchange/export_plan.py": "handles of communicators",
+    "runtime/execution/actions.py": "handles of communicators",
     "runtime/comm/cooperative.py": "played ranks: known at once when none can go on",
     "runtime/comm/bounded.py": "the seconds that it is given",
-    "runtime/comm/exchange.py": "handles of lanes",
+    "runtime/comm/exchange.py": "handles of communicators",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watch",
-    "runtime/comm/links.py": "one deadline for all links of a lane; a poll of zero, or of what is left of a timeout",
+    "runtime/comm/links.py": "one deadline for a communicator's links; a poll of zero, or of what is left of a timeout",
     "runtime/comm/notes.py": "bounded, one second; a store that was silent is asked no more",
     "runtime/comm/pending.py": "the timeout of the communicator",
     "runtime/comm/processes.py": "bounded",
     "runtime/comm/shared.py": "played ranks: known at once when none can go on",
     "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
     "runtime/comm/watch.py": "a tick of the thread that looks at waits",
-    "runtime/steps/rates.py": "handles of lanes",
+    "runtime/steps/rates.py": "handles of communicators",
     "runtime/memory/offload.py": "a device: its own watchdog",
-    "runtime/execution/replicas.py": "handles of lanes",
-    "runtime/execution/update.py": "handles of lanes",
+    "runtime/execution/replicas.py": "handles of communicators",
+    "runtime/execution/update.py": "handles of communicators",
 }
 """Files that wait, and what ends their waits."""
 
@@ -116,7 +116,7 @@ def test_what_asks_the_store_runs_with_a_deadline() -> None:
         if not grown:
             break
         dangerous |= grown
-    entries = {"lane", "cut", "abandon", "close", "join", "_drop", "_made", "_joined", "_destroy"}
+    entries = {"communicator", "cut", "abandon", "close", "join", "_drop", "_made", "_joined", "_destroy"}
     assert not entries & dangerous, entries & dangerous
     assert {"_make", "_group", "_base", "_init", "destroy"} <= dangerous
     for file, other in sources().items():

@@ -44,13 +44,13 @@ def main(folder: Path) -> None:
     ):
         plan, opt, _ = start(mesh)
         step = fs.make_train_step(loss, opt, plan)
-        lane: Any = None if mesh.size == 1 else mesh.transport.lane("control", mesh.axis_names)
+        comm: Any = None if mesh.size == 1 else mesh.transport.communicator("control", mesh.axis_names)
         batches = lambda number: part(number, mesh.rank, mesh.size)  # noqa: E731
         for state, _ in fs.train_loop(step, lambda: start(mesh)[2], batches, steps=1 << 20, checkpoints=checkpoints):
             row = {"step": state.step, "world": mesh.size, "rank": mesh.rank, "pid": os.getpid(), "time": time.time()}
             print(json.dumps(row), file=log, flush=True)
             enough = torch.tensor([(folder / "enough").exists()])
-            if (exchange(lane, enough) if lane else enough).any():
+            if (exchange(comm, enough) if comm else enough).any():
                 return
             time.sleep(0.05)
 

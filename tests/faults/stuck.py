@@ -204,7 +204,7 @@ def _train(case: Case, trigger: Trigger | None, folder: str) -> None:
                 evaluate(state, batch(number, mesh.rank))
                 fs.unshard(state.params, plan)
                 checkpoints.save(state)
-                mesh.transport.lane(f"new {number}", mesh.axis_names)
+                mesh.transport.communicator(f"new {number}", mesh.axis_names)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ AT_ONCE = {
     "buffers": "fs.sync_buffers",
     "export": "fs.export",
 }
-"""Calls of the library that begin on the control lane, and what errors call them."""
+"""Calls of the library that begin on the control communicator, and what errors call them."""
 
 BY_TIME = {"psum": "fs.psum"}
 """Calls that begin on another one."""
@@ -112,7 +112,7 @@ MIXED = [("psum", "train step"), ("unshard", "psum"), ("psum", "save")]
 
 
 @pytest.mark.parametrize("case", [MIXED[0], *(pytest.param(c, marks=pytest.mark.slow) for c in MIXED[1:])])
-def test_ranks_that_wait_on_different_lanes_learn_it_in_time(case: tuple[str, str]) -> None:
+def test_ranks_that_wait_on_different_communicators_learn_it_in_time(case: tuple[str, str]) -> None:
     own = Pool(2)
     try:
         with tempfile.TemporaryDirectory() as folder:

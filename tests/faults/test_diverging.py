@@ -107,16 +107,16 @@ def test_a_rank_that_leaves_anywhere(kind: str, how: str, where: str, tmp_path: 
 
 
 def other_op(kind: str) -> tuple[Raised | None, float]:
-    """On a rank: ranks issue different collectives of one length on one lane."""
+    """On a rank: ranks issue different collectives of one length on one communicator."""
     dist.barrier()
     mesh = fs.make_mesh((-1,), ("shard",), timeout=LONG if kind == "host" else TIMEOUT, shared_memory=kind == "host")
-    lane = mesh.transport.lane("collectives", ("shard",))
-    lane.all_reduce(torch.ones(4)).wait()
+    comm = mesh.transport.communicator("collectives", ("shard",))
+    comm.all_reduce(torch.ones(4)).wait()
     began = time.monotonic()
     call = (
-        (lambda: lane.all_reduce(torch.ones(8)))
+        (lambda: comm.all_reduce(torch.ones(8)))
         if mesh.rank
-        else (lambda: lane.all_gather(torch.ones(16), torch.ones(8)))
+        else (lambda: comm.all_gather(torch.ones(16), torch.ones(8)))
     )
     raised = attempt(lambda: call().wait())
     return raised, time.monotonic() - began

@@ -54,7 +54,7 @@ def pressing(style: str, count: int, ranks: list[int]) -> tuple[list[str], int, 
     made, given_up = 0, 0
     with interruptible(), fs.make_mesh((-1,), ("shard",), timeout=20.0) as mesh:
         plan, opt, state = start(mesh)
-        lane = mesh.transport.lane("control", mesh.axis_names)
+        comm = mesh.transport.communicator("control", mesh.axis_names)
         step = fs.make_train_step(make_loss(Fault(), kind), opt, plan, **options)
         state, _ = step(state, batch(0, mesh.rank))
         whole = Press(-1)
@@ -70,7 +70,7 @@ def pressing(style: str, count: int, ranks: list[int]) -> tuple[list[str], int, 
                 out += [f"{press.lines}: {name} changed" for name in differing(before, snapshot(state))]
                 if mesh.rank not in ranks and "KeyboardInterrupt" not in str(error):
                     out.append(f"{error}")
-            ends = exchange_text(lane, end)
+            ends = exchange_text(comm, end)
             if len(set(ends)) > 1:
                 return [*out, f"at line {press.lines} of {whole.lines}: {ends}"], made, given_up
             made, given_up = made + (end == "made"), given_up + (end != "made")

@@ -158,7 +158,7 @@ def streamed(to: int | None, way: str) -> dict[str, Any]:
         state = fs.init_state(plan, fs.optim.sgd(0.1), init=[(".*", fs.init.ones())])
         del params
         seen = 0
-        for _ in fs.export(state, to=to):  # lanes and their shared memory are made at the first call
+        for _ in fs.export(state, to=to):  # communicators and their shared memory are made at the first call
             pass
         with Peak() as peak:
             if way == "callback":

@@ -122,12 +122,12 @@ def test_balance_divides_by_the_longer_of_the_two(bench: Any) -> None:
     assert second.value == pytest.approx(1.1 / 1.5)
 
 
-def test_a_mute_lane_leaves_no_uninitialized_memory(bench: Any) -> None:
-    lane = bench.balance.MuteLane(2, control=False)
+def test_a_mute_communicator_leaves_no_uninitialized_memory(bench: Any) -> None:
+    comm = bench.balance.MuteCommunicator(2, control=False)
     out = torch.full((4,), float("nan"))
-    lane.all_gather(out, torch.tensor([1.0, 2.0])).wait()
+    comm.all_gather(out, torch.tensor([1.0, 2.0])).wait()
     assert out.tolist() == [1, 2, 1, 2]
-    lane.all_gather(out, torch.tensor([3.0, 4.0])).wait()
+    comm.all_gather(out, torch.tensor([3.0, 4.0])).wait()
     assert out.tolist() == [1, 2, 1, 2], "later gathers move nothing"
 
 

@@ -1,7 +1,7 @@
 """Communication. The only folder whose modules import torch.distributed.
 
-A *transport* joins the ranks of a mesh; a *lane* is one communicator for one role over some of its axes, so that
-gathers, reduces and control messages never queue behind each other. Every collective is asynchronous: it returns a
+A *transport* joins the ranks of a mesh; a *communicator* serves one role over some of its axes, so that gathers,
+reduces and control messages never queue behind each other. Every collective is asynchronous: it returns a
 *handle*, and ``handle.wait()`` makes the result safe to read for the work that follows.
 """
 
@@ -9,15 +9,24 @@ from fshard.runtime.comm.all_ranks import (
     all_ranks_or_raise,
     each_rank_or_raise,
     first_rank_or_raise,
-    mesh_lane,
+    mesh_communicator,
     raise_failures,
 )
 from fshard.runtime.comm.calls import PLACE, announce, enter
+from fshard.runtime.comm.communicator import (
+    COLLECTIVES,
+    Alone,
+    Communicator,
+    Done,
+    Handle,
+    LocalTransport,
+    Marks,
+    Transport,
+)
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
-from fshard.runtime.comm.gloo import GlooLane
-from fshard.runtime.comm.host import HostLane
-from fshard.runtime.comm.lanes import COLLECTIVES, Alone, Done, Handle, Lane, LocalTransport, Marks, Transport
-from fshard.runtime.comm.nccl import NcclLane
+from fshard.runtime.comm.gloo import GlooCommunicator
+from fshard.runtime.comm.host import HostCommunicator
+from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import Processes, join
 from fshard.runtime.comm.shared import SharedTransport
 
@@ -26,13 +35,13 @@ __all__ = [
     "PLACE",
     "Alone",
     "Done",
-    "GlooLane",
+    "GlooCommunicator",
     "Handle",
-    "HostLane",
-    "Lane",
+    "HostCommunicator",
+    "Communicator",
     "LocalTransport",
     "Marks",
-    "NcclLane",
+    "NcclCommunicator",
     "Processes",
     "SharedTransport",
     "Transport",
@@ -45,6 +54,6 @@ __all__ = [
     "exchange_text",
     "first_rank_or_raise",
     "join",
-    "mesh_lane",
+    "mesh_communicator",
     "raise_failures",
 ]

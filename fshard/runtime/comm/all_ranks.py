@@ -17,8 +17,8 @@ from fshard.errors import (
     lines,
     no_processes,
 )
+from fshard.runtime.comm.communicator import Alone, Communicator
 from fshard.runtime.comm.exchange import exchange_bytes
-from fshard.runtime.comm.lanes import Alone, Lane
 from fshard.sharding.mesh import Mesh
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ KINDS = {
 """Errors that keep their class on the other ranks. All others arrive as a CheckpointError that names their class."""
 
 
-def mesh_lane(mesh: Mesh, role: str = "control") -> Lane:
+def mesh_communicator(mesh: Mesh, role: str = "control") -> Communicator:
     """The communicator of a role over all axes of a mesh. Collective at its first call.
 
     Raises:
@@ -42,15 +42,15 @@ def mesh_lane(mesh: Mesh, role: str = "control") -> Lane:
         return Alone()
     if mesh.transport is None:
         raise no_processes()
-    lane: Lane = mesh.transport.lane(role, mesh.axis_names)
-    return lane
+    comm: Communicator = mesh.transport.communicator(role, mesh.axis_names)
+    return comm
 
 
-def all_ranks_or_raise(lane: Lane, body: Callable[[], T]) -> list[T]:
+def all_ranks_or_raise(comm: Communicator, body: Callable[[], T]) -> list[T]:
     """Run a local function on every rank and return the results of all, or raise one error on all. Collective.
 
     Args:
-        lane: the communicator over all ranks.
+        communicator: the communicator over all ranks.
         body: a function that does not communicate and returns a value of JSON.
 
     Raises:
@@ -59,26 +59,26 @@ def all_ranks_or_raise(lane: Lane, body: Callable[[], T]) -> list[T]:
         BaseException: an interrupt, on its own rank; the other ranks get a CheckpointError.
     """
     value, failure = _attempt(body)
-    found: list[T] = _results(lane, value, failure)
+    found: list[T] = _results(comm, value, failure)
     return found
 
 
-def each_rank_or_raise(lane: Lane, body: Callable[[], T]) -> T:
+def each_rank_or_raise(comm: Communicator, body: Callable[[], T]) -> T:
     """As ``all_ranks_or_raise``, but return this rank's own result, of any type. Collective."""
     value, failure = _attempt(body)
-    _results(lane, None, failure)
+    _results(comm, None, failure)
     own: T = value
     return own
 
 
-def first_rank_or_raise(lane: Lane, rank: int, body: Callable[[], T]) -> T:
+def first_rank_or_raise(comm: Communicator, rank: int, body: Callable[[], T]) -> T:
     """Run a local function on rank 0 and return its result on every rank. Collective; raises as all_ranks_or_raise."""
-    first: T = all_ranks_or_raise(lane, body if rank == 0 else _nothing)[0]  # type: ignore[assignment]
+    first: T = all_ranks_or_raise(comm, body if rank == 0 else _nothing)[0]  # type: ignore[assignment]
     return first
 
 
 def raise_failures(
-    lane: Lane,
+    comm: Communicator,
     failure: BaseException | None,
     head: str,
     remedy: str,
@@ -88,7 +88,7 @@ def raise_failures(
     """Raise this rank's failure, or a PeerError that quotes the failures of other ranks. Collective.
 
     Args:
-        lane: the communicator over all ranks.
+        communicator: the communicator over all ranks.
         failure: what this rank raised, if it failed.
         head: the first line of the PeerError.
         remedy: its last line.
@@ -100,7 +100,7 @@ def raise_failures(
         BaseException: the failure of this rank.
     """
     mine = "" if failure is None else raised(failure)
-    told = exchange_bytes(lane, mine.encode(errors="backslashreplace")[:TEXT])
+    told = exchange_bytes(comm, mine.encode(errors="backslashreplace")[:TEXT])
     texts = [text.decode(errors="replace") for text in told]
     if failure is not None and not cut_off:
         raise failure
@@ -121,14 +121,14 @@ def _attempt(body: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _results(lane: Lane, value: Any, failure: BaseException | None) -> list[Any]:
+def _results(comm: Communicator, value: Any, failure: BaseException | None) -> list[Any]:
     """The results of all ranks, or one error."""
-    if lane.size == 1:
+    if comm.size == 1:
         if failure is not None:
             raise failure
         return [value]
     report = {"value": value} if failure is None else {"kind": type(failure).__name__, "text": str(failure)}
-    reports = [_read(text) for text in exchange_bytes(lane, json.dumps(report).encode())]
+    reports = [_read(text) for text in exchange_bytes(comm, json.dumps(report).encode())]
     failed = {rank: report for rank, report in enumerate(reports) if "kind" in report}
     if failure is not None and not isinstance(failure, Exception):
         raise failure

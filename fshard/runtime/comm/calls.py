@@ -6,8 +6,8 @@ from zlib import crc32
 import torch
 
 from fshard.errors import ScheduleError, lines
+from fshard.runtime.comm.communicator import COLLECTIVES, Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_text
-from fshard.runtime.comm.lanes import COLLECTIVES, Lane
 from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.sharding.mesh import Mesh
 
@@ -19,11 +19,11 @@ PLACE = 512
 """Bytes of a text that says where a rank is."""
 
 
-def announce(lane: Lane, call: str, values: Sequence[int] = ()) -> list[list[int]]:
+def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[list[int]]:
     """Compare which call each rank is at, before anything else is sent. Collective.
 
     Args:
-        lane: the control lane over the whole mesh.
+        communicator: the control communicator over the whole mesh.
         call: which call this is.
         values: what else ranks tell each other, at most ``WIDTH - 1`` numbers.
 
@@ -33,27 +33,27 @@ def announce(lane: Lane, call: str, values: Sequence[int] = ()) -> list[list[int
     Raises:
         ScheduleError: ranks are at different calls, on all of them alike.
     """
-    if lane.size == 1:
+    if comm.size == 1:
         return [list(values)]
     row = [crc32(call.encode()), *values, *[0] * (WIDTH - 1 - len(values))]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
-        rows = exchange(lane, torch.tensor(row, device="cpu")).tolist()
+        rows = exchange(comm, torch.tensor(row, device="cpu")).tolist()
         if any(other[0] != row[0] for other in rows):
-            raise different_calls(exchange_text(lane, whereabouts(), PLACE))
+            raise different_calls(exchange_text(comm, whereabouts(), PLACE))
     return [other[1 : 1 + len(values)] for other in rows]
 
 
 def enter(mesh: Mesh, call: str) -> None:
-    """Announce a collective call that has no exchange of its own on the control lane. Collective.
+    """Announce a collective call that has no exchange of its own on the control communicator. Collective.
 
     Raises:
         ScheduleError: ranks are at different calls, on all of them alike.
     """
     if mesh.size > 1 and mesh.transport is not None:
         try:
-            announce(mesh.transport.lane("control", mesh.axis_names), call)
+            announce(mesh.transport.communicator("control", mesh.axis_names), call)
         except ScheduleError:
-            mesh.transport.cut(COLLECTIVES)  # as ranks do that are at a step: all begin with new lanes
+            mesh.transport.cut(COLLECTIVES)  # as ranks do that are at a step: all begin with new communicators
             raise
 
 

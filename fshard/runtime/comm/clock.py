@@ -23,7 +23,7 @@ class Clock:
         """A mark after everything issued so far on the compute stream."""
         return None
 
-    def lane(self, after: Iterable[Mark | None]) -> AbstractContextManager[object]:
+    def comm(self, after: Iterable[Mark | None]) -> AbstractContextManager[object]:
         """Inside, work is issued beside the compute stream, once the marks are passed."""
         return nullcontext()
 
@@ -44,7 +44,7 @@ class CudaClock(Clock):
         event: Mark = torch.cuda.current_stream(self.stream.device).record_event()
         return event
 
-    def lane(self, after: Iterable[Mark | None]) -> AbstractContextManager[object]:
+    def comm(self, after: Iterable[Mark | None]) -> AbstractContextManager[object]:
         """The side stream, made to wait for the marks first."""
         for mark in after:
             if isinstance(mark, torch.cuda.Event):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Lane, exchange, exchange_bytes
+from fshard.runtime.comm import Communicator, exchange, exchange_bytes
 
 BLOCK = 1 << 16
 """Elements that are hashed, or compared, at once."""
@@ -74,11 +74,11 @@ def _blocks(flat: Tensor) -> list[Tensor]:
     return [flat[at : at + BLOCK] for at in range(0, len(flat), BLOCK)]
 
 
-def unequal_copies(lane: Lane, copies: Sequence[Copy]) -> list[tuple[str, dict[int, str]]]:
+def unequal_copies(comm: Communicator, copies: Sequence[Copy]) -> list[tuple[str, dict[int, str]]]:
     """The copies that differ, each with a name and the values by rank; the same on all ranks. Collective.
 
     Args:
-        lane: the control lane over the whole mesh.
+        communicator: the control communicator over the whole mesh.
         copies: those of this rank. Other ranks may have others, or none.
     """
     hashes = [bits(copy.tensor) for copy in copies]
@@ -86,16 +86,16 @@ def unequal_copies(lane: Lane, copies: Sequence[Copy]) -> list[tuple[str, dict[i
     for copy, number in zip(copies, hashes, strict=True):
         key = " ".join(map(str, copy.holders))
         whole[key] = (whole.get(key, 0) * 0x100000001B3 + number) % (1 << 64)
-    rows = [json.loads(row) for row in exchange_bytes(lane, json.dumps(whole).encode())]
-    return _named(lane, copies, hashes) if _apart(rows) else []
+    rows = [json.loads(row) for row in exchange_bytes(comm, json.dumps(whole).encode())]
+    return _named(comm, copies, hashes) if _apart(rows) else []
 
 
-def _named(lane: Lane, copies: Sequence[Copy], hashes: Sequence[int]) -> list[tuple[str, dict[int, str]]]:
+def _named(comm: Communicator, copies: Sequence[Copy], hashes: Sequence[int]) -> list[tuple[str, dict[int, str]]]:
     """Which copies differ, where their hashes together do. Collective."""
     own = {copy.name: copy for copy in copies}
     pairs = zip(copies, hashes, strict=True)
     said = {copy.name: [number, copy.holders, len(copy.tensor), copy.first, copy.loose] for copy, number in pairs}
-    told = exchange_bytes(lane, zlib.compress(json.dumps(said).encode()))
+    told = exchange_bytes(comm, zlib.compress(json.dumps(said).encode()))
     tables = [json.loads(zlib.decompress(row)) for row in told]
     out: list[tuple[str, dict[int, str]]] = []
     for name in dict.fromkeys(name for table in tables for name in table):
@@ -103,7 +103,7 @@ def _named(lane: Lane, copies: Sequence[Copy], hashes: Sequence[int]) -> list[tu
         if _apart([{" ".join(map(str, holders)): number} for number, holders, *_ in parts]):
             firsts = {tuple(holders): first for _, holders, _, first, _ in parts}
             size, loose = max(part[2] for part in parts), any(part[4] for part in parts)
-            out += _look(lane, name, own.get(name), firsts, size, loose)
+            out += _look(comm, name, own.get(name), firsts, size, loose)
             if len(out) >= MOST:
                 break
     return out
@@ -116,7 +116,7 @@ def _apart(rows: Sequence[Mapping[str, int]]) -> bool:
 
 
 def _look(
-    lane: Lane, name: str, copy: Copy | None, firsts: Mapping[tuple[int, ...], int], size: int, loose: bool
+    comm: Communicator, name: str, copy: Copy | None, firsts: Mapping[tuple[int, ...], int], size: int, loose: bool
 ) -> list[tuple[str, dict[int, str]]]:
     """The first element in which copies differ, among all ranks that hold the same part. Ranks without one look on."""
     held = copy.tensor.detach() if copy is not None else torch.empty(0)
@@ -125,7 +125,7 @@ def _look(
         mine = torch.zeros(min(BLOCK, size - begin), dtype=torch.float64)
         part = real[begin : begin + BLOCK]
         mine[: len(part)] = part.to("cpu", torch.float64)
-        rows = exchange(lane, mine)
+        rows = exchange(comm, mine)
         for ranks, first in firsts.items():
             some = rows[list(ranks)]
             near = (some == some[0]) | (some.isnan() & some[0].isnan())

@@ -5,22 +5,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm.lanes import Lane
+from fshard.runtime.comm.communicator import Communicator
 
 
-def exchange(lane: Lane, row: Tensor) -> Tensor:
-    """The rows of all ranks of a control lane, ``(ranks, n)``: small, synchronous, the same on all of them."""
-    if lane.size == 1:
+def exchange(comm: Communicator, row: Tensor) -> Tensor:
+    """The rows of all ranks of a control communicator, ``(ranks, n)``: small, synchronous, the same on all of them."""
+    if comm.size == 1:
         return row.view(1, -1)
-    rows = row.new_empty(lane.size * row.numel())
-    lane.all_gather(rows, row.contiguous()).wait()
-    return rows.view(lane.size, row.numel())
+    rows = row.new_empty(comm.size * row.numel())
+    comm.all_gather(rows, row.contiguous()).wait()
+    return rows.view(comm.size, row.numel())
 
 
-def exchange_text(lane: Lane, text: str, width: int = 2048) -> Sequence[str]:
+def exchange_text(comm: Communicator, text: str, width: int = 2048) -> Sequence[str]:
     """The texts of all ranks, each cut to ``width`` bytes."""
     data = text.encode()[:width].ljust(width, b"\0")
-    rows = exchange(lane, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    rows = exchange(comm, torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
@@ -28,15 +28,15 @@ SMALL = 1024
 """Bytes that the first message of ``exchange_bytes`` holds."""
 
 
-def exchange_bytes(lane: Lane, data: bytes) -> Sequence[bytes]:
+def exchange_bytes(comm: Communicator, data: bytes) -> Sequence[bytes]:
     """The bytes that each rank brings, of any lengths: one all-gather, and another one where any are long."""
     head = len(data).to_bytes(8, "little") + data[: SMALL - 8]
-    first = [bytes(row.tolist()) for row in exchange(lane, _padded(head, SMALL))]
+    first = [bytes(row.tolist()) for row in exchange(comm, _padded(head, SMALL))]
     sizes = [int.from_bytes(row[:8], "little") for row in first]
     found = [row[8 : 8 + size] for row, size in zip(first, sizes, strict=True)]
     rest = max(sizes) - (SMALL - 8)
     if rest > 0:
-        more = exchange(lane, _padded(data[SMALL - 8 :], rest))
+        more = exchange(comm, _padded(data[SMALL - 8 :], rest))
         found = [
             part + bytes(row[: max(0, size - len(part))].tolist())
             for part, row, size in zip(found, more, sizes, strict=True)

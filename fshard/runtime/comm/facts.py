@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fshard.errors import ReplicationError, ShardError, lines
-from fshard.runtime.comm import Lane, exchange, exchange_bytes
+from fshard.runtime.comm import Communicator, exchange, exchange_bytes
 from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.sharding.facts import Texts
 
@@ -46,21 +46,23 @@ def facts_of(*tiers: Mapping[str, str]) -> Facts:
     return Facts(digest([sorted(tier.items()) for tier in tiers]), lambda: tiers)
 
 
-def compare(lane: Lane, facts: Facts, error: type[ShardError] = ReplicationError) -> None:
+def compare(comm: Communicator, facts: Facts, error: type[ShardError] = ReplicationError) -> None:
     """Compare facts on their own. Collective.
 
     Raises:
         ReplicationError: or ``error``: they differ; on all ranks alike.
     """
-    if lane.size > 1:
-        settle(lane, exchange(lane, torch.tensor([facts.number])).view(-1).tolist(), facts, error)
+    if comm.size > 1:
+        settle(comm, exchange(comm, torch.tensor([facts.number])).view(-1).tolist(), facts, error)
 
 
-def settle(lane: Lane, numbers: Sequence[int], facts: Facts, error: type[ShardError] = ReplicationError) -> None:
+def settle(
+    comm: Communicator, numbers: Sequence[int], facts: Facts, error: type[ShardError] = ReplicationError
+) -> None:
     """Compare facts whose numbers all ranks know. Collective if there is more to be said.
 
     Args:
-        lane: the control lane over the whole mesh.
+        communicator: the control communicator over the whole mesh.
         numbers: the number of each rank's facts.
         facts: this rank's.
         error: what to raise.
@@ -70,10 +72,10 @@ def settle(lane: Lane, numbers: Sequence[int], facts: Facts, error: type[ShardEr
     """
     if any(number != numbers[0] for number in numbers):
         said = zlib.compress(json.dumps([dict(tier) for tier in facts.items()]).encode())
-        rows = [json.loads(zlib.decompress(row)) for row in exchange_bytes(lane, said)]
+        rows = [json.loads(zlib.decompress(row)) for row in exchange_bytes(comm, said)]
         found = next(filter(None, (differences(tiers) for tiers in _by_tier(rows))), ["(what differs has no text)"])
         raise error(lines("ranks differ in what must be equal:", found, REMEDY))
-    unequal = unequal_copies(lane, facts.copies()) if facts.copies is not None else []
+    unequal = unequal_copies(comm, facts.copies()) if facts.copies is not None else []
     if unequal:
         told = [f"{name}: {by_rank(values)}" for name, values in unequal]
         raise error(lines("ranks differ in values of which each has a copy:", told, COPIES))

@@ -1,4 +1,4 @@
-"""Lanes over gloo, made of point-to-point messages.
+"""Communicators over gloo, made of point-to-point messages.
 
 gloo's own reduce-scatter is an all-reduce: twice the bytes, finished inside ``wait``. Its all-gather and all-to-all
 copy everything once more. Messages go from where data lie to where they are wanted: every rank sends each peer just
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, empty
 
 from fshard.errors import CommError
-from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
+from fshard.runtime.comm.communicator import Handle, Marks, Sizes, bring, cuts
 from fshard.runtime.comm.pending import Pending, naming
 from fshard.runtime.comm.watch import Watch
 
@@ -30,10 +30,10 @@ PIECE = 4 << 20
 
 
 @dataclass(eq=False)
-class GlooLane:
+class GlooCommunicator:
     """A gloo communicator.
 
-    Each message has a tag of its own, the same on both sides because all ranks issue the collectives of a lane in one
+    Each message has a tag of its own, the same on both sides since all ranks issue a communicator's collectives in one
     order; so no message is taken for another, whichever arrives first. Which collective it is of and how long it is are
     in the tag too: a rank that has come to another one waits in vain, instead of taking data that were not meant.
 
@@ -123,7 +123,7 @@ class GlooLane:
             raise CommError(f"{error}; {told}" if told else str(error)) from error
 
     def reason(self, peer: int) -> str:
-        """Why a peer has given up this lane; empty if it has not, or did not say."""
+        """Why a peer has given up this communicator; empty if it has not, or did not say."""
         return self.watch.notes.reason_of(f"{self.key}/{peer}") if self.key else ""
 
     def _tag(self, call: str, part: Tensor) -> int:
@@ -140,23 +140,23 @@ class Ring:
     """A sum by gloo's ring, which does not say which rank it has lost."""
 
     work: Pending
-    lane: GlooLane
+    comm: GlooCommunicator
 
     def wait(self) -> None:
         """Wait as long as the communicator's timeout."""
         try:
             self._wait()
         except CommError as error:
-            self.lane.watch.explain(error, self.lane.ranks, self.lane.fatal)
+            self.comm.watch.explain(error, self.comm.ranks, self.comm.fatal)
             raise
 
     def _wait(self) -> None:
         try:
-            with self.lane.watch.waiting(self.work.describe):
+            with self.comm.watch.waiting(self.work.describe):
                 self.work.wait()
         except CommError as error:
-            lost = " and ".join(f"rank {rank}" for rank in self.lane.unreachable())
-            told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.lane.ranks)} did not come"
+            lost = " and ".join(f"rank {rank}" for rank in self.comm.unreachable())
+            told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.comm.ranks)} did not come"
             raise CommError(f"{error} ({told})") from error
 
 
@@ -190,7 +190,7 @@ class Messages:
     describe: str
     works: list[tuple[int, Any]]
     held: Sequence[Tensor]
-    lane: GlooLane
+    comm: GlooCommunicator
     sums: Sequence[Sum] = ()
 
     def wait(self) -> None:
@@ -198,7 +198,7 @@ class Messages:
         try:
             self._finish()
         except CommError as error:
-            self.lane.watch.explain(error, self.lane.ranks, self.lane.fatal)
+            self.comm.watch.explain(error, self.comm.ranks, self.comm.fatal)
             raise
 
     def _finish(self) -> None:
@@ -214,14 +214,14 @@ class Messages:
                 part.arrivals.clear()
 
     def _wait(self, peer: int, work: Any) -> None:
-        rank, waits, me = self.lane.ranks[peer], self.lane.watch.waits, get_ident()
+        rank, waits, me = self.comm.ranks[peer], self.comm.watch.waits, get_ident()
         try:
             with naming(self.describe, rank):
                 waits[me] = self.describe, rank
                 work.wait()
         except CommError as error:
             # Whom it has lost itself: a rank that gives up closes its connections, as one that dies does.
-            reason = self.lane.reason(peer)
+            reason = self.comm.reason(peer)
             raise CommError(f"{error}; it gave up: {reason}" if reason else str(error)) from error
         finally:
             del waits[me]

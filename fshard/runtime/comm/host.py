@@ -1,4 +1,4 @@
-"""Lanes between the ranks of one host: through memory that they share (``mail.py``).
+"""Communicators between the ranks of one host: through memory that they share (``mail.py``).
 
 Against gloo on the loopback interface this saves the system calls, the copies into and out of the kernel, and gloo's
 threads. NCCL and MPI do the same between the processes of a host. All is done by the caller: a copy when a collective
@@ -13,14 +13,14 @@ from itertools import count
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring, cuts
+from fshard.runtime.comm.communicator import Handle, Marks, Sizes, bring, cuts
 from fshard.runtime.comm.links import Link
 from fshard.runtime.comm.mail import Mail
 from fshard.runtime.comm.pending import naming
 from fshard.runtime.comm.watch import Watch
 
 
-class HostLane:
+class HostCommunicator:
     """A communicator of ranks on one host.
 
     Args:
@@ -100,7 +100,7 @@ class HostLane:
 
     @contextmanager
     def failing(self, describe: str) -> Iterator[None]:
-        """A lane that has failed is closed, so that peers that wait for this rank fail too, instead of timing out."""
+        """A communicator that fails is closed, so that peers that wait for this rank fail too, instead of timing out."""
         try:
             with naming(describe):
                 yield
@@ -115,11 +115,11 @@ class HostLane:
 class Later:
     """The handle of a collective whose rest is done by ``wait``."""
 
-    lane: HostLane
+    comm: HostCommunicator
     describe: str
     finish: Callable[[], None]
 
     def wait(self) -> None:
         """Take what peers have published, as soon as they have."""
-        with self.lane.failing(self.describe):
+        with self.comm.failing(self.describe):
             self.finish()

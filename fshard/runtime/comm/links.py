@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 ATTEMPT = 20.0
-"""Seconds that setting up all links of a lane may take."""
+"""Seconds that setting up all links of a communicator may take."""
 
 LONGEST = 1 << 16
 """Bytes of a message at most."""
@@ -104,7 +104,7 @@ class Link:
 
 
 class Door:
-    """Where the peers of one lane find this process. ``address`` is for them alone."""
+    """Where the peers of one communicator find this process. ``address`` is for them alone."""
 
     def __init__(self) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

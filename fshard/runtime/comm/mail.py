@@ -65,7 +65,7 @@ class Peer:
 
 
 class Mail:
-    """This rank's end of all links of a lane.
+    """This rank's end of all links of a communicator.
 
     Args:
         links: by position; None at this rank's own.

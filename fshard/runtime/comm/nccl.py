@@ -1,4 +1,4 @@
-"""Lanes over NCCL."""
+"""Communicators over NCCL."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.runtime.comm.clock import Clock
-from fshard.runtime.comm.lanes import Handle, Marks, Sizes, bring
+from fshard.runtime.comm.communicator import Handle, Marks, Sizes, bring
 from fshard.runtime.comm.pending import Pending, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
-class NcclLane:
+class NcclCommunicator:
     """An NCCL communicator with a stream of its own. Not yet measured on hardware."""
 
     name: str
@@ -21,34 +21,34 @@ class NcclLane:
     clock: Clock
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
-        """NCCL all-gather on this lane's stream."""
-        with self.clock.lane(after):
+        """NCCL all-gather on this communicator's stream."""
+        with self.clock.comm(after):
             return Pending(all_gather(out, shard, self.group), f"all-gather on {self.name}")
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
-        """NCCL reduce-scatter on this lane's stream; by way of ``stage`` if it adds.
+        """NCCL reduce-scatter on this communicator's stream; by way of ``stage`` if it adds.
 
         NCCL adds in the dtype that travels. Where that is not the dtype of ``out``, rows travel and are added here.
         """
         describe = f"reduce-scatter on {self.name}"
         if full.dtype != out.dtype:
             rows = stage[: full.numel()]
-            with self.clock.lane(after):
+            with self.clock.comm(after):
                 work = dist.all_to_all_single(rows, full, group=self.group, async_op=True)
                 return Pending(work, describe, lambda: bring(out, rows.view(self.size, -1), add))
         target = stage[: out.numel()] if add else out
         finish = (lambda: out.add_(target)) if add else None
-        with self.clock.lane(after):
+        with self.clock.comm(after):
             return Pending(reduce_scatter(target, full, self.group), describe, finish)
 
     def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
-        """NCCL all-reduce on this lane's stream."""
-        with self.clock.lane(after):
+        """NCCL all-reduce on this communicator's stream."""
+        with self.clock.comm(after):
             work = dist.all_reduce(buffer, group=self.group, async_op=True)
             return Pending(work, f"all-reduce on {self.name}")
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
-        """NCCL all-to-all on this lane's stream."""
-        with self.clock.lane(after):
+        """NCCL all-to-all on this communicator's stream."""
+        with self.clock.comm(after):
             work = dist.all_to_all_single(out, full, receive, send, group=self.group, async_op=True)
             return Pending(work, f"all-to-all on {self.name}")

@@ -1,8 +1,8 @@
 """Notes in the store of the job: why a rank left, and what it is waiting in. The only place that asks a live store.
 
-gloo shows peers a closed connection and no more; and ranks that wait on different lanes cannot tell each other. The
-store may be on a host that is frozen or cut off, and then a question to it never ends: it is asked with a deadline, and
-a process whose question was not answered in time asks no more. Errors then come without notes.
+gloo shows peers a closed connection and no more; and ranks that wait on different communicators cannot tell each
+other. The store may be on a host that is frozen or cut off, and then a question to it never ends: it is asked with a
+deadline, and a process whose question was not answered in time asks no more. Errors then come without notes.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The ranks of a torch.distributed job: joining it, and the lanes between them."""
+"""The ranks of a torch.distributed job: joining it, and the communicators between them."""
 
 import datetime
 import os
@@ -13,12 +13,12 @@ from fshard.errors import CommError, PlanError, ScheduleError
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.clock import make_clock
+from fshard.runtime.comm.communicator import COLLECTIVES, Alone, Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_text
-from fshard.runtime.comm.gloo import GlooLane
-from fshard.runtime.comm.host import HostLane
-from fshard.runtime.comm.lanes import COLLECTIVES, Alone, Lane
+from fshard.runtime.comm.gloo import GlooCommunicator
+from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import Door, Link, close_links, place
-from fshard.runtime.comm.nccl import NcclLane
+from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.pending import naming
 from fshard.runtime.comm.start import start_name
 from fshard.runtime.comm.watch import Watch
@@ -37,7 +37,7 @@ STORE = (
 
 
 class Processes:
-    """The ranks of a torch.distributed job. Lanes are made in the same order on all ranks, each at the first call.
+    """The ranks of a torch.distributed job. All ranks make communicators in the same order, each at its first call.
 
     Args:
         mesh: the mesh as this rank sees it.
@@ -52,43 +52,47 @@ class Processes:
     ) -> None:
         self.mesh, self.backend, self.timeout, self.owned = mesh, backend, timeout, owned
         self.shared_memory = shared_memory
-        self.lanes: dict[tuple[str, Axes], Lane] = {}
-        self.base: Lane | None = None
+        self.comms: dict[tuple[str, Axes], Communicator] = {}
+        self.base: Communicator | None = None
         self.places: list[str] = []
         self.groups: list[Any] = []
         self.foreseen: dict[Axes, None] | None = None
         self.lost = ""
         self.watch = Watch(mesh.rank, timeout.total_seconds(), self.abandon)
 
-    def lane(self, role: str, axes: Axes) -> Lane:
+    def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of this role over these axes."""
         if self.mesh.axis_size(axes) == 1:
             return Alone()
         if self.lost:
             raise CommError(f"no rank of this mesh can be reached any more: {self.lost}")
-        if (role, axes) not in self.lanes:
-            self.lanes[role, axes] = self._made(role, axes)
-        return self.lanes[role, axes]
+        if (role, axes) not in self.comms:
+            self.comms[role, axes] = self._made(role, axes)
+        return self.comms[role, axes]
 
     def cut(self, role: str, reason: str = "the step failed") -> None:
-        """Close the lanes of a role, so that peers that wait for this rank in one learn that it will not come.
+        """Close the communicators of a role, so that peers that wait for this rank in one learn that it will not come.
 
-        Every rank does so, each when it will: the next call of ``lane`` makes new ones. Not over NCCL, whose
+        Every rank does so, each when it will: the next call of ``communicator`` makes new ones. Not over NCCL, whose
         communicators time out.
         """
-        gone = [key for key, lane in self.lanes.items() if key[0] == role and isinstance(lane, HostLane | GlooLane)]
-        self._drop([self.lanes.pop(key) for key in gone], reason)
+        gone = [
+            key
+            for key, comm in self.comms.items()
+            if key[0] == role and isinstance(comm, HostCommunicator | GlooCommunicator)
+        ]
+        self._drop([self.comms.pop(key) for key in gone], reason)
 
     def abandon(self, reason: str) -> None:
         """Close everything at once: this rank and its peers are out of step for good, and none shall wait."""
         self.lost = self.lost or reason
-        self._drop([*self.lanes.values(), self.base], reason)
+        self._drop([*self.comms.values(), self.base], reason)
 
     def close(self, reason: str = "") -> None:
-        """Close all lanes and destroy their groups, and the default group if ``make_mesh`` made it."""
+        """Close all communicators and destroy their groups, and the default group if ``make_mesh`` made it."""
         self.watch.close()
-        self._drop([*self.lanes.values()], reason)
-        self.lanes.clear()
+        self._drop([*self.comms.values()], reason)
+        self.comms.clear()
         self.base = None
         self._destroy(self.groups, PARTING)
         self.groups = []
@@ -96,16 +100,16 @@ class Processes:
             with suppress(TimeoutError):
                 bounded(dist.destroy_process_group, PARTING, "leaving the process group")
 
-    def _drop(self, lanes: Sequence[Lane | None], reason: str) -> None:
-        """Close lanes: first those whose peers learn of it by a message, then those that need the store."""
-        for lane in lanes:
-            if isinstance(lane, HostLane):
-                lane.close(reason)
+    def _drop(self, comms: Sequence[Communicator | None], reason: str) -> None:
+        """Close communicators: first those whose peers learn of it by a message, then those that need the store."""
+        for comm in comms:
+            if isinstance(comm, HostCommunicator):
+                comm.close(reason)
         gone = []
-        for lane in lanes:
-            if isinstance(lane, GlooLane) and lane.group is not None:
-                gone.append(lane.group)
-                lane.close(reason)
+        for comm in comms:
+            if isinstance(comm, GlooCommunicator) and comm.group is not None:
+                gone.append(comm.group)
+                comm.close(reason)
         self.groups = [group for group in self.groups if not any(group is other for other in gone)]
         self._destroy(gone, DROPPING)
 
@@ -120,8 +124,8 @@ class Processes:
             with suppress(TimeoutError):
                 bounded(destroy, seconds, "closing connections")
 
-    def _made(self, role: str, axes: Axes) -> Lane:
-        """A new lane, made within the timeout: its parts ask the store, whose host may be gone."""
+    def _made(self, role: str, axes: Axes) -> Communicator:
+        """A new communicator, made within the timeout: its parts ask the store, whose host may be gone."""
         self.watch.start()
         what = f"the communicator {role}({'+'.join(axes)})"
         try:
@@ -136,7 +140,7 @@ class Processes:
             self.watch.explain(error, range(self.mesh.size), fatal=True)
             raise
 
-    def _make(self, role: str, axes: Axes) -> Lane:
+    def _make(self, role: str, axes: Axes) -> Communicator:
         backend = "gloo" if role.startswith(("control", "checkpoint")) and self.backend != "fake" else self.backend
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
         # A step whose program fails goes on to its vote; a save that fails in its thread is reported by the next call.
@@ -151,10 +155,10 @@ class Processes:
                 group = self._group(ranks, backend) or group
         mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
         if links is not None:
-            return HostLane(name, mine.index(self.mesh.rank), links, mine, self.watch, fatal)
+            return HostCommunicator(name, mine.index(self.mesh.rank), links, mine, self.watch, fatal)
         if backend != "gloo":
-            return NcclLane(name, size, group, make_clock(self.mesh.device))
-        return GlooLane(name, size, group, self.watch, mine, fatal, group.group_name)
+            return NcclCommunicator(name, size, group, make_clock(self.mesh.device))
+        return GlooCommunicator(name, size, group, self.watch, mine, fatal, group.group_name)
 
     def _group(self, ranks: Sequence[int], backend: str) -> Any:
         """A process group; None for ranks that are not in it, which must ask for it all the same."""
@@ -179,7 +183,7 @@ class Processes:
             return None, near
         return links, near
 
-    def _links(self, base: Lane, ranks: tuple[int, ...]) -> list[Link | None] | None:
+    def _links(self, base: Communicator, ranks: tuple[int, ...]) -> list[Link | None] | None:
         """Links to these ranks; None if one cannot be made, since then all of them talk over gloo. Collective."""
         door = Door()
         addresses = exchange_text(base, door.address, 64)
@@ -191,13 +195,13 @@ class Processes:
         finally:
             door.close()
 
-    def _base(self) -> Lane:
+    def _base(self) -> Communicator:
         """Over all ranks, by gloo: where they tell each other where they are."""
         if self.base is None:
             size = self.mesh.size
             group = self._group(range(size), "gloo")
             self.watch.name = group.group_name
-            self.base = GlooLane("base", size, group, self.watch, range(size), key=group.group_name)
+            self.base = GlooCommunicator("base", size, group, self.watch, range(size), key=group.group_name)
             self.places = list(exchange_text(self.base, place(), 256))
         return self.base
 

@@ -1,4 +1,4 @@
-"""Lanes between the ranks of one process: the last rank to reach a collective copies its data.
+"""Communicators between the ranks of one process: the last rank to reach a collective copies its data.
 
 Sums are added in the order of ranks, as on gloo.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CommError
+from fshard.runtime.comm.communicator import Alone, Communicator, Handle, Marks, Sizes, bring
 from fshard.runtime.comm.cooperative import RankThread, Scheduler, playing
-from fshard.runtime.comm.lanes import Alone, Handle, Lane, Marks, Sizes, bring
 from fshard.sharding.mesh import Axes, Mesh
 
 Part = dict[str, Any]
@@ -44,13 +44,13 @@ class SharedTransport:
     mesh: Mesh
     scheduler: Scheduler
 
-    def lane(self, role: str, axes: Axes) -> Lane:
+    def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of this role over these axes."""
         members = tuple(sorted(self.mesh.ranks(axes)))
         if len(members) == 1:
             return Alone()
         board = self.scheduler.boards.setdefault((role, members), Board(f"{role}({'+'.join(axes)})", members))
-        return SharedLane(board, self.mesh.rank, self.scheduler)
+        return SharedCommunicator(board, self.mesh.rank, self.scheduler)
 
     def cut(self, role: str, reason: str = "") -> None:
         """Does nothing: the scheduler detects a deadlock."""
@@ -81,7 +81,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class SharedLane:
+class SharedCommunicator:
     """A communicator between threads."""
 
     board: Board

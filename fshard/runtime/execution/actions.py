@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.clock import Clock, Mark, make_clock
-from fshard.runtime.comm.communicators import Lanes
+from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.replicas import Replicas
 from fshard.runtime.execution.update import Shard, Update
 from fshard.runtime.memory.allocation import allocate, deallocate
@@ -67,16 +67,18 @@ class Actions:
 
     Args:
         slots: the groups' memory in the arena.
-        lanes: the communicators.
+        communicators: the communicators.
         gradients: what takes the gradients of leaves.
         resident: the shards.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
     """
 
-    def __init__(self, slots: Slots, lanes: Lanes, gradients: FlatGradients, resident: Resident, poison: bool) -> None:
-        self.slots, self.lanes, self.gradients, self.resident, self.poison = slots, lanes, gradients, resident, poison
+    def __init__(
+        self, slots: Slots, comms: Communicators, gradients: FlatGradients, resident: Resident, poison: bool
+    ) -> None:
+        self.slots, self.comms, self.gradients, self.resident, self.poison = slots, comms, gradients, resident, poison
         self.clock = resident.clock
-        self.replicas = Replicas(lanes.sum, self.clock)
+        self.replicas = Replicas(comms.sum, self.clock)
         self.update: Update | None = None
         self.own = False
         self.handles: dict[tuple[str, int], Handle] = {}
@@ -171,7 +173,7 @@ class Actions:
         group = slots.group
         target = slots.stage if slots.stage is not None else slots.full
         assert target is not None
-        if not group.numel:  # no lane carries nothing
+        if not group.numel:  # no communicator carries nothing
             return Done()
         shard, after = self.resident.read(group), self._now()
         if group.kinds.hosted:
@@ -179,7 +181,7 @@ class Actions:
             shard, after = offload.fetch(group, target, shard, after)
             if group.parts == 1:
                 return offload.passing(after)
-        return self.lanes.gather[group.gather_axes].all_gather(target, shard, after)
+        return self.comms.gather[group.gather_axes].all_gather(target, shard, after)
 
     def _gathered(self, slots: GroupSlots) -> None:
         if slots.stage is not None:
@@ -213,7 +215,7 @@ class Actions:
             pack(group, slots.grads, sent)
         if late:
             shard = self.sums[group.id] = spare[: group.scatter_chunk]
-        return self.lanes.scatter[group.scatter_axes].reduce_scatter(shard, sent, spare, add, self._now())
+        return self.comms.scatter[group.scatter_axes].reduce_scatter(shard, sent, spare, add, self._now())
 
     def _reduced(self, buffers: GradientBuffers) -> None:
         slots, group = buffers.slots, buffers.slots.group.id

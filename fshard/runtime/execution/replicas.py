@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Done, Handle, Lane
+from fshard.runtime.comm import Communicator, Done, Handle
 from fshard.runtime.comm.clock import Clock
-from fshard.runtime.comm.lanes import bring
+from fshard.runtime.comm.communicator import bring
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.schedule.infos import rows_travel
 from fshard.sharding.layout import Group
@@ -24,11 +24,11 @@ class Replicas:
     """Sums shards over replicas.
 
     Args:
-        lanes: the communicators by axes.
+        communicators: the communicators by axes.
         clock: of the device's compute stream.
     """
 
-    lanes: Mapping[Axes, Lane]
+    comms: Mapping[Axes, Communicator]
     clock: Clock
 
     def sum(self, group: Group, shard: Tensor, own: Tensor) -> Handle:
@@ -46,8 +46,8 @@ class Replicas:
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
         room = sent.numel() - (own.numel() if sent is shard else 0)
         stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
-        lane = self.lanes[group.opt_axes]
-        first = lane.reduce_scatter(own, sent, stage, False, (self.clock.mark(),))
+        comm = self.comms[group.opt_axes]
+        first = comm.reduce_scatter(own, sent, stage, False, (self.clock.mark(),))
         return Parted(first, sent, shard, lambda: self._all(group, own))
 
     def _all(self, group: Group, own: Tensor) -> Handle:
@@ -57,14 +57,14 @@ class Replicas:
         rounded once, everything is in one message, and each replica adds up in the order of ranks, so that all of
         them come to the same bits.
         """
-        lane, after = self.lanes[group.rest_axes], (self.clock.mark(),)
-        if lane.size == 1:
+        comm, after = self.comms[group.rest_axes], (self.clock.mark(),)
+        if comm.size == 1:
             return Done()
-        if not rows_travel(group, lane.size):
-            return lane.all_reduce(own, after)
+        if not rows_travel(group, comm.size):
+            return comm.all_reduce(own, after)
         mine = own if group.sum_dtype == own.dtype else own.to(group.sum_dtype)
-        rows = torch.empty(lane.size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        return Rows(lane.all_gather(rows, mine, after), rows, mine, own)
+        rows = torch.empty(comm.size * mine.numel(), dtype=mine.dtype, device=mine.device)
+        return Rows(comm.all_gather(rows, mine, after), rows, mine, own)
 
 
 @dataclass(frozen=True)

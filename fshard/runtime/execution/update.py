@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard.errors import half_updated
 from fshard.optim.contract import Contract
-from fshard.runtime.comm import Handle, Lane
+from fshard.runtime.comm import Communicator, Handle
 from fshard.runtime.comm.clock import marks
 from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.memory.allocation import deallocate
@@ -300,7 +300,7 @@ class Update:
     """
 
     def __init__(
-        self, shards: Shards, pending: Pending | None, stale: dict[int, None], senders: Mapping[int, Lane]
+        self, shards: Shards, pending: Pending | None, stale: dict[int, None], senders: Mapping[int, Communicator]
     ) -> None:
         self.shards, self.pending, self.stale, self.senders = shards, pending, stale, senders
         self.coming: dict[int, Handle] = {}

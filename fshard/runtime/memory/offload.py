@@ -40,14 +40,14 @@ class Offload:
         """
         part = self.mesh.index(group.gather_axes)
         own = target[part * group.chunk : (part + 1) * group.chunk]
-        with self.inward.lane(after):
+        with self.inward.comm(after):
             own.copy_(shard, non_blocking=True)
             self.fetched[group.id] = self.inward.mark()
         return own, (self.fetched[group.id],)
 
     def store(self, group: Group, home: Tensor, grad: Tensor, after: Marks) -> Handle:
         """Begin to send a gradient to the host. Its memory on the device can go when the handle was waited for."""
-        with self.outward.lane(after):
+        with self.outward.comm(after):
             home.copy_(grad, non_blocking=True)
             self.sent[group.id] = self.outward.mark()
         return Passing(self.outward, (self.sent[group.id],))

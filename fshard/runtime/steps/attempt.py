@@ -27,8 +27,8 @@ from fshard.errors import (
     lines,
     step_transformed,
 )
-from fshard.runtime.comm import PLACE, Lane, announce, exchange_bytes, exchange_text, raise_failures
-from fshard.runtime.comm.communicators import Lanes
+from fshard.runtime.comm import PLACE, Communicator, announce, exchange_bytes, exchange_text, raise_failures
+from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import Facts, digest, settle
 from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.runtime.engine.batch import leading_dims
@@ -81,7 +81,7 @@ class Intent:
 
 
 def agree(
-    lane: Lane,
+    comm: Communicator,
     call: str,
     intent: Intent,
     batch: Any,
@@ -92,7 +92,7 @@ def agree(
     """Compare this rank's call, facts, schedule and batch with all others', before anything else is sent.
 
     Args:
-        lane: the control lane over the whole mesh.
+        communicator: the control communicator over the whole mesh.
         call: what is called, the same on all ranks.
         intent: this rank's schedule.
         batch: this rank's batch.
@@ -106,28 +106,28 @@ def agree(
     Raises:
         ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
     """
-    if lane.size == 1:
+    if comm.size == 1:
         if failure is not None:
             raise failure
         return []
     dims = () if failure else leading_dims(batch)
     mine = [FAILED if failure else OK, intent.number, digest(dims), dims[0] if dims else -1, facts.number]
-    status, schedules, shapes, firsts, numbers = zip(*announce(lane, call, mine), strict=True)
+    status, schedules, shapes, firsts, numbers = zip(*announce(comm, call, mine), strict=True)
     if any(status):
-        raise_failure(lane, failure, status)
-    settle(lane, numbers, facts)
+        raise_failure(comm, failure, status)
+    settle(comm, numbers, facts)
     if len(set(schedules)) > 1:
-        raise _different(lane, intent)
+        raise _different(comm, intent)
     uneven = list(firsts) if len(set(shapes)) > 1 else []
     if equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven
 
 
-def _different(lane: Lane, intent: Intent) -> ScheduleError:
+def _different(comm: Communicator, intent: Intent) -> ScheduleError:
     """The error of ranks with different schedules: where each is called, and where it first differs from rank 0's."""
-    places = exchange_text(lane, whereabouts(), PLACE)
-    said = exchange_bytes(lane, zlib.compress(intent.text().encode()))
+    places = exchange_text(comm, whereabouts(), PLACE)
+    said = exchange_bytes(comm, zlib.compress(intent.text().encode()))
     texts = [zlib.decompress(text).decode().splitlines() for text in said]
     kinds = []
     for rank, (text, place) in enumerate(zip(texts, places, strict=True)):
@@ -158,7 +158,7 @@ def uneven_rows(dims: list[int]) -> BatchError:
     )
 
 
-def raise_failure(lane: Lane, failure: BaseException | None, status: Sequence[int], own: int = FAILED) -> None:
+def raise_failure(comm: Communicator, failure: BaseException | None, status: Sequence[int], own: int = FAILED) -> None:
     """Raise what went wrong: this rank's own failure, or what the first rank that failed says of its own.
 
     A rank that was cut off raises its own failure only if no other rank's is behind it.
@@ -167,10 +167,10 @@ def raise_failure(lane: Lane, failure: BaseException | None, status: Sequence[in
     causes = failed or [rank for rank, code in enumerate(status) if code == CUT]
     head = f"{len(causes)} of {len(status)} ranks failed, so no rank made this step:"
     remedy = "The state is as it was before the call and can be used."
-    raise_failures(lane, failure, head, remedy, causes, cut_off=bool(failed) and own == CUT)
+    raise_failures(comm, failure, head, remedy, causes, cut_off=bool(failed) and own == CUT)
 
 
-def raise_outcome(lane: Lane, outcome: Outcome, rank: int) -> Verdict:
+def raise_outcome(comm: Communicator, outcome: Outcome, rank: int) -> Verdict:
     """What all ranks voted, if all of them made it.
 
     Raises:
@@ -179,7 +179,7 @@ def raise_outcome(lane: Lane, outcome: Outcome, rank: int) -> Verdict:
     verdict = outcome.verdict
     assert verdict is not None
     if verdict.worst == FAILED:
-        raise_failure(lane, outcome.failure, verdict.status, verdict.status[rank])
+        raise_failure(comm, outcome.failure, verdict.status, verdict.status[rank])
     return verdict
 
 
@@ -198,14 +198,14 @@ def refuse_transforms(what: str) -> None:
         )
 
 
-def request(lane: Lane, text: str) -> None:
+def request(comm: Communicator, text: str) -> None:
     """Agree on what all ranks do next, where no schedule says it.
 
     Raises:
         ScheduleError: ranks ask for different things.
         PeerError: a rank failed, and this one did not.
     """
-    texts = exchange_text(lane, text)
+    texts = exchange_text(comm, text)
     failed = [rank for rank, theirs in enumerate(texts) if theirs.startswith(FAILURE)]
     behind = [rank for rank in failed if not texts[rank].startswith(BEHIND)]
     if failed:
@@ -214,7 +214,7 @@ def request(lane: Lane, text: str) -> None:
         failed = behind or failed
         raise failed_peers({rank: texts[rank][1:] for rank in failed})
     if len(set(texts)) > 1:
-        places = exchange_text(lane, whereabouts(), PLACE)
+        places = exchange_text(comm, whereabouts(), PLACE)
         raise diverged([f"{text} ({place})" for text, place in zip(texts, places, strict=True)])
 
 
@@ -252,14 +252,14 @@ def starved(error: BaseException) -> bool:
 
 
 @contextmanager
-def together(lanes: Lanes) -> Iterator[None]:
+def together(comms: Communicators) -> Iterator[None]:
     """What leaves this otherwise than all ranks together leaves the mesh broken: its peers must not wait for it."""
     try:
         yield
     except (PeerError, ScheduleError, BatchError, LossError, ReplicationError):
         raise
     except BaseException as error:
-        lanes.transport.abandon(raised(error))
+        comms.transport.abandon(raised(error))
         raise
 
 

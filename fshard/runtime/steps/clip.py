@@ -11,7 +11,7 @@ import torch
 from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.optim import checks
-from fshard.runtime.comm import Lane, exchange
+from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.execution.update import Gradients
 from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.sharding.plan import Plan
@@ -96,7 +96,7 @@ def _check_rules(clip: Clip, plan: Plan) -> None:
         raise PlanError(lines("clip_norm= does not fit the plan:", problems, remedy))
 
 
-def norms_by_rule(clip: Clip, plan: Plan, lane: Lane, grads: Gradients) -> list[float]:
+def norms_by_rule(clip: Clip, plan: Plan, comm: Communicator, grads: Gradients) -> list[float]:
     """The norm of the summed gradients of each rule's leaves, over all ranks. Collective, one exchange."""
     sums = [0.0] * len(clip.rules)
     for group, cuts in grads.cuts.items():
@@ -106,18 +106,18 @@ def norms_by_rule(clip: Clip, plan: Plan, lane: Lane, grads: Gradients) -> list[
             for cut, norm in zip(cuts, found, strict=True):
                 sums[cut.limit] += share * norm * norm
     rows = [sums]
-    if lane.size > 1:
-        rows = exchange(lane, torch.tensor(sums, dtype=torch.float64, device="cpu")).tolist()
+    if comm.size > 1:
+        rows = exchange(comm, torch.tensor(sums, dtype=torch.float64, device="cpu")).tolist()
     return [math.sqrt(math.fsum(row[i] for row in rows)) for i in range(len(sums))]
 
 
-def skipped(lane: Lane, skip: Any, metrics: Any) -> tuple[list[int], BaseException | None]:
+def skipped(comm: Communicator, skip: Any, metrics: Any) -> tuple[list[int], BaseException | None]:
     """What each rank's predicate says of this step: 0 to make it, 1 to skip it, 2 if it raised. Collective."""
     mine, failure = 0, None
     try:
         mine = int(bool(skip(metrics)))
     except Exception as error:
         mine, failure = 2, error
-    if lane.size == 1:
+    if comm.size == 1:
         return [mine], failure
-    return [int(row[0]) for row in exchange(lane, torch.tensor([mine], device="cpu"))], failure
+    return [int(row[0]) for row in exchange(comm, torch.tensor([mine], device="cpu"))], failure

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import unlike_losses
-from fshard.runtime.comm import Lane, exchange
+from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.engine.loss import Mean, number
 
 OK, FAILED, RETRY, CUT = 0, 1, 2, 3
@@ -61,11 +61,11 @@ class Verdict:
         return FAILED if CUT in self.status else OK
 
 
-def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> Verdict:
+def vote(comm: Communicator, tally: Tally, parts: int, copies: int, divided: float) -> Verdict:
     """Exchange the tallies of all ranks.
 
     Args:
-        lane: the control lane over the whole mesh.
+        communicator: the control communicator over the whole mesh.
         tally: this rank's.
         parts: microbatches of the global batch, over ranks and accumulation.
         copies: how many ranks work on the same part.
@@ -74,8 +74,8 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
     mine = [float(tally.status), tally.sumsq, tally.total, tally.count, float(tally.weighted)]
     mine += [*map(float, tally.means), float(tally.stop)]
     rows = [mine]
-    if lane.size > 1:
-        rows = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
+    if comm.size > 1:
+        rows = exchange(comm, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     status = tuple(int(row[0]) for row in rows)
     if not any(status) and len({tuple(row[4:7]) for row in rows}) > 1:
         raise unlike_losses([(bool(row[4]), int(row[5]), int(row[6])) for row in rows])
@@ -88,12 +88,12 @@ def vote(lane: Lane, tally: Tally, parts: int, copies: int, divided: float) -> V
     return Verdict(status, loss, norm, scale, any(row[7] for row in rows), elements)
 
 
-def average(lane: Lane, means: Sequence[Mean], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def average(comm: Communicator, means: Sequence[Mean], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """The exact global means of auxiliary values, of these dtypes or float32: one exchange for all of them."""
     if not means:
         return []
     mine = [number(part) for mean in means for part in (mean.total, mean.count)]
-    summed = exchange(lane, torch.tensor(mine, dtype=torch.float64, device="cpu")).sum(0).view(-1, 2)
+    summed = exchange(comm, torch.tensor(mine, dtype=torch.float64, device="cpu")).sum(0).view(-1, 2)
     return [(total / count).to(widened([dtype])) for (total, count), dtype in zip(summed, dtypes, strict=True)]
 
 

@@ -8,7 +8,7 @@ from fshard.errors import LossError, NonFiniteError, unlike_skips
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
 from fshard.optim.contract import Contract
-from fshard.runtime.comm import Lane
+from fshard.runtime.comm import Communicator
 from fshard.runtime.execution.update import Gradients, Shard
 from fshard.runtime.steps.attempt import raise_failure
 from fshard.runtime.steps.clip import Clip, norms_by_rule, skipped
@@ -97,8 +97,8 @@ class Decisions:
         """The gradient norm of the mean, whose ``scale`` may be another than that of this step alone."""
         return verdict.norm if scale == verdict.scale else verdict.norm / verdict.scale * scale
 
-    def skips(self, metrics: Any, lane: Lane) -> bool:
-        """Whether all ranks skip this step. Collective over the control lane if ``skip=`` was given.
+    def skips(self, metrics: Any, comm: Communicator) -> bool:
+        """Whether all ranks skip this step. Collective over the control communicator if ``skip=`` was given.
 
         Raises:
             LossError: ranks do not agree.
@@ -108,9 +108,9 @@ class Decisions:
             return True
         if self.skip is None:
             return False
-        said, failure = skipped(lane, self.skip, metrics)
+        said, failure = skipped(comm, self.skip, metrics)
         if 2 in said:
-            raise_failure(lane, failure, [FAILED if what == 2 else OK for what in said])
+            raise_failure(comm, failure, [FAILED if what == 2 else OK for what in said])
         if len(set(said)) > 1:
             raise unlike_skips(said)
         return bool(said[0])
@@ -126,21 +126,21 @@ class Decisions:
         """
         return divided if verdict.count else divided / self.runner.parts
 
-    def scales(self, step: int, norm: float, scale: float, lane: Lane, unit: float = 1.0) -> list[float | None]:
+    def scales(self, step: int, norm: float, scale: float, comm: Communicator, unit: float = 1.0) -> list[float | None]:
         """What gradients are divided by, for each rule of clipping, in this step's update. Collective with rules.
 
         Args:
             step: the step, counted from 0.
             norm: the gradient norm of the mean.
             scale: what sums are multiplied by to become gradients of the mean.
-            lane: the control lane.
+            communicator: the control communicator.
             unit: what sums are multiplied by to be carried.
         """
         norms = [norm]
         if not self.updates(step):
             return [_divisor(unit)] * len(self.clip.rules)
         if self.clip.apart:
-            norms = [scale * total for total in norms_by_rule(self.clip, self.runner.plan, lane, self.grads)]
+            norms = [scale * total for total in norms_by_rule(self.clip, self.runner.plan, comm, self.grads)]
         return [_divisor(scale * factor) for factor in self.clip.factors(norms)]
 
 

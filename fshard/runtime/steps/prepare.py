@@ -12,7 +12,7 @@ from torch import Tensor
 from fshard.errors import unknown_rates
 from fshard.optim.contract import Contract
 from fshard.runtime.comm import LocalTransport
-from fshard.runtime.comm.communicators import Lanes
+from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
@@ -52,7 +52,7 @@ class Prepared:
         weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
         digest: equal on two ranks if their schedules are, and the axes of their own collectives.
         route: the schedule as it runs.
-        lanes: the axes over which the program communicates itself.
+        communicators: the axes over which the program communicates itself.
     """
 
     schedule: Schedule | None
@@ -61,11 +61,11 @@ class Prepared:
     weighted: bool | None
     digest: int
     route: Route | None
-    lanes: tuple[Axes, ...] = ()
+    comms: tuple[Axes, ...] = ()
 
     def text(self) -> str:
         """What ``digest`` is of, in lines."""
-        axes = " and ".join("+".join(axes) for axes in self.lanes) or "no axis"
+        axes = " and ".join("+".join(axes) for axes in self.comms) or "no axis"
         return f"collectives of the program over {axes}\n{self.schedule}"
 
 
@@ -78,7 +78,7 @@ class Workshop:
     accumulate: int
     train: bool
     poison: bool
-    lanes: Lanes | None
+    comms: Communicators | None
     choices: dict[str, Choice] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
     parted: dict[int, Tensor] = field(default_factory=dict)
@@ -139,8 +139,8 @@ class Workshop:
 
     def decide(self, found: Found) -> None:
         """Choose the policy of a program. Collective."""
-        assert self.lanes is not None and isinstance(self.policy, Auto)
-        rates, needs = common(self.lanes, measured(self.plan, self.lanes, self.policy), found.needs)
+        assert self.comms is not None and isinstance(self.policy, Auto)
+        rates, needs = common(self.comms, measured(self.plan, self.comms, self.policy), found.needs)
         self.choices[found.program.text] = choose(self._task(found.program, needs), self.policy, rates)
 
     def choice(self, found: Found) -> Choice:
@@ -166,14 +166,14 @@ class Workshop:
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
-        key = (program.text, weighted, foreign, found.inner, found.lanes, found.exact)
+        key = (program.text, weighted, foreign, found.inner, found.comms, found.exact)
         if key not in self.programs:
             schedule = self.schedule(found)
             arena = self._arena(schedule.memory.arena_bytes)
             traits = Traits(program.reads[ROOT], foreign, found.exact)
             prepared = self._prepare(schedule, weighted, arena, schedule.memory.offsets, traits)
-            own = digest((prepared.digest, found.lanes)) if found.lanes else prepared.digest
-            self.programs[key] = replace(prepared, digest=own, lanes=found.lanes)
+            own = digest((prepared.digest, found.comms)) if found.comms else prepared.digest
+            self.programs[key] = replace(prepared, digest=own, comms=found.comms)
             self._compiled(self.programs[key], found)
         return self.programs[key]
 
@@ -224,7 +224,7 @@ class Workshop:
         offsets: Mapping[str, int],
         traits: Traits = UNKNOWN,
     ) -> Prepared:
-        assert self.lanes is not None
+        assert self.comms is not None
         buffers: dict[int, GradientBuffers] = {}
         gradients = FlatGradients(self.plan, buffers, self.offload, self.carried)
         engine = self.engine(self.plan, gradients.sink, self.remat, traits)
@@ -241,7 +241,7 @@ class Workshop:
             late = any([transfer.late for transfer in self.infos[number].transfers])
             shard = self.parted.get(number, own)
             buffers[number] = GradientBuffers(engine.slots.groups[number], shard, own, home, late)
-        actions = Actions(engine.slots, self.lanes, gradients, make_resident(self.casts, self.offload), self.poison)
+        actions = Actions(engine.slots, self.comms, gradients, make_resident(self.casts, self.offload), self.poison)
         if schedule is None:
             return Prepared(None, engine, actions, weighted, 0, None)
         route = make_route(schedule, actions)
@@ -288,9 +288,9 @@ def _refuse(groups: Sequence[tuple[int, bool]]) -> bool:
     return False
 
 
-def lanes_of(plan: Plan) -> Lanes | None:
+def communicators_of(plan: Plan) -> Communicators | None:
     """The communicators of a plan; None on an abstract mesh of several ranks, which can plan but not run."""
     transport: Any = plan.mesh.transport
     if transport is None and plan.mesh.size == 1:
         transport = LocalTransport()
-    return Lanes(plan, transport) if transport is not None else None
+    return Communicators(plan, transport) if transport is not None else None

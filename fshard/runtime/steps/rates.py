@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from fshard.runtime.comm import Lane, exchange
-from fshard.runtime.comm.communicators import Lanes
+from fshard.runtime.comm import Communicator, exchange
+from fshard.runtime.comm.communicators import Communicators
 from fshard.schedule.auto import Auto, Rates
 from fshard.schedule.footprint import Need
 from fshard.sharding.plan import Plan
@@ -18,22 +18,22 @@ SHARD = 1 << 20
 TRIES = 4
 
 
-def measured(plan: Plan, lanes: Lanes, auto: Auto) -> Rates:
+def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:
     """This rank's rates: those that are given, and the others measured. Collective.
 
     The best of some tries counts: what else runs on a machine makes single tries slower, never faster.
     """
-    lane = max((lanes.gather[axes] for axes in sorted(lanes.gather)), key=lambda lane: lane.size)
+    comm = max((comms.gather[axes] for axes in sorted(comms.gather)), key=lambda comm: comm.size)
     compute = auto.compute if auto.compute is not None else _compute(plan)
-    wire = auto.wire if auto.wire is not None else _wire(plan, lane)
+    wire = auto.wire if auto.wire is not None else _wire(plan, comm)
     return Rates(compute, wire, auto.latency)
 
 
-def common(lanes: Lanes, rates: Rates, needs: tuple[Need, ...]) -> tuple[Rates, tuple[Need, ...]]:
+def common(comms: Communicators, rates: Rates, needs: tuple[Need, ...]) -> tuple[Rates, tuple[Need, ...]]:
     """The rates of the slowest rank, and the needs of the neediest: the same on all ranks. Collective."""
     flat = [number for need in needs for number in (need.peak, need.after, need.flops)]
     row = torch.tensor([-rates.compute, -rates.wire, *flat], dtype=torch.float64, device="cpu")
-    most = exchange(lanes.control, row).max(0).values.tolist()
+    most = exchange(comms.control, row).max(0).values.tolist()
     numbers = [int(number) for number in most[2:]]
     agreed = tuple(Need(*numbers[at : at + 3]) for at in range(0, len(numbers), 3))
     return Rates(-most[0], -most[1], rates.latency), agreed
@@ -49,13 +49,13 @@ def _compute(plan: Plan) -> float:
     return float(2 * size**3 / _best(lambda: torch.mm(x, x, out=out), device))
 
 
-def _wire(plan: Plan, lane: Lane) -> float:
-    if lane.size == 1:
+def _wire(plan: Plan, comm: Communicator) -> float:
+    if comm.size == 1:
         return math.inf
     device = plan.mesh.device
     shard = torch.zeros(SHARD, device=device)
-    full = torch.empty(SHARD * lane.size, device=device)
-    return (lane.size - 1) * shard.nbytes / _best(lambda: lane.all_gather(full, shard).wait(), device)
+    full = torch.empty(SHARD * comm.size, device=device)
+    return (comm.size - 1) * shard.nbytes / _best(lambda: comm.all_gather(full, shard).wait(), device)
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

@@ -11,7 +11,7 @@ import torch
 from fshard import tree
 from fshard.arguments import raised
 from fshard.errors import different_microbatches, foreign_params, left_in_backward, no_processes, weighted_in_backward
-from fshard.runtime.comm import COLLECTIVES, Lane
+from fshard.runtime.comm import COLLECTIVES, Communicator
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches, signature
 from fshard.runtime.engine.loss import as_means, check_differentiable, detached, fingerprint, number, read_loss
@@ -117,13 +117,13 @@ class Runner:
             BatchError, ScheduleError, ReplicationError, PeerError, CommError: before or instead of a vote, on all
                 ranks alike.
         """
-        if self.workshop.lanes is None:
+        if self.workshop.comms is None:
             raise no_processes()
-        transport = self.workshop.lanes.transport
+        transport = self.workshop.comms.transport
         try:
             outcome = self._attempts(work)
         except BaseException:
-            # Collectives of the program may be half done, on any rank: all ranks begin with new lanes.
+            # Collectives of the program may be half done, on any rank: all ranks begin with new communicators.
             transport.cut(COLLECTIVES)
             raise
         assert outcome.verdict is not None
@@ -132,7 +132,7 @@ class Runner:
         return outcome
 
     def _attempts(self, work: Work) -> Outcome:
-        assert self.workshop.lanes is not None
+        assert self.workshop.comms is not None
         prepared, parts, facts = self._prepare(work)
         work = work._replace(parts=parts, facts=lambda: facts)
         outcome = self._scheduled(prepared, work) if prepared else self._demanded(work)
@@ -142,16 +142,16 @@ class Runner:
             if self.in_backward and work.update is not None:
                 work.update.resume()
             self._count_retry(outcome)
-            self.workshop.lanes.transport.cut(COLLECTIVES)
+            self.workshop.comms.transport.cut(COLLECTIVES)
             outcome = self._demanded(work)
         return outcome
 
     def _demanded(self, work: Work) -> Outcome:
-        assert self.workshop.lanes is not None
+        assert self.workshop.comms is not None
         try:
             prepared = self.workshop.on_demand()
         except Exception as error:  # the memory of all parameters is not there
-            agree(self.workshop.lanes.control, self.call, Intent(), work.batch, False, error)
+            agree(self.workshop.comms.control, self.call, Intent(), work.batch, False, error)
             raise
         self.latest = None
         try:
@@ -185,7 +185,7 @@ class Runner:
 
     def _prepare(self, work: Work) -> tuple[Prepared | None, list[Any], Facts]:
         batch = work.batch
-        assert self.workshop.lanes is not None
+        assert self.workshop.comms is not None
         try:
             work.check()
             facts = work.facts() if self.plan.mesh.size > 1 else Facts()
@@ -198,35 +198,35 @@ class Runner:
                 return (self.workshop.scheduled(found) if found else None), parts, facts
         except BaseException as error:
             # Not raised before the other ranks, which wait in ``agree``, know of it.
-            agree(self.workshop.lanes.control, self.call, Intent(), batch, False, error)
+            agree(self.workshop.comms.control, self.call, Intent(), batch, False, error)
             raise
         # All ranks are here, with the same program, or none goes on.
         intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
-        agree(self.workshop.lanes.control, self.call, intent, batch, False, None, facts)
-        self.workshop.lanes.open()
+        agree(self.workshop.comms.control, self.call, intent, batch, False, None, facts)
+        self.workshop.comms.open()
         self.workshop.decide(found)
         return self.workshop.scheduled(found), parts, facts
 
     def _scheduled(self, prepared: Prepared, work: Work) -> Outcome:
-        assert self.workshop.lanes is not None and prepared.route is not None
-        lanes, actions, outcome = self.workshop.lanes, prepared.actions, Outcome()
+        assert self.workshop.comms is not None and prepared.route is not None
+        comms, actions, outcome = self.workshop.comms, prepared.actions, Outcome()
         equal_rows = self.workshop.train and not prepared.weighted
         actions.start(work.shards, work.update, self.in_backward)
         intent = Intent(prepared.digest, prepared.text)
 
         def handshake() -> None:
-            rows = agree(lanes.control, self.call, intent, work.batch, equal_rows, None, work.facts())
+            rows = agree(comms.control, self.call, intent, work.batch, equal_rows, None, work.facts())
             outcome.uneven.extend(rows)
 
         consensus = partial(self._vote, prepared, work, outcome)
         executor = Scheduled(prepared.route, actions, handshake, consensus, work.shield)
         self.latest, self.record, self.times = prepared, executor.record, executor.times
-        with together(lanes):
+        with together(comms):
             try:
                 executor.handshake()
-                lanes.open()
-                for axes in prepared.lanes:
-                    lanes.transport.lane(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
+                comms.open()
+                for axes in prepared.comms:
+                    comms.transport.communicator(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
                 self._guarded(prepared, executor, work, outcome)
                 if outcome.status != OK and self.in_backward:
                     if actions.update is not None:
@@ -241,39 +241,39 @@ class Runner:
         return outcome
 
     def _guarded(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
-        assert self.workshop.lanes is not None
+        assert self.workshop.comms is not None
         outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome, executor)
         if outcome.status != OK:
             # Ranks that wait for this one in a collective of the program learn at once that it will not come.
-            self.workshop.lanes.transport.cut(COLLECTIVES, f"{outcome.failure or outcome.left}")
+            self.workshop.comms.transport.cut(COLLECTIVES, f"{outcome.failure or outcome.left}")
 
     def _on_demand(self, prepared: Prepared, work: Work) -> Outcome:
-        assert self.workshop.lanes is not None
-        lanes, outcome = self.workshop.lanes, Outcome()
+        assert self.workshop.comms is not None
+        comms, outcome = self.workshop.comms, Outcome()
         names = [group.name for group in self.plan.groups]
         reads = prepared.engine.units.reads
         executor = OnDemand(
             prepared.actions,
             names,
             lambda unit: list(reads[unit].groups),
-            lambda text: request(lanes.control, text),
+            lambda text: request(comms.control, text),
             self.workshop.closing,
             partial(self._vote, prepared, work, outcome),
             work.shield,
         )
         self.record, self.times = executor.record, []
-        with together(lanes):
-            outcome.uneven = agree(lanes.control, self.call, Intent(), work.batch, False, None, work.facts())
-            lanes.open()
+        with together(comms):
+            outcome.uneven = agree(comms.control, self.call, Intent(), work.batch, False, None, work.facts())
+            comms.open()
             self._guarded(prepared, executor, work, outcome)
-            self._left(lanes.control, outcome)
+            self._left(comms.control, outcome)
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.uneven and self.workshop.train and not outcome.weighted:
             raise uneven_rows(outcome.uneven)
         if self.workshop.train and not outcome.weighted:
             check_even(work.batch, self.workshop.accumulate)  # all ranks have as many rows: they raise it alike
-        with together(lanes):
+        with together(comms):
             executor.finish()
         program = program_of(executor, {name: list(read.groups) for name, read in reads.items()})
         self.found[signature(work.batch)] = Found(
@@ -281,14 +281,14 @@ class Runner:
         )
         return outcome
 
-    def _left(self, lane: Lane, outcome: Outcome) -> None:
+    def _left(self, comm: Communicator, outcome: Outcome) -> None:
         """Tell the other ranks that this one's program, on demand, has failed."""
         if outcome.status == RETRY:
             # On demand everything of this step is readable.
             outcome.status, outcome.failure = FAILED, foreign_params()
         if outcome.failure is not None:
             mark = BEHIND if outcome.status == CUT else FAILURE
-            request(lane, mark + raised(outcome.failure))
+            request(comm, mark + raised(outcome.failure))
 
     def _begin(self, prepared: Prepared, executor: Scheduled | OnDemand, work: Work, outcome: Outcome) -> None:
         if isinstance(executor, OnDemand):
@@ -348,14 +348,14 @@ class Runner:
             prepared.engine.differentiate(loss.total, seed)
 
     def _vote(self, prepared: Prepared, work: Work, outcome: Outcome) -> None:
-        assert self.workshop.lanes is not None
+        assert self.workshop.comms is not None
         tally = Tally(outcome.status)
         if outcome.status == OK:
             try:
                 tally = self._tally(prepared, work, outcome)
             except Exception as error:  # a device reports late what went wrong there
                 outcome.status, outcome.failure, tally = FAILED, error, Tally(FAILED)
-        outcome.verdict = vote(self.workshop.lanes.control, tally, self.parts, self.copies, outcome.divided)
+        outcome.verdict = vote(self.workshop.comms.control, tally, self.parts, self.copies, outcome.divided)
 
     def _tally(self, prepared: Prepared, work: Work, outcome: Outcome) -> Tally:
         if not self.workshop.train:  # all ranks average as many numbers, or none does

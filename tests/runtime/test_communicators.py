@@ -26,26 +26,26 @@ SLOW = 1.0
 
 
 class InOrder:
-    """A transport of which every lane carries one gather at a time, as a stream of NCCL does, and notes when."""
+    """A transport whose communicators carry one gather at a time, as a stream of NCCL does, and note when."""
 
     def __init__(self, transport: Any) -> None:
         self.transport = transport
         self.seen: list[tuple[int, list[float]]] = []
         self.slow = False
 
-    def lane(self, role: str, axes: tuple[str, ...]) -> Any:
-        lane = self.transport.lane(role, axes)
-        return Stream(lane, self) if role == "gather" and lane.size > 1 else lane
+    def communicator(self, role: str, axes: tuple[str, ...]) -> Any:
+        comm = self.transport.communicator(role, axes)
+        return Stream(comm, self) if role == "gather" and comm.size > 1 else comm
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)
 
 
 class Stream:
-    """A lane with a thread that issues its gathers one after the other. Those of many elements are slow."""
+    """A communicator with a thread that issues its gathers one after the other. Those of many elements are slow."""
 
-    def __init__(self, lane: Any, watch: InOrder) -> None:
-        self.lane, self.watch, self.size = lane, watch, lane.size
+    def __init__(self, comm: Any, watch: InOrder) -> None:
+        self.comm, self.watch, self.size = comm, watch, comm.size
         self.thread = ThreadPoolExecutor(1)
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Any = ()) -> Any:
@@ -55,7 +55,7 @@ class Stream:
 
         def carry() -> None:
             time.sleep(delay)
-            self.lane.all_gather(out, shard).wait()
+            self.comm.all_gather(out, shard).wait()
             span[1] = time.perf_counter()
 
         return Under(self.thread.submit(carry))

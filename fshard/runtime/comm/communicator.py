@@ -1,4 +1,4 @@
-"""What a lane is, and the lane of one rank."""
+"""What a communicator is, and the communicator of one rank."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fshard.runtime.comm.clock import Mark
 from fshard.sharding.mesh import Axes
 
 COLLECTIVES = "collectives"
-"""The role of the lanes of what users call: it never queues behind what a step has under way."""
+"""The role of the communicators of what users call: it never queues behind what a step has under way."""
 
 Marks = Iterable[Mark | None]
 Sizes = list[int] | None
@@ -25,7 +25,7 @@ class Handle(Protocol):
         """Make its result safe to read. Raises ``CommError`` if it failed or timed out."""
 
 
-class Lane(Protocol):
+class Communicator(Protocol):
     """One communicator. All tensors are contiguous; ``after`` holds the marks that must be passed first."""
 
     @property
@@ -55,11 +55,11 @@ class Lane(Protocol):
 class Transport(Protocol):
     """What joins the ranks of a mesh."""
 
-    def lane(self, role: str, axes: Axes) -> Lane:
+    def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role (``gather``, ``reduce``, ...) over these axes; made once, collectively."""
 
     def cut(self, role: str, reason: str = ...) -> None:
-        """Let peers that wait for this rank in a lane of this role know that it will not come."""
+        """Let peers that wait for this rank in a communicator of this role know that it will not come."""
 
     def abandon(self, reason: str) -> None:
         """Let all peers know that this rank is out of step for good."""
@@ -78,7 +78,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Alone:
-    """The lane of one rank: collectives are copies."""
+    """The communicator of one rank: collectives are copies."""
 
     size: int = 1
 
@@ -106,8 +106,8 @@ class Alone:
 class LocalTransport:
     """A world of one rank, without a process group."""
 
-    def lane(self, role: str, axes: Axes) -> Lane:
-        """Every lane of one rank is alike."""
+    def communicator(self, role: str, axes: Axes) -> Communicator:
+        """Every communicator of one rank is alike."""
         return Alone()
 
     def cut(self, role: str, reason: str = "") -> None:
