@@ -21,7 +21,7 @@ class Stopwatch:
         transport: what does the work.
 
     Attributes:
-        spans: begin and end of each collective, in seconds of ``time.perf_counter``, by the communicator's role and axes.
+        spans: begin and end of each collective, in seconds of ``time.perf_counter``, by its role and axes.
     """
 
     def __init__(self, transport: Any) -> None:

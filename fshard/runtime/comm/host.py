@@ -100,7 +100,7 @@ class HostCommunicator:
 
     @contextmanager
     def failing(self, describe: str) -> Iterator[None]:
-        """A communicator that fails is closed, so that peers that wait for this rank fail too, instead of timing out."""
+        """A communicator that fails is closed, so that peers that wait for this rank fail too, not time out."""
         try:
             with naming(describe):
                 yield
