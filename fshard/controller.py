@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard.collectives.linear import check_plain
 from fshard.collectives.specs import joined, slice_of
 from fshard.errors import CollectiveError
-from fshard.runtime.comm.cooperative import Randomness, draw_from, randomness
+from fshard.runtime.comm.cooperative import Randomness, randomness, restore_randomness
 from fshard.sharding.spec import P
 from fshard.virtual import VirtualMesh, play
 
@@ -167,7 +167,7 @@ def whole(mesh: VirtualMesh, spmd: Callable[..., Any], inputs: Specs, xs: Sequen
 
     job = Job(mesh, fn, inputs, lambda: kept[0], randomness())
     results = Whole.apply(job, *xs)  # type: ignore[no-untyped-call]
-    draw_from(kept[2])
+    restore_randomness(kept[2])
     return kept[1](list(results))
 
 

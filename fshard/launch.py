@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fshard.runtime.comm import LocalTransport, Processes, SharedTransport, join
+from fshard.runtime.comm import ProcessTransport, SingleRankTransport, VirtualTransport, join
 from fshard.runtime.comm.cooperative import playing
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
@@ -38,13 +38,13 @@ def make_mesh(
     thread = playing()
     if thread is not None:  # a rank of fs.virtual_mesh
         mesh = Mesh(resolve_sizes(sizes, axis_names, thread.scheduler.size), tuple(axis_names), thread.rank)
-        return dataclasses.replace(mesh, transport=SharedTransport(mesh, thread.scheduler))
+        return dataclasses.replace(mesh, transport=VirtualTransport(mesh, thread.scheduler))
     joined = join(timeout)
     if joined is None:
         resolved = resolve_sizes(sizes, axis_names, 1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        return Mesh(resolved, tuple(axis_names), 0, device, LocalTransport())
+        return Mesh(resolved, tuple(axis_names), 0, device, SingleRankTransport())
     rank, world, device, backend, owned = joined
     mesh = Mesh(resolve_sizes(sizes, axis_names, world), tuple(axis_names), rank, device)
-    transport = Processes(mesh, backend, datetime.timedelta(seconds=timeout), owned, shared_memory)
+    transport = ProcessTransport(mesh, backend, datetime.timedelta(seconds=timeout), owned, shared_memory)
     return dataclasses.replace(mesh, transport=transport)

@@ -19,7 +19,7 @@ from fshard.collectives.ties import ties_of
 from fshard.controller import whole
 from fshard.errors import AxisError, CollectiveError, TreeError
 from fshard.model.remat import exact
-from fshard.runtime.comm import SharedTransport
+from fshard.runtime.comm import VirtualTransport
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
 from fshard.tree import Tree
@@ -172,7 +172,7 @@ class Mapped:
     def _checks(self, leaves: list[Any], out: list[Any]) -> bool:
         if self.check is not None:
             return self.check
-        if isinstance(self.mesh.transport, SharedTransport):
+        if isinstance(self.mesh.transport, VirtualTransport):
             return True
         kind = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in (*leaves, *out))
         first = kind not in self.checked

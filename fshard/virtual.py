@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard.arguments import expect
 from fshard.errors import TransformError
-from fshard.runtime.comm import SharedTransport
+from fshard.runtime.comm import VirtualTransport
 from fshard.runtime.comm.cooperative import Randomness, Scheduler, inherited, playing
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
@@ -35,7 +35,9 @@ class VirtualMesh(Mesh):
     def transport(self) -> Any:
         """The transport of the rank that runs; None outside of ``run``."""
         thread = playing()
-        return SharedTransport(self, thread.scheduler) if thread is not None and thread.scheduler.mesh is self else None
+        return (
+            VirtualTransport(self, thread.scheduler) if thread is not None and thread.scheduler.mesh is self else None
+        )
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank.

@@ -17,7 +17,7 @@ from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, Plan
 from fshard.optim.base import Optimizer
 from fshard.runtime.comm import (
     Communicator,
-    SharedTransport,
+    VirtualTransport,
     each_rank_or_raise,
     enter,
     first_rank_or_raise,
@@ -147,7 +147,7 @@ class Checkpointer:
                 facts = save_facts(state, user, {"overwrite": overwrite, "keep": self.keep, "async_": self.async_})
                 compare(comm, facts, CheckpointError)
             later = None
-            if self.async_ and not isinstance(mesh.transport, SharedTransport):
+            if self.async_ and not isinstance(mesh.transport, VirtualTransport):
                 later = mesh_communicator(mesh, f"checkpoint {os.path.dirname(first_path)}")
             head = {**user, "run": run}
             save = each_rank_or_raise(comm, lambda: self._prepare(state, head, first_path, later is not None))

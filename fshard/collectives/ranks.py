@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fshard.errors import no_processes
-from fshard.runtime.comm import COLLECTIVES, Communicator, LocalTransport, Processes
+from fshard.runtime.comm import COLLECTIVES, Communicator, ProcessTransport, SingleRankTransport
 from fshard.sharding.mesh import Axes, Mesh
 
 
@@ -37,13 +37,13 @@ class Ranks:
         transport = self.mesh.transport
         if transport is None and self.mesh.size > 1:
             raise no_processes()
-        comm: Communicator = (transport or LocalTransport()).communicator(COLLECTIVES, self._sorted)
+        comm: Communicator = (transport or SingleRankTransport()).communicator(COLLECTIVES, self._sorted)
         return comm
 
     def foresee(self) -> None:
         """Note that a traced program will need the communicator."""
         transport = self.mesh.transport
-        if isinstance(transport, Processes) and transport.foreseen is not None:
+        if isinstance(transport, ProcessTransport) and transport.foreseen is not None:
             transport.foreseen[self._sorted] = None
 
     @property

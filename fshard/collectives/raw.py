@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.collectives.ranks import Ranks
-from fshard.runtime.comm.clock import marks
+from fshard.runtime.comm.streams import events
 
 Finish = Callable[[], Tensor]
 
@@ -25,7 +25,7 @@ def gather(group: Ranks, x: Tensor) -> Finish:
     out = flat.new_empty((group.size, flat.numel()))
     if x.numel() == 0:
         return lambda: x.new_empty((group.size, *x.shape))
-    handle = group.comm.all_gather(_bytes(out), _bytes(flat), marks(x.device))
+    handle = group.comm.all_gather(_bytes(out), _bytes(flat), events(x.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -40,7 +40,7 @@ def exchange(group: Ranks, rows: Tensor) -> Finish:
     out = torch.empty_like(flat)
     if rows.numel() == 0:
         return lambda: out
-    handle = group.comm.all_to_all(_bytes(out), _bytes(flat), None, None, marks(rows.device))
+    handle = group.comm.all_to_all(_bytes(out), _bytes(flat), None, None, events(rows.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -60,7 +60,7 @@ def ragged(group: Ranks, rows: Tensor, send: Sequence[int], receive: Sequence[in
         parts = torch.split(flat, [count * width for count in send])
         flat = torch.cat([parts[rank] for rank in _inverse(place)])
     out = flat.new_empty(sum(arriving))
-    handle = group.comm.all_to_all(out, flat, arriving, sizes, marks(rows.device))
+    handle = group.comm.all_to_all(out, flat, arriving, sizes, events(rows.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -87,7 +87,7 @@ def permute(group: Ranks, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish
         out = arriving = torch.empty_like(flat)
     if flat.numel() == 0:
         return lambda: x.clone()
-    handle = group.comm.all_to_all(arriving, flat if any(send) else flat[:0], receive, send, marks(x.device))
+    handle = group.comm.all_to_all(arriving, flat if any(send) else flat[:0], receive, send, events(x.device))
 
     def finish() -> Tensor:
         handle.wait()
@@ -108,7 +108,7 @@ def scatter_sum(group: Ranks, rows: Tensor) -> Finish:
     flat = flat.clone() if flat.data_ptr() == rows.data_ptr() else flat
     out = torch.empty_like(flat[0])
     handle = group.comm.reduce_scatter(
-        out.view(-1), flat.view(-1), torch.empty_like(flat).view(-1), False, marks(rows.device)
+        out.view(-1), flat.view(-1), torch.empty_like(flat).view(-1), False, events(rows.device)
     )
 
     def finish() -> Tensor:

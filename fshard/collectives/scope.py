@@ -75,7 +75,7 @@ def cutting(mesh: Mesh) -> Iterator[None]:
         yield
     except BaseException as error:
         if mesh.transport is not None:
-            mesh.transport.cut(COLLECTIVES, f"{type(error).__name__}: {error}")
+            mesh.transport.abort(COLLECTIVES, f"{type(error).__name__}: {error}")
         raise
 
 

@@ -19,7 +19,7 @@ from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_proce
 from fshard.interchange.optimizer_state import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, enter, exchange, mesh_communicator
-from fshard.runtime.comm.clock import marks
+from fshard.runtime.comm.streams import events
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
@@ -165,7 +165,7 @@ def _gather_slab(
     part = exchange_pieces(ranks, mine, item.have, [Piece(low, shape, a, b) for a, b in cuts])
     part = torch.cat([part, part.new_zeros(width - part.numel())]) if part.numel() < width else part
     slab = out if width * ranks.size == count else part.new_empty(width * ranks.size)
-    comm.all_gather(slab.view(torch.uint8), part.view(torch.uint8), marks(mine.device)).wait()
+    comm.all_gather(slab.view(torch.uint8), part.view(torch.uint8), events(mine.device)).wait()
     if slab.numel() != count:
         out.copy_(slab[:count])
 
@@ -236,7 +236,7 @@ def _all_to_all(ranks: Ranks, empty: Tensor, sent: list[list[Tensor]], places: l
     flat = torch.cat([view.reshape(-1) for views in sent for view in views] or [empty])
     arrived = flat.new_empty(sum(receive) // width)
     data = arrived.view(torch.uint8), flat.view(torch.uint8)
-    ranks.comm.all_to_all(*data, receive, send, marks(flat.device)).wait()
+    ranks.comm.all_to_all(*data, receive, send, events(flat.device)).wait()
     at = 0
     for place in (place for row in places for place in row):
         place.copy_(arrived[at : at + place.numel()].view(place.shape))

@@ -25,8 +25,8 @@ from fshard.errors import (
 )
 from fshard.model.remat import exact
 from fshard.runtime.comm import Communicator, announce, exchange, exchange_text, mesh_communicator
+from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import Facts, digest, settle
-from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.runtime.engine.batch import check_device, leading_dims
 from fshard.runtime.engine.loss import Loss, Mean, fingerprint, means_of, read_loss
 from fshard.runtime.execution.executor import diverged
@@ -259,7 +259,7 @@ def _agree(
             raise_failure(comm, failure, [row[0] for row in rows], status)
         settle(comm, [row[-1] for row in rows], facts)
         if any(row[1] != rows[0][1] for row in rows):
-            raise diverged(exchange_text(comm, f"{place} ({whereabouts()})"))
+            raise diverged(exchange_text(comm, f"{place} ({call_site()})"))
     _check_losses([row[2:7] for row in rows])
 
 

@@ -8,7 +8,7 @@ import pytest
 import fshard as fs
 from fshard.errors import DamagedError, PlanError, StateError
 from fshard.runtime.comm import (
-    Alone,
+    SingleRank,
     all_ranks_or_raise,
     each_rank_or_raise,
     first_rank_or_raise,
@@ -94,7 +94,7 @@ def test_results_and_errors_of_all_ranks(pool: Pools) -> None:
 
 
 def test_one_rank_raises_what_it_raised() -> None:
-    comm = Alone()
+    comm = SingleRank()
     assert all_ranks_or_raise(comm, lambda: {1}) == [{1}]
     assert first_rank_or_raise(comm, 0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
@@ -105,6 +105,6 @@ def test_one_rank_raises_what_it_raised() -> None:
 
 
 def test_an_abstract_mesh_has_no_ranks_to_ask() -> None:
-    assert isinstance(mesh_communicator(fs.abstract_mesh((1,), ("shard",))), Alone)
+    assert isinstance(mesh_communicator(fs.abstract_mesh((1,), ("shard",))), SingleRank)
     with pytest.raises(PlanError, match="abstract mesh has no processes"):
         mesh_communicator(fs.abstract_mesh((2,), ("shard",)))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fshard as fs
-from fshard.runtime.comm import Alone, GlooCommunicator, HostCommunicator, exchange, exchange_text
+from fshard.runtime.comm import GlooCommunicator, HostCommunicator, SingleRank, exchange, exchange_text
 from tests.shared.bad import Raised, attempt
 from tests.shared.workers import Pool, Pools, WorkerError
 
@@ -148,7 +148,7 @@ def test_communicators_are_groups_of_their_own(pool: Pools, kind: str) -> None:
 
 def test_one_rank_needs_no_group() -> None:
     with fs.make_mesh((1, 1), ("a", "b")) as mesh:
-        assert isinstance(mesh.transport.communicator("gather", ("a",)), Alone)
+        assert isinstance(mesh.transport.communicator("gather", ("a",)), SingleRank)
 
 
 def slow_reader() -> bool:
@@ -178,7 +178,7 @@ def memory_in_use() -> list[int]:
             handles = [comm.all_gather(out, shard) for out in outs]
             for handle in handles:
                 handle.wait()
-            sizes.append(len(comm.mail.own))
+            sizes.append(len(comm.memory.own))
         return sizes
 
 

@@ -1,4 +1,4 @@
-"""Links between processes of one host: strangers at the door, peers that send nonsense, memory that could shrink."""
+"""Links between processes of one host: strangers, malformed messages, memory that could shrink."""
 
 import fcntl
 import os
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fshard.runtime.comm import links as links_module
-from fshard.runtime.comm.links import Door, Link, close_links, make_memory, map_memory
-from fshard.runtime.comm.mail import HEAD, READ, READY, Mail
-from fshard.runtime.comm.watch import Watch
+from fshard.runtime.comm.links import Link, Rendezvous, close_links, make_memory, map_memory
+from fshard.runtime.comm.shared_memory import HEAD, READ, READY, SharedMemory
+from fshard.runtime.comm.watchdog import Watchdog
 
 SILENT = 300
-"""More strangers than may wait at a door."""
+"""More strangers than may wait at a rendezvous."""
 
 
 def open_files() -> int:
@@ -32,7 +32,7 @@ def pair() -> tuple[Link, Link]:
 
 
 def connected(name: str) -> socket.socket:
-    """A stranger at a door."""
+    """A stranger at a rendezvous."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.settimeout(2)
     try:
@@ -43,31 +43,32 @@ def connected(name: str) -> socket.socket:
     return end
 
 
-def meet(doors: list[Door]) -> list[list[Link | None]]:
-    """Open all doors to each other, each in a thread of its own."""
-    addresses = [door.address for door in doors]
-    with ThreadPoolExecutor(len(doors)) as pool:
-        return list(pool.map(lambda me: doors[me].open(me, addresses), range(len(doors))))
+def meet(points: list[Rendezvous]) -> list[list[Link | None]]:
+    """Open all rendezvous points to each other, each in a thread of its own."""
+    addresses = [point.address for point in points]
+    with ThreadPoolExecutor(len(points)) as pool:
+        return list(pool.map(lambda me: points[me].open(me, addresses), range(len(points))))
 
 
 def test_strangers_that_say_nothing_or_nonsense_do_not_delay_the_ranks() -> None:
-    doors = [Door(), Door(), Door()]
-    strangers = [connected(doors[0].name) for _ in range(SILENT)]
-    for number, text in enumerate([b"x", b"wrong 1", f"{doors[0].secret} 7".encode(), f"{doors[0].secret} x".encode()]):
+    points = [Rendezvous(), Rendezvous(), Rendezvous()]
+    strangers = [connected(points[0].name) for _ in range(SILENT)]
+    secret = points[0].secret
+    for number, text in enumerate([b"x", b"wrong 1", f"{secret} 7".encode(), f"{secret} x".encode()]):
         strangers[number].send(text)
     begin = time.monotonic()
-    found = meet(doors)
+    found = meet(points)
     assert time.monotonic() - begin < 10  # one silent stranger took 20 s
     for me, row in enumerate(found):
         assert [link is None for link in row] == [at == me for at in range(3)]
     for row in found:
         close_links(row)
-    for end in [*strangers, *doors]:
+    for end in [*strangers, *points]:
         end.close()
 
 
 def test_a_stranger_of_another_user_is_turned_away_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
-    door, other = Door(), Door()
+    one, other = Rendezvous(), Rendezvous()
     mine = os.getuid()
     asked: list[socket.socket] = []
 
@@ -75,15 +76,15 @@ def test_a_stranger_of_another_user_is_turned_away_unheard(monkeypatch: pytest.M
         asked.append(end)
         return mine + 1 if len(asked) == 1 else mine  # the first to come in is of another user
 
-    stranger = connected(door.name)
-    stranger.send(f"{door.secret} 1".encode())  # even one that knows the secret
+    stranger = connected(one.name)
+    stranger.send(f"{one.secret} 1".encode())  # even one that knows the secret
     monkeypatch.setattr(links_module, "user_of", user)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(door.open, 0, [door.address, other.address])
+        first = pool.submit(one.open, 0, [one.address, other.address])
         deadline = time.monotonic() + 10
         while not asked and time.monotonic() < deadline:
             time.sleep(0.01)
-        second = pool.submit(other.open, 1, [door.address, other.address])
+        second = pool.submit(other.open, 1, [one.address, other.address])
         rows = [first.result(20), second.result(20)]
     with pytest.raises(ConnectionResetError):  # closed, with what it said unread
         stranger.recv(10)
@@ -92,12 +93,12 @@ def test_a_stranger_of_another_user_is_turned_away_unheard(monkeypatch: pytest.M
     assert rows[0][1].receive(5) == (b"hello", [])
     for row in rows:
         close_links(row)
-    for end in (stranger, door, other):
+    for end in (stranger, one, other):
         end.close()
 
 
-def test_a_rank_keeps_its_secret_from_a_door_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, mine = Door(), Door()
+def test_a_rank_keeps_its_secret_from_a_rendezvous_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, mine = Rendezvous(), Rendezvous()
     before = open_files()
     monkeypatch.setattr(links_module, "user_of", lambda end: os.getuid() + 1)
     with pytest.raises(ConnectionRefusedError, match="is of user"):
@@ -114,14 +115,14 @@ def test_a_peer_that_does_not_come_is_named_in_bounded_time_and_nothing_stays_op
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links_module, "ATTEMPT", 0.5)
-    doors = [Door(), Door(), Door()]
-    addresses = [door.address for door in doors]
+    points = [Rendezvous(), Rendezvous(), Rendezvous()]
+    addresses = [point.address for point in points]
     before, stop = open_files(), threading.Event()
 
     def keep_calling() -> None:
         while not stop.is_set():
             try:
-                connected(doors[1].name).close()
+                connected(points[1].name).close()
             except OSError:
                 return
 
@@ -130,17 +131,17 @@ def test_a_peer_that_does_not_come_is_named_in_bounded_time_and_nothing_stays_op
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"positions \[2\]"):
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(lambda: doors[0].open(0, addresses[:2]))
+            first = pool.submit(lambda: points[0].open(0, addresses[:2]))
             try:
-                doors[1].open(1, addresses)
+                points[1].open(1, addresses)
             finally:
                 close_links(first.result(20))
     assert time.monotonic() - begin < 10
     stop.set()
     caller.join()
     assert open_files() == before
-    for door in doors:
-        door.close()
+    for point in points:
+        point.close()
 
 
 def message(
@@ -168,28 +169,28 @@ NONSENSE: dict[str, tuple[list[bytes], str]] = {
 def test_a_message_that_is_none_is_an_error_that_names_the_rank(name: str) -> None:
     sent, says = NONSENSE[name]
     here, there = pair()
-    mail = Mail([None, here], [0, 5], Watch(0, 5.0, print))
+    memory = SharedMemory([None, here], [0, 5], Watchdog(0, 5.0, print))
     for text in sent:
         there.send(text)
     with pytest.raises(ConnectionError, match=f"rank 5 .*{says}"):
         for number in (0, 1):
-            with mail.part(1, number, b"g", torch.zeros(8, dtype=torch.uint8)):
+            with memory.part(1, number, b"g", torch.zeros(8, dtype=torch.uint8)):
                 pass
-    mail.close()
+    memory.close()
     there.close()
 
 
 def test_bytes_outside_of_memory_are_refused_and_descriptors_do_not_stay() -> None:
     here, there = pair()
-    mail = Mail([None, here], [0, 5], Watch(0, 5.0, print))
+    memory = SharedMemory([None, here], [0, 5], Watchdog(0, 5.0, print))
     data, file = make_memory(4096)
     before = open_files()
     there.send(message(slot=0, at=(-64, 8)), [file])
     with pytest.raises(ConnectionError, match="bytes -64 to 8 of memory of 4096"):
-        with mail.part(1, 0, b"g", data):
+        with memory.part(1, 0, b"g", data):
             pass
     assert open_files() == before + 1  # the map's own; what came with the message is closed
-    mail.close()
+    memory.close()
     there.close()
     os.close(file)
 
@@ -214,12 +215,12 @@ def test_memory_that_could_shrink_is_not_mapped(kind: str, tmp_path: Any) -> Non
         seals = {"no seals": 0, "may grow": fcntl.F_SEAL_SHRINK, "empty": links_module.SEALS}[kind]
         file = loose(0 if kind == "empty" else 4096, seals)
     here, there = pair()
-    mail = Mail([None, here], [0, 5], Watch(0, 5.0, print))
+    memory = SharedMemory([None, here], [0, 5], Watchdog(0, 5.0, print))
     there.send(message(slot=0), [file])
     with pytest.raises(ConnectionError, match="rank 5 has sent (memory|a file that is no memory)"):
-        with mail.part(1, 0, b"g", torch.zeros(8, dtype=torch.uint8)):
+        with memory.part(1, 0, b"g", torch.zeros(8, dtype=torch.uint8)):
             pass
-    mail.close()
+    memory.close()
     there.close()
     for number in (file, spare):
         if number >= 0:

@@ -13,8 +13,8 @@ import pytest
 
 import fshard
 from fshard.runtime.comm.bounded import bounded
-from fshard.runtime.comm.watch import STATUS
-from fshard.runtime.comm.whereabouts import whereabouts
+from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.watchdog import STATUS
 
 ROOT = Path(fshard.__file__).parent
 
@@ -40,14 +40,14 @@ ENDED = {
     "runtime/comm/cooperative.py": "played ranks: known at once when none can go on",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/exchange.py": "handles of communicators",
-    "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watch",
+    "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watchdog",
     "runtime/comm/links.py": "one deadline for a communicator's links; a poll of zero, or of what is left of a timeout",
-    "runtime/comm/notes.py": "bounded, one second; a store that was silent is asked no more",
+    "runtime/comm/failure_notes.py": "bounded, one second; a store that was silent is asked no more",
     "runtime/comm/pending.py": "the timeout of the communicator",
     "runtime/comm/processes.py": "bounded",
-    "runtime/comm/shared.py": "played ranks: known at once when none can go on",
+    "runtime/comm/virtual.py": "played ranks: known at once when none can go on",
     "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
-    "runtime/comm/watch.py": "a tick of the thread that looks at waits",
+    "runtime/comm/watchdog.py": "a tick of the thread that looks at waits",
     "runtime/steps/rates.py": "handles of communicators",
     "runtime/memory/offload.py": "a device: its own watchdog",
     "runtime/execution/replicas.py": "handles of communicators",
@@ -55,7 +55,7 @@ ENDED = {
 }
 """Files that wait, and what ends their waits."""
 
-ASKING = {"runtime/comm/notes.py", "runtime/comm/start.py"}
+ASKING = {"runtime/comm/failure_notes.py", "runtime/comm/start.py"}
 """Files that ask a store. What they do is done in threads that somebody waits for with a deadline."""
 
 BOUNDED = {"new_group", "init_process_group", "destroy_process_group", "TCPStore"}
@@ -102,7 +102,7 @@ def test_every_wait_is_known_with_what_ends_it() -> None:
 
 def test_only_functions_with_a_deadline_ask_a_store() -> None:
     found = {file: lines for file, text in sources().items() if (lines := asks(text)) and file not in ASKING}
-    assert not found, f"a store may never answer: ask it by Notes, or inside of bounded(): {found}"
+    assert not found, f"a store may never answer: ask it by FailureNotes, or inside of bounded(): {found}"
 
 
 def test_what_asks_the_store_runs_with_a_deadline() -> None:
@@ -160,16 +160,16 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
 
 def test_a_thread_that_helps_is_where_its_caller_is() -> None:
     line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
-    told = bounded(whereabouts, 5.0, "a look")
+    told = bounded(call_site, 5.0, "a look")
     assert told.endswith(f"test_waits.py:{line}") and "bounded" in told
 
 
 STUCK = """
 import time
-from fshard.runtime.comm.watch import Watch
-watch = Watch(1, 0.5, print)
-watch.start()
-with watch.waiting("all-gather on control(shard)", 0):
+from fshard.runtime.comm.watchdog import Watchdog
+watchdog = Watchdog(1, 0.5, print)
+watchdog.start()
+with watchdog.waiting("all-gather on control(shard)", 0):
     time.sleep(60)
 """
 

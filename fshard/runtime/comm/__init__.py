@@ -12,38 +12,38 @@ from fshard.runtime.comm.all_ranks import (
     mesh_communicator,
     raise_failures,
 )
-from fshard.runtime.comm.calls import PLACE, announce, enter
+from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter
 from fshard.runtime.comm.communicator import (
     COLLECTIVES,
-    Alone,
     Communicator,
     Done,
+    Events,
     Handle,
-    LocalTransport,
-    Marks,
+    SingleRank,
+    SingleRankTransport,
     Transport,
 )
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.nccl import NcclCommunicator
-from fshard.runtime.comm.processes import Processes, join
-from fshard.runtime.comm.shared import SharedTransport
+from fshard.runtime.comm.processes import ProcessTransport, join
+from fshard.runtime.comm.virtual import VirtualTransport
 
 __all__ = [
     "COLLECTIVES",
-    "PLACE",
-    "Alone",
+    "CALL_SITE_BYTES",
+    "SingleRank",
     "Done",
     "GlooCommunicator",
     "Handle",
     "HostCommunicator",
     "Communicator",
-    "LocalTransport",
-    "Marks",
+    "SingleRankTransport",
+    "Events",
     "NcclCommunicator",
-    "Processes",
-    "SharedTransport",
+    "ProcessTransport",
+    "VirtualTransport",
     "Transport",
     "all_ranks_or_raise",
     "announce",

@@ -17,7 +17,7 @@ from fshard.errors import (
     lines,
     no_processes,
 )
-from fshard.runtime.comm.communicator import Alone, Communicator
+from fshard.runtime.comm.communicator import Communicator, SingleRank
 from fshard.runtime.comm.exchange import exchange_bytes
 from fshard.sharding.mesh import Mesh
 
@@ -39,7 +39,7 @@ def mesh_communicator(mesh: Mesh, role: str = "control") -> Communicator:
         PlanError: the mesh is abstract.
     """
     if mesh.size == 1:
-        return Alone()
+        return SingleRank()
     if mesh.transport is None:
         raise no_processes()
     comm: Communicator = mesh.transport.communicator(role, mesh.axis_names)

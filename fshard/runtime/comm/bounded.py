@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from fshard.runtime.comm.whereabouts import Helper
+from fshard.runtime.comm.call_site import HelperThread
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def bounded(body: Callable[[], T], seconds: float, what: str) -> T:
         except BaseException as error:  # raised by the thread that waits
             done.append((None, error))
 
-    thread = Helper(run, what)
+    thread = HelperThread(run, what)
     thread.start()
     thread.join(seconds)
     if not done:

@@ -6,16 +6,16 @@ from zlib import crc32
 import torch
 
 from fshard.errors import ScheduleError, lines
+from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.communicator import COLLECTIVES, Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_text
-from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.sharding.mesh import Mesh
 
 WIDTH = 12
 """Numbers of a row: which call it is, and what else a call compares. All calls' rows are as long, and no other message
 is, so that a row is only ever compared with a row."""
 
-PLACE = 512
+CALL_SITE_BYTES = 512
 """Bytes of a text that says where a rank is."""
 
 
@@ -39,7 +39,7 @@ def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = exchange(comm, torch.tensor(row, device="cpu")).tolist()
         if any(other[0] != row[0] for other in rows):
-            raise different_calls(exchange_text(comm, whereabouts(), PLACE))
+            raise different_calls(exchange_text(comm, call_site(), CALL_SITE_BYTES))
     return [other[1 : 1 + len(values)] for other in rows]
 
 
@@ -53,13 +53,13 @@ def enter(mesh: Mesh, call: str) -> None:
         try:
             announce(mesh.transport.communicator("control", mesh.axis_names), call)
         except ScheduleError:
-            mesh.transport.cut(COLLECTIVES)  # as ranks do that are at a step: all begin with new communicators
+            mesh.transport.abort(COLLECTIVES)  # as ranks do that are at a step: all begin with new communicators
             raise
 
 
-def different_calls(places: Sequence[str]) -> ScheduleError:
+def different_calls(call_sites: Sequence[str]) -> ScheduleError:
     """The error of ranks that are at different collective calls."""
-    rows = [f"rank {rank}: {place}" for rank, place in enumerate(places)]
+    rows = [f"rank {rank}: {site}" for rank, site in enumerate(call_sites)]
     remedy = (
         "All ranks must make the same calls of the library in one order, also those whose result only one rank needs. "
         "Nothing was sent or changed: states can be used."

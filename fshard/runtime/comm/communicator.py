@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm.clock import Mark
+from fshard.runtime.comm.streams import Event
 from fshard.sharding.mesh import Axes
 
 COLLECTIVES = "collectives"
 """The role of the communicators of what users call: it never queues behind what a step has under way."""
 
-Marks = Iterable[Mark | None]
+Events = Iterable[Event | None]
 Sizes = list[int] | None
 
 
@@ -26,26 +26,26 @@ class Handle(Protocol):
 
 
 class Communicator(Protocol):
-    """One communicator. All tensors are contiguous; ``after`` holds the marks that must be passed first."""
+    """One communicator. All tensors are contiguous; ``after`` holds the events that must be passed first."""
 
     @property
     def size(self) -> int:
         """The number of ranks that it joins."""
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """``out`` = the shards of all ranks, one after the other. Its adjoint is ``reduce_scatter``."""
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """``out`` = this rank's chunk of the sum over ranks, added to what it holds if ``add``.
 
         ``full`` may be of a lower precision than ``out``; the sum is taken in that of ``out``.
         ``full`` and ``stage`` may be overwritten.
         """
 
-    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """``buffer`` = its sum over ranks."""
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Chunk ``i`` of ``full`` goes to rank ``i``; chunk ``i`` of ``out`` came from it.
 
         The sizes are the elements of each chunk, of ``out`` and of ``full``; None stands for equal chunks.
@@ -58,10 +58,10 @@ class Transport(Protocol):
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role (``gather``, ``reduce``, ...) over these axes; made once, collectively."""
 
-    def cut(self, role: str, reason: str = ...) -> None:
+    def abort(self, role: str, reason: str = ...) -> None:
         """Let peers that wait for this rank in a communicator of this role know that it will not come."""
 
-    def abandon(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> None:
         """Let all peers know that this rank is out of step for good."""
 
     def close(self, reason: str = "") -> None:
@@ -77,50 +77,50 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleRank:
     """The communicator of one rank: collectives are copies."""
 
     size: int = 1
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """Copy."""
         out.copy_(shard)
         return Done()
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """Copy, or add."""
-        bring(out, [full], add)
+        sum_rows(out, [full], add)
         return Done()
 
-    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """Nothing: the sum over one rank."""
         return Done()
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Copy."""
         out.copy_(full)
         return Done()
 
 
 @dataclass(frozen=True)
-class LocalTransport:
+class SingleRankTransport:
     """A world of one rank, without a process group."""
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """Every communicator of one rank is alike."""
-        return Alone()
+        return SingleRank()
 
-    def cut(self, role: str, reason: str = "") -> None:
+    def abort(self, role: str, reason: str = "") -> None:
         """Nobody waits."""
 
-    def abandon(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> None:
         """Nobody waits."""
 
     def close(self, reason: str = "") -> None:
         """Nothing was joined."""
 
 
-def bring(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
+def sum_rows(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
     """``out`` = (its value if ``add``, plus) the rows added in order, in the dtype of ``out``.
 
     ``out`` may be the first row, or the second.
@@ -137,6 +137,6 @@ def bring(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
         out.add_(row)
 
 
-def cuts(flat: Tensor, parts: int, sizes: Sizes) -> Sequence[Tensor]:
+def chunks(flat: Tensor, parts: int, sizes: Sizes) -> Sequence[Tensor]:
     """The chunks of an all-to-all, one behind the other."""
     return torch.split(flat, sizes) if sizes is not None else flat.view(parts, -1).unbind()

@@ -18,7 +18,7 @@ import torch
 from torch.backends import cuda
 
 from fshard.errors import CommError, PeerError, lines
-from fshard.runtime.comm.whereabouts import whereabouts
+from fshard.runtime.comm.call_site import call_site
 from fshard.sharding.mesh import Mesh
 
 Ready = Callable[[], bool]
@@ -41,7 +41,7 @@ class RankThread(threading.Thread):
         """Run the rank, then the next one."""
         self.turn.acquire()
         try:
-            draw_from(self.randomness)
+            restore_randomness(self.randomness)
             self.result = self.body()
         except BaseException as error:  # the caller of the run gets it
             self.error = error
@@ -54,17 +54,17 @@ class RankThread(threading.Thread):
 
     def __str__(self) -> str:
         if self.waits is not None and not self.ended:
-            return f"rank {self.rank} waits for {self.waits[1]}, at {whereabouts(self.ident)}"
+            return f"rank {self.rank} waits for {self.waits[1]}, at {call_site(self.ident)}"
         what = "returned" if self.error is None else f"raised {type(self.error).__name__}: {_first_line(self.error)}"
         return f"rank {self.rank} {what}"
 
 
 class Scheduler:
-    """The ranks of one run of a virtual mesh, and the boards of their communicators."""
+    """The ranks of one run of a virtual mesh, and the logs of their communicators."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.size = mesh, mesh.size
-        self.boards: dict[Any, Any] = {}
+        self.logs: dict[Any, Any] = {}
         self.threads: list[RankThread] = []
         self.failure: str | None = None
 
@@ -93,7 +93,7 @@ class Scheduler:
         except BaseException:  # an interrupt: let every rank end at its next collective
             self.failure = "the run was interrupted"
             raise
-        draw_from(before if again else self.threads[0].randomness)
+        restore_randomness(before if again else self.threads[0].randomness)
         self._raise()
         return [thread.result for thread in self.threads]
 
@@ -107,7 +107,7 @@ class Scheduler:
         while self.failure is None and not ready():
             self.switch(thread)
             thread.turn.acquire()
-            draw_from(thread.randomness)
+            restore_randomness(thread.randomness)
         if self.failure is not None:
             raise CommError(self.failure)
         thread.waits = None
@@ -177,7 +177,7 @@ def randomness() -> Randomness:
     return Randomness(torch.get_rng_state(), random.getstate(), state, kernels)
 
 
-def draw_from(state: Randomness) -> None:
+def restore_randomness(state: Randomness) -> None:
     """Set the random generators and the switches of attention kernels."""
     for (enabled, enable), wanted in zip(ATTENTION, state.attention, strict=True):
         if enabled() != wanted:

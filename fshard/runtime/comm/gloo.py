@@ -1,9 +1,9 @@
 """Communicators over gloo, made of point-to-point messages.
 
 gloo's own reduce-scatter is an all-reduce: twice the bytes, finished inside ``wait``. Its all-gather and all-to-all
-copy everything once more. Messages go from where data lie to where they are wanted: every rank sends each peer just
-what that peer needs, all pairs at the same time, and adds what it receives in the order of ranks. These are the
-fewest bytes there can be, no copies, and the same sum on every run.
+copy everything once more. Here every rank sends each peer only what that peer needs, straight from where
+it lies to where it belongs, all pairs at the same time, and adds what it receives in the order of ranks. That is the
+fewest bytes, no copies, and the same sum in every run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, empty
 
 from fshard.errors import CommError
-from fshard.runtime.comm.communicator import Handle, Marks, Sizes, bring, cuts
-from fshard.runtime.comm.pending import Pending, naming
-from fshard.runtime.comm.watch import Watch
+from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks, sum_rows
+from fshard.runtime.comm.pending import Pending, naming_errors
+from fshard.runtime.comm.watchdog import Watchdog
 
 TURNS, KINDS = 1 << 20, 1 << 11
 """Tags are 31 bits: of a running number, and of what the message is."""
@@ -38,7 +38,7 @@ class GlooCommunicator:
     in the tag too: a rank that has come to another one waits in vain, instead of taking data that were not meant.
 
     Attributes:
-        watch: sees the waits that last.
+        watchdog: sees the waits that last.
         ranks: the rank in the mesh of each position, for errors.
         fatal: whether no rank can go on when a wait has failed.
         key: names it in the notes that ranks leave.
@@ -48,23 +48,23 @@ class GlooCommunicator:
     name: str
     size: int
     group: Any
-    watch: Watch
+    watchdog: Watchdog
     ranks: Sequence[int]
     fatal: bool = True
     key: str = ""
     numbers: Iterator[int] = field(default_factory=count)
     closed: str = ""
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """The peers' shards are received where they belong."""
         with self._naming("all-gather") as describe:
             rows, tag, me, peers = out.view(self.size, -1), self._tag("g", shard), self.group.rank(), self._peers()
             works = [(peer, self.group.send([shard], peer, tag)) for peer in peers]
             works += [(peer, self.group.recv([rows[peer]], peer, tag)) for peer in peers]
         rows[me].copy_(shard)
-        return Messages(describe, works, (out, shard), self)
+        return MessageHandle(describe, works, (out, shard), self)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """The peers' rows of this rank's chunk are received in ``stage`` and added by ``wait``."""
         parts, works = [], []
         with self._naming("reduce-scatter") as describe:
@@ -76,27 +76,27 @@ class GlooCommunicator:
                 works += [(peer, self.group.send([sent[peer][cut]], peer, tag)) for peer in peers]
                 arrivals = {peer: self.group.recv([rows[peer][cut]], peer, tag) for peer in peers}
                 parts.append(Sum(out[cut], [row[cut] for row in rows], arrivals, add))
-        return Messages(describe, works, (full, stage), self, parts)
+        return MessageHandle(describe, works, (full, stage), self, parts)
 
-    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """gloo's ring, in place."""
         with self._naming("all-reduce") as describe:
-            return Ring(Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe), self)
+            return RingHandle(Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe), self)
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Each chunk is received where it belongs; empty ones are not sent."""
-        to, into = cuts(full, self.size, send), cuts(out, self.size, receive)
+        to, into = chunks(full, self.size, send), chunks(out, self.size, receive)
         with self._naming("all-to-all") as describe:
             tag, me = self._tag("a", out[:0]), self.group.rank()
             works = [(peer, self.group.send([to[peer]], peer, tag)) for peer in self._peers() if to[peer].numel()]
             works += [(peer, self.group.recv([into[peer]], peer, tag)) for peer in self._peers() if into[peer].numel()]
         into[me].copy_(to[me])
-        return Messages(describe, works, (out, full), self)
+        return MessageHandle(describe, works, (out, full), self)
 
     def close(self, reason: str = "") -> None:
         """Let go of the communicator. Its connections close when it is destroyed and no message is under way."""
         if reason and self.key and not self.closed:
-            self.watch.notes.leave(f"{self.key}/{self.group.rank()}", reason)
+            self.watchdog.notes.leave(f"{self.key}/{self.group.rank()}", reason)
         self.closed, self.group = reason or "the mesh was closed", None
 
     def unreachable(self) -> list[int]:
@@ -115,7 +115,7 @@ class GlooCommunicator:
         if self.closed:
             raise CommError(f"{describe} failed: it is closed: {self.closed}")
         try:
-            with naming(describe):
+            with naming_errors(describe):
                 yield describe
         except CommError as error:  # a peer has closed its connections before this rank came
             left = {peer: reason for peer in self._peers() if (reason := self.reason(peer))}
@@ -124,7 +124,7 @@ class GlooCommunicator:
 
     def reason(self, peer: int) -> str:
         """Why a peer has given up this communicator; empty if it has not, or did not say."""
-        return self.watch.notes.reason_of(f"{self.key}/{peer}") if self.key else ""
+        return self.watchdog.notes.reason_of(f"{self.key}/{peer}") if self.key else ""
 
     def _tag(self, call: str, part: Tensor) -> int:
         return next(self.numbers) % TURNS * KINDS + crc32(f"{call}{part.nbytes}".encode()) % KINDS
@@ -136,7 +136,7 @@ class GlooCommunicator:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingHandle:
     """A sum by gloo's ring, which does not say which rank it has lost."""
 
     work: Pending
@@ -147,12 +147,12 @@ class Ring:
         try:
             self._wait()
         except CommError as error:
-            self.comm.watch.explain(error, self.comm.ranks, self.comm.fatal)
+            self.comm.watchdog.explain(error, self.comm.ranks, self.comm.fatal)
             raise
 
     def _wait(self) -> None:
         try:
-            with self.comm.watch.waiting(self.work.describe):
+            with self.comm.watchdog.waiting(self.work.describe):
                 self.work.wait()
         except CommError as error:
             lost = " and ".join(f"rank {rank}" for rank in self.comm.unreachable())
@@ -171,7 +171,7 @@ class Sum:
 
     def finish(self, wait: Callable[[int, Any], None]) -> None:
         """Add in the order of ranks, each row as it arrives. ``out`` may be the first received row."""
-        bring(self.out, self._arriving(wait), self.add)
+        sum_rows(self.out, self._arriving(wait), self.add)
 
     def _arriving(self, wait: Callable[[int, Any], None]) -> Iterator[Tensor]:
         for rank, row in enumerate(self.rows):
@@ -181,7 +181,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Messages:
+class MessageHandle:
     """The messages of one collective: sums to make of what arrives, and what else is to be waited for.
 
     gloo knows addresses only: ``held`` keeps the tensors behind them.
@@ -198,7 +198,7 @@ class Messages:
         try:
             self._finish()
         except CommError as error:
-            self.comm.watch.explain(error, self.comm.ranks, self.comm.fatal)
+            self.comm.watchdog.explain(error, self.comm.ranks, self.comm.fatal)
             raise
 
     def _finish(self) -> None:
@@ -214,9 +214,9 @@ class Messages:
                 part.arrivals.clear()
 
     def _wait(self, peer: int, work: Any) -> None:
-        rank, waits, me = self.comm.ranks[peer], self.comm.watch.waits, get_ident()
+        rank, waits, me = self.comm.ranks[peer], self.comm.watchdog.waits, get_ident()
         try:
-            with naming(self.describe, rank):
+            with naming_errors(self.describe, rank):
                 waits[me] = self.describe, rank
                 work.wait()
         except CommError as error:
@@ -228,7 +228,7 @@ class Messages:
 
 
 def pieces(chunk: Tensor) -> list[slice]:
-    """Equal cuts of a chunk, none above ``PIECE`` bytes."""
+    """Equal pieces of a chunk, none above ``PIECE`` bytes."""
     number = max(1, -(-chunk.nbytes // PIECE))
     width = -(-chunk.numel() // number)
     return [slice(at, min(at + width, chunk.numel())) for at in range(0, chunk.numel(), width)]

@@ -42,7 +42,7 @@ CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of a peer."""
 
 
-def place() -> str:
+def host_key() -> str:
     """Equal for two processes that can open links to each other, empty where there are none.
 
     Links live in a network namespace: two containers of one host are as far apart as two hosts.
@@ -103,7 +103,7 @@ class Link:
         self.end.close()
 
 
-class Door:
+class Rendezvous:
     """Where the peers of one communicator find this process. ``address`` is for them alone."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ PLACE = re.compile(r"^\[/[^]]*\] ")
 
 
 @contextmanager
-def naming(describe: str, rank: int | None = None) -> Iterator[str]:
+def naming_errors(describe: str, rank: int | None = None) -> Iterator[str]:
     """Errors of the transport become a ``CommError`` that says which collective failed, and with which rank."""
     try:
         yield describe
@@ -38,7 +38,7 @@ class Pending:
 
     def wait(self) -> None:
         """Wait as long as the communicator's timeout, then finish."""
-        with naming(self.describe):
+        with naming_errors(self.describe):
             self.work.wait()
         if self.finish is not None:
             self.finish()

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from fshard.errors import CommError, PlanError, ScheduleError
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
-from fshard.runtime.comm.clock import make_clock
-from fshard.runtime.comm.communicator import COLLECTIVES, Alone, Communicator
+from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, SingleRank
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
-from fshard.runtime.comm.links import Door, Link, close_links, place
+from fshard.runtime.comm.links import Link, Rendezvous, close_links, host_key
 from fshard.runtime.comm.nccl import NcclCommunicator
-from fshard.runtime.comm.pending import naming
+from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.start import start_name
-from fshard.runtime.comm.watch import Watch
+from fshard.runtime.comm.streams import make_stream
+from fshard.runtime.comm.watchdog import Watchdog
 from fshard.sharding.mesh import Axes, Mesh
 
 GRACE = 1.5
@@ -36,7 +36,7 @@ STORE = (
 """What errors of the store mean."""
 
 
-class Processes:
+class ProcessTransport:
     """The ranks of a torch.distributed job. All ranks make communicators in the same order, each at its first call.
 
     Args:
@@ -54,23 +54,23 @@ class Processes:
         self.shared_memory = shared_memory
         self.comms: dict[tuple[str, Axes], Communicator] = {}
         self.base: Communicator | None = None
-        self.places: list[str] = []
+        self.hosts: list[str] = []
         self.groups: list[Any] = []
         self.foreseen: dict[Axes, None] | None = None
         self.lost = ""
-        self.watch = Watch(mesh.rank, timeout.total_seconds(), self.abandon)
+        self.watchdog = Watchdog(mesh.rank, timeout.total_seconds(), self.abort_all)
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of this role over these axes."""
         if self.mesh.axis_size(axes) == 1:
-            return Alone()
+            return SingleRank()
         if self.lost:
             raise CommError(f"no rank of this mesh can be reached any more: {self.lost}")
         if (role, axes) not in self.comms:
             self.comms[role, axes] = self._made(role, axes)
         return self.comms[role, axes]
 
-    def cut(self, role: str, reason: str = "the step failed") -> None:
+    def abort(self, role: str, reason: str = "the step failed") -> None:
         """Close the communicators of a role, so that peers that wait for this rank in one learn that it will not come.
 
         Every rank does so, each when it will: the next call of ``communicator`` makes new ones. Not over NCCL, whose
@@ -83,14 +83,14 @@ class Processes:
         ]
         self._drop([self.comms.pop(key) for key in gone], reason)
 
-    def abandon(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> None:
         """Close everything at once: this rank and its peers are out of step for good, and none shall wait."""
         self.lost = self.lost or reason
         self._drop([*self.comms.values(), self.base], reason)
 
     def close(self, reason: str = "") -> None:
         """Close all communicators and destroy their groups, and the default group if ``make_mesh`` made it."""
-        self.watch.close()
+        self.watchdog.close()
         self._drop([*self.comms.values()], reason)
         self.comms.clear()
         self.base = None
@@ -126,18 +126,18 @@ class Processes:
 
     def _made(self, role: str, axes: Axes) -> Communicator:
         """A new communicator, made within the timeout: its parts ask the store, whose host may be gone."""
-        self.watch.start()
+        self.watchdog.start()
         what = f"the communicator {role}({'+'.join(axes)})"
         try:
-            with naming(f"making {what}"), self.watch.waiting(what):
-                return bounded(lambda: self._make(role, axes), self.watch.timeout + GRACE, f"making {what}")
+            with naming_errors(f"making {what}"), self.watchdog.waiting(what):
+                return bounded(lambda: self._make(role, axes), self.watchdog.timeout + GRACE, f"making {what}")
         except ScheduleError:
-            self.cut(COLLECTIVES)  # as ranks do that are at a step
+            self.abort(COLLECTIVES)  # as ranks do that are at a step
             raise
         except CommError as error:
             if isinstance(error.__cause__, dist.DistNetworkError | dist.DistStoreError):
                 raise CommError(f"{error} ({STORE})") from error
-            self.watch.explain(error, range(self.mesh.size), fatal=True)
+            self.watchdog.explain(error, range(self.mesh.size), fatal=True)
             raise
 
     def _make(self, role: str, axes: Axes) -> Communicator:
@@ -155,10 +155,10 @@ class Processes:
                 group = self._group(ranks, backend) or group
         mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
         if links is not None:
-            return HostCommunicator(name, mine.index(self.mesh.rank), links, mine, self.watch, fatal)
+            return HostCommunicator(name, mine.index(self.mesh.rank), links, mine, self.watchdog, fatal)
         if backend != "gloo":
-            return NcclCommunicator(name, size, group, make_clock(self.mesh.device))
-        return GlooCommunicator(name, size, group, self.watch, mine, fatal, group.group_name)
+            return NcclCommunicator(name, size, group, make_stream(self.mesh.device))
+        return GlooCommunicator(name, size, group, self.watchdog, mine, fatal, group.group_name)
 
     def _group(self, ranks: Sequence[int], backend: str) -> Any:
         """A process group; None for ranks that are not in it, which must ask for it all the same."""
@@ -171,7 +171,7 @@ class Processes:
     def _meet(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[Link | None] | None, set[tuple[int, ...]]]:
         """Links to the ranks of this rank's part, if all of it is on one host; and all parts for which that holds."""
         base = self._base()
-        near = {ranks for ranks in parts if self.places[ranks[0]] and len({self.places[r] for r in ranks}) == 1}
+        near = {ranks for ranks in parts if self.hosts[ranks[0]] and len({self.hosts[r] for r in ranks}) == 1}
         if not near:
             return None, near
         mine = next(ranks for ranks in parts if self.mesh.rank in ranks)
@@ -185,24 +185,28 @@ class Processes:
 
     def _links(self, base: Communicator, ranks: tuple[int, ...]) -> list[Link | None] | None:
         """Links to these ranks; None if one cannot be made, since then all of them talk over gloo. Collective."""
-        door = Door()
-        addresses = exchange_text(base, door.address, 64)
+        rendezvous = Rendezvous()
+        addresses = exchange_text(base, rendezvous.address, 64)
         try:
             in_order = sorted(ranks)
-            return door.open(in_order.index(self.mesh.rank), [addresses[rank] for rank in in_order]) if ranks else None
+            return (
+                rendezvous.open(in_order.index(self.mesh.rank), [addresses[rank] for rank in in_order])
+                if ranks
+                else None
+            )
         except OSError:
             return None
         finally:
-            door.close()
+            rendezvous.close()
 
     def _base(self) -> Communicator:
         """Over all ranks, by gloo: where they tell each other where they are."""
         if self.base is None:
             size = self.mesh.size
             group = self._group(range(size), "gloo")
-            self.watch.name = group.group_name
-            self.base = GlooCommunicator("base", size, group, self.watch, range(size), key=group.group_name)
-            self.places = list(exchange_text(self.base, place(), 256))
+            self.watchdog.name = group.group_name
+            self.base = GlooCommunicator("base", size, group, self.watchdog, range(size), key=group.group_name)
+            self.hosts = list(exchange_text(self.base, host_key(), 256))
         return self.base
 
 
@@ -218,7 +222,7 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        with naming("joining the process group"):
+        with naming_errors("joining the process group"):
             _joined("nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout))
         owned = True
     else:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm import Done, Handle
-from fshard.runtime.comm.clock import Clock, Mark, make_clock
 from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.streams import Event, Stream, make_stream
 from fshard.runtime.execution.replicas import Replicas
 from fshard.runtime.execution.update import Shard, Update
 from fshard.runtime.memory.allocation import allocate, deallocate
@@ -33,11 +33,11 @@ class Resident:
     Args:
         casts: room for the shard of each group that units read in another dtype, by group id.
         offload: copies to and from host memory.
-        clock: of the compute stream.
+        stream: of the compute stream.
     """
 
-    def __init__(self, casts: Mapping[int, Tensor], offload: Offload, clock: Clock) -> None:
-        self.casts, self.offload, self.clock = casts, offload, clock
+    def __init__(self, casts: Mapping[int, Tensor], offload: Offload, stream: Stream) -> None:
+        self.casts, self.offload, self.stream = casts, offload, stream
         self.shards: Sequence[Shard] = ()
         self.fresh: set[int] = set()  # groups whose cast is that of the shard
 
@@ -53,7 +53,7 @@ class Resident:
             return param
         if group.id not in self.fresh:
             if group.kinds.hosted:  # the cast of the step before, or the shard, may be on its way
-                self.offload.settle(group, self.clock if group.kinds.update == "device" else None)
+                self.offload.settle(group, self.stream if group.kinds.update == "device" else None)
             cast.copy_(param)
             self.fresh.add(group.id)
         return cast
@@ -77,8 +77,8 @@ class Actions:
         self, slots: Slots, comms: Communicators, gradients: FlatGradients, resident: Resident, poison: bool
     ) -> None:
         self.slots, self.comms, self.gradients, self.resident, self.poison = slots, comms, gradients, resident, poison
-        self.clock = resident.clock
-        self.replicas = Replicas(comms.sum, self.clock)
+        self.stream = resident.stream
+        self.replicas = Replicas(comms.sum, self.stream)
         self.update: Update | None = None
         self.own = False
         self.handles: dict[tuple[str, int], Handle] = {}
@@ -253,14 +253,14 @@ class Actions:
     def _offloaded(self, buffers: GradientBuffers) -> None:
         deallocate(buffers.own)
 
-    def _now(self) -> Sequence[Mark | None]:
+    def _now(self) -> Sequence[Event | None]:
         # Everything issued so far: later than the exact free of the range, never too early.
-        return (self.clock.mark(),)
+        return (self.stream.record(),)
 
 
 def make_resident(casts: Mapping[int, Tensor], offload: Offload) -> Resident:
     """The shards of a mesh, before any step."""
-    return Resident(casts, offload, make_clock(offload.mesh.device))
+    return Resident(casts, offload, make_stream(offload.mesh.device))
 
 
 def poison(buffer: Tensor) -> None:

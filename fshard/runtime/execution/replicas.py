@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm import Communicator, Done, Handle
-from fshard.runtime.comm.clock import Clock
-from fshard.runtime.comm.communicator import bring
+from fshard.runtime.comm.communicator import sum_rows
+from fshard.runtime.comm.streams import Stream
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.schedule.infos import rows_travel
 from fshard.sharding.layout import Group
@@ -25,11 +25,11 @@ class Replicas:
 
     Args:
         communicators: the communicators by axes.
-        clock: of the device's compute stream.
+        stream: of the device's compute stream.
     """
 
     comms: Mapping[Axes, Communicator]
-    clock: Clock
+    stream: Stream
 
     def sum(self, group: Group, shard: Tensor, own: Tensor) -> Handle:
         """Begin to complete a gradient. ``own`` holds what this rank updates when the handle was waited for.
@@ -47,7 +47,7 @@ class Replicas:
         room = sent.numel() - (own.numel() if sent is shard else 0)
         stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
         comm = self.comms[group.opt_axes]
-        first = comm.reduce_scatter(own, sent, stage, False, (self.clock.mark(),))
+        first = comm.reduce_scatter(own, sent, stage, False, (self.stream.record(),))
         return Parted(first, sent, shard, lambda: self._all(group, own))
 
     def _all(self, group: Group, own: Tensor) -> Handle:
@@ -57,7 +57,7 @@ class Replicas:
         rounded once, everything is in one message, and each replica adds up in the order of ranks, so that all of
         them come to the same bits.
         """
-        comm, after = self.comms[group.rest_axes], (self.clock.mark(),)
+        comm, after = self.comms[group.rest_axes], (self.stream.record(),)
         if comm.size == 1:
             return Done()
         if not rows_travel(group, comm.size):
@@ -95,4 +95,4 @@ class Rows:
     def wait(self) -> None:
         """Wait for the rows, then add them up."""
         self.work.wait()
-        bring(self.own, self.rows.view(-1, self.own.numel()), False)
+        sum_rows(self.own, self.rows.view(-1, self.own.numel()), False)

@@ -20,7 +20,7 @@ from fshard import tree
 from fshard.errors import PlanError, UnitError
 from fshard.model.objects import held, opaque
 from fshard.model.unit import slot_of
-from fshard.runtime.comm import Processes
+from fshard.runtime.comm import ProcessTransport
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_kept, faked
 from fshard.runtime.engine.engine import Engine
@@ -170,7 +170,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
 def foreseeing(mesh: Mesh, axes: dict[Axes, None]) -> Iterator[None]:
     """Inside, note the axes of collectives that would run, if their tensors were no fake ones."""
     transport = mesh.transport
-    if not isinstance(transport, Processes):
+    if not isinstance(transport, ProcessTransport):
         yield
         return
     before, transport.foreseen = transport.foreseen, axes

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard.errors import half_updated
 from fshard.optim.contract import Contract
 from fshard.runtime.comm import Communicator, Handle
-from fshard.runtime.comm.clock import marks
+from fshard.runtime.comm.streams import events
 from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.optimizer_layout import Held, Segment, start_buffers
@@ -241,7 +241,7 @@ class Pending:
         """Update every group that was not updated yet. Local."""
         self.apply(shards, list(self.waiting))
         for device in {visit.place.device for visit in self.grads.visits.values()}:
-            for mark in marks(device):
+            for mark in events(device):
                 mark.synchronize()  # whoever reads host memory next is not ordered behind the device
 
     def detach(self) -> None:
@@ -332,7 +332,7 @@ class Update:
             if pending is not None and group in pending.waiting and not self.stopped:
                 # The rule has failed here, and others cannot be kept waiting: what they get is not what they expect.
                 pending.broken = pending.broken or f"group {group} was sent to other ranks before its update"
-            self.coming[group] = self.senders[group].all_gather(shard.param, shard.own, marks(shard.param.device))
+            self.coming[group] = self.senders[group].all_gather(shard.param, shard.own, events(shard.param.device))
 
     def join(self, group: int) -> None:
         """Wait for what they have updated."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fshard.runtime.comm import Handle
-from fshard.runtime.comm.clock import Clock, Mark, make_clock
+from fshard.runtime.comm.streams import Event, Stream, make_stream
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
-Marks = Sequence[Mark | None]
+Events = Sequence[Event | None]
 
 
 class Offload:
@@ -22,11 +22,11 @@ class Offload:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.inward, self.outward = make_clock(mesh.device), make_clock(mesh.device)
-        self.fetched: dict[int, Mark | None] = {}
-        self.sent: dict[int, Mark | None] = {}
+        self.inward, self.outward = make_stream(mesh.device), make_stream(mesh.device)
+        self.fetched: dict[int, Event | None] = {}
+        self.sent: dict[int, Event | None] = {}
 
-    def fetch(self, group: Group, target: Tensor, shard: Tensor, after: Marks) -> tuple[Tensor, Marks]:
+    def fetch(self, group: Group, target: Tensor, shard: Tensor, after: Events) -> tuple[Tensor, Events]:
         """Bring a shard to where its gather puts it, so that it needs no room of its own on the device.
 
         Args:
@@ -40,29 +40,29 @@ class Offload:
         """
         part = self.mesh.index(group.gather_axes)
         own = target[part * group.chunk : (part + 1) * group.chunk]
-        with self.inward.comm(after):
+        with self.inward.after(after):
             own.copy_(shard, non_blocking=True)
-            self.fetched[group.id] = self.inward.mark()
+            self.fetched[group.id] = self.inward.record()
         return own, (self.fetched[group.id],)
 
-    def store(self, group: Group, home: Tensor, grad: Tensor, after: Marks) -> Handle:
+    def store(self, group: Group, home: Tensor, grad: Tensor, after: Events) -> Handle:
         """Begin to send a gradient to the host. Its memory on the device can go when the handle was waited for."""
-        with self.outward.comm(after):
+        with self.outward.after(after):
             home.copy_(grad, non_blocking=True)
-            self.sent[group.id] = self.outward.mark()
+            self.sent[group.id] = self.outward.record()
         return Passing(self.outward, (self.sent[group.id],))
 
-    def passing(self, after: Marks) -> Handle:
-        """A handle that waits for marks."""
+    def passing(self, after: Events) -> Handle:
+        """A handle that waits for events."""
         return Passing(self.inward, after)
 
-    def settle(self, group: Group, written: Clock | None = None) -> None:
+    def settle(self, group: Group, written: Stream | None = None) -> None:
         """Block until the processor may write to what was fetched of a group, and read what was sent.
 
-        With ``written``, a clock, also what was issued on the compute stream is over: it may have written to the host.
+        With ``written``, a stream, also what was issued on the compute stream is over: it may have written to the host.
         """
-        marks = [self.fetched.get(group.id), self.sent.get(group.id), written.mark() if written else None]
-        for mark in marks:
+        events = [self.fetched.get(group.id), self.sent.get(group.id), written.record() if written else None]
+        for mark in events:
             if mark is not None:
                 mark.synchronize()
 
@@ -71,9 +71,9 @@ class Offload:
 class Passing:
     """The handle of a copy: the compute stream waits for it, the host does not."""
 
-    clock: Clock
-    after: Marks
+    stream: Stream
+    after: Events
 
     def wait(self) -> None:
         """Let what is issued from here on come after the copy."""
-        self.clock.hold(self.after)
+        self.stream.wait_for(self.after)

@@ -27,10 +27,10 @@ from fshard.errors import (
     lines,
     step_transformed,
 )
-from fshard.runtime.comm import PLACE, Communicator, announce, exchange_bytes, exchange_text, raise_failures
+from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text, raise_failures
+from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import Facts, digest, settle
-from fshard.runtime.comm.whereabouts import whereabouts
 from fshard.runtime.engine.batch import leading_dims
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import OnDemand, Scheduled, diverged
@@ -126,7 +126,7 @@ def agree(
 
 def _different(comm: Communicator, intent: Intent) -> ScheduleError:
     """The error of ranks with different schedules: where each is called, and where it first differs from rank 0's."""
-    places = exchange_text(comm, whereabouts(), PLACE)
+    places = exchange_text(comm, call_site(), CALL_SITE_BYTES)
     said = exchange_bytes(comm, zlib.compress(intent.text().encode()))
     texts = [zlib.decompress(text).decode().splitlines() for text in said]
     kinds = []
@@ -214,7 +214,7 @@ def request(comm: Communicator, text: str) -> None:
         failed = behind or failed
         raise failed_peers({rank: texts[rank][1:] for rank in failed})
     if len(set(texts)) > 1:
-        places = exchange_text(comm, whereabouts(), PLACE)
+        places = exchange_text(comm, call_site(), CALL_SITE_BYTES)
         raise diverged([f"{text} ({place})" for text, place in zip(texts, places, strict=True)])
 
 
@@ -259,7 +259,7 @@ def together(comms: Communicators) -> Iterator[None]:
     except (PeerError, ScheduleError, BatchError, LossError, ReplicationError):
         raise
     except BaseException as error:
-        comms.transport.abandon(raised(error))
+        comms.transport.abort_all(raised(error))
         raise
 
 

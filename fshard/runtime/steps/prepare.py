@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard.errors import unknown_rates
 from fshard.optim.contract import Contract
-from fshard.runtime.comm import LocalTransport
+from fshard.runtime.comm import SingleRankTransport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
@@ -292,5 +292,5 @@ def communicators_of(plan: Plan) -> Communicators | None:
     """The communicators of a plan; None on an abstract mesh of several ranks, which can plan but not run."""
     transport: Any = plan.mesh.transport
     if transport is None and plan.mesh.size == 1:
-        transport = LocalTransport()
+        transport = SingleRankTransport()
     return Communicators(plan, transport) if transport is not None else None

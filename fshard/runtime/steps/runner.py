@@ -124,11 +124,11 @@ class Runner:
             outcome = self._attempts(work)
         except BaseException:
             # Collectives of the program may be half done, on any rank: all ranks begin with new communicators.
-            transport.cut(COLLECTIVES)
+            transport.abort(COLLECTIVES)
             raise
         assert outcome.verdict is not None
         if outcome.verdict.worst == FAILED:
-            transport.cut(COLLECTIVES)
+            transport.abort(COLLECTIVES)
         return outcome
 
     def _attempts(self, work: Work) -> Outcome:
@@ -142,7 +142,7 @@ class Runner:
             if self.in_backward and work.update is not None:
                 work.update.resume()
             self._count_retry(outcome)
-            self.workshop.comms.transport.cut(COLLECTIVES)
+            self.workshop.comms.transport.abort(COLLECTIVES)
             outcome = self._demanded(work)
         return outcome
 
@@ -245,7 +245,7 @@ class Runner:
         outcome.status = guarded(lambda: self._program(prepared, executor, work, outcome), outcome, executor)
         if outcome.status != OK:
             # Ranks that wait for this one in a collective of the program learn at once that it will not come.
-            self.workshop.comms.transport.cut(COLLECTIVES, f"{outcome.failure or outcome.left}")
+            self.workshop.comms.transport.abort(COLLECTIVES, f"{outcome.failure or outcome.left}")
 
     def _on_demand(self, prepared: Prepared, work: Work) -> Outcome:
         assert self.workshop.comms is not None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm.links import Link, close_files, make_memory, map_memory
-from fshard.runtime.comm.watch import Watch
+from fshard.runtime.comm.watchdog import Watchdog
 
 HEAD = struct.Struct("=ccqqqq")
 """Kind of the message, which collective it is of, its number, number of the memory, and from which byte to which."""
@@ -64,19 +64,19 @@ class Peer:
     gone: str = ""
 
 
-class Mail:
+class SharedMemory:
     """This rank's end of all links of a communicator.
 
     Args:
         links: by position; None at this rank's own.
         ranks: by position, for errors.
-        watch: sees the waits that last, and says how long a rank waits for a peer.
+        watchdog: sees the waits that last, and says how long a rank waits for a peer.
     """
 
-    def __init__(self, links: Sequence[Link | None], ranks: Sequence[int], watch: Watch) -> None:
+    def __init__(self, links: Sequence[Link | None], ranks: Sequence[int], watchdog: Watchdog) -> None:
         pairs = enumerate(zip(ranks, links, strict=True))
         self.peers = {at: Peer(rank, link) for at, (rank, link) in pairs if link is not None}
-        self.watch, self.timeout = watch, watch.timeout
+        self.watchdog, self.timeout = watchdog, watchdog.timeout
         self.own: list[Own] = []
         self.closed = ""
 
@@ -104,14 +104,14 @@ class Mail:
         ends = list(accumulate(-(-part.nbytes // LINE) * LINE for part in distinct.values()))
         slot = self._memory(ends[-1])
         own = self.own[slot]
-        places = {}
+        spans = {}
         for (key, part), begin in zip(distinct.items(), (0, *ends), strict=False):
-            places[key] = begin, begin + part.nbytes
-            own.data[slice(*places[key])].view(part.dtype).copy_(part)
+            spans[key] = begin, begin + part.nbytes
+            own.data[slice(*spans[key])].view(part.dtype).copy_(part)
         own.readers = len(parts)
         for at, part in parts.items():
             files = [] if at in own.known else [own.file]
-            self._send(at, HEAD.pack(READY, call, number, slot, *places[id(part)]), files)
+            self._send(at, HEAD.pack(READY, call, number, slot, *spans[id(part)]), files)
             own.known.add(at)
         if own.file >= 0 and len(own.known) == len(self.peers):
             os.close(own.file)
@@ -142,7 +142,7 @@ class Mail:
     def _await(self, peer: Peer, number: int, call: bytes) -> None:
         """Take messages of a peer until its part of a collective is there."""
         deadline = time.monotonic() + self.timeout
-        waits, me = self.watch.waits, get_ident()
+        waits, me = self.watchdog.waits, get_ident()
         waits[me] = CALLS[call], peer.rank
         try:
             while number not in peer.parts:
@@ -183,7 +183,7 @@ class Mail:
         if self._sent(to, message, files):
             return
         deadline = time.monotonic() + self.timeout
-        with self.watch.waiting("sending", to.rank):
+        with self.watchdog.waiting("sending", to.rank):
             while not self._sent(to, message, files):
                 for peer in self.peers.values():
                     with suppress(ConnectionError):

@@ -23,7 +23,7 @@ CALLS = {
 """What errors call a function, by its qualified name; any other one is called by its own name."""
 
 
-class Helper(threading.Thread):
+class HelperThread(threading.Thread):
     """A daemon that does something for a thread that waits for it, and that is where that thread is."""
 
     def __init__(self, body: Callable[[], None], what: str) -> None:
@@ -31,7 +31,7 @@ class Helper(threading.Thread):
         self.caller = threading.get_ident()
 
 
-def whereabouts(thread: int | None = None) -> str:
+def call_site(thread: int | None = None) -> str:
     """The calls of the library that a thread is in, innermost first, each with the line of the user that made it.
 
     Args:
@@ -42,8 +42,8 @@ def whereabouts(thread: int | None = None) -> str:
     """
     ident = threading.get_ident() if thread is None else thread
     found = {one.ident: one for one in threading.enumerate()}.get(ident)
-    if isinstance(found, Helper):
-        return whereabouts(found.caller)
+    if isinstance(found, HelperThread):
+        return call_site(found.caller)
     calls = list(_calls(sys._current_frames().get(ident)))
     return ", in ".join(calls) or f"the thread {found.name if found else ident}"
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from fshard.errors import CommError, lines
-from fshard.runtime.comm.notes import GATHERING, MOST, Notes
-from fshard.runtime.comm.whereabouts import whereabouts
+from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
 
 LONG = 10.0
 """Seconds after which a line says who waits for whom."""
@@ -46,7 +46,7 @@ class Seen:
     seconds: float = 0.0
 
 
-class Watch:
+class Watchdog:
     """Looks at the waits of one rank.
 
     Args:
@@ -63,7 +63,7 @@ class Watch:
 
     def __init__(self, rank: int, timeout: float, lose: Callable[[str], None], out: TextIO | None = None) -> None:
         self.rank, self.timeout, self.lose, self.out = rank, timeout, lose, out
-        self.notes, self.name = Notes(), "start"
+        self.notes, self.name = FailureNotes(), "start"
         self.waits: dict[int, Wait] = {}
         self.seen: dict[int, Seen] = {}
         self.told, self.failed = "", False
@@ -108,7 +108,7 @@ class Watch:
         """
         if ASKED in str(error):
             return
-        own, stuck = whereabouts(), any(word in str(error) for word in STUCK)
+        own, stuck = call_site(), any(word in str(error) for word in STUCK)
         self.failed = True
         if fatal and stuck:
             self.lose(f"{type(error).__name__}: {error} (at {own})")
@@ -140,13 +140,13 @@ class Watch:
         """A wait that lasts one tick more."""
         before, seen.seconds = seen.seconds, seen.seconds + self.tick
         if before < self.early <= seen.seconds:
-            self._tell(whereabouts(thread))
+            self._tell(call_site(thread))
         if before < LONG <= seen.seconds:
-            self._say(f"rank {self.rank} has waited {LONG:g} s {self._for(seen.wait)}; it is at {whereabouts(thread)}")
+            self._say(f"rank {self.rank} has waited {LONG:g} s {self._for(seen.wait)}; it is at {call_site(thread)}")
         if seen.seconds > self.timeout + LAST:
             self._say(
                 f"CommError: rank {self.rank} has waited {seen.seconds:.0f} s {self._for(seen.wait)}, longer than its "
-                f"timeout of {self.timeout:g} s, at {whereabouts(thread)}; the wait cannot be ended otherwise, so the "
+                f"timeout of {self.timeout:g} s, at {call_site(thread)}; the wait cannot be ended otherwise, so the "
                 f"process ends with status {STATUS}"
             )
             os._exit(STATUS)

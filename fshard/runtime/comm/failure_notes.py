@@ -1,4 +1,4 @@
-"""Notes in the store of the job: why a rank left, and what it is waiting in. The only place that asks a live store.
+"""Failure notes in the store of the job: why a rank left, and what it waits for. Only this module asks a live store.
 
 gloo shows peers a closed connection and no more; and ranks that wait on different communicators cannot tell each
 other. The store may be on a host that is frozen or cut off, and then a question to it never ends: it is asked with a
@@ -25,7 +25,7 @@ MOST = 32
 """Ranks whose notes one error quotes."""
 
 
-class Notes:
+class FailureNotes:
     """This process's access to the notes of a job.
 
     Attributes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.runtime.comm.communicator import Alone, Communicator, Handle, Marks, Sizes, bring
+from fshard.runtime.comm.communicator import Communicator, Events, Handle, SingleRank, Sizes, sum_rows
 from fshard.runtime.comm.cooperative import RankThread, Scheduler, playing
 from fshard.sharding.mesh import Axes, Mesh
 
@@ -19,7 +19,7 @@ Part = dict[str, Any]
 
 
 @dataclass(eq=False)
-class Round:
+class Collective:
     """One collective: the tensors of each rank."""
 
     call: str
@@ -28,17 +28,17 @@ class Round:
 
 
 @dataclass(eq=False)
-class Board:
+class CollectiveLog:
     """The collectives of one communicator, in order."""
 
     name: str
     members: tuple[int, ...]
-    rounds: dict[int, Round] = field(default_factory=dict)
+    collectives: dict[int, Collective] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class SharedTransport:
+class VirtualTransport:
     """Joins a rank of a virtual mesh to the others."""
 
     mesh: Mesh
@@ -48,14 +48,14 @@ class SharedTransport:
         """The communicator of this role over these axes."""
         members = tuple(sorted(self.mesh.ranks(axes)))
         if len(members) == 1:
-            return Alone()
-        board = self.scheduler.boards.setdefault((role, members), Board(f"{role}({'+'.join(axes)})", members))
-        return SharedCommunicator(board, self.mesh.rank, self.scheduler)
+            return SingleRank()
+        log = self.scheduler.logs.setdefault((role, members), CollectiveLog(f"{role}({'+'.join(axes)})", members))
+        return VirtualCommunicator(log, self.mesh.rank, self.scheduler)
 
-    def cut(self, role: str, reason: str = "") -> None:
+    def abort(self, role: str, reason: str = "") -> None:
         """Does nothing: the scheduler detects a deadlock."""
 
-    def abandon(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> None:
         """Let every rank fail at its next collective."""
         if self.scheduler.failure is None:
             self.scheduler.fail(f"rank {self.mesh.rank} gave up: {reason}")
@@ -68,44 +68,44 @@ class SharedTransport:
 class Arrival:
     """A collective that other ranks may not have reached."""
 
-    round: Round
-    board: Board
+    collective: Collective
+    log: CollectiveLog
     number: int
     thread: RankThread
 
     def wait(self) -> None:
         """Let the others run until all have reached it."""
-        if not self.round.complete:
-            what = f"{self.round.call} on {self.board.name}, its call {self.number}"
-            self.thread.scheduler.wait(self.thread, lambda: self.round.complete, what)
+        if not self.collective.complete:
+            what = f"{self.collective.call} on {self.log.name}, its call {self.number}"
+            self.thread.scheduler.wait(self.thread, lambda: self.collective.complete, what)
 
 
 @dataclass(frozen=True)
-class SharedCommunicator:
+class VirtualCommunicator:
     """A communicator between threads."""
 
-    board: Board
+    log: CollectiveLog
     rank: int
     scheduler: Scheduler
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return len(self.board.members)
+        return len(self.log.members)
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Marks = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """Copy every shard to every rank."""
         return self._arrive(f"all-gather of {_size(shard)}", {"out": out, "full": shard}, _all_gather)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Marks = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """Add the chunks of all ranks in their order."""
         return self._arrive(f"reduce-scatter of {_size(full)}", {"out": out, "full": full, "add": add}, _reduce_scatter)
 
-    def all_reduce(self, buffer: Tensor, after: Marks = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """Add the buffers of all ranks in their order."""
         return self._arrive(f"all-reduce of {_size(buffer)}", {"out": buffer}, _all_reduce)
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Marks = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Copy each chunk to its rank."""
         equal = [full.numel() // self.size] * self.size
         part = {"out": out, "full": full, "receive": receive or equal, "send": send or equal}
@@ -115,31 +115,31 @@ class SharedCommunicator:
         thread = playing()
         if thread is None or thread.scheduler is not self.scheduler or thread.rank != self.rank:
             raise CommError(
-                f"{call} on {self.board.name} of rank {self.rank} outside of its run: make forward and backward in the "
+                f"{call} on {self.log.name} of rank {self.rank} outside of its run: make forward and backward in the "
                 f"same mesh.run, which each rank leaves with results only"
             )
         if self.scheduler.failure is not None:
             raise CommError(self.scheduler.failure)
-        number = self.board.counts[self.rank] = self.board.counts.get(self.rank, 0) + 1
-        round_ = self.board.rounds.setdefault(number, Round(call))
-        handle = Arrival(round_, self.board, number, thread)
-        if round_.call != call:
+        number = self.log.counts[self.rank] = self.log.counts.get(self.rank, 0) + 1
+        collective = self.log.collectives.setdefault(number, Collective(call))
+        handle = Arrival(collective, self.log, number, thread)
+        if collective.call != call:
             self._disagree(handle, call)
-        round_.parts[self.rank] = part
-        if len(round_.parts) == self.size:
-            del self.board.rounds[number]
-            inference = any(part["out"].is_inference() for part in round_.parts.values())
+        collective.parts[self.rank] = part
+        if len(collective.parts) == self.size:
+            del self.log.collectives[number]
+            inference = any(part["out"].is_inference() for part in collective.parts.values())
             with torch.inference_mode(inference), torch.no_grad():
-                perform([round_.parts[rank] for rank in self.board.members])
-            round_.complete = True
-            round_.parts.clear()
+                perform([collective.parts[rank] for rank in self.log.members])
+            collective.complete = True
+            collective.parts.clear()
         return handle
 
     def _disagree(self, handle: Arrival, call: str) -> None:
-        first = min(handle.round.parts)
+        first = min(handle.collective.parts)
         thread = handle.thread
-        thread.waits = (lambda: False, f"{call} on {self.board.name}, its call {handle.number}")
-        where = f"on {self.board.name} where rank {first} calls {handle.round.call}"
+        thread.waits = (lambda: False, f"{call} on {self.log.name}, its call {handle.number}")
+        where = f"on {self.log.name} where rank {first} calls {handle.collective.call}"
         self.scheduler.fail(f"rank {self.rank} calls {call} {where}:")
         raise CommError(str(self.scheduler.failure))
 
@@ -157,7 +157,7 @@ def _all_gather(parts: list[Part]) -> None:
 def _reduce_scatter(parts: list[Part]) -> None:
     rows = [part["full"].reshape(len(parts), -1).clone() for part in parts]
     for number, part in enumerate(parts):
-        bring(part["out"].view(-1), [row[number] for row in rows], part["add"])
+        sum_rows(part["out"].view(-1), [row[number] for row in rows], part["add"])
 
 
 def _all_reduce(parts: list[Part]) -> None:
