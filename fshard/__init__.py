@@ -10,19 +10,17 @@ The spec says where, the schedule says when, the runtime does it::
     runtime/        HOW: communication, arena, engine, executor
     collectives/    psum, all_gather, ... by axis name, differentiable
     parallel/       tensor, sequence, expert and context parallelism, for the code of units
+    played/         virtual meshes, whose ranks are played in one process; fs.shard_map
     state/          the train state, and its ways in and out of whole tensors
     checkpoint/     train states on disk: complete or not at all, restored onto any mesh
     cli/            the command ``fshard ckpt``: list, verify and convert them
     interchange/    states from and to the formats of other libraries, leaf by leaf
+    training/       train and evaluation steps, their metrics, the training loop
     proof/          fs.verify: a step compared with plain PyTorch
     transform/      losses of shards for torch.func, and tools on them
-    step, evaluate, metrics  a function, an optimizer and a plan become a step, and what it tells
-    elastic         the train loop that resumes, and saves before it is ended
     buffers         buffers that change, through steps and over ranks
     lora            low-rank adapters beside frozen weights
-    mapping         shard_map: per-rank code as a function of global tensors; controller plays all ranks, capture
-                    finds what a function closes over
-    launch, virtual meshes of real processes, and of ranks that are played in one
+    launch          meshes of real processes
     view/           pictures of schedules
 """
 
@@ -30,9 +28,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fshard import collectives, errors, optim, tree
-from fshard.evaluate import EvalStep, make_eval_step
 from fshard.launch import make_mesh
-from fshard.metrics import Metrics
 from fshard.model import init, policies, random
 from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
@@ -55,14 +51,15 @@ from fshard.state.init import init_state, shard, unshard
 from fshard.state.move import reshard_state
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
-from fshard.step import TrainStep, make_train_step
+from fshard.training.evaluate import EvalStep, make_eval_step
+from fshard.training.metrics import Metrics
+from fshard.training.step import TrainStep, make_train_step
 from fshard.version import VERSION
 
 if TYPE_CHECKING:
     from fshard import lora, parallel, view
     from fshard.buffers import Whole, sync_buffers
     from fshard.checkpoint.checkpointer import Checkpointer, Restored
-    from fshard.elastic import Preempted, Preemption, train_loop
     from fshard.interchange.dcp import load_dcp
     from fshard.interchange.dcp_write import save_dcp
     from fshard.interchange.dtensors import from_dtensor, to_dtensor
@@ -70,16 +67,17 @@ if TYPE_CHECKING:
     from fshard.interchange.hf import load_hf, save_hf
     from fshard.interchange.rename import Rename
     from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
-    from fshard.mapping import shard_map
+    from fshard.played.mapping import shard_map
+    from fshard.played.virtual import VirtualMesh, virtual_mesh
     from fshard.proof.report import Verified, VerifyError
     from fshard.proof.verify import verify
+    from fshard.training.elastic import Preempted, Preemption, train_loop
     from fshard.transform.grad import value_and_grad
     from fshard.transform.loss import sharded_loss
     from fshard.transform.optimizer import differentiable
     from fshard.transform.products import gnvp, hessian_trace, hvp, jvp
     from fshard.transform.samples import clipped_grad, per_sample_grad
     from fshard.transform.trees import tree_norm, tree_normal, tree_rademacher, tree_stack, tree_vdot
-    from fshard.virtual import VirtualMesh, virtual_mesh
 
 __version__ = VERSION
 
@@ -87,7 +85,7 @@ _LATER = (
     ("fshard", "lora parallel view"),
     ("fshard.buffers", "Whole sync_buffers"),
     ("fshard.checkpoint.checkpointer", "Checkpointer Restored"),
-    ("fshard.elastic", "Preempted Preemption train_loop"),
+    ("fshard.training.elastic", "Preempted Preemption train_loop"),
     ("fshard.interchange.dcp", "load_dcp"),
     ("fshard.interchange.dcp_write", "save_dcp"),
     ("fshard.interchange.dtensors", "from_dtensor to_dtensor"),
@@ -95,7 +93,7 @@ _LATER = (
     ("fshard.interchange.rename", "Rename"),
     ("fshard.interchange.state_dicts", "from_state_dict to_optim_state_dict to_state_dict"),
     ("fshard.interchange.export", "export"),
-    ("fshard.mapping", "shard_map"),
+    ("fshard.played.mapping", "shard_map"),
     ("fshard.proof.report", "Verified VerifyError"),
     ("fshard.proof.verify", "verify"),
     ("fshard.transform.grad", "value_and_grad"),
@@ -104,7 +102,7 @@ _LATER = (
     ("fshard.transform.products", "gnvp hessian_trace hvp jvp"),
     ("fshard.transform.samples", "clipped_grad per_sample_grad"),
     ("fshard.transform.trees", "tree_norm tree_normal tree_rademacher tree_stack tree_vdot"),
-    ("fshard.virtual", "VirtualMesh virtual_mesh"),
+    ("fshard.played.virtual", "VirtualMesh virtual_mesh"),
 )
 """What is imported when it is first asked for, since not every program needs it: modules, and the names in them."""
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fshard.runtime.comm import ProcessTransport, SingleRankTransport, VirtualTransport, join
-from fshard.runtime.comm.cooperative import playing
+from fshard.played.cooperative import playing
+from fshard.played.transport import VirtualTransport
+from fshard.runtime.comm import ProcessTransport, SingleRankTransport, join
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 

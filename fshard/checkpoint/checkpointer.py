@@ -15,9 +15,9 @@ from fshard.checkpoint.save import Save, Snapshot, check_json, head_of, remove_f
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError, TreeError
 from fshard.optim.base import Optimizer
+from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm import (
     Communicator,
-    VirtualTransport,
     each_rank_or_raise,
     enter,
     first_rank_or_raise,

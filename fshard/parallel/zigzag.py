@@ -52,7 +52,7 @@ def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None
     Raises:
         PlanError: its length is not a multiple of twice the size of the axis.
 
-    >>> from fshard.virtual import virtual_mesh
+    >>> from fshard.played.virtual import virtual_mesh
     >>> mesh = virtual_mesh((2,), ("cp",))
     >>> mesh.run(lambda: zigzag_slice(torch.arange(8), 0, mesh=mesh))
     [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
@@ -76,7 +76,7 @@ def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, me
     Raises:
         PlanError: the length is odd.
 
-    >>> from fshard.virtual import virtual_mesh
+    >>> from fshard.played.virtual import virtual_mesh
     >>> mesh = virtual_mesh((2,), ("cp",))
     >>> mesh.run(lambda: zigzag_positions(2, mesh=mesh))
     [tensor([0, 3]), tensor([1, 2])]

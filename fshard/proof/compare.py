@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fshard.interchange.export_plan import pieces_of_ranks
 from fshard.interchange.optimizer_state import split_name
-from fshard.metrics import Metrics
 from fshard.optim.around import CARRIED
 from fshard.proof.plain import PlainResult
 from fshard.proof.record import gap
@@ -27,6 +26,7 @@ from fshard.state.init import take
 from fshard.state.move import whole_entry
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
+from fshard.training.metrics import Metrics
 
 FLOOR = 1e-3
 """The tolerance of a leaf's gradient by the largest gradient of all leaves, relative to that by its own largest value:

@@ -18,7 +18,7 @@ from fshard.runtime.comm import enter
 from fshard.runtime.steps.attempt import refuse_transforms
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
-from fshard.step import TrainStep
+from fshard.training.step import TrainStep
 
 
 def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None = None, atol: float = 0.0) -> Verified:

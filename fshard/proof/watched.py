@@ -10,7 +10,7 @@ from fshard.proof.record import Record, recording
 from fshard.runtime.steps.attempt import Outcome
 from fshard.runtime.steps.commit import Verdict
 from fshard.state.train_state import TrainState
-from fshard.step import TrainStep
+from fshard.training.step import TrainStep
 
 
 class Watched(TrainStep):

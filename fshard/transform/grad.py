@@ -10,7 +10,6 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
-from fshard.metrics import combine_aux
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.update import Shard
 from fshard.runtime.steps.attempt import Outcome, raise_outcome
@@ -22,6 +21,7 @@ from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.pack import cut_pieces, join_pieces
+from fshard.training.metrics import combine_aux
 from fshard.transform.loss import LossFn, ShardedLoss
 from fshard.transform.trees import split_trainable, zero_filled
 

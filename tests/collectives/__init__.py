@@ -1,1 +1,1 @@
-"""Collectives by axis name, shard_map, and ranks played in one process."""
+"""Collectives by axis name."""

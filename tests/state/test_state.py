@@ -14,7 +14,7 @@ from fshard import P, tree
 from fshard.errors import DonatedError, PlanError, TreeError
 from tests.shared.bad import FLAT, UNITS, place, rule, weights
 from tests.shared.workers import Pools
-from tests.step.test_bad_steps import first, last, middle
+from tests.training.test_bad_steps import first, last, middle
 
 Meshes = tuple[tuple[int, ...], tuple[str, ...]]
 

@@ -28,7 +28,6 @@ from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport, join
-from fshard.runtime.comm.virtual import VirtualTransport
 
 __all__ = [
     "COLLECTIVES",
@@ -43,7 +42,6 @@ __all__ = [
     "Events",
     "NcclCommunicator",
     "ProcessTransport",
-    "VirtualTransport",
     "Transport",
     "all_ranks_or_raise",
     "announce",

@@ -12,8 +12,8 @@ from fshard import tree
 from fshard.errors import PlanError
 from fshard.optim.contract import contract
 from tests.shared.workers import Pools
-from tests.step import leaf_rows
-from tests.step.leaf_rows import SHARDED
+from tests.training import leaf_rows
+from tests.training.leaf_rows import SHARDED
 
 LATE = r"(blocks\.1|tok)\..*"
 SOME = [fs.Rule(LATE, fs.fsdp("shard"), trainable=False), SHARDED]

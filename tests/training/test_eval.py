@@ -12,7 +12,7 @@ from fshard import tree
 from fshard.errors import DonatedError, LossError, PlanError
 from tests.shared.bad import Raised, attempt, place, rule, weights
 from tests.shared.workers import Pools
-from tests.step.test_bad_steps import first, last, middle
+from tests.training.test_bad_steps import first, last, middle
 
 ROWS = 12
 

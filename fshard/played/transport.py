@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CommError
+from fshard.played.cooperative import RankThread, Scheduler, playing
 from fshard.runtime.comm.communicator import Communicator, Events, Handle, SingleRank, Sizes, sum_rows
-from fshard.runtime.comm.cooperative import RankThread, Scheduler, playing
 from fshard.sharding.mesh import Axes, Mesh
 
 Part = dict[str, Any]

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, described, expect, kind
-from fshard.capture import check_captured
 from fshard.collectives.build import untraced
 from fshard.collectives.linear import Settle, Vary, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import check_spec, other_axes
 from fshard.collectives.ties import ties_of
-from fshard.controller import whole
 from fshard.errors import AxisError, CollectiveError, TreeError
 from fshard.model.remat import exact
-from fshard.runtime.comm import VirtualTransport
+from fshard.played.capture import check_captured
+from fshard.played.controller import whole
+from fshard.played.transport import VirtualTransport
+from fshard.played.virtual import VirtualMesh
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
 from fshard.tree import Tree
-from fshard.virtual import VirtualMesh
 
 
 def shard_map(
@@ -68,7 +68,7 @@ def shard_map(
 
     >>> import torch
     >>> from fshard.collectives import psum
-    >>> from fshard.virtual import virtual_mesh
+    >>> from fshard.played.virtual import virtual_mesh
     >>> mesh = virtual_mesh((4,), ("shard",))
     >>> mean = shard_map(lambda x: psum(x.sum(), "shard") / 8, mesh, P("shard"), P())
     >>> mean(torch.arange(8.0)), torch.func.grad(mean)(torch.arange(8.0))[0]

@@ -10,7 +10,6 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
-from fshard.metrics import global_result
 from fshard.model.precision import Precision
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution.signals import Shield
@@ -24,6 +23,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
+from fshard.training.metrics import global_result
 
 
 class EvalStep:

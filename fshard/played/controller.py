@@ -15,9 +15,9 @@ from torch import Tensor
 from fshard.collectives.linear import check_plain
 from fshard.collectives.specs import joined, slice_of
 from fshard.errors import CollectiveError
-from fshard.runtime.comm.cooperative import Randomness, randomness, restore_randomness
+from fshard.played.cooperative import Randomness, randomness, restore_randomness
+from fshard.played.virtual import VirtualMesh, play
 from fshard.sharding.spec import P
-from fshard.virtual import VirtualMesh, play
 
 Specs = tuple[P, ...]
 Spmd = Callable[..., tuple[Tensor, ...]]

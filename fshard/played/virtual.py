@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fshard.arguments import expect
 from fshard.errors import TransformError
-from fshard.runtime.comm import VirtualTransport
-from fshard.runtime.comm.cooperative import Randomness, Scheduler, inherited, playing
+from fshard.played.cooperative import Randomness, Scheduler, inherited, playing
+from fshard.played.transport import VirtualTransport
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 

@@ -16,7 +16,7 @@ from fshard import collectives as c
 from fshard.errors import CommError, TransformError
 from tests.shared.parity import Run
 from tests.shared.workers import Pools
-from tests.step.test_parity import FEW, SHORT, train
+from tests.training.test_parity import FEW, SHORT, train
 
 FOUR = fs.virtual_mesh((4,), ("shard",))
 

@@ -17,7 +17,7 @@ from fshard.errors import NonFiniteError, PlanError
 from fshard.optim.scaling import Scale, divisor
 from fshard.state.entries import assemble, entries, scalars
 from tests.shared.workers import Pools
-from tests.step.test_precision import LR, batch, loss_fn, start
+from tests.training.test_precision import LR, batch, loss_fn, start
 
 F16 = torch.float16
 RULE = fs.LossScale(initial=2.0**22, interval=3)

@@ -10,7 +10,7 @@ import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
 from tests.shared.workers import Pools
-from tests.step import leaf_rows
+from tests.training import leaf_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 

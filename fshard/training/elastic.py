@@ -14,10 +14,10 @@ from typing import Any, Self
 from fshard.arguments import expect, kind
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.errors import PlanError
-from fshard.metrics import Metrics
 from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator
 from fshard.state.train_state import TrainState
-from fshard.step import TrainStep
+from fshard.training.metrics import Metrics
+from fshard.training.step import TrainStep
 
 
 class Preempted(SystemExit):

@@ -10,7 +10,6 @@ from fshard.arguments import described
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError, no_processes
-from fshard.metrics import Metrics, combine_aux
 from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
@@ -46,6 +45,7 @@ from fshard.state.fit import check_late, check_optimizer
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
+from fshard.training.metrics import Metrics, combine_aux
 
 
 class TrainStep:

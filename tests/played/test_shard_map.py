@@ -16,7 +16,7 @@ from fshard import P
 from fshard import collectives as c
 from fshard.collectives.specs import slice_of
 from fshard.errors import AxisError, CollectiveError, ReplicationError, TransformError, TreeError
-from tests.collectives.mapped import STEPS, on_rank, program_of, reference
+from tests.played.mapped import STEPS, on_rank, program_of, reference
 from tests.shared.workers import Pools
 
 SIDE = 12

@@ -9,8 +9,8 @@ import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError, TreeError
 from tests.shared.workers import Pools
-from tests.step import leaf_rows
-from tests.step.leaf_rows import ROWS_OF_LEAVES, SHARDED
+from tests.training import leaf_rows
+from tests.training.leaf_rows import ROWS_OF_LEAVES, SHARDED
 
 FOUR = ("a block", "norms in float32", "unfrozen, otherwise sharded")
 """The rows that run on four ranks in the default suite; the others run on two."""

@@ -1,0 +1,1 @@
+"""Train and evaluation steps, their metrics, and the training loop."""

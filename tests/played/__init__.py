@@ -1,0 +1,1 @@
+"""Virtual meshes and shard_map: all ranks in one process."""
