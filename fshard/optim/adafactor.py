@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Decaying
 from fshard.optim.form import Form, Grain, zeros
 
@@ -48,16 +47,12 @@ class adafactor(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
     decay: Decay = None
 
     def __post_init__(self) -> None:
-        problems = checks.rate("lr", self.lr) + checks.number("beta2_decay", self.beta2_decay, "(-inf, 0]")
-        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
-        problems += checks.number("clip", self.clip, "[1, inf)")
         if isinstance(self.eps, tuple) and len(self.eps) == 2:
-            problems += [] if self.eps[0] is None else checks.number("eps[0]", self.eps[0])
-            problems += checks.number("eps[1]", self.eps[1])
+            given = [(f"eps[{i}]", eps) for i, eps in enumerate(self.eps) if i or eps is not None]
+            more = [problem for pair in given for problem in checks.number(*pair)]
         else:
-            problems.append(f"eps = {self.eps!r}: must be a tuple of two numbers; the first may be None")
-        if problems:
-            raise errors.bad_arguments("adafactor", problems)
+            more = [f"eps = {self.eps!r}: must be a tuple of two numbers; the first may be None"]
+        checks.require(self, *more, lr=checks.rate, beta2_decay="(-inf, 0]", **checks.DECAYING, clip="[1, inf)")
 
     def init(self, param: Tensor, hyper: Hyper) -> State:
         """Mean squares, zero."""
@@ -78,9 +73,7 @@ class adafactor(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
         """Whole leaves."""
         return "leaf"
 
-    def _update(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: Hyper
-    ) -> None:
+    def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Hyper) -> None:
         shape, decay = hyper
         for param, grad, state in zip(params, grads, states, strict=True):
             if param.numel():
@@ -94,10 +87,8 @@ class adafactor(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
         if decay:
             param.mul_(1 - lr * decay)
         if param.ndim > 1:
-            row, column = (
-                state["row_var"].view(*param.shape[:-1], 1),
-                state["col_var"].view(*param.shape[:-2], 1, param.shape[-1]),
-            )
+            row = state["row_var"].view(*param.shape[:-1], 1)
+            column = state["col_var"].view(*param.shape[:-2], 1, param.shape[-1])
             row.lerp_(grad.norm(dim=-1, keepdim=True).square_().div_(param.shape[-1]), new)
             column.lerp_(grad.norm(dim=-2, keepdim=True).square_().div_(param.shape[-2]), new)
             update = (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=eps))

@@ -1,18 +1,18 @@
 """AdamW: Adam with weight decay that does not pass through the moments."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, narrowed, rate
+from fshard.optim.base import Fused, Rate, State, States, Tensors
 from fshard.optim.decay import Decay, Decaying
 
 
 @dataclass(frozen=True)
-class adamw(Decaying):  # noqa: N801 - reads as the function it is in a train script
+class adamw(Decaying, Fused):  # noqa: N801 - reads as the function it is in a train script
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019).
 
     Equal to ``torch.optim.AdamW``.
@@ -38,35 +38,18 @@ class adamw(Decaying):  # noqa: N801 - reads as the function it is in a train sc
     decay: Decay = None
 
     def __post_init__(self) -> None:
-        problems = checks.rate("lr", self.lr) + checks.betas(self.betas)
-        problems += checks.number("eps", self.eps, "(0, inf)")
-        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
-        if problems:
-            raise errors.bad_arguments("adamw", problems)
+        checks.require(self, lr=checks.rate, betas=checks.betas, eps="(0, inf)", **checks.DECAYING)
 
     def init(self, param: Tensor) -> State:
         """Both moments, zero."""
         return {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: float,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+    def _fused(
+        self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: float, **scaling: Any
     ) -> None:
-        """One fused update in place; see ``Optimizer.update``."""
-        lr = rate(self.lr, step)
-        if not params:
-            return
         # Kernels read the step from a tensor on their own device, and only read it: one serves every slice. A
         # fill needs no copy from the host, so it never waits for the device.
-        count = torch.full((), float(step - late), dtype=torch.float32, device=params[0].device)
+        count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         torch._fused_adamw_(
             params,
             grads,
@@ -81,6 +64,5 @@ class adamw(Decaying):  # noqa: N801 - reads as the function it is in a train sc
             eps=self.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=narrowed(grads, grad_scale),
-            found_inf=found_inf,
+            **scaling,
         )

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Decaying
 from fshard.optim.form import Form, Grain, zeros
 
@@ -49,12 +48,9 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
     block: int = 256
 
     def __post_init__(self) -> None:
-        problems = checks.rate("lr", self.lr) + checks.betas(self.betas) + checks.number("eps", self.eps, "(0, inf)")
-        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
-        if not isinstance(self.block, int) or self.block < 64 or self.block % 64:
-            problems.append(f"block = {self.block!r}: must be a multiple of 64")
-        if problems:
-            raise errors.bad_arguments("adamw8bit", problems)
+        wrong = not isinstance(self.block, int) or self.block < 64 or self.block % 64
+        more = [f"block = {self.block!r}: must be a multiple of 64"] if wrong else []
+        checks.require(self, *more, lr=checks.rate, betas=checks.betas, eps="(0, inf)", **checks.DECAYING)
 
     def init(self, param: Tensor, hyper: Any = None) -> State:
         """Both moments, zero: any code reads as zero where the scale is zero."""
@@ -69,35 +65,20 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
         """Whole blocks."""
         return self.block
 
-    def _update(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: float
-    ) -> None:
-        tables = _codes(True).to(params[0].device), _codes(False).to(params[0].device)
+    def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: float) -> None:
+        (b1, b2), codes, root_codes = self.betas, *(_codes(signed).to(params[0].device) for signed in (True, False))
         for param, grad, state in zip(params, grads, states, strict=True):
-            self._slice(param, grad, state, step, lr, hyper, tables)
-
-    def _slice(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: State,
-        step: int,
-        lr: float,
-        decay: float,
-        tables: tuple[Tensor, Tensor],
-    ) -> None:
-        # Whole blocks, so that every element goes the same way through vector kernels, on whatever rank it lies.
-        (b1, b2), size = self.betas, len(param)
-        wide = torch.promote_types(param.dtype, torch.float32)
-        p, g = self._blocks(param.to(wide)), self._blocks(grad.float())
-        first = _read(self._blocks(state["exp_avg_code"]), state["exp_avg_scale"], tables[0]).lerp_(g, 1 - b1)
-        root = _read(self._blocks(state["exp_root_code"]), state["exp_root_scale"], tables[1])
-        root = root.square_().mul_(b2).add_(g.square().mul_(1 - b2)).sqrt_()
-        divisor = (root / (1 - b2**step) ** 0.5).add_(self.eps)
-        p = p.mul_(1 - lr * decay).sub_((first / divisor).mul_(lr / (1 - b1**step)))
-        param.copy_(p.view(-1)[:size])
-        _write(first, state["exp_avg_code"], state["exp_avg_scale"], tables[0])
-        _write(root, state["exp_root_code"], state["exp_root_scale"], tables[1])
+            # Whole blocks, so that every element goes the same way through vector kernels, on whatever rank it lies.
+            wide = torch.promote_types(param.dtype, torch.float32)
+            p, g = self._blocks(param.to(wide)), self._blocks(grad.float())
+            first = _read(self._blocks(state["exp_avg_code"]), state["exp_avg_scale"], codes).lerp_(g, 1 - b1)
+            root = _read(self._blocks(state["exp_root_code"]), state["exp_root_scale"], root_codes)
+            root = root.square_().mul_(b2).add_(g.square().mul_(1 - b2)).sqrt_()
+            divisor = (root / (1 - b2**step) ** 0.5).add_(self.eps)
+            p = p.mul_(1 - lr * hyper).sub_((first / divisor).mul_(lr / (1 - b1**step)))
+            param.copy_(p.view(-1)[: len(param)])
+            _write(first, state["exp_avg_code"], state["exp_avg_scale"], codes)
+            _write(root, state["exp_root_code"], state["exp_root_scale"], root_codes)
 
     def _blocks(self, x: Tensor) -> Tensor:
         """A vector as rows of one block each, the last one filled up with zeros."""

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Optimizer, State, unscale
+from fshard.optim.base import Optimizer, State, States, Tensors, unscale
 from fshard.optim.compose import Inner
 from fshard.optim.form import Form
 
@@ -42,10 +41,8 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
     decay: float = 0.999
 
     def __post_init__(self) -> None:
-        problems = checks.optimizer("opt", self.opt) + checks.number("decay", self.decay, "[0, 1)")
-        problems += ["opt: it keeps an average already"] if isinstance(self.opt, ema) else []
-        if problems:
-            raise errors.bad_arguments("ema", problems)
+        twice = ["opt: it keeps an average already"] if isinstance(self.opt, ema) else []
+        checks.require(self, *twice, opt=checks.optimizer, decay="[0, 1)")
 
     def init(self, param: Tensor, hyper: Any) -> State:
         """The optimizer's own buffers, and the parameters as they are."""
@@ -55,19 +52,10 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
         """What the optimizer keeps, and the average."""
         return {**super().forms(hyper), EMA: Form(wide=True)}
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: Any,
-        found_inf: Tensor | None = None,
-        **more: Any,
-    ) -> None:
+    def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
         """Update, then average; see ``Optimizer.update``."""
-        self.opt.update(params, grads, states, step=step, hyper=hyper, found_inf=found_inf, **more)
+        self.opt.update(params, grads, states, step=step, hyper=hyper, **more)
+        found_inf = more.get("found_inf")
         if params and (found_inf is None or found_inf.item() != 1):
             kept = [state[EMA] for state in states]
             new = [param.to(mean.dtype) for param, mean in zip(params, kept, strict=True)]
@@ -95,11 +83,8 @@ class every(Inner):  # noqa: N801
     steps: int
 
     def __init__(self, steps: int, opt: Optimizer) -> None:
-        problems = checks.count("steps", steps, least=1) + checks.optimizer("opt", opt)
-        if problems:
-            raise errors.bad_arguments("every", problems)
-        object.__setattr__(self, "opt", opt)
-        object.__setattr__(self, "steps", steps)
+        vars(self).update(opt=opt, steps=steps)
+        checks.require(self, steps=checks.count, opt=checks.optimizer)
 
     @property
     def steps_per_update(self) -> int:
@@ -120,9 +105,9 @@ class every(Inner):  # noqa: N801
 
     def update(
         self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
+        params: Tensors,
+        grads: Tensors,
+        states: States,
         *,
         step: int,
         hyper: Any,

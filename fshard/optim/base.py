@@ -17,6 +17,9 @@ State = dict[str, Tensor]
 """An optimizer's buffers for one slice, each of its length and dtype unless the rule's ``forms`` say otherwise (see
 ``fshard.optim.form``); ``{}`` for a rule that keeps none."""
 
+Tensors = list[Tensor]
+States = list[State]
+
 
 class Optimizer(Protocol):
     """Two pure functions, ``init`` and ``update``, and the hyper-parameters they are frozen with.
@@ -84,7 +87,7 @@ class Optimizer(Protocol):
             step: the number of this update, counted from 1.
             hyper: the value that ``hyper`` returned for the leaves of these slices.
             grad_scale: what gradients are divided by first: one element on the slices' device, float64 where they are,
-                else float32. Fused kernels take float32 alone (see ``narrowed``).
+                else float32. Fused kernels take float32 alone (``Fused`` divides by a wider one first).
             found_inf: one float32 element on the same device. At exactly 1 nothing changes, at 0 the update
                 happens; no other value means anything, so a sum over ranks has to be clamped.
             late: how many updates there were before the leaves of these slices began to train. Learning rates go by
@@ -92,16 +95,16 @@ class Optimizer(Protocol):
         """
 
 
-class Unfused:
-    """Optimizers without a fused kernel: ``update`` checks and divides gradients, and ``_update`` computes."""
+class Fused:
+    """Optimizers whose update, ``_fused``, divides gradients and skips itself by tensors on its own device."""
 
     lr: Rate
 
     def update(
         self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
+        params: Tensors,
+        grads: Tensors,
+        states: States,
         *,
         step: int,
         hyper: Any,
@@ -111,14 +114,29 @@ class Unfused:
     ) -> None:
         """One update in place; see ``Optimizer.update``."""
         lr = rate(self.lr, step)
-        if params and (found_inf is None or found_inf.item() != 1):
+        if grad_scale is not None and grad_scale.dtype == torch.float64:  # kernels read the scale as float32
             unscale(grads, grad_scale)
-            self._update(params, grads, states, step - late, lr, hyper)
+            grad_scale = None
+        if params:
+            self._fused(params, grads, states, step - late, lr, hyper, grad_scale=grad_scale, found_inf=found_inf)
 
-    def _update(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: Any
+    def _fused(
+        self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Any, **scaling: Any
     ) -> None:
-        """The update by whole gradients; ``step`` counts the leaf's own updates from 1."""
+        raise NotImplementedError
+
+
+class Unfused(Fused):
+    """Optimizers in ordinary operators: ``_update`` gets whole gradients, and ``step`` counts a leaf's own updates."""
+
+    def _fused(
+        self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Any, **scaling: Any
+    ) -> None:
+        if scaling["found_inf"] is None or scaling["found_inf"].item() != 1:
+            unscale(grads, scaling["grad_scale"])
+            self._update(params, grads, states, step, lr, hyper)
+
+    def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Any) -> None:
         raise NotImplementedError
 
 
@@ -142,15 +160,7 @@ def rate(lr: Rate, step: int) -> float:
     return float(value)
 
 
-def narrowed(grads: list[Tensor], scale: Tensor | None) -> Tensor | None:
-    """The scale that is left for a fused kernel, which reads it as float32; float64 gradients are divided here."""
-    if scale is None or scale.dtype != torch.float64:
-        return scale
-    unscale(grads, scale)
-    return None
-
-
-def unscale(grads: list[Tensor], scale: Tensor | None) -> None:
+def unscale(grads: Tensors, scale: Tensor | None) -> None:
     """Divide gradients by their scale, in place; ``None`` stands for 1."""
     if scale is not None and grads:
         torch._foreach_div_(grads, scale.to(grads[0].dtype).view(()))

@@ -1,11 +1,26 @@
 """Arguments out of range, described. Checks return their problems; a constructor reports all at once."""
 
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, TypeGuard
 
+from fshard import errors
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.patterns import bad_regex
+
+Want = str | Callable[[str, Any], list[str]]
+"""What is wanted of an argument: an interval for ``number``, or another function of this module."""
+
+
+def require(made: object, *further: str, **wants: Want) -> None:
+    """Refuse an object whose attributes are not what is wanted, or that has ``further`` problems, in one report."""
+    problems: list[str] = []
+    for name, want in wants.items():
+        value = getattr(made, name)
+        problems += number(name, value, want) if isinstance(want, str) else want(name, value)
+    if problems or further:
+        raise errors.bad_arguments(type(made).__name__, [*problems, *further])
 
 
 def number(name: str, value: Any, interval: str = "[0, inf)") -> list[str]:
@@ -23,7 +38,7 @@ def number(name: str, value: Any, interval: str = "[0, inf)") -> list[str]:
     return [] if above and below else [f"{name} = {value!r}: must lie in {interval}"]
 
 
-def count(name: str, value: Any, least: int) -> list[str]:
+def count(name: str, value: Any, least: int = 1) -> list[str]:
     """No problem when the value is an int, at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool):
         return [f"{name} = {value!r}: must be an int, a number of steps"]
@@ -37,11 +52,11 @@ def rate(name: str, value: Any) -> list[str]:
     return [f"{problem}, or a function of the step" for problem in number(name, value)]
 
 
-def betas(value: Any) -> list[str]:
+def betas(name: str, value: Any) -> list[str]:
     """No problem when the value is a pair of decay rates."""
     if not isinstance(value, tuple) or len(value) != 2:
-        return [f"betas = {value!r}: must be a tuple of two numbers in [0, 1)"]
-    return [problem for i, beta in enumerate(value) for problem in number(f"betas[{i}]", beta, "[0, 1)")]
+        return [f"{name} = {value!r}: must be a tuple of two numbers in [0, 1)"]
+    return [problem for i, beta in enumerate(value) for problem in number(f"{name}[{i}]", beta, "[0, 1)")]
 
 
 def pattern(name: str, value: Any) -> list[str]:
@@ -75,10 +90,14 @@ def optimizer(name: str, value: Any) -> list[str]:
     return [f"{name} = {value!r}: must be an optimizer, such as fs.optim.adamw(3e-4)"]
 
 
-def decay(value: Any) -> list[str]:
+def decay(name: str, value: Any) -> list[str]:
     """No problem when the value can say which leaves decay."""
     if isinstance(value, str):
-        return pattern("decay", value)
+        return pattern(name, value)
     if value is not None and not callable(value):
-        return [f"decay = {value!r}: must be None, a regex over paths, or a function of path and shape"]
+        return [f"{name} = {value!r}: must be None, a regex over paths, or a function of path and shape"]
     return []
+
+
+DECAYING: dict[str, Want] = {"weight_decay": "[0, inf)", "decay": decay}
+"""What is wanted of the arguments about weight decay."""

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fshard import errors
 from fshard.arguments import expect
 from fshard.optim import checks
-from fshard.optim.base import Optimizer, Rate, State, rate, unscale
+from fshard.optim.base import Optimizer, Rate, State, States, Tensors, rate, unscale
 from fshard.optim.contract import Contract, contract
 from fshard.optim.form import Form, Grain, LeafInfo
 
@@ -58,9 +57,8 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
             problems += [] if entry[1] is None else checks.optimizer(f"rules[{i}][1]", entry[1])
         if not problems and all(opt is None for _, opt in rules):
             problems.append("rules: none of them has an optimizer")
-        if problems:
-            raise errors.bad_arguments("partition", problems)
-        object.__setattr__(self, "rules", tuple(rules))
+        checks.require(self, *problems)
+        vars(self).update(rules=tuple(rules))
 
     @property
     def lr(self) -> Rate:
@@ -105,20 +103,10 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
                 out += contract(opt).problems(own)
         return out
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: Choice,
-        **more: Any,
-    ) -> None:
+    def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Choice, **more: Any) -> None:
         """One update by the leaves' own optimizer; see ``Optimizer.update``."""
-        opt = None if hyper[0] == REST else self.rules[hyper[0]][1]
-        if opt is not None:
-            opt.update(params, grads, states, step=step, hyper=hyper[1], **more)
+        if (own := self._own(hyper[0])) is not None:
+            own.update(params, grads, states, step=step, hyper=hyper[1], **more)
 
     def _number(self, path: str) -> int:
         return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path)), REST)
@@ -164,8 +152,7 @@ class clip_value:  # noqa: N801
     limit: float
 
     def __post_init__(self) -> None:
-        if problems := checks.number("limit", self.limit, "(0, inf)"):
-            raise errors.bad_arguments("clip_value", problems)
+        checks.require(self, limit="(0, inf)")
 
     def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
         """Clip."""
@@ -184,8 +171,7 @@ class scale:  # noqa: N801
     factor: Rate
 
     def __post_init__(self) -> None:
-        if problems := checks.rate("factor", self.factor):
-            raise errors.bad_arguments("scale", problems)
+        checks.require(self, factor=checks.rate)
 
     def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
         """Multiply."""
@@ -203,8 +189,7 @@ class add_decay:  # noqa: N801
     rate: float
 
     def __post_init__(self) -> None:
-        if problems := checks.number("rate", self.rate):
-            raise errors.bad_arguments("add_decay", problems)
+        checks.require(self, rate="[0, inf)")
 
     def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
         """Add."""
@@ -258,29 +243,17 @@ class chain(Inner):  # noqa: N801
     def __init__(self, *parts: Any) -> None:
         problems = checks.optimizer("the last part", parts[-1]) if parts else ["no parts were given"]
         problems += [f"part {i} = {p!r}: has no apply()" for i, p in enumerate(parts[:-1]) if not hasattr(p, "apply")]
-        if problems:
-            raise errors.bad_arguments("chain", problems)
-        object.__setattr__(self, "opt", parts[-1])
-        object.__setattr__(self, "changes", tuple(parts[:-1]))
+        checks.require(self, *problems)
+        vars(self).update(opt=parts[-1], changes=tuple(parts[:-1]))
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: Any,
-        grad_scale: Tensor | None = None,
-        **more: Any,
-    ) -> None:
+    def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
         """Change the gradients, then update; see ``Optimizer.update``."""
         if not params:
             return
-        unscale(grads, grad_scale)
+        unscale(grads, more.pop("grad_scale", None))
         for change in self.changes:
             change.apply(params, grads, step)
-        self.opt.update(params, grads, states, step=step, hyper=hyper, grad_scale=None, **more)
+        self.opt.update(params, grads, states, step=step, hyper=hyper, **more)
 
 
 def _why(hits: list[LeafInfo]) -> str:

@@ -17,12 +17,8 @@ class Contract:
 
     Attributes:
         opt: the optimizer itself.
-        hyper: its own ``hyper``.
-        update: its own ``update``.
         init: the state of a slice before the first update, from ``(param, hyper)``.
-        forms: the buffers of a leaf, by name, from its ``hyper``.
-        grain: how much of a leaf an update must see in one piece, from its ``hyper``.
-        problems: which arguments of the optimizer do not fit the leaves of a plan.
+        forms, grain, problems: see ``Optimizer``.
         uniform: whether all buffers are like the parameters, so that ``init`` takes a whole shard.
         steps: the number of steps to an update, for an optimizer that carries gradients between steps; else None.
     """
@@ -45,9 +41,6 @@ class Contract:
 
 def contract(opt: Optimizer) -> Contract:
     """Complete an optimizer: what it leaves out has the defaults of a rule that updates each element by itself.
-
-    Its own ``forms(hyper) -> dict[str, Form]``, ``grain(hyper) -> Grain`` and ``problems(leaves) -> list[str]`` count
-    where it has them. With ``forms``, its ``init`` takes ``(param, hyper)``.
 
     >>> from fshard.optim.sgd import sgd
     >>> made = contract(sgd(0.1, momentum=0.9))

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard import errors
 from fshard.arguments import described
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, Unfused, rate
+from fshard.optim.base import Rate, State, States, Tensors, Unfused, rate
 from fshard.optim.decay import Decay, Masked, decays
 from fshard.optim.form import Form
 
@@ -56,24 +56,20 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise errors.bad_arguments("from_torch", [f"cls is {described(cls)}: give a class of torch.optim"])
-        problems = checks.decay(decay) + ([] if lr is None else checks.rate("lr", lr))
+        problems = checks.decay("decay", decay) + ([] if lr is None else checks.rate("lr", lr))
         if problems:
             raise errors.bad_arguments(f"from_torch({cls.__name__})", problems)
-        object.__setattr__(self, "cls", cls)
-        object.__setattr__(self, "lr", lr)
-        object.__setattr__(self, "decay", decay)
-        object.__setattr__(self, "kwargs", dict(kwargs))
+        vars(self).update(cls=cls, lr=lr, decay=decay, kwargs=dict(kwargs))
         try:
             if lr is None:
-                object.__setattr__(self, "lr", float(self._make([torch.zeros(1)]).param_groups[0]["lr"]))
-            object.__setattr__(self, "found", self._probe())
+                vars(self).update(lr=float(self._make([torch.zeros(1)]).param_groups[0]["lr"]))
+            vars(self).update(found=self._found())
+            self._check_elementwise()
         except errors.PlanError:
             raise
-        except (TypeError, ValueError) as error:
-            if "__init__" not in str(error) and not kwargs:
-                raise errors.not_elementwise(cls.__name__, f"it failed on a vector: {error}") from error
-            raise errors.bad_arguments(f"from_torch({cls.__name__})", [str(error)]) from error
         except Exception as error:
+            if isinstance(error, TypeError | ValueError) and (kwargs or "__init__" in str(error)):
+                raise errors.bad_arguments(f"from_torch({cls.__name__})", [str(error)]) from error
             raise errors.not_elementwise(cls.__name__, f"it failed on a vector: {error}") from error
 
     def __repr__(self) -> str:
@@ -99,9 +95,7 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         """Buffers like the leaf, and single numbers."""
         return {name: form for name, (form, _) in self.found.items()}
 
-    def _update(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: bool
-    ) -> None:
+    def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: bool) -> None:
         views = [param.detach() for param in params]
         rule = self._make(views, lr, hyper)
         for view, grad, state in zip(views, grads, states, strict=True):
@@ -129,10 +123,8 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
             rule.param_groups[0]["weight_decay"] = 0.0
         return rule
 
-    def _probe(self) -> dict[str, tuple[Form, float]]:
-        """The class's buffers, found by an update with gradient zero; an error if the class is not elementwise."""
-        found = self._found()
-        object.__setattr__(self, "found", found)
+    def _check_elementwise(self) -> None:
+        """Refuse a class whose updates of a vector are not those of its halves."""
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(PROBE, generator=generator)
         grads = [torch.randn(PROBE, generator=generator) for _ in range(3)]
@@ -142,9 +134,9 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         if not gap <= 1e-4 * moved:
             reason = f"after updates by {moved:.1e} a vector and its two halves came out {gap:.1e} apart"
             raise errors.not_elementwise(self.cls.__name__, reason)
-        return found
 
     def _found(self) -> dict[str, tuple[Form, float]]:
+        """The class's buffers with their first values, found by an update with gradient zero."""
         param = torch.zeros(PROBE)
         param.grad = torch.zeros(PROBE)
         rule = self._make([param], rate(self.lr, 1))

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Decaying
 
 
@@ -39,18 +38,13 @@ class lion(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
     decay: Decay = None
 
     def __post_init__(self) -> None:
-        problems = checks.rate("lr", self.lr) + checks.betas(self.betas)
-        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
-        if problems:
-            raise errors.bad_arguments("lion", problems)
+        checks.require(self, lr=checks.rate, betas=checks.betas, **checks.DECAYING)
 
     def init(self, param: Tensor) -> State:
         """The momentum, zero."""
         return {"exp_avg": torch.zeros_like(param)}
 
-    def _update(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: float
-    ) -> None:
+    def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: float) -> None:
         kept = [state["exp_avg"] for state in states]
         direction = torch._foreach_lerp(kept, grads, 1 - self.betas[0])
         torch._foreach_sign_(direction)

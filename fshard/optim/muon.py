@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, Unfused
+from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Decaying
 from fshard.optim.form import Form, Grain, LeafInfo
 
@@ -61,17 +60,15 @@ class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        problems = checks.rate("lr", self.lr) + checks.number("momentum", self.momentum, "[0, 1)")
-        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
-        problems += checks.number("eps", self.eps, "(0, inf)") + checks.number("iterations", self.iterations, "[1, 99]")
+        problems = []
         if self.adjust not in ("original", "match_rms_adamw", "none"):
             problems.append(f"adjust = {self.adjust!r}: must be 'original', 'match_rms_adamw' or 'none'")
         if not isinstance(self.coefficients, tuple) or len(self.coefficients) != 3:
             problems.append(f"coefficients = {self.coefficients!r}: must be a tuple of three numbers")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             problems.append(f"dtype = {self.dtype!r}: must be a floating-point dtype")
-        if problems:
-            raise errors.bad_arguments("muon", problems)
+        wants = {"momentum": "[0, 1)", **checks.DECAYING, "eps": "(0, inf)", "iterations": "[1, 99]"}
+        checks.require(self, *problems, lr=checks.rate, **wants)
 
     def init(self, param: Tensor, hyper: Any = None) -> State:
         """The momentum, zero."""
@@ -99,9 +96,7 @@ class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
             for leaf in other
         ]
 
-    def _update(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], step: int, lr: float, hyper: Hyper
-    ) -> None:
+    def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Hyper) -> None:
         rows, columns, decay = hyper
         adjusted = lr * self._adjustment(rows, columns)
         kept = [state["momentum_buffer"] for state in states]

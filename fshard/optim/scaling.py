@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fshard import errors
 from fshard.optim import checks
 
 
@@ -52,13 +51,10 @@ class LossScale:
     least: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = checks.number("initial", self.initial, "(0, inf)") + checks.number("growth", self.growth, "[1, inf)")
-        problems += checks.number("backoff", self.backoff, "(0, 1)") + checks.count("interval", self.interval, 1)
-        problems += checks.number("least", self.least, "(0, inf)")
-        if not problems and self.least > self.initial:
-            problems.append(f"least = {self.least}: must be at most initial, {self.initial}")
-        if problems:
-            raise errors.bad_arguments("LossScale", problems)
+        wants: dict[str, checks.Want] = {"initial": "(0, inf)", "growth": "[1, inf)", "backoff": "(0, 1)"}
+        checks.require(self, **wants, interval=checks.count, least="(0, inf)")
+        if self.least > self.initial:
+            checks.require(self, f"least = {self.least}: must be at most initial, {self.initial}")
 
     def start(self) -> Scale:
         """The scale of a state that has none yet."""

@@ -7,7 +7,6 @@ may be longer than planned. Any other function of an int that returns a float is
 import math
 from dataclasses import dataclass
 
-from fshard import errors
 from fshard.optim import checks
 
 
@@ -22,8 +21,7 @@ class constant:  # noqa: N801 - reads as the function it is, like all schedules
     value: float
 
     def __post_init__(self) -> None:
-        if problems := checks.number("value", self.value):
-            raise errors.bad_arguments("constant", problems)
+        checks.require(self, value="[0, inf)")
 
     def __call__(self, step: int) -> float:
         """The rate at this step."""
@@ -43,9 +41,7 @@ class linear:  # noqa: N801
     steps: int
 
     def __post_init__(self) -> None:
-        problems = checks.number("start", self.start) + checks.number("stop", self.stop)
-        if problems := problems + checks.count("steps", self.steps, least=1):
-            raise errors.bad_arguments("linear", problems)
+        checks.require(self, start="[0, inf)", stop="[0, inf)", steps=checks.count)
 
     def __call__(self, step: int) -> float:
         """The rate at this step."""
@@ -53,7 +49,37 @@ class linear:  # noqa: N801
 
 
 @dataclass(frozen=True)
-class warmup_linear:  # noqa: N801
+class Warmup:
+    """A rise over ``warmup`` steps to ``peak``, then a fall to ``floor`` at step ``total``."""
+
+    peak: float
+    warmup: int
+    total: int
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = checks.number("peak", self.peak) + checks.number("floor", self.floor)
+        if not problems and self.floor > self.peak:
+            problems.append(f"floor = {self.floor!r}: must not be above peak = {self.peak!r}")
+        steps = checks.count("warmup", self.warmup, least=0) + checks.count("total", self.total)
+        if not steps and self.total <= self.warmup:
+            steps.append(f"total = {self.total}: must be above warmup = {self.warmup}")
+        checks.require(self, *problems, *steps)
+
+    def __call__(self, step: int) -> float:
+        """The rate at this step."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / (self.warmup + 1)
+        return _between(
+            self.peak, self.floor, self._fallen(min((step - self.warmup) / (self.total - self.warmup), 1.0))
+        )
+
+    def _fallen(self, done: float) -> float:
+        """The part of the fall that is over after a part of its time."""
+        return done
+
+
+class warmup_linear(Warmup):  # noqa: N801
     """A rise over ``warmup`` steps to ``peak``, then a straight line down to ``floor`` at step ``total``.
 
     The rise has equal increments and starts at ``peak / (warmup + 1)``, not at zero: no update is wasted.
@@ -68,23 +94,8 @@ class warmup_linear:  # noqa: N801
     [0.25, 0.5, 0.75, 1.0, 0.5, 0.0, 0.0]
     """
 
-    peak: float
-    warmup: int
-    total: int
-    floor: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_warmup("warmup_linear", self.peak, self.warmup, self.total, self.floor)
-
-    def __call__(self, step: int) -> float:
-        """The rate at this step."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / (self.warmup + 1)
-        return _between(self.peak, self.floor, min((step - self.warmup) / (self.total - self.warmup), 1.0))
-
-
-@dataclass(frozen=True)
-class warmup_cosine:  # noqa: N801
+class warmup_cosine(Warmup):  # noqa: N801
     """A rise over ``warmup`` steps to ``peak``, then half a cosine down to ``floor`` at step ``total``.
 
     The rise has equal increments and starts at ``peak / (warmup + 1)``, not at zero: no update is wasted. The
@@ -100,34 +111,10 @@ class warmup_cosine:  # noqa: N801
     [0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
 
-    peak: float
-    warmup: int
-    total: int
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_warmup("warmup_cosine", self.peak, self.warmup, self.total, self.floor)
-
-    def __call__(self, step: int) -> float:
-        """The rate at this step."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / (self.warmup + 1)
-        done = min((step - self.warmup) / (self.total - self.warmup), 1.0)
-        return _between(self.peak, self.floor, 0.5 - 0.5 * math.cos(math.pi * done))
+    def _fallen(self, done: float) -> float:
+        return 0.5 - 0.5 * math.cos(math.pi * done)
 
 
 def _between(start: float, stop: float, fraction: float) -> float:
     """The point between two rates; exactly ``start`` at 0 and ``stop`` at 1."""
     return start * (1.0 - fraction) + stop * fraction
-
-
-def _check_warmup(name: str, peak: float, warmup: int, total: int, floor: float) -> None:
-    """Raise PlanError unless a rise and a fall can be made of these."""
-    problems = checks.number("peak", peak) + checks.number("floor", floor)
-    if not problems and floor > peak:
-        problems.append(f"floor = {floor!r}: must not be above peak = {peak!r}")
-    steps = checks.count("warmup", warmup, least=0) + checks.count("total", total, least=1)
-    if not steps and total <= warmup:
-        steps.append(f"total = {total}: must be above warmup = {warmup}")
-    if problems + steps:
-        raise errors.bad_arguments(name, problems + steps)

@@ -1,18 +1,18 @@
 """Stochastic gradient descent with momentum."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard import errors
 from fshard.optim import checks
-from fshard.optim.base import Rate, State, narrowed, rate
+from fshard.optim.base import Fused, Rate, State, States, Tensors
 from fshard.optim.decay import Decay, Decaying
 
 
 @dataclass(frozen=True)
-class sgd(Decaying):  # noqa: N801 - reads as the function it is in a train script
+class sgd(Decaying, Fused):  # noqa: N801 - reads as the function it is in a train script
     """SGD with momentum and weight decay added to the gradient, as in ``torch.optim.SGD``.
 
     Args:
@@ -39,43 +39,25 @@ class sgd(Decaying):  # noqa: N801 - reads as the function it is in a train scri
     dampening: float = 0.0
 
     def __post_init__(self) -> None:
-        problems = checks.rate("lr", self.lr) + checks.number("momentum", self.momentum, "[0, 1]")
-        problems += checks.number("weight_decay", self.weight_decay) + checks.decay(self.decay)
-        problems += checks.number("dampening", self.dampening, "[0, 1]")
-        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            problems.append(
-                f"nesterov = True: needs momentum > 0 and dampening = 0, not {self.momentum!r} and {self.dampening!r}"
-            )
-        if problems:
-            raise errors.bad_arguments("sgd", problems)
+        needs = f"needs momentum > 0 and dampening = 0, not {self.momentum!r} and {self.dampening!r}"
+        wrong = self.nesterov and (self.momentum == 0 or self.dampening != 0)
+        more = [f"nesterov = True: {needs}"] if wrong else []
+        checks.require(self, *more, lr=checks.rate, momentum="[0, 1]", **checks.DECAYING, dampening="[0, 1]")
 
     def init(self, param: Tensor) -> State:
         """The momentum, zero; nothing without momentum."""
         return {"momentum_buffer": torch.zeros_like(param)} if self.momentum else {}
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        *,
-        step: int,
-        hyper: float,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
+    def _fused(
+        self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: float, **scaling: Any
     ) -> None:
-        """One fused update in place; see ``Optimizer.update``."""
-        lr = rate(self.lr, step)
-        if not params:
-            return
         # The first gradient enters the momentum whole, later ones dampened. That it is the first is read off
         # the step number, not off a missing buffer: so the state has one shape for ever, and resumes.
-        first = step - late == 1
+        first = step == 1
         if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
-            if found_inf is None or found_inf.item() != 1:
+            if scaling["found_inf"] is None or scaling["found_inf"].item() != 1:
                 for param, grad, state in zip(params, grads, states, strict=True):
-                    scaled = grad.float() if grad_scale is None else grad.float() / grad_scale
+                    scaled = grad.float() if scaling["grad_scale"] is None else grad.float() / scaling["grad_scale"]
                     self._update_half(param, scaled, state, lr, hyper, first)
             return
         torch._fused_sgd_(
@@ -89,8 +71,7 @@ class sgd(Decaying):  # noqa: N801 - reads as the function it is in a train scri
             nesterov=self.nesterov,
             maximize=False,
             is_first_step=first,
-            grad_scale=narrowed(grads, grad_scale),
-            found_inf=found_inf,
+            **scaling,
         )
 
     def _update_half(self, param: Tensor, grad: Tensor, state: State, lr: float, decay: float, first: bool) -> None:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import TreeError
+from fshard.errors import PlanError, TreeError
 from fshard.optim.adamw import adamw
-from fshard.optim.base import Optimizer
-from fshard.optim.pure import check_pure, pure_update
+from fshard.optim.base import Optimizer, rate
 from fshard.optim.sgd import sgd
 from fshard.sharding.plan import Plan
 
@@ -58,7 +57,7 @@ class Differentiable:
             if leaf.trainable:
                 own = {name: buffers[name][path] for name in names}
                 hyper = self.opt.hyper(path, leaf.shape)
-                flat[path], new = pure_update(self.opt, flat[path], slopes[path], own, state["step"] + 1, hyper)
+                flat[path], new = _updated(self.opt, flat[path], slopes[path], own, state["step"] + 1, hyper)
                 for name in names:
                     buffers[name][path] = new[name]
         return tree.nest(flat), {"step": state["step"] + 1, **{name: tree.nest(buffers[name]) for name in names}}
@@ -85,4 +84,29 @@ def differentiable(opt: Optimizer, plan: Plan) -> Differentiable:
     >>> params["w"], state["step"]
     (tensor([0.5000, 0.5000]), 1)
     """
-    return Differentiable(check_pure(opt), plan)
+    if not isinstance(opt, sgd | adamw):
+        raise PlanError(f"{opt!r} has no differentiable form: use fs.optim.sgd or fs.optim.adamw")
+    return Differentiable(opt, plan)
+
+
+def _updated(
+    opt: sgd | adamw, param: Tensor, grad: Tensor, state: State, step: int, hyper: float
+) -> tuple[Tensor, State]:
+    """A leaf and its buffers after update number ``step``: as ``opt.update`` up to rounding, but new tensors."""
+    lr = rate(opt.lr, step)
+    if isinstance(opt, sgd):
+        direction = grad + hyper * param
+        if not opt.momentum:
+            return param - lr * direction, {}
+        before = state["momentum_buffer"]
+        kept = direction if step == 1 else opt.momentum * before + (1 - opt.dampening) * direction
+        direction = direction + opt.momentum * kept if opt.nesterov else kept
+        return param - lr * direction, {"momentum_buffer": kept}
+    (b1, b2), decayed = opt.betas, param * (1 - lr * hyper)
+    first = b1 * state["exp_avg"] + (1 - b1) * grad
+    second = b2 * state["exp_avg_sq"] + (1 - b2) * grad.square()
+    # The root has no derivative at zero: where no gradient ever was, it is kept out of the graph.
+    seen = second > 0
+    root = torch.where(seen, torch.where(seen, second, 1.0).sqrt(), 0.0) / (1 - b2**step) ** 0.5
+    moved = decayed - lr / (1 - b1**step) * first / (root + opt.eps)
+    return moved, {"exp_avg": first, "exp_avg_sq": second}
