@@ -151,7 +151,7 @@ class Group:
         return self.trainable and self.kinds.update == "host"
 
     @functools.cached_property
-    def visits(self) -> bool:
+    def update_staged(self) -> bool:
         """Whether parameters or state are staged on the side of the update."""
         return self.trainable and any(self.kinds.moved)
 

@@ -6,7 +6,7 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.runtime.comm import enter
 from fshard.runtime.execution.update import Shard, Shards
-from fshard.runtime.memory.spaces import same_memory
+from fshard.runtime.memory.memory_spaces import same_memory
 from fshard.state.memory import Memory
 from fshard.state.train_state import TrainState
 
@@ -37,16 +37,16 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     """
     expect("averaged(state)", [("state", state, TrainState, "what a step returned")])
     plan, shards = state.plan, []
-    if not any(name in shard.held for shard in state.applied()):
-        kept = list(dict.fromkeys(kept for shard in state.applied() for kept in shard.held))
+    if not any(name in shard.layouts for shard in state.applied()):
+        kept = list(dict.fromkeys(kept for shard in state.applied() for kept in shard.layouts))
         raise TreeError(
             f"the state holds {kept} of the optimizer and no {name!r}: train with fs.optim.ema(opt, decay) around opt"
         )
     enter(plan.mesh, "averaged")
     for group, shard in zip(plan.groups, state.applied(), strict=True):
-        own, held = same_memory(shard.own.detach()), shard.held.get(name)
+        own, layout = same_memory(shard.own.detach()), shard.layouts.get(name)
         part = plan.mesh.index(group.owned.gather_axes)
-        for number, (begin, end) in held.ranges.items() if held is not None else ():
+        for number, (begin, end) in layout.ranges.items() if layout is not None else ():
             first, last = group.owned.shard_range(number, part)
             own[first:last] = shard.opt[name][begin:end]
         if group.trainable and group.opt_parts > 1:

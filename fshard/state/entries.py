@@ -16,7 +16,7 @@ from fshard.optim.base import Optimizer
 from fshard.optim.form import Form
 from fshard.optim.scaling import Scale
 from fshard.runtime.execution.update import Shard, Shards, start_shard
-from fshard.runtime.memory.spaces import place_of
+from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape
@@ -120,7 +120,7 @@ def assemble(
     made = None if opt is None else check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
-        shards.append(Shard(place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype), {}))
+        shards.append(Shard(memory_space(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype), {}))
     for entry in entries(TrainState(plan, 0, 0, Memory(plan, Shards(shards)))):
         fill(entry)
     if made is not None:
@@ -150,26 +150,26 @@ def _unknown_units(step: int) -> StateError:
 def _opt_entries(plan: Plan, name: str, shards: list[Shard]) -> Iterator[Entry]:
     """The entries of one of the optimizer's buffers."""
     for path, (group, number) in _ordered(plan):
-        held = shards[group.id].held.get(name)
-        if held is None or number not in held.ranges:
+        layout = shards[group.id].layouts.get(name)
+        if layout is None or number not in layout.ranges:
             continue
         group = group.owned
         buffer = shards[group.id].opt[name]
-        if buffer.shape != (held.length,):
+        if buffer.shape != (layout.length,):
             raise TreeError(
                 f"the optimizer's {name!r} of group {group.name!r} is {list(buffer.shape)} and should be "
-                f"{[held.length]}: make the state with fs.init_state(plan, opt, ...)"
+                f"{[layout.length]}: make the state with fs.init_state(plan, opt, ...)"
             )
         entry = _entry(plan, f"opt.{name}.{path}", group, number, buffer)
-        if held.plain:
+        if layout.plain:
             yield entry
             continue
-        if held.forms[number].shape is not None and 0 in entry.shape:
+        if layout.forms[number].shape is not None and 0 in entry.shape:
             continue  # a leaf without elements is on no rank, and nor is what an optimizer keeps of it as a whole
-        begin, end = held.ranges[number]
-        shape = held.forms[number].whole(entry.shape)
-        piece = _state_piece(held.forms[number], shape, entry.piece, end - begin)
-        holders = entry.holders if held.forms[number].shape is None else _alike(plan, group, number)
+        begin, end = layout.ranges[number]
+        shape = layout.forms[number].whole(entry.shape)
+        piece = _state_piece(layout.forms[number], shape, entry.piece, end - begin)
+        holders = entry.holders if layout.forms[number].shape is None else _alike(plan, group, number)
         yield replace(entry, shape=shape, piece=piece, tensor=buffer[begin:end].detach(), holders=holders)
 
 

@@ -18,7 +18,7 @@ from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
 from fshard.runtime.execution.update import Shards, start_shard
-from fshard.runtime.memory.spaces import place_of
+from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
@@ -203,7 +203,7 @@ def take(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def _shard_of(plan: Plan, group: Group, value: Callable[[str, Piece], Tensor]) -> Tensor:
-    buffer = place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype)
+    buffer = memory_space(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype)
     part = plan.mesh.index(group.gather_axes)
     for number, leaf in enumerate(group.leaves):
         begin, end = group.shard_range(number, part)

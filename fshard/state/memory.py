@@ -11,8 +11,8 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
 from fshard.runtime.execution.update import Pending, Shard, Shards
-from fshard.runtime.memory.optimizer_layout import Held
-from fshard.runtime.memory.spaces import place_of
+from fshard.runtime.memory.memory_spaces import memory_space
+from fshard.runtime.memory.optimizer_layout import BufferLayout
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 
@@ -38,12 +38,12 @@ class Layout:
 
     Attributes:
         plan: the plan.
-        held: of each group.
+        layouts: of the optimizer's buffers, by name, for each group.
         parts: the range of each group's shard that this rank updates; None for all of it.
     """
 
     plan: Plan
-    held: tuple[Mapping[str, Held], ...]
+    layouts: tuple[Mapping[str, BufferLayout], ...]
     parts: tuple[tuple[int, int] | None, ...]
 
     def __hash__(self) -> int:
@@ -60,15 +60,15 @@ class Layout:
         if not isinstance(opt_state, Mapping):
             raise TreeError(f"state.opt_state is {described(opt_state)}: give a dict of trees, as state.opt_state was")
         states = {name: dict(tree.paths(value)) for name, value in opt_state.items()}
-        for group, held, part in zip(plan.groups, self.held, self.parts, strict=True):
-            param = place_of(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype)
+        for group, layouts, part in zip(plan.groups, self.layouts, self.parts, strict=True):
+            param = memory_space(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype)
             begins = [group.shard_range(n, plan.mesh.index(group.gather_axes)) for n in range(len(group.leaves))]
             _fill(param, dict(enumerate(begins)), group, flat, "params")
-            place = place_of(group.kinds.opt, plan.mesh)
-            opt = {name: place.zeros(kept.length, kept.dtype) for name, kept in held.items()}
-            for name, kept in held.items():
+            place = memory_space(group.kinds.opt, plan.mesh)
+            opt = {name: place.zeros(kept.length, kept.dtype) for name, kept in layouts.items()}
+            for name, kept in layouts.items():
                 _fill(opt[name], kept.ranges, group, states.get(name, {}), f"opt_state[{name!r}]")
-            shards.append(Shard(param, opt, held, part))
+            shards.append(Shard(param, opt, layouts, part))
         return Shards(shards)
 
 
@@ -167,7 +167,7 @@ class Memory:
         if self._loose is not None:
             return self._loose
         shards = self.shards(step)
-        return Layout(self.plan, shards.layout, tuple([shard.part for shard in shards]))
+        return Layout(self.plan, shards.layouts, tuple([shard.part for shard in shards]))
 
     def params(self, step: int, *, stale: bool = False) -> Any:
         """The tree of parameters, made once.
@@ -251,13 +251,13 @@ def _viewer(plan: Plan, shards: Shards, name: str) -> Callable[[Group, int], Ten
 
     def view(group: Group, number: int) -> Tensor | None:
         shard, owned = shards[group.id], group.owned
-        held = shard.held.get(name)
-        if held is None or number not in held.ranges:
+        layout = shard.layouts.get(name)
+        if layout is None or number not in layout.ranges:
             return None
-        if held.plain:
+        if layout.plain:
             return local_view(plan, owned, number, shard.opt[name])
-        begin, end = held.ranges[number]
-        form, local = held.forms[number], owned.local_shape(number, plan.mesh)
+        begin, end = layout.ranges[number]
+        form, local = layout.forms[number], owned.local_shape(number, plan.mesh)
         part = shard.opt[name][begin:end].detach()
         if form.shape is None:
             return part.view(local) if form.block == 1 else part

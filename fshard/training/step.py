@@ -22,7 +22,7 @@ from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.trace import idle_leaves, trace
 from fshard.runtime.execution.update import Pending, Shards, Update, parted
-from fshard.runtime.memory.optimizer_layout import cuts_of, holdings
+from fshard.runtime.memory.optimizer_layout import optimizer_layout, update_slices
 from fshard.runtime.steps.attempt import Outcome, raise_outcome, refuse_transforms
 from fshard.runtime.steps.backends import make_cache
 from fshard.runtime.steps.clip import read_clip
@@ -62,8 +62,8 @@ class TrainStep:
         workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, communicators_of(plan))
         workshop.cache, workshop.remat = make_cache(options.compile), options.remat
         self._runner = Runner(loss_fn, workshop)
-        self._kept = {g.id: holdings(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
-        self._grads = workshop.gradients(cuts_of(plan, self._rule, options.clip.number), self._rule)
+        self._kept = {g.id: optimizer_layout(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
+        self._grads = workshop.gradients(update_slices(plan, self._rule, options.clip.number), self._rule)
         self._wide = widened([group.dtype for group in plan.groups if group.trainable])
         self._since: Mapping[str, int] = {}
         self._rounded = rounded_groups(plan)
@@ -73,7 +73,7 @@ class TrainStep:
         self._early = options.policy.update == "in_backward"
         self._parted = parted(plan)
         self._senders: Mapping[int, Communicator] = workshop.comms.senders() if workshop.comms is not None else {}
-        self._layout: object = None  # where the states so far keep the optimizer's buffers
+        self._layouts: object = None  # where the states so far keep the optimizer's buffers
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
         self._traced: Schedule | None = None
         self._choice: Choice | None = None
@@ -273,19 +273,20 @@ class TrainStep:
 
     def _check_state(self, state: TrainState) -> None:
         state.check_plan(self.plan)
-        layout = state.shards().layout
-        if layout is not self._layout:
+        layouts = state.shards().layouts
+        if layouts is not self._layouts:
             for group, kept in self._kept.items():
-                if layout[group] != kept:
+                if layouts[group] != kept:
                     raise TreeError(
-                        f"the state holds {list(layout[group])} for the optimizer, {self.opt!r} keeps {list(kept)}, or "
-                        f"not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
+                        f"the state holds {list(layouts[group])} for the optimizer, {self.opt!r} keeps {list(kept)}, "
+                        "or not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this "
+                        "optimizer"
                     )
-            self._layout = layout
+            self._layouts = layouts
         if state.late != self._since:
             check_late(self.opt, state.late)
-            self._since, cuts = state.late, cuts_of(self.plan, self._rule, self.options.clip.number, state.late)
-            self._grads = replace(self._grads, cuts=cuts, views={})
+            self._since, slices = state.late, update_slices(self.plan, self._rule, self.options.clip.number, state.late)
+            self._grads = replace(self._grads, update_slices=slices, views={})
             self._decide = replace(self._decide, grads=self._grads)
 
     def _control(self) -> Communicator:

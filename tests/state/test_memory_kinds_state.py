@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import P, errors, tree
-from fshard.runtime.memory.spaces import Place, place_of
+from fshard.runtime.memory.memory_spaces import MemorySpace, memory_space
 from fshard.schedule import parse
 from fshard.schedule.check import check
 from tests.optim import runs as optims
@@ -308,13 +308,13 @@ def test_the_table_says_it() -> None:
     assert "f32[9, 6]@flat(shard) pinned_host" in text and "f32[9, 9]@flat(shard) opt=pinned_host" in text
     assert "f32[3, 9] frozen pinned_host" in text and "in host memory" in text
     plan = planned(mesh, rules=rules)
-    assert {g.unit: (g.gathered, g.offloaded, g.visits) for g in plan.groups} == {
+    assert {g.unit: (g.gathered, g.offloaded, g.update_staged) for g in plan.groups} == {
         "first": (True, True, False),
         "middle": (True, False, True),
         "last": (True, False, False),
     }
-    assert place_of("pinned_host", mesh) == Place(torch.device("cpu"), True)
-    assert place_of("device", mesh) == Place(torch.device("cuda"))
+    assert memory_space("pinned_host", mesh) == MemorySpace(torch.device("cpu"), True)
+    assert memory_space("device", mesh) == MemorySpace(torch.device("cuda"))
 
 
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

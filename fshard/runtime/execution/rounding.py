@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard.model.philox import fold, uniform
-from fshard.runtime.memory.optimizer_layout import Segment
+from fshard.runtime.memory.optimizer_layout import UpdateSlice
 from fshard.sharding.layout import global_index
 from fshard.sharding.plan import Plan
 
@@ -58,14 +58,14 @@ class Rounding:
     def update(
         self,
         group: int,
-        cuts: Sequence[Segment],
+        update_slices: Sequence[UpdateSlice],
         slices: Sequence[Slice],
         grads: Sequence[Tensor],
         step: int,
-        rule: Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], Segment], None],
+        rule: Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], UpdateSlice], None],
     ) -> None:
         """Update one group: parameters and those buffers that are bfloat16 too are widened, updated and rounded."""
-        for (param, state), grad, cut in zip(slices, grads, cuts, strict=True):
+        for (param, state), grad, cut in zip(slices, grads, update_slices, strict=True):
             wide = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in state.items()}
             new = param.float()
             rule([new], [grad.float()], [wide], cut)
@@ -77,8 +77,8 @@ class Rounding:
                 bits = self._bits(group, cut, step, name, param.device) if alike else None
                 value.copy_(wide[name] if bits is None else round_stochastic(wide[name], bits))
 
-    def _bits(self, group: int, cut: Segment, step: int, what: str, device: torch.device) -> Tensor:
-        """Random bits for a segment."""
+    def _bits(self, group: int, cut: UpdateSlice, step: int, what: str, device: torch.device) -> Tensor:
+        """Random bits for an update slice."""
         held, mesh = self.plan.groups[group].owned, self.plan.mesh
         part = mesh.index(held.gather_axes)
         bits = torch.zeros(cut.end - cut.begin, dtype=torch.int32, device=device)

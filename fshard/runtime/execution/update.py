@@ -13,8 +13,8 @@ from fshard.runtime.comm import Communicator, Handle
 from fshard.runtime.comm.streams import events
 from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.memory.allocation import deallocate
-from fshard.runtime.memory.optimizer_layout import Held, Segment, start_buffers
-from fshard.runtime.memory.spaces import Visit, place_of, same_memory
+from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory
+from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, start_buffers
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -26,7 +26,7 @@ Slice = tuple[Tensor, dict[str, Tensor]]
 class Shard:
     """What a rank keeps of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
 
-    ``held`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
+    ``layouts`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
     updates; they are fewer where ``part`` says so, and then other ranks that hold the same chunk update the rest.
     """
 
@@ -34,31 +34,31 @@ class Shard:
         self,
         param: Tensor,
         opt: dict[str, Tensor],
-        held: Mapping[str, Held] | None = None,
+        layouts: Mapping[str, BufferLayout] | None = None,
         part: tuple[int, int] | None = None,
     ) -> None:
-        self.param, self.opt, self.held, self.part = param, opt, held or {}, part
+        self.param, self.opt, self.layouts, self.part = param, opt, layouts or {}, part
         self.own = param if part is None else param[part[0] : part[1]]
-        self._cut: tuple[tuple[Segment, ...], list[Slice]] = ((), [])
+        self._cut: tuple[tuple[UpdateSlice, ...], list[Slice]] = ((), [])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A shard is pickled without its views."""
-        return Shard, (self.param, self.opt, self.held, self.part)
+        return Shard, (self.param, self.opt, self.layouts, self.part)
 
-    def slices(self, segments: tuple[Segment, ...]) -> list[Slice]:
-        """The views that an optimizer updates, one pair a segment; cached for the lifetime of the shard."""
-        if self._cut[0] is not segments:
-            self._cut = (segments, [(self.own[cut.begin : cut.end], self._states(cut)) for cut in segments])
+    def slices(self, update_slices: tuple[UpdateSlice, ...]) -> list[Slice]:
+        """The views that an optimizer updates, one pair an update slice; cached for the lifetime of the shard."""
+        if self._cut[0] is not update_slices:
+            self._cut = (update_slices, [(self.own[cut.begin : cut.end], self._states(cut)) for cut in update_slices])
         return self._cut[1]
 
-    def _states(self, cut: Segment) -> dict[str, Tensor]:
-        parts = {name: held.part(cut) for name, held in self.held.items()}
+    def _states(self, cut: UpdateSlice) -> dict[str, Tensor]:
+        parts = {name: layout.part(cut) for name, layout in self.layouts.items()}
         return {name: self.opt[name][part[0] : part[1]] for name, part in parts.items() if part is not None}
 
     def clone(self) -> "Shard":
         """A shard of its own memory with the same values."""
         opt = {name: same_memory(value) for name, value in self.opt.items()}
-        return Shard(same_memory(self.param), opt, self.held, self.part)
+        return Shard(same_memory(self.param), opt, self.layouts, self.part)
 
 
 def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard:
@@ -67,11 +67,11 @@ def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard
         return Shard(param, {})
     part = group.own_range(mesh) if group.opt_parts > 1 else None
     own = param if part is None else param[part[0] : part[1]]
-    buffers, held = start_buffers(group.owned, mesh, opt, own)
+    buffers, layouts = start_buffers(group.owned, mesh, opt, own)
     if group.kinds.hosted or group.kinds.opt != "device":
-        place = place_of(group.kinds.opt, mesh)
+        place = memory_space(group.kinds.opt, mesh)
         buffers = {name: place.keep(value) for name, value in buffers.items()}
-    return Shard(param, buffers, held, part)
+    return Shard(param, buffers, layouts, part)
 
 
 class Shards(list[Shard]):
@@ -83,7 +83,7 @@ class Shards(list[Shard]):
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         super().__init__(shards)
-        self.layout = tuple([shard.held for shard in self])
+        self.layouts = tuple([shard.layouts for shard in self])
         self._calls: tuple[Gradients | None, dict[tuple[int, ...], Calls]] = (None, {})
 
     def calls(self, grads: "Gradients", due: tuple[int, ...]) -> "Calls":
@@ -108,13 +108,13 @@ class Slices(NamedTuple):
     """What one call of the optimizer updates.
 
     Attributes:
-        cut: the first of their segments: what it says beside its range holds for all.
+        cut: the first of their update slices: what it says beside its range holds for all.
         params: the parameters.
         grads: their gradients.
         states: the optimizer's state of each.
     """
 
-    cut: Segment
+    cut: UpdateSlice
     params: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Tensor]]
@@ -134,17 +134,17 @@ class Gradients:
 
     Attributes:
         shards: a chunk a trainable group, by group id; made when the first step runs.
-        cuts: the segments of each trainable group.
+        update_slices: what one kernel call can update of each trainable group.
         passing: the groups whose chunks have memory from their reduction to their update alone.
-        visits: how groups that are not kept where they are updated come there, by group id.
+        stagings: how groups that are not kept where they are updated come there, by group id.
         host: the groups that are updated on the host.
         views: those asked for so far.
     """
 
     shards: Mapping[int, Tensor]
-    cuts: Mapping[int, tuple[Segment, ...]]
+    update_slices: Mapping[int, tuple[UpdateSlice, ...]]
     passing: frozenset[int]
-    visits: Mapping[int, Visit] = field(default_factory=dict)
+    stagings: Mapping[int, UpdateStaging] = field(default_factory=dict)
     host: frozenset[int] = frozenset()
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
@@ -158,16 +158,16 @@ class Gradients:
         return replace(self, shards={group: same_memory(self.shards[group]) for group in groups}, views={})
 
     def slices(self, group: int) -> list[Tensor]:
-        """The views of one group's gradients, one a segment."""
+        """The views of one group's gradients, one an update slice."""
         if group not in self.views:
-            self.views[group] = [self.shards[group][cut.begin : cut.end] for cut in self.cuts[group]]
+            self.views[group] = [self.shards[group][cut.begin : cut.end] for cut in self.update_slices[group]]
         return self.views[group]
 
     def alike(self, shards: Mapping[int, Shard]) -> list[Slices]:
         """The slices of some shards, those together that agree in what optimizers ask for, and lie on one side."""
         alike: dict[tuple[Hashable, ...], Slices] = {}
         for group, shard in shards.items():
-            cuts, host = self.cuts[group], group in self.host
+            cuts, host = self.update_slices[group], group in self.host
             for (param, state), grad, cut in zip(shard.slices(cuts), self.slices(group), cuts, strict=True):
                 key = (cut.hyper, cut.limit, cut.late, param.dtype, host)
                 call = alike.setdefault(key, Slices(cut, [], [], []))
@@ -201,7 +201,7 @@ class Pending:
     divisors: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.waiting = dict.fromkeys(self.grads.cuts)
+        self.waiting = dict.fromkeys(self.grads.update_slices)
 
     def apply(self, shards: Shards, groups: Sequence[int]) -> None:
         """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
@@ -240,7 +240,7 @@ class Pending:
     def finish(self, shards: Shards) -> None:
         """Update every group that was not updated yet. Local."""
         self.apply(shards, list(self.waiting))
-        for device in {visit.place.device for visit in self.grads.visits.values()}:
+        for device in {staging.space.device for staging in self.grads.stagings.values()}:
             for mark in events(device):
                 mark.synchronize()  # whoever reads host memory next is not ordered behind the device
 
@@ -252,10 +252,12 @@ class Pending:
     def _apart(self, groups: Sequence[int]) -> list[int]:
         """Which of these groups are updated one at a time: rounded, or kept elsewhere than they are updated."""
         rounded = self.rounding.groups if self.rounding is not None else ()
-        visits = self.grads.visits
-        return [group for group in groups if group in rounded or group in visits] if rounded or visits else []
+        stagings = self.grads.stagings
+        return [group for group in groups if group in rounded or group in stagings] if rounded or stagings else []
 
-    def _rule(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: Segment) -> None:
+    def _rule(
+        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: UpdateSlice
+    ) -> None:
         more: dict[str, Any] = {"late": cut.late} if cut.late else {}
         scale, step = self._divisor(cut.limit, grads[0]), self.step + 1
         self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
@@ -271,17 +273,17 @@ class Pending:
         return self.divisors[key]
 
     def _update_apart(self, group: int, home: Shard) -> None:
-        visit, cuts = self.grads.visits.get(group), self.grads.cuts[group]
-        guests = visit.bring(home.own, home.opt) if visit is not None else (home.own, home.opt)
-        shard = Shard(*guests, home.held) if visit is not None else home
+        staging, update_slices = self.grads.stagings.get(group), self.grads.update_slices[group]
+        staged = staging.stage_in(home.own, home.opt) if staging is not None else (home.own, home.opt)
+        shard = Shard(*staged, home.layouts) if staging is not None else home
         if self.rounding is not None and group in self.rounding.groups:
-            slices = shard.slices(cuts)
-            self.rounding.update(group, cuts, slices, self.grads.slices(group), self.step, self._rule)
+            slices = shard.slices(update_slices)
+            self.rounding.update(group, update_slices, slices, self.grads.slices(group), self.step, self._rule)
         else:
             for cut, params, grads, states in self.grads.alike({group: shard}):
                 self._rule(params, grads, states, cut)
-        if visit is not None:
-            visit.leave(guests, home.own, home.opt)
+        if staging is not None:
+            staging.stage_out(staged, home.own, home.opt)
 
 
 def parted(plan: Plan) -> dict[int, None]:
@@ -309,7 +311,7 @@ class Update:
     @property
     def begun(self) -> bool:
         """Whether a group was updated."""
-        return self.pending is not None and len(self.pending.waiting) < len(self.pending.grads.cuts)
+        return self.pending is not None and len(self.pending.waiting) < len(self.pending.grads.update_slices)
 
     def apply(self, groups: Sequence[int]) -> None:
         """Update these groups, unless that was done; see ``Pending.apply``."""

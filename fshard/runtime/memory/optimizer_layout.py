@@ -15,7 +15,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
 
-class Segment(NamedTuple):
+class UpdateSlice(NamedTuple):
     """A range of a shard, in elements, that one kernel call can update.
 
     Attributes:
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class BufferLayout:
     """One of an optimizer's buffers beside a shard.
 
     Attributes:
@@ -53,13 +53,13 @@ class Held:
     ranges: Mapping[int, tuple[int, int]]
     plain: bool
 
-    def part(self, segment: Segment) -> tuple[int, int] | None:
-        """Where the buffer holds what belongs to a segment; None if its leaves have none of it."""
-        first, last = segment.leaves
+    def part(self, piece: UpdateSlice) -> tuple[int, int] | None:
+        """Where the buffer holds what belongs to an update slice; None if its leaves have none of it."""
+        first, last = piece.leaves
         return (self.ranges[first][0], self.ranges[last][1]) if first in self.ranges else None
 
 
-def holdings(group: Group, mesh: Mesh, opt: Contract, part: int | None = None) -> dict[str, Held]:
+def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None = None) -> dict[str, BufferLayout]:
     """The buffers of an optimizer beside one group's shard. Equal leaves that lie together stay together.
 
     Args:
@@ -74,25 +74,26 @@ def holdings(group: Group, mesh: Mesh, opt: Contract, part: int | None = None) -
     for number, leaf in enumerate(group.leaves):
         for name, form in opt.forms(opt.hyper(leaf.path, leaf.shape)).items():
             found.setdefault(name, {})[number] = form
-    return {name: _hold(group, spans, forms) for name, forms in found.items()}
+    return {name: _buffer_layout(group, spans, forms) for name, forms in found.items()}
 
 
 def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
     """Of all buffers beside one group's shard, on the rank that has most: the same on every rank."""
-    own = holdings(group, mesh, opt)
-    every = [own] if all(held.plain for held in own.values()) else []
-    every = every or [holdings(group, mesh, opt, part) for part in range(group.parts)]
-    return max(sum(held.length * held.dtype.itemsize for held in one.values()) for one in every)
+    own = optimizer_layout(group, mesh, opt)
+    every = [own] if all(layout.plain for layout in own.values()) else []
+    every = every or [optimizer_layout(group, mesh, opt, part) for part in range(group.parts)]
+    return max(sum(layout.length * layout.dtype.itemsize for layout in one.values()) for one in every)
 
 
-def _hold(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) -> Held:
+def _buffer_layout(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) -> BufferLayout:
     """Lay one buffer out."""
     dtypes = {form.typed(group.dtype) for form in forms.values()}
     assert len(dtypes) == 1, "a buffer has one dtype"
     if len(forms) == len(spans) and all(form.shape is None and form.block == 1 for form in forms.values()):
-        return Held(group.chunk, dtypes.pop(), forms, dict(enumerate(spans)), True)
+        return BufferLayout(group.chunk, dtypes.pop(), forms, dict(enumerate(spans)), True)
     ranges: dict[int, tuple[int, int]] = {}
-    end, before, shift, offset = 0, -1, 0, 0  # a run of leaves keeps its gaps, so that its segments are ranges here too
+    # A run of leaves keeps its gaps, so that its update slices are ranges here too.
+    end, before, shift, offset = 0, -1, 0, 0
     for number, form in forms.items():
         begin, stop = spans[number]
         if begin == stop:
@@ -107,17 +108,17 @@ def _hold(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) ->
         end = at + form.count(stop - begin)
         ranges[number] = (at, end)
         before = number
-    return Held(end, dtypes.pop(), forms, ranges, False)
+    return BufferLayout(end, dtypes.pop(), forms, ranges, False)
 
 
-def segments(
+def merge_slices(
     group: Group,
     mesh: Mesh,
     hyper: Callable[[str, tuple[int, ...]], Hashable],
     step: Callable[[Any], int | None] = lambda hyper: 1,
     limit: Callable[[str], int] = lambda path: 0,
     late: Mapping[str, int] = MappingProxyType({}),
-) -> tuple[Segment, ...]:
+) -> tuple[UpdateSlice, ...]:
     """The ranges of this rank's shard that one kernel call can update: neighbours with equal hyper-parameters, merged.
 
     Padding between merged leaves is updated with them: it holds zeros, gets zero gradients and stays zero.
@@ -131,7 +132,7 @@ def segments(
         late: the updates before a leaf began to train, by path, if there were any; the same for merged leaves.
     """
     part = mesh.index(group.gather_axes)
-    out: list[Segment] = []
+    out: list[UpdateSlice] = []
     for number, leaf in enumerate(group.leaves):
         begin, end = group.shard_range(number, part)
         value = hyper(leaf.path, leaf.shape)
@@ -142,47 +143,49 @@ def segments(
         if alike and apart is not None and (begin - out[-1].begin) % apart == 0:
             out[-1] = out[-1]._replace(end=end, leaves=(out[-1].leaves[0], number))
         else:
-            out.append(Segment(begin, end, value, (number, number), rule, missed))
+            out.append(UpdateSlice(begin, end, value, (number, number), rule, missed))
     return tuple(out)
 
 
-def segments_of(
+def group_slices(
     group: Group,
     mesh: Mesh,
     opt: Contract,
     limit: Callable[[str], int] = lambda path: 0,
     late: Mapping[str, int] = MappingProxyType({}),
-) -> tuple[Segment, ...]:
-    """The segments that an optimizer updates."""
+) -> tuple[UpdateSlice, ...]:
+    """The update slices of one group."""
 
     def step(hyper: Any) -> int | None:
         grain = opt.grain(hyper)
         own = any(form.shape is not None for form in opt.forms(hyper).values())
         return None if own or not isinstance(grain, int) else grain
 
-    return segments(group, mesh, opt.hyper, step, limit, late)
+    return merge_slices(group, mesh, opt.hyper, step, limit, late)
 
 
-def cuts_of(
+def update_slices(
     plan: Plan,
     opt: Contract,
     limit: Callable[[str], int] = lambda path: 0,
     late: Mapping[str, int] = MappingProxyType({}),
-) -> dict[int, tuple[Segment, ...]]:
-    """The segments of each trained group, by its id."""
+) -> dict[int, tuple[UpdateSlice, ...]]:
+    """The update slices of each trained group, by its id."""
     trained = [group for group in plan.groups if group.trainable]
-    return {group.id: segments_of(group.owned, plan.mesh, opt, limit, late) for group in trained}
+    return {group.id: group_slices(group.owned, plan.mesh, opt, limit, late) for group in trained}
 
 
-def start_buffers(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> tuple[dict[str, Tensor], dict[str, Held]]:
+def start_buffers(
+    group: Group, mesh: Mesh, opt: Contract, param: Tensor
+) -> tuple[dict[str, Tensor], dict[str, BufferLayout]]:
     """An optimizer's buffers for a shard before the first update, and how they lie."""
-    held = holdings(group, mesh, opt)
+    layouts = optimizer_layout(group, mesh, opt)
     if opt.uniform:
-        return dict(opt.init(param, None)), held
-    buffers = {name: torch.zeros(h.length, dtype=h.dtype, device=param.device) for name, h in held.items()}
-    for segment in segments_of(group, mesh, opt):
-        for name, value in opt.init(param[segment.begin : segment.end], segment.hyper).items():
-            span = held[name].part(segment)
+        return dict(opt.init(param, None)), layouts
+    buffers = {name: torch.zeros(h.length, dtype=h.dtype, device=param.device) for name, h in layouts.items()}
+    for piece in group_slices(group, mesh, opt):
+        for name, value in opt.init(param[piece.begin : piece.end], piece.hyper).items():
+            span = layouts[name].part(piece)
             assert span is not None, name
             buffers[name][span[0] : span[1]] = value.reshape(-1)
-    return buffers, held
+    return buffers, layouts

@@ -99,11 +99,11 @@ def _check_rules(clip: Clip, plan: Plan) -> None:
 def norms_by_rule(clip: Clip, plan: Plan, comm: Communicator, grads: Gradients) -> list[float]:
     """The norm of the summed gradients of each rule's leaves, over all ranks. Collective, one exchange."""
     sums = [0.0] * len(clip.rules)
-    for group, cuts in grads.cuts.items():
-        if cuts:
+    for group, update_slices in grads.update_slices.items():
+        if update_slices:
             share = share_of(plan.groups[group], plan.mesh)
             found = torch.stack([*norms_of(grads.slices(group))]).tolist()
-            for cut, norm in zip(cuts, found, strict=True):
+            for cut, norm in zip(update_slices, found, strict=True):
                 sums[cut.limit] += share * norm * norm
     rows = [sums]
     if comm.size > 1:

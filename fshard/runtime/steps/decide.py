@@ -66,7 +66,7 @@ class Decisions:
         carried.clear()
         if self.every > 1 and self.updates(step):
             factor = (1.0 if count else self.runner.parts) * boost / self.runner.divisor
-            carried.update((group, (shards[group].opt[CARRIED], factor)) for group in self.grads.cuts)
+            carried.update((group, (shards[group].opt[CARRIED], factor)) for group in self.grads.update_slices)
 
     def count(self, step: int, count: float, verdict: Verdict, overflow: bool) -> float:
         """The elements whose gradients are carried after this step."""

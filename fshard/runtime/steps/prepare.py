@@ -22,9 +22,9 @@ from fshard.runtime.execution.trace import Found
 from fshard.runtime.execution.update import Gradients
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
+from fshard.runtime.memory.memory_spaces import memory_space, update_stagings
 from fshard.runtime.memory.offload import Offload
-from fshard.runtime.memory.optimizer_layout import Segment, most_bytes
-from fshard.runtime.memory.spaces import place_of, visits_of
+from fshard.runtime.memory.optimizer_layout import UpdateSlice, most_bytes
 from fshard.runtime.steps.rates import common, measured
 from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.build import build
@@ -112,17 +112,17 @@ class Workshop:
         """The groups that are updated on the host, where their gradients stay in memory."""
         return frozenset(group.id for group in self.plan.groups if group.offloaded)
 
-    def gradients(self, cuts: Mapping[int, tuple[Segment, ...]], opt: Contract) -> Gradients:
+    def gradients(self, update_slices: Mapping[int, tuple[UpdateSlice, ...]], opt: Contract) -> Gradients:
         """What becomes of gradients after a step.
 
         Args:
-            cuts: the segments of each trainable group.
+            update_slices: what one kernel call can update of each trainable group.
             opt: the optimizer.
         """
-        moved = [group for group in self.plan.groups if group.visits and group.kinds.moved[1]]
+        moved = [group for group in self.plan.groups if group.update_staged and group.kinds.moved[1]]
         self.visiting = {group.id: most_bytes(group.owned, self.plan.mesh, opt) for group in moved}
         passing = self.reduced - self.host
-        return Gradients(self.grads, cuts, passing, visits_of(self.plan), self.host)
+        return Gradients(self.grads, update_slices, passing, update_stagings(self.plan), self.host)
 
     def schedule(self, found: Found) -> Schedule:
         """The checked schedule of a program."""
@@ -250,7 +250,7 @@ class Workshop:
     def _make_casts(self) -> None:
         for group in self.plan.groups:
             if group.compute_dtype != group.dtype and group.id not in self.casts:
-                place = place_of(group.kinds.param, self.plan.mesh)
+                place = memory_space(group.kinds.param, self.plan.mesh)
                 self.casts[group.id] = place.empty(group.chunk, group.compute_dtype)
 
     def _grad(self, number: int) -> Tensor:
@@ -262,7 +262,7 @@ class Workshop:
                 deallocate(own)
             if number in self.host:
                 pinned = "pinned_host" in (group.kinds.param, group.kinds.opt)
-                place = place_of("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
+                place = memory_space("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
                 self.landed[number], self.grads[number] = own, place.zeros(group.owned.chunk, group.dtype)
             if group.second_scatter:
                 self.parted[number] = torch.zeros(group.chunk, dtype=group.dtype, device=self.plan.mesh.device)

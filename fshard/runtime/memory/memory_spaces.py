@@ -13,7 +13,7 @@ from fshard.sharding.plan import Plan
 
 
 @dataclass(frozen=True)
-class Place:
+class MemorySpace:
     """Some memory: a device's, or that of its host, page-locked or not."""
 
     device: torch.device
@@ -34,9 +34,9 @@ class Place:
         return self.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
-def place_of(kind: MemoryKind, mesh: Mesh) -> Place:
+def memory_space(kind: MemoryKind, mesh: Mesh) -> MemorySpace:
     """The memory of this kind, as a rank sees it."""
-    return Place(mesh.device) if kind == "device" else Place(torch.device("cpu"), kind == "pinned_host")
+    return MemorySpace(mesh.device) if kind == "device" else MemorySpace(torch.device("cpu"), kind == "pinned_host")
 
 
 def same_memory(tensor: Tensor) -> Tensor:
@@ -46,46 +46,46 @@ def same_memory(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Visit:
+class UpdateStaging:
     """How what one update writes comes to the side where it runs, and goes back.
 
     Everything happens on the compute stream, so what it needs on the device is free again for whatever is issued next.
 
     Attributes:
-        place: memory of that side.
+        space: memory of that side.
         param: whether parameters come.
         opt: whether optimizer state comes.
     """
 
-    place: Place
+    space: MemorySpace
     param: bool
     opt: bool
 
-    def bring(self, param: Tensor, opt: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def stage_in(self, param: Tensor, opt: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Copies of what lies on the other side, and the rest as it is."""
         states = {name: self._copy(value) if self.opt else value for name, value in opt.items()}
         return self._copy(param) if self.param else param, states
 
-    def leave(self, guests: tuple[Tensor, Mapping[str, Tensor]], param: Tensor, opt: Mapping[str, Tensor]) -> None:
+    def stage_out(self, staged: tuple[Tensor, Mapping[str, Tensor]], param: Tensor, opt: Mapping[str, Tensor]) -> None:
         """Write the copies back."""
         with torch.no_grad():
             if self.param:
-                param.copy_(guests[0], non_blocking=True)
+                param.copy_(staged[0], non_blocking=True)
             for name in opt if self.opt else ():
-                opt[name].copy_(guests[1][name], non_blocking=True)
+                opt[name].copy_(staged[1][name], non_blocking=True)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # The processor reads what comes to the host at once, so it waits for that; a device has its stream.
-        out = self.place.empty(tensor.numel(), tensor.dtype)
-        return out.copy_(tensor.detach(), non_blocking=self.place.device.type != "cpu")
+        out = self.space.empty(tensor.numel(), tensor.dtype)
+        return out.copy_(tensor.detach(), non_blocking=self.space.device.type != "cpu")
 
 
-def visits_of(plan: Plan) -> dict[int, Visit]:
-    """The visits that updates of a plan's groups need, by group id."""
-    return {group.id: _visit(group, plan.mesh) for group in plan.groups if group.visits}
+def update_stagings(plan: Plan) -> dict[int, UpdateStaging]:
+    """How updates stage what they write, by group id; groups that need no staging are left out."""
+    return {group.id: _update_staging(group, plan.mesh) for group in plan.groups if group.update_staged}
 
 
-def _visit(group: Group, mesh: Mesh) -> Visit:
+def _update_staging(group: Group, mesh: Mesh) -> UpdateStaging:
     kinds = group.kinds
     pinned: MemoryKind = "pinned_host" if "pinned_host" in (kinds.param, kinds.opt) else "unpinned_host"
-    return Visit(place_of("device" if kinds.update == "device" else pinned, mesh), *kinds.moved)
+    return UpdateStaging(memory_space("device" if kinds.update == "device" else pinned, mesh), *kinds.moved)
