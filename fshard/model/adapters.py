@@ -5,6 +5,7 @@ and of transformers that compute a product alone add ``x @ a @ b`` to it instead
 saved for the backward.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,9 @@ def linear(weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, x: Tensor,
     return out + (F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(out.dtype)
 
 
-def adapt(module: nn.Module, weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scale: float, made: Any) -> None:
+def adapt(
+    module: nn.Module, weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scale: float, made: dict[Any, Kind]
+) -> None:
     """Give weights of a module adapters. The module changes its class; its parameters stay where they are.
 
     Args:
@@ -52,28 +55,18 @@ def adapt(module: nn.Module, weights: Mapping[str, tuple[nn.Parameter, nn.Parame
         module._parameters[name + A], module._parameters[name + B] = a, b
     key = (type(module), tuple(weights))
     if key not in made:
-        made[key] = _class(module, list(weights))
+        kind = type(module)
+        body: dict[str, Any] = {name: property(functools.partial(_effective, name=name)) for name in weights}
+        if list(weights) == ["weight"] and (forward := _forward(module)) is not None:
+            body["forward"] = forward
+        made[key] = type(f"Lora{kind.__name__}", (kind,), body | {"__module__": kind.__module__})
     module.__class__ = made[key]
     vars(module)["lora_scale"] = scale
 
 
-def _class(module: nn.Module, names: list[str]) -> Kind:
-    kind = type(module)
-    body: dict[str, Any] = {name: property(_effective(name)) for name in names}
-    forward = _forward(module) if names == ["weight"] else None
-    if forward is not None:
-        body["forward"] = forward
-    return type(f"Lora{kind.__name__}", (kind,), body | {"__module__": kind.__module__})
-
-
-def _effective(name: str) -> Callable[[Any], Tensor]:
-    def weight(self: nn.Module) -> Tensor:
-        held = self._parameters
-        kept, a, b = held[name], held[name + A], held[name + B]
-        assert kept is not None and a is not None and b is not None
-        return kept + delta(a, b, vars(self)["lora_scale"]).to(kept.dtype)
-
-    return weight
+def _effective(self: nn.Module, name: str) -> Tensor:
+    weight, a, b, scale = _held(self, name)
+    return weight + delta(a, b, scale).to(weight.dtype)
 
 
 def _forward(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -89,9 +82,9 @@ def _forward(module: nn.Module) -> Callable[..., Tensor] | None:
     return None
 
 
-def _held(self: nn.Module) -> tuple[Tensor, Tensor, Tensor, float]:
+def _held(self: nn.Module, name: str = "weight") -> tuple[Tensor, Tensor, Tensor, float]:
     held = self._parameters
-    weight, a, b = held["weight"], held["weight" + A], held["weight" + B]
+    weight, a, b = held[name], held[name + A], held[name + B]
     assert weight is not None and a is not None and b is not None
     return weight, a, b, vars(self)["lora_scale"]
 

@@ -12,8 +12,7 @@ change is bound again as long as its version counter and the original's say that
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,7 @@ _LARGE = 1 << 14
 """The least bytes of a clone that is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A clone that equals its original as long as both have these versions."""
 
     original: Tensor
@@ -38,21 +36,12 @@ class _Kept:
     version: int
 
     def serves(self, buffer: Tensor) -> bool:
-        return (
-            buffer is self.original
-            and buffer._version == self.original_version
-            and self.clone._version == self.version
-            and _plain()
-        )
+        same = buffer is self.original and buffer._version == self.original_version
+        return same and self.clone._version == self.version and _plain()
 
 
 class Tracker:
-    """Clones the buffers of one module, and finds those that a call changed.
-
-    Args:
-        module: the module whose calls are tracked.
-        places: for every buffer, its places in the module.
-    """
+    """Clones the buffers of a module, each of which has some places in it, and finds those that a call changed."""
 
     def __init__(self, module: nn.Module, places: Sequence[Sequence[Place]]) -> None:
         number = {(id(entries), name): i for i, some in enumerate(places) for entries, name in some}
@@ -64,18 +53,20 @@ class Tracker:
                 self._watched = True
             elif isinstance(owner, _BatchNorm):
                 # torch's own forward counts a batch exactly when it lets the kernel write the statistics.
-                leader = number.get((id(owner._buffers), "num_batches_tracked"))
-                for name in ("running_mean", "running_var"):
-                    i = number.get((id(owner._buffers), name))
-                    if i is not None and leader is not None:
-                        self._leaders[i] = leader
+                names = ("num_batches_tracked", "running_mean", "running_var")
+                leader, *led = (number.get((id(owner._buffers), name)) for name in names)
+                if leader is not None:
+                    self._leaders |= {i: leader for i in led if i is not None}
 
     def clones(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Clones of buffers, which have version counters even in inference mode."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return [self._clone(i, buffer) for i, buffer in enumerate(buffers)]
-        return [self._clone(i, buffer) for i, buffer in enumerate(buffers)]
+        made = []
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            for i, buffer in enumerate(buffers):
+                # Removed for the time of the call, so that a call inside of this one gets a clone of its own.
+                kept = self._kept.pop(i, None) if self._kept else None
+                made.append(kept.clone if kept is not None and kept.serves(buffer) else buffer.clone())
+        return made
 
     def watch(self) -> "Watch | nullcontext[None]":
         """The context of a call."""
@@ -89,38 +80,22 @@ class Tracker:
         versions: Sequence[int],
         watch: "Watch | None",
     ) -> Iterator[tuple[int, Any]]:
-        """The number and the new value of each buffer that changed.
+        """The number and the new value of each buffer that changed in a call under ``watch``.
 
-        Args:
-            given: the buffers given to the call.
-            own: their clones.
-            now: the buffers of the module after the call.
-            versions: the versions of the clones before the call.
-            watch: the result of entering ``watch()``.
+        The call was given clones, ``own``, at these versions; the module holds ``now`` after it.
         """
         written = watch.written if watch is not None else ()
-        moved = [
-            new is not old or new._version != version or id(new) in written or _batched(new)
-            for new, old, version in zip(now, own, versions, strict=True)
-        ]
+        each = zip(now, own, versions, strict=True)
+        moved = [x is not old or x._version != before or id(x) in written or _batched(x) for x, old, before in each]
         for i, new in enumerate(now):
             if moved[i] or moved[self._leaders.get(i, i)]:
                 yield i, new
             elif i not in self._leaders and not self._watched and _keepable(given[i], new):
                 self._kept[i] = _Kept(given[i], given[i]._version, new, new._version)
 
-    def _clone(self, i: int, buffer: Tensor) -> Tensor:
-        # Removed for the time of the call, so that a call inside of this one gets a clone of its own.
-        kept = self._kept.pop(i, None) if self._kept else None
-        return kept.clone if kept is not None and kept.serves(buffer) else buffer.clone()
-
 
 class Watch(TorchFunctionMode):
-    """Records the tensors that a batch normalization kernel writes.
-
-    Attributes:
-        written: the ids of the tensors.
-    """
+    """Records the ids of the tensors that a batch normalization kernel writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,13 +123,8 @@ def _writes_silently(owner: nn.Module) -> bool:
     The names in the code of its methods show it; a mode around every call would cost a microsecond an operation.
     """
     foreign = [kind for kind in type(owner).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))]
-    return any(
-        "batch_norm" in name
-        for kind in foreign
-        for method in vars(kind).values()
-        if isinstance(method, types.FunctionType)
-        for name in _names(method.__code__)
-    )
+    methods = [x for kind in foreign for x in vars(kind).values() if isinstance(x, types.FunctionType)]
+    return any("batch_norm" in name for method in methods for name in _names(method.__code__))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

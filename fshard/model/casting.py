@@ -14,9 +14,7 @@ from fshard.model.precision import Precision
 class Casting:
     """Makes the casts of one engine's units. A unit inside of a unit is part of the outer one.
 
-    Args:
-        default: the precision of units whose leaves have several.
-        leaves: by path, the precision of each leaf.
+    Units whose leaves have several precisions have the default one.
     """
 
     def __init__(self, default: Precision, leaves: Mapping[str, Precision]) -> None:
@@ -45,7 +43,7 @@ class Casting:
         """The precision of a unit: the common one of its leaves, or the plan's."""
         key = id(unit), first
         if key not in self._known:
-            slots = [getattr(leaf, "_fshard_slot", None) for leaf in tree.leaves(params)]
+            slots = (getattr(leaf, "_fshard_slot", None) for leaf in tree.leaves(params))
             found = {self.leaves[slot.path] for slot in slots if slot is not None}
             self._known[key] = found.pop() if len(found) == 1 else self.default
         return self._known[key]

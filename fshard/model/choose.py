@@ -1,7 +1,7 @@
 """Chooses the submodules that are units: by path, by class, or the repeated blocks (``"auto"``)."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -22,13 +22,21 @@ def chosen(module: nn.Module, units: Pattern | Iterable[Pattern]) -> tuple[str, 
     """
     if isinstance(units, str) and units == AUTO:
         return repeated(module)
-    if not isinstance(units, (str, type, Iterable)):
-        raise errors.bad_unit_pattern(units)
-    patterns = [units] if isinstance(units, (str, type)) else list(units)
+    patterns = list(units) if isinstance(units, Iterable) and not isinstance(units, (str, type)) else [units]
     for pattern in patterns:
         if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
             raise errors.bad_unit_pattern(pattern)
-    return _matched(module, patterns)
+    picked = {id(below) for below in _hits(module, patterns)}
+    found = {path: below for path, below in module.named_modules() if path and id(below) in picked}
+    idle = {path: type(unit).__name__ for path, unit in found.items() if uncallable(unit)}
+    if idle:
+        raise errors.uncallable_unit(idle)
+    first = {id(unit): path for path, unit in found.items()}
+    inner = ((path, below) for path, unit in found.items() for below in unit.modules() if below is not unit)
+    nested = [(path, first[id(below)]) for path, below in inner if id(below) in first]
+    if nested:
+        raise errors.nested_units(nested)
+    return tuple(found)
 
 
 def repeated(module: nn.Module) -> tuple[str, ...]:
@@ -45,8 +53,7 @@ def repeated(module: nn.Module) -> tuple[str, ...]:
     Raises:
         PlanError: there are no blocks.
     """
-    seen: set[int] = set()
-    found = tuple(_blocks(module, "", seen))
+    found = tuple(_blocks(module, "", set()))
     if not found:
         raise errors.no_blocks([(path, type(below).__name__) for path, below in module.named_modules() if path])
     return found
@@ -82,26 +89,6 @@ def uncallable(module: nn.Module) -> bool:
 
 def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
     return glob_matches(pattern, path) if isinstance(pattern, str) else isinstance(module, pattern)
-
-
-def _matched(module: nn.Module, patterns: list[Pattern]) -> tuple[str, ...]:
-    picked = {id(below) for below in _hits(module, patterns)}
-    units = {path: below for path, below in module.named_modules() if path and id(below) in picked}
-    idle = {path: type(unit).__name__ for path, unit in units.items() if uncallable(unit)}
-    if idle:
-        raise errors.uncallable_unit(idle)
-    if nested := list(_nested(units)):
-        raise errors.nested_units(nested)
-    return tuple(units)
-
-
-def _nested(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Pairs of units of which the first contains the second."""
-    first = {id(unit): path for path, unit in units.items()}
-    for path, unit in units.items():
-        for below in unit.modules():
-            if below is not unit and id(below) in first:
-                yield path, first[id(below)]
 
 
 def _hits(module: nn.Module, patterns: list[Pattern]) -> Iterator[nn.Module]:

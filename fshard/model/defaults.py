@@ -5,7 +5,8 @@ initializer: a rule must name its leaves.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -16,7 +17,6 @@ from fshard.model import init
 from fshard.model.init import Initializer
 
 Inits = dict[str, Initializer]
-Rule = Callable[[nn.Module], Inits]
 
 
 def deduce(module: nn.Module) -> Inits:
@@ -33,79 +33,57 @@ def deduce(module: nn.Module) -> Inits:
 
 
 def _own(module: nn.Module) -> Inits:
-    for kind, reset, rule in _rules():
-        if isinstance(module, kind):
-            same = getattr(type(module), reset) is getattr(kind, reset)
-            return rule(module) if same else {}
+    for kinds, rule in _RULES:
+        for kind in kinds:
+            if isinstance(module, kind):
+                reset = "_reset_parameters" if hasattr(kind, "_reset_parameters") else "reset_parameters"
+                return rule(module) if getattr(type(module), reset) is getattr(kind, reset) else {}
     return {}
 
 
-def _rules() -> Iterator[tuple[type[nn.Module], str, Rule]]:
-    """Classes of torch, with the method that resets their parameters, and the initializers that equal that method."""
-    plain = "reset_parameters"
-    yield nn.Linear, plain, _weighted
-    yield _ConvNd, plain, _weighted
-    yield nn.Embedding, plain, _embedding
-    yield nn.EmbeddingBag, plain, _embedding
-    for norm in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase):
-        yield norm, plain, _norm
-    yield nn.Bilinear, plain, _bilinear
-    yield nn.PReLU, plain, _prelu
-    yield RNNBase, plain, _recurrent
-    yield RNNCellBase, plain, _recurrent
-    yield nn.MultiheadAttention, "_reset_parameters", _attention
-    yield nn.Transformer, "_reset_parameters", _transformer
-
-
-def _weighted(module: nn.Module) -> Inits:
-    assert isinstance(module, (nn.Linear, _ConvNd))
-    fan_in = _fan_in(module)
-    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
-    return {"weight": init.kaiming_uniform(a=math.sqrt(5)), "bias": init.uniform(-bound, bound)}
-
-
-def _fan_in(module: nn.Linear | _ConvNd) -> int:
+def _weighted(module: nn.Linear | _ConvNd) -> Inits:
     # Where the weight is computed at each read, as by spectral_norm, reading it may move buffers.
     if isinstance(module, nn.Linear):
-        return module.in_features
-    channels = module.out_channels if module.transposed else module.in_channels
-    return channels // module.groups * math.prod(module.kernel_size)
+        fan_in = module.in_features
+    else:
+        channels = module.out_channels if module.transposed else module.in_channels
+        fan_in = channels // module.groups * math.prod(module.kernel_size)
+    return {"weight": init.kaiming_uniform(a=math.sqrt(5)), "bias": _bounded(fan_in)}
 
 
-def _embedding(module: nn.Module) -> Inits:
-    assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+def _bounded(size: int) -> Initializer:
+    bound = 1 / math.sqrt(size) if size else 0.0
+    return init.uniform(-bound, bound)
+
+
+def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> Inits:
     row = module.padding_idx
     return {"weight": init.normal() if row is None else init.ZeroRow(init.normal(), row)}
 
 
-def _norm(module: nn.Module) -> Inits:
-    return {"weight": init.ones(), "bias": init.zeros()}
+def _recurrent(module: RNNBase | RNNCellBase) -> Inits:
+    return dict.fromkeys((name for name, _ in module.named_parameters()), _bounded(module.hidden_size))
 
 
-def _bilinear(module: nn.Module) -> Inits:
-    assert isinstance(module, nn.Bilinear)
-    bound = 1 / math.sqrt(module.in1_features)
-    return dict.fromkeys(("weight", "bias"), init.uniform(-bound, bound))
-
-
-def _prelu(module: nn.Module) -> Inits:
-    assert isinstance(module, nn.PReLU)
-    return {"weight": init.constant(module.init)}
-
-
-def _recurrent(module: nn.Module) -> Inits:
-    assert isinstance(module, (RNNBase, RNNCellBase))
-    bound = 1 / math.sqrt(module.hidden_size) if module.hidden_size else 0.0
-    return dict.fromkeys((name for name, _ in module.named_parameters()), init.uniform(-bound, bound))
-
-
-def _attention(module: nn.Module) -> Inits:
-    assert isinstance(module, nn.MultiheadAttention)
+def _attention(module: nn.MultiheadAttention) -> Inits:
     weights = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
     found = dict.fromkeys(weights, init.xavier_uniform())
     found |= dict.fromkeys(("in_proj_bias", "out_proj.bias"), init.zeros())
     return found | dict.fromkeys(("bias_k", "bias_v"), init.xavier_normal())
 
 
-def _transformer(module: nn.Module) -> Inits:
+def _transformer(module: nn.Transformer) -> Inits:
     return {name: init.xavier_uniform() for name, p in module.named_parameters() if p.dim() > 1}
+
+
+_RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], Inits]], ...] = (
+    ((nn.Linear, _ConvNd), _weighted),
+    ((nn.Embedding, nn.EmbeddingBag), _embedding),
+    ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase), lambda _: {"weight": init.ones(), "bias": init.zeros()}),
+    ((nn.Bilinear,), lambda module: dict.fromkeys(("weight", "bias"), _bounded(module.in1_features))),
+    ((nn.PReLU,), lambda module: {"weight": init.constant(module.init)}),
+    ((RNNBase, RNNCellBase), _recurrent),
+    ((nn.MultiheadAttention,), _attention),
+    ((nn.Transformer,), _transformer),
+)
+"""Classes of torch, and the initializers that equal the method of each that resets its parameters."""

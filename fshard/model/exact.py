@@ -11,6 +11,7 @@ finds the rows of the table below.
 """
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,36 +26,25 @@ Op = Callable[..., Any]
 
 
 class Transforms(NamedTuple):
-    """The active transforms.
+    """The active transforms."""
 
-    Attributes:
-        order: how many of them differentiate, plain autograd included.
-        forward: how many of these take forward derivatives.
-        nested: whether a derivative of a forward derivative is taken.
-    """
-
-    order: int
-    forward: int
-    nested: bool
+    order: int  # how many of them differentiate, plain autograd included
+    forward: int  # how many of these take forward derivatives
+    nested: bool  # whether a derivative of a forward derivative is taken
 
 
 class Rule(NamedTuple):
     """When an operator is computed in another way, and by which formula; None for ``by_reverse``."""
 
-    when: Callable[[Transforms], bool]
+    when: Callable[[Transforms], int]
     formula: Op | None = None
 
 
-def _nested(under: Transforms) -> bool:
-    return under.nested
+_nested, _forward = attrgetter("nested"), attrgetter("forward")
 
 
 def _third(under: Transforms) -> bool:
     return under.nested or under.order > 2
-
-
-def _forward(under: Transforms) -> bool:
-    return under.forward > 0
 
 
 def _second(under: Transforms) -> bool:
@@ -67,15 +57,11 @@ RULES: Mapping[Op, Rule] = {
     torch.layer_norm: Rule(_third, formulas.layer_norm),
     torch.native_layer_norm: Rule(_third, formulas.native_layer_norm),
     F.batch_norm: Rule(_third, formulas.batch_norm),
-    torch.batch_norm: Rule(_third, formulas.raw_batch_norm),
+    torch.batch_norm: Rule(_third, formulas.raw(formulas.batch_norm)),
     torch.native_batch_norm: Rule(_third, formulas.native_batch_norm),
     F.instance_norm: Rule(_third, formulas.instance_norm),
-    torch.instance_norm: Rule(_third, formulas.raw_instance_norm),
-    **{
-        op: Rule(_nested)
-        for name in ("det", "logdet", "slogdet")
-        for op in (getattr(torch, name), getattr(torch.Tensor, name))
-    },
+    torch.instance_norm: Rule(_third, formulas.raw(formulas.instance_norm)),
+    **{getattr(space, name): Rule(_nested) for space in (torch, Tensor) for name in ("det", "logdet", "slogdet")},
     **{
         getattr(torch.linalg, name): Rule(_nested)
         for name in ("det", "slogdet", "solve", "solve_ex", "tensorsolve", "householder_product", "eig", "eigvals")
@@ -103,11 +89,8 @@ _JVP, _GRAD = _functorch.TransformType.Jvp, _functorch.TransformType.Grad
 class Exact(TorchFunctionMode):
     """Computes the operators of the table so that their derivatives are right.
 
-    Args:
-        by_reverse: makes a function whose forward derivative is taken by reverse ones.
-
-    Attributes:
-        used: whether an operator was computed in another way.
+    ``by_reverse`` makes a function whose forward derivative is taken by reverse ones; ``used`` says whether an operator
+    was computed in another way.
     """
 
     def __init__(self, by_reverse: Callable[[Op], Op]) -> None:
@@ -132,11 +115,11 @@ class Exact(TorchFunctionMode):
 
 def _active(args: Any) -> Transforms:
     """The transforms that are active around an operator with these arguments."""
-    kinds = [level.key() for level in _functorch.get_interpreter_stack() or ()]  # the outermost first
-    recorded = _recorded(args)
-    order, forward = recorded + kinds.count(_JVP) + kinds.count(_GRAD), kinds.count(_JVP)
-    outside = kinds[: len(kinds) - 1 - kinds[::-1].index(_JVP)] if forward else []
-    return Transforms(order, forward, forward > 0 and (recorded or _JVP in outside or _GRAD in outside))
+    stack = [level.key() for level in _functorch.get_interpreter_stack() or ()]  # the outermost first
+    kinds = [kind for kind in stack if kind in (_JVP, _GRAD)]
+    recorded, forward = _recorded(args), kinds.count(_JVP)
+    nested = forward > 0 and (recorded or kinds[0] == _GRAD or forward > 1)
+    return Transforms(recorded + len(kinds), forward, nested)
 
 
 def _recorded(args: Any) -> bool:

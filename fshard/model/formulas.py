@@ -1,6 +1,6 @@
 """Operators written in terms of others, because PyTorch's own have wrong or missing derivatives. See ``exact``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,19 +42,7 @@ def batch_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """``F.batch_norm``."""
-    if not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if running_mean is not None or running_var is not None:  # PyTorch's own writes them
-        F.batch_norm(input, running_mean, running_var, None, None, True, momentum, eps)
-    out, _, _ = _normalized(input, (0, *range(2, input.dim())), eps)
-    return _channels(out, weight, bias).to(input.dtype)
-
-
-def raw_batch_norm(
-    input: Tensor, weight: Maybe, bias: Maybe, running_mean: Maybe, running_var: Maybe, *args: Any, **kwargs: Any
-) -> Tensor:
-    """``torch.batch_norm``."""
-    return batch_norm(input, running_mean, running_var, weight, bias, *args, **kwargs)
+    return _norm(F.batch_norm, (0,), input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def native_batch_norm(
@@ -87,19 +75,7 @@ def instance_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """``F.instance_norm``."""
-    if not use_input_stats:
-        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    if running_mean is not None or running_var is not None:
-        F.instance_norm(input, running_mean, running_var, None, None, True, momentum, eps)
-    out, _, _ = _normalized(input, tuple(range(2, input.dim())), eps)
-    return _channels(out, weight, bias).to(input.dtype)
-
-
-def raw_instance_norm(
-    input: Tensor, weight: Maybe, bias: Maybe, running_mean: Maybe, running_var: Maybe, *args: Any, **kwargs: Any
-) -> Tensor:
-    """``torch.instance_norm``."""
-    return instance_norm(input, running_mean, running_var, weight, bias, *args, **kwargs)
+    return _norm(F.instance_norm, (), input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
 def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -140,6 +116,11 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def raw(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A norm of torch.nn.functional with the order of arguments of that in torch."""
+    return lambda input, weight, bias, mean, var, *args, **kwargs: norm(input, mean, var, weight, bias, *args, **kwargs)
+
+
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.mean(dims, keepdim=True)
@@ -153,9 +134,25 @@ def _affine(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
     return x if bias is None else x + bias
 
 
-def _channels(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    return _affine(x, *(None if one is None else one.view(shape) for one in (weight, bias)))
+def _norm(
+    own: Callable[..., Tensor],
+    dims: tuple[int, ...],
+    input: Tensor,
+    mean: Maybe,
+    var: Maybe,
+    weight: Maybe,
+    bias: Maybe,
+    training: bool,
+    *rest: float,
+) -> Tensor:
+    """A norm of channels by the statistics of these dims and all spatial ones; ``own`` is PyTorch's function."""
+    if not training:
+        return own(input, mean, var, weight, bias, training, *rest)
+    if mean is not None or var is not None:  # PyTorch's own writes them
+        own(input, mean, var, None, None, True, *rest)
+    out, _, _ = _normalized(input, (*dims, *range(2, input.dim())), rest[1])
+    shape = (1, -1, *(1,) * (input.dim() - 2))
+    return _affine(out, *(None if x is None else x.view(shape) for x in (weight, bias))).to(input.dtype)
 
 
 def _weighted(

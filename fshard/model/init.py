@@ -8,7 +8,6 @@ float32, so a value does not depend on how a mesh cuts the leaf. Names and meani
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -135,7 +134,14 @@ class Scaled:
     law: Literal["uniform", "normal"]
 
     def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
-        fan = _fan(shape, self.mode)
+        if len(shape) < 2:
+            raise PlanError(
+                f"a leaf of shape {list(shape)} has no fan, which takes two dims. Give such leaves one without, "
+                f'such as init=[(r".*bias", fs.init.zeros()), ...]'
+            )
+        # As torch.nn.init counts it: dim 0 is out, dim 1 is in, the rest is the receptive field.
+        fans = {"fan_in": shape[1], "fan_out": shape[0], "fan_avg": (shape[0] + shape[1]) / 2}
+        fan = fans[self.mode] * math.prod(shape[2:])
         std = self.gain / math.sqrt(fan) if fan > 0 else 0.0
         if self.law == "normal":
             return Normal(std)(key, shape, index)
@@ -201,14 +207,12 @@ def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float 
 
 def kaiming_uniform(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
     """He et al. 2015, uniform; ``a`` is the negative slope of the leaky ReLU that follows."""
-    _check_fan("kaiming_uniform", mode, a=a)
-    return Scaled(math.sqrt(2 / (1 + a * a)), mode, "uniform")
+    return _kaiming("kaiming_uniform", a, mode, "uniform")
 
 
 def kaiming_normal(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
     """He et al. 2015, normal; ``a`` is the negative slope of the leaky ReLU that follows."""
-    _check_fan("kaiming_normal", mode, a=a)
-    return Scaled(math.sqrt(2 / (1 + a * a)), mode, "normal")
+    return _kaiming("kaiming_normal", a, mode, "normal")
 
 
 def xavier_uniform(gain: float = 1.0) -> Initializer:
@@ -232,15 +236,8 @@ def fill(
 ) -> Tensor:
     """The values of a leaf at some positions, made in chunks, so that temporaries do not grow with the leaf.
 
-    Args:
-        initializer: makes the values.
-        key: 64 bits; ``philox.fold(seed, path)`` makes one.
-        shape: the whole leaf's shape.
-        index: positions in the flattened whole leaf: int64 and 1-D, or a ``range``, which takes no memory.
-        out: where to write: 1-D, as long as ``index``, any floating dtype. Default: a new float32 tensor.
-
-    Returns:
-        ``out``.
+    Arguments are those of an ``Initializer``, but ``index`` may be a ``range``, which takes no memory. Values are
+    written to ``out``: 1-D, as long as ``index``, any floating dtype; by default a new float32 tensor.
     """
     if out is None:
         device = index.device if isinstance(index, Tensor) else None
@@ -248,8 +245,11 @@ def fill(
     if out.shape != (len(index),):
         raise ValueError(f"out has shape {tuple(out.shape)}, but index has {len(index)} positions")
     with torch.no_grad():
-        for start, chunk in _chunks(index, out.device):
-            out[start : start + chunk.numel()] = initializer(key, tuple(shape), chunk)
+        for start in range(0, len(index), CHUNK):
+            part = index[start : start + CHUNK]
+            if isinstance(part, range):
+                part = torch.arange(part.start, part.stop, part.step, dtype=torch.int64, device=out.device)
+            out[start : start + len(part)] = initializer(key, tuple(shape), part)
     return out
 
 
@@ -257,27 +257,8 @@ def _expect_numbers(name: str, **given: float) -> None:
     expect(f"fs.init.{name}", [(key, value, (int, float), "a number") for key, value in given.items()])
 
 
-def _check_fan(name: str, mode: Mode, **given: float) -> None:
-    _expect_numbers(name, **given)
+def _kaiming(name: str, a: float, mode: Mode, law: Literal["uniform", "normal"]) -> Initializer:
+    _expect_numbers(name, a=a)
     if mode not in ("fan_in", "fan_out", "fan_avg"):
         raise PlanError(f"fs.init.{name}(mode={mode!r}): give 'fan_in', 'fan_out' or 'fan_avg'")
-
-
-def _chunks(index: Tensor | range, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, len(index), CHUNK):
-        part = index[start : start + CHUNK]
-        if isinstance(part, range):
-            yield start, torch.arange(part.start, part.stop, part.step, dtype=torch.int64, device=device)
-        else:
-            yield start, part
-
-
-def _fan(shape: tuple[int, ...], mode: Mode) -> float:
-    """The fan as ``torch.nn.init`` counts it: dim 0 is out, dim 1 is in, the rest is the receptive field."""
-    if len(shape) < 2:
-        raise PlanError(
-            f"a leaf of shape {list(shape)} has no fan, which takes two dims. Give such leaves one without, "
-            f'such as init=[(r".*bias", fs.init.zeros()), ...]'
-        )
-    fans = {"fan_in": shape[1], "fan_out": shape[0], "fan_avg": (shape[0] + shape[1]) / 2}
-    return fans[mode] * math.prod(shape[2:])
+    return Scaled(math.sqrt(2 / (1 + a * a)), mode, law)

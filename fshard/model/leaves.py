@@ -16,16 +16,7 @@ from fshard.patterns import bad_regex
 
 
 class LeafOrder:
-    """The leaves that a tree must have.
-
-    Args:
-        what: the name of the tree in errors.
-        paths: the paths of the leaves.
-        shapes: by path, the shapes to check; without them only the structure is checked.
-
-    Attributes:
-        paths: the paths, in the order in which ``leaves`` gives them.
-    """
+    """The leaves that a tree must have: their ``paths``, in order, and their shapes, if these are to be checked."""
 
     def __init__(self, what: str, paths: Iterable[str], shapes: Mapping[str, torch.Size] | None = None) -> None:
         nested = tree.nest({path: path for path in paths})
@@ -33,9 +24,8 @@ class LeafOrder:
         self._what = what
         self._shapes = None if shapes is None else [shapes[path] for path in self.paths]
         self._nested = nested
-        # Flattening sorts the keys of dicts.
+        sorted_paths, self._spec = tree.flatten(nested)  # flattening sorts the keys of dicts
         place = {path: i for i, path in enumerate(self.paths)}
-        sorted_paths, self._spec = tree.flatten(nested)
         self._sorted = [place[path] for path in sorted_paths]
 
     def leaves(self, given: Mapping[str, Any]) -> list[Any]:
@@ -47,8 +37,10 @@ class LeafOrder:
         """
         found = self.read(given)
         if found is not None and all([issubclass(kind, Tensor) for kind in set(map(type, found))]):
-            if self._shapes is None or _shapes(found) == self._shapes:
-                return found
+            # Leaves may be tensors of a class that answers each question in Python.
+            with torch._C.DisableTorchFunctionSubclass():
+                if self._shapes is None or [leaf.shape for leaf in found] == self._shapes:
+                    return found
         return self._explained(given)
 
     def read(self, given: Any) -> list[Any] | None:
@@ -71,36 +63,28 @@ class LeafOrder:
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The nested dict of these leaves: the inverse of ``leaves``."""
-        flat: dict[str, Any] = tree.unflatten(self._spec, [leaves[i] for i in self._sorted])
-        return flat
+        nested: dict[str, Any] = tree.unflatten(self._spec, [leaves[i] for i in self._sorted])
+        return nested
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:
         if not isinstance(given, Mapping):
             raise errors.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"], _instead(given))
         found = dict(tree.paths(given))
-        known = set(self.paths)
+        known = [path for path in self.paths if path in found]
         problems = [f"{path}: missing" for path in self.paths if path not in found]
-        problems += [f"{path}: unknown" for path in found if path not in known]
-        misshapen = self._misshapen(found)
-        shards = not problems and all(len(shape) == 1 for shape, _ in misshapen.values())
-        problems += [
-            f"{p}: {kind(x)}, not a tensor" for p, x in found.items() if p in known and not isinstance(x, Tensor)
-        ]
-        problems += [f"{path}: shape {shape}, expected {want}" for path, (shape, want) in misshapen.items()]
-        remedy = _SHARDS if shards else ""
-        if problems:
-            raise errors.wrong_leaves(self._what, problems, remedy)
-        return [found[path] for path in self.paths]
-
-    def _misshapen(self, found: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """By path, the shapes of leaves that have another than the expected one, and that."""
-        wrong = {}
+        problems += [f"{path}: unknown" for path in found if path not in self.paths]
+        shards = not problems
+        problems += [f"{p}: {kind(found[p])}, not a tensor" for p in known if not isinstance(found[p], Tensor)]
         for path, want in zip(self.paths, map(tuple, self._shapes or ()), strict=False):
             leaf = found.get(path)
-            shape = _whole(leaf) if isinstance(leaf, Tensor) else None
+            slot = slot_of(leaf)
+            shape = slot.shape if slot is not None else tuple(leaf.shape) if isinstance(leaf, Tensor) else None
             if shape is not None and shape != want:
-                wrong[path] = shape, want
-        return wrong
+                problems.append(f"{path}: shape {shape}, expected {want}")
+                shards = shards and len(shape) == 1
+        if problems:
+            raise errors.wrong_leaves(self._what, problems, _SHARDS if shards else "")
+        return [found[path] for path in self.paths]
 
 
 _SHARDS = (
@@ -134,21 +118,16 @@ def _read(name: str, node: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def find_places(module: nn.Module, kind: str, aliases: Mapping[str, str]) -> dict[str, list[Place]]:
-    """By canonical path, the places of a module's leaves.
-
-    Args:
-        module: the module.
-        kind: ``"_parameters"`` or ``"_buffers"``.
-        aliases: the canonical path of each further path.
-    """
-    found: dict[str, list[Place]] = {}
+    """By canonical path, the places of a module's ``"_parameters"`` or ``"_buffers"``; aliases are further paths."""
+    found: dict[str, dict[tuple[int, str], Place]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         entries = getattr(owner, kind)
         for name, value in entries.items():
             if value is not None:
                 path = f"{prefix}.{name}" if prefix else name
-                found.setdefault(aliases.get(path, path), []).append((entries, name))
-    return {path: _distinct(places) for path, places in found.items()}
+                # A module that is reached by two paths has one dict.
+                found.setdefault(aliases.get(path, path), {})[id(entries), name] = entries, name
+    return {path: list(places.values()) for path, places in found.items()}
 
 
 def tied(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -175,38 +154,20 @@ def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, T
     found: set[int] = set()
     problems = []
     for pattern in patterns:
-        if problem := bad_regex(pattern):
-            problems.append(problem)
-            continue
-        hits = [id(leaf) for path, leaf in named.items() if re.fullmatch(pattern, path)]
+        problem = bad_regex(pattern)
+        hits = [] if problem else [id(leaf) for path, leaf in named.items() if re.fullmatch(pattern, path)]
         found.update(hits)
-        problems += [] if hits else [f"{pattern!r} matches no parameter; paths are like {next(iter(named), 'w')!r}"]
+        if not hits:
+            example = next(iter(named), "w")
+            problems.append(problem or f"{pattern!r} matches no parameter; paths are like {example!r}")
     out = {path: leaf for path, leaf in named.items() if id(leaf) in found}
-    trained = [
-        f"{path}  {list(leaf.shape)}: it has requires_grad=True" for path, leaf in out.items() if leaf.requires_grad
-    ]
-    if problems or trained:
+    trained = {path: list(leaf.shape) for path, leaf in out.items() if leaf.requires_grad}
+    problems += [f"{path}  {shape}: it has requires_grad=True" for path, shape in trained.items()]
+    if problems:
         remedy = (
             "An ignored parameter is no leaf and gets no gradient: call requires_grad_(False), or leave it in the "
             "tree. To train a tensor on each rank by itself, stack those of all ranks: fs.Rule(path, P(axis), "
             "compute=P(axis))."
         )
-        raise errors.PlanError(errors.lines("ignore= of fs.split:", problems + trained, remedy))
+        raise errors.PlanError(errors.lines("ignore= of fs.split:", problems, remedy))
     return out
-
-
-def _distinct(places: Sequence[Place]) -> list[Place]:
-    """Distinct places: a module reached by two paths has one dict."""
-    return list({(id(entries), name): (entries, name) for entries, name in places}.values())
-
-
-def _whole(leaf: Tensor) -> tuple[int, ...] | None:
-    """The shape of the whole leaf that a tensor holds, or holds a part of; None if it is unknown."""
-    slot = slot_of(leaf)
-    return tuple(leaf.shape) if slot is None else slot.shape
-
-
-def _shapes(leaves: Sequence[Any]) -> list[Any]:
-    # Leaves may be tensors of a class that answers each question in Python.
-    with torch._C.DisableTorchFunctionSubclass():
-        return [getattr(leaf, "shape", None) for leaf in leaves]

@@ -37,8 +37,8 @@ def empty_weights() -> Iterator[None]:
     thread = threading.get_ident()
 
     def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        here = threading.get_ident() == thread
-        if not here or parameter is None or parameter.device.type == "meta" or nn.parameter.is_lazy(parameter):
+        elsewhere = threading.get_ident() != thread
+        if elsewhere or parameter is None or parameter.device.type == "meta" or nn.parameter.is_lazy(parameter):
             return None  # the parameter stays; a tied one keeps its identity
         made = torch.empty_like(parameter.detach(), device="meta")
         same = type(parameter)(made, requires_grad=parameter.requires_grad)
@@ -88,7 +88,10 @@ def private_copy(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[
     Binding a tensor writes to dicts alone, so no call changes the module's buffers.
     """
     _check_copyable(module)
-    memo: dict[int, Any] = {id(leaf): _empty(leaf) for leaf in params} | {id(buffer): buffer for buffer in buffers}
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in buffers}
+    for leaf in params:
+        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        memo[id(leaf)] = nn.Parameter(empty, requires_grad=leaf.requires_grad)
     for below in module.modules():
         # torch does not copy a tensor that has a history; weight_norm leaves such an attribute behind.
         plain = (value for value in vars(below).values() if isinstance(value, Tensor) and not value.is_leaf)
@@ -122,10 +125,6 @@ def _check_copyable(module: nn.Module) -> None:
         raise errors.cannot_copy(problems)
 
 
-def _empty(leaf: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), requires_grad=leaf.requires_grad)
-
-
 def _nothing() -> None:
     pass
 
@@ -140,8 +139,7 @@ def _uncopyable(module: nn.Module, memo: Mapping[int, Any]) -> list[str]:
             try:
                 copy.deepcopy(value, dict(memo))
             except Exception as error:
-                where = f"{path}.{name}" if path else name
-                problems.append(f"{where}: {type(value).__name__}: {error}")
+                problems.append(f"{path}.{name}: {type(value).__name__}: {error}".removeprefix("."))
     return problems
 
 

@@ -43,32 +43,21 @@ def held(value: Any) -> tuple[tuple[int, int], ...]:
     return tuple((id(x), 0 if x.is_inference() else x._version) for x in tensors_in(value))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors that an object holds, at any depth."""
-    return _tensors(value, set())
-
-
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors that an object holds, at any depth, but for those in objects that were seen."""
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
     elif not isinstance(value, (*_PLAIN, *_CODE)) and id(value) not in seen:
         seen.add(id(value))
-        if isinstance(value, Mapping):
-            below = list(value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            below = list(value)
-        else:
-            below = list(getattr(value, "__dict__", {}).values())
-        for part in below:
-            yield from _tensors(part, seen)
+        if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
+            value = getattr(value, "__dict__", {})
+        for part in list(value.values() if isinstance(value, Mapping) else value):
+            yield from tensors_in(part, seen)
 
 
 class Shared:
-    """The objects in attributes of a module and its submodules.
-
-    Args:
-        root: the module.
-    """
+    """The objects in attributes of a module and its submodules."""
 
     def __init__(self, root: nn.Module) -> None:
         found: dict[int, tuple[str, Any]] = {}

@@ -20,7 +20,6 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_LANES = 4
 _BLOCK = 1 << 15  # counters at once: the working set of the rounds stays in a core's second-level cache
 
 
@@ -82,32 +81,19 @@ def blocks(key: Key, counter: Tensor, finish: Callable[[Words], Tensor]) -> Tens
 
 
 def uniform(key: int, index: Tensor) -> Tensor:
-    """Uniform numbers in ``[0, 1)``, multiples of ``2**-32``.
+    """Uniform numbers in ``[0, 1)``, multiples of ``2**-32``: float64, of the shape of ``index``.
 
-    Args:
-        key: 64 bits, see ``fold``.
-        index: int64, 1-D, not negative: the positions wanted, in any order.
-
-    Returns:
-        float64, of ``index``'s shape.
+    ``index`` holds the positions wanted, in any order: int64, 1-D, not negative.
 
     >>> whole = uniform(7, torch.arange(100))
     >>> bool((uniform(7, torch.arange(13, 57)) == whole[13:57]).all())
     True
     """
-    return _draw(key, index, _to_uniform)
+    return _draw(key, index, lambda words: torch.stack(words, -1).double().mul_(2.0**-32))
 
 
 def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal numbers by the Box-Muller transform; none is larger than ``sqrt(64 ln 2)``, about 6.66.
-
-    Args:
-        key: 64 bits, see ``fold``.
-        index: int64, 1-D, not negative: the positions wanted, in any order.
-
-    Returns:
-        float64, of ``index``'s shape.
-    """
+    """As ``uniform``: standard normal numbers by the Box-Muller transform, at most ``sqrt(64 ln 2)``, about 6.66."""
     return _draw(key, index, to_normal)
 
 
@@ -122,12 +108,8 @@ def to_normal(words: Words) -> Tensor:
     return torch.stack(out, -1)
 
 
-def _to_uniform(words: Words) -> Tensor:
-    return torch.stack(words, -1).double().mul_(2.0**-32)
-
-
 def _draw(key: int, index: Tensor, finish: Callable[[Words], Tensor]) -> Tensor:
     """Draw each counter of these positions once for a run of positions, and take the positions."""
     counters, run = torch.unique_consecutive(index >> 2, return_inverse=True)
     drawn = blocks(key, counters, finish)
-    return drawn.view(-1).take(run.mul_(_LANES).add_(index & (_LANES - 1)))
+    return drawn.view(-1).take(run.mul_(4).add_(index & 3))

@@ -42,12 +42,8 @@ class SavePolicy:
 
         kept: Any = _save  # Dynamo takes a plain function or a list as a constant, and no method
         if self.ops is not None:
-            kept = [getattr(op, name) for op in sorted(self.ops, key=str) for name in _overloads(op)]
+            kept = [getattr(op, name) for op in sorted(self.ops, key=str) for name in op.overloads()]  # type: ignore[no-untyped-call]
         return functools.partial(create_selective_checkpoint_contexts, kept)
-
-
-def _overloads(op: OpOverloadPacket) -> list[str]:
-    return op.overloads()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _save(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

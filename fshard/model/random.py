@@ -77,10 +77,10 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     >>> bool((first == second).all()), split(key(0), 3).shape
     (False, torch.Size([3, 2]))
     """
-    check_key(key)
+    pair = check_key(key)
     if not isinstance(num, int) or num < 0:
         raise PlanError(f"fs.random.split(num={num!r}): give the number of keys, an int")
-    low, high, *_ = philox(_pair(key), torch.arange(num, device=key.device), _SPLIT)
+    low, high, *_ = philox(pair, torch.arange(num, device=key.device), _SPLIT)
     return torch.stack((low, high), -1)
 
 
@@ -101,12 +101,12 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     >>> torch.vmap(fold_in, (None, 0))(of_step, torch.arange(3)).shape  # one a sample
     torch.Size([3, 2])
     """
-    check_key(key)
+    pair = check_key(key)
     if not isinstance(data, int | Tensor):
         raise PlanError(f"fs.random.fold_in(data={data!r}): give an int, or a 0-dim tensor of an integer dtype")
     if not isinstance(data, Tensor):
         data = torch.tensor((data + (1 << 63)) % (1 << 64) - (1 << 63), device=key.device)
-    low, high, *_ = philox(_pair(key), data.to(torch.int64), _FOLD)
+    low, high, *_ = philox(pair, data.to(torch.int64), _FOLD)
     return torch.stack((low, high), -1)
 
 
@@ -248,8 +248,9 @@ class Part:
     @staticmethod
     def of(shape: Sequence[int], start: Start, whole: Sequence[int] | None) -> "Part":
         """The box that a caller named, checked."""
-        _check_sizes("shape", shape)
-        _check_sizes("of", () if whole is None else whole)
+        for name, sizes in (("shape", shape), ("of", () if whole is None else whole)):
+            if not isinstance(sizes, Sequence) or any(not isinstance(n, int | torch.SymInt) for n in sizes):
+                raise PlanError(f"{name}={sizes!r}: give a tuple of ints, such as (2, 3)")
         shape = tuple(shape)
         given = tuple(start) if isinstance(start, Sequence) else (start,)
         if isinstance(start, Sequence) and len(given) != len(shape) or not shape and isinstance(start, Tensor):
@@ -264,30 +265,19 @@ class Part:
             )
         return Part(shape, starts, sizes)
 
-    @property
-    def run(self) -> bool:
-        """Whether the box is a run of positions: whole rows."""
-        inner = zip(self.start[1:], self.shape[1:], self.whole[1:], strict=True)
-        return all(not isinstance(first, Tensor) and first == 0 and size == limit for first, size, limit in inner)
-
-    def first(self) -> int | Tensor:
-        """The position of the first element of a run."""
+    def first(self) -> int | Tensor | None:
+        """The position of the first element of a run of whole rows; None if the box is no such run."""
+        rows = not any(isinstance(first, Tensor) or first for first in self.start[1:])
+        if not rows or self.shape[1:] != self.whole[1:]:
+            return None
         return self.start[0] * math.prod(self.whole[1:]) if self.shape else 0
 
     def index(self, device: torch.device) -> Tensor:
         """The position of every element, 1-D."""
-        at: Any = torch.zeros((), dtype=torch.int64, device=device)
-        stride = 1
-        for dim in reversed(range(len(self.shape))):
-            line = (torch.arange(self.shape[dim], device=device) + self.start[dim]) * stride
-            at = line.view(-1, *(1,) * (len(self.shape) - 1 - dim)) + at
-            stride *= self.whole[dim]
-        return torch.as_tensor(at).reshape(-1)
-
-
-def _check_sizes(name: str, sizes: Any) -> None:
-    if not isinstance(sizes, Sequence) or any(not isinstance(n, int | torch.SymInt) for n in sizes):
-        raise PlanError(f"{name}={sizes!r}: give a tuple of ints, such as (2, 3)")
+        at = torch.zeros((), dtype=torch.int64, device=device)
+        for size, first, length in zip(self.shape, self.start, self.whole, strict=True):
+            at = at.unsqueeze(-1) * length + (torch.arange(size, device=device) + first)
+        return at.reshape(-1)
 
 
 def _inside(first: int | Tensor, size: int, limit: int) -> bool:
@@ -302,12 +292,12 @@ def _draw(key: Tensor, part: Part, finish: Callable[[Words], Tensor]) -> Tensor:
     if has_torch_function_unary(key):  # ``checked()`` is one of those modes
         drawn: Tensor = handle_torch_function(_draw, (key,), key, part, finish)
         return drawn
-    pair, device, n = _pair(key), key.device, math.prod(part.shape)
-    if not part.run:
+    pair, device, n = check_key(key), key.device, math.prod(part.shape)
+    first = part.first()
+    if first is None:
         index = part.index(device)
         words = blocks(pair, index >> 2, finish)
         return words.gather(1, (index & 3).unsqueeze(1)).view(part.shape)
-    first = part.first()
     if isinstance(first, Tensor):
         first = first.to(device=device, dtype=torch.int64)
         words = blocks(pair, torch.arange(n // 4 + 2, device=device) + (first >> 2), finish)
@@ -320,18 +310,14 @@ def _integers(words: Words) -> Tensor:
     return torch.stack(words, -1)
 
 
-def check_key(key: Any) -> None:
-    """Refuse anything but a key."""
+def check_key(key: Any) -> tuple[Tensor, Tensor]:
+    """The two words of a key. Anything but a key is refused."""
     if not isinstance(key, Tensor) or key.shape != (2,) or key.dtype != torch.int64:
         what = f"{key.dtype} of shape {list(key.shape)}" if isinstance(key, Tensor) else type(key).__name__
         raise PlanError(
             f"a key is an int64 tensor of shape [2], this is {what}: make one with fs.random.key(seed), and map over "
             f"several keys with torch.vmap"
         )
-
-
-def _pair(key: Tensor) -> tuple[Tensor, Tensor]:
-    check_key(key)
     return key[0], key[1]
 
 

@@ -27,6 +27,8 @@ from fshard.model.policies import SavePolicy, nothing
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Flat = Callable[..., tuple[Tensor, ...]]
+Rule = Callable[[Flat, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
@@ -87,23 +89,43 @@ class Recomputed:
 
     Attributes:
         fn: from tensors to a tuple of tensors.
-        reverse: whether its forward derivative is taken by two reverse ones.
         watched: whether tensors that it reads beside its arguments are refused; the first forward checks.
         autocast: the state of autocast at the call, which the backward restores.
+        reverse: whether its forward derivative is taken by two reverse ones.
     """
 
     fn: Flat
     watched: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast
     reverse: bool = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with _autocast(self.autocast), exact():
             return self.fn(*tensors)
 
-    def derived(self, fn: Flat) -> "Recomputed":
-        """A derivative of this call, which its own backward recomputes too."""
-        return Recomputed(fn, False, self.autocast, self.reverse)
+    def derived(self, rule: Rule, tensors: Sequence[Tensor], places: Sequence[int], more: Any) -> dict[int, Tensor]:
+        """By the number of a tensor or a result, a derivative of this call, which its own backward recomputes too.
+
+        Args:
+            rule: computes it, from the call as a function of its floating-point tensors alone, these, and ``more``.
+            tensors: the tensors of the call.
+            places: the numbers of the floating-point results.
+            more: the gradients of these, or the tangents of the floating-point tensors.
+        """
+        wanted, count = [i for i, tensor in enumerate(tensors) if _floating(tensor)], len(tensors)
+
+        def fn(*args: Tensor) -> tuple[Tensor, ...]:
+            def of(*some: Tensor) -> tuple[Tensor, ...]:
+                filled = list(args[:count])
+                for i, tensor in zip(wanted, some, strict=True):
+                    filled[i] = tensor
+                outs = self(*filled)
+                return tuple(outs[i] for i in places)
+
+            return rule(of, tuple(args[i] for i in wanted), args[count:])
+
+        found = Remat.apply(Recomputed(fn, False, self.autocast, self.reverse), *tensors, *more)  # type: ignore[no-untyped-call]
+        return dict(zip(wanted if rule is _vjp else places, found, strict=True))
 
 
 class Remat(torch.autograd.Function):
@@ -134,21 +156,17 @@ class Remat(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The vjp of the call, recomputed."""
         tensors = ctx.saved_tensors
-        wanted = [i for i, tensor in enumerate(tensors) if _floating(tensor)]
-        call = ctx.call.derived(functools.partial(_vjp, ctx.call, len(tensors), wanted, ctx.places))
-        found = iter(Remat.apply(call, *tensors, *(grads[i] for i in ctx.places)))  # type: ignore[no-untyped-call]
-        return None, *(next(found) if i in wanted else None for i in range(len(tensors)))
+        found = ctx.call.derived(_vjp, tensors, ctx.places, [grads[i] for i in ctx.places])
+        return None, *map(found.get, range(len(tensors)))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The jvp of the call, recomputed."""
         tensors = ctx.saved_tensors
-        wanted = [i for i, tensor in enumerate(tensors) if _floating(tensor)]
-        given = [t if (t := tangents[i]) is not None else torch.zeros_like(tensors[i]) for i in wanted]
-        rule = _jvp_by_reverse if ctx.call.reverse else _jvp
-        call = ctx.call.derived(functools.partial(rule, ctx.call, len(tensors), wanted, ctx.places))
-        found = iter(Remat.apply(call, *tensors, *given))  # type: ignore[no-untyped-call]
-        return tuple(next(found) if i in ctx.places else None for i in range(ctx.count))
+        pairs = zip(tensors, tangents, strict=True)
+        given = [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs if _floating(x)]
+        found = ctx.call.derived(_jvp_by_reverse if ctx.call.reverse else _jvp, tensors, ctx.places, given)
+        return tuple(map(found.get, range(ctx.count)))
 
 
 def exact() -> AbstractContextManager[Any]:
@@ -188,25 +206,20 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     plain = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
     result: list[Any] = []
+    out_spec: Any = None
 
     def flat(*given: Tensor) -> tuple[Tensor, ...]:
-        filled = list(plain)
-        for i, tensor in zip(tensors_at, given, strict=True):
-            filled[i] = tensor
-        args, kwargs = tree.unflatten(spec, filled)
+        nonlocal out_spec
+        filled = dict(enumerate(plain)) | dict(zip(tensors, given, strict=True))
+        args, kwargs = tree.unflatten(spec, list(filled.values()))
         outs, out_spec = tree.flatten(fn(*args, **kwargs))
-        result[:] = [[_TENSOR if isinstance(out, Tensor) else out for out in outs], out_spec]
+        result[:] = [None if isinstance(out, Tensor) else (out,) for out in outs]
         return tuple(out for out in outs if isinstance(out, Tensor))
 
-    tensors_at = list(tensors)
     with _unchanged_generators():
-        call = Recomputed(flat, True, _autocast_state(), reverse)
+        call = Recomputed(flat, True, autocast_state(), reverse)
         outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
-    kept, out_spec = result[0], result[1]
-    return tree.unflatten(out_spec, [next(outs) if value is _TENSOR else value for value in kept])
-
-
-_TENSOR = object()
+    return tree.unflatten(out_spec, [next(outs) if value is None else value[0] for value in result])
 
 
 def _own(outs: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -214,53 +227,28 @@ def _own(outs: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(out.view_as(out) if any(out is tensor for tensor in given) else out for out in outs)
 
 
-def _vjp(
-    call: Recomputed, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
-) -> tuple[Tensor, ...]:
-    """The gradients of the wanted tensors among ``args[:count]``; ``args[count:]`` are those of the results."""
-    of = _restricted(call, args[:count], wanted, places)
-    pull = torch.func.vjp(of, *(args[i] for i in wanted))[1]
+def _vjp(of: Flat, primals: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    pull = torch.func.vjp(of, *primals)[1]
     # Autograd takes formulas that have a forward derivative only where a graph is made.
     stack = _functorch.get_interpreter_stack() or ()
     forward = any(level.key() == _functorch.TransformType.Jvp for level in stack)
-    grads: tuple[Tensor, ...] = pull(args[count:], create_graph=forward or torch.is_grad_enabled())
+    grads: tuple[Tensor, ...] = pull(cotangents, create_graph=forward or torch.is_grad_enabled())
     return grads
 
 
-def _jvp(
-    call: Recomputed, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
-) -> tuple[Tensor, ...]:
-    """The tangents of the results; ``args[count:]`` are those of the wanted tensors among ``args[:count]``."""
-    of = _restricted(call, args[:count], wanted, places)
+def _jvp(of: Flat, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # A dual number takes its primal's layout, and cannot be written where that is an expanded one.
-    primals, given = tuple(args[i].contiguous() for i in wanted), tuple(arg.contiguous() for arg in args[count:])
-    tangents: tuple[Tensor, ...] = torch.func.jvp(of, primals, given)[1]
-    return tangents
+    plain, given = (tuple(x.contiguous() for x in some) for some in (primals, tangents))
+    found: tuple[Tensor, ...] = torch.func.jvp(of, plain, given)[1]
+    return found
 
 
-def _jvp_by_reverse(
-    call: Recomputed, count: int, wanted: Sequence[int], places: Sequence[int], *args: Tensor
-) -> tuple[Tensor, ...]:
+def _jvp_by_reverse(of: Flat, primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """As ``_jvp``. The pullback is a linear function of cotangents, and the pullback of that is the pushforward."""
-    of = _restricted(call, args[:count], wanted, places)
-    pulled: Any = torch.func.vjp(of, *(args[i] for i in wanted))
-    out, pull = pulled
-    back: Any = torch.func.vjp(lambda *cotangents: pull(cotangents), *(torch.zeros_like(one) for one in out))
-    tangents: tuple[Tensor, ...] = back[1](tuple(args[count:]))
-    return tangents
-
-
-def _restricted(call: Recomputed, tensors: Sequence[Tensor], wanted: Sequence[int], places: Sequence[int]) -> Flat:
-    """The call as a function of its floating-point tensors, with its floating-point results."""
-
-    def of(*some: Tensor) -> tuple[Tensor, ...]:
-        filled = list(tensors)
-        for i, tensor in zip(wanted, some, strict=True):
-            filled[i] = tensor
-        outs = call(*filled)
-        return tuple(outs[i] for i in places)
-
-    return of
+    out, pull = torch.func.vjp(of, *primals)[:2]
+    push: Any = torch.func.vjp(lambda *cotangents: pull(cotangents), *map(torch.zeros_like, out))[1]
+    found: tuple[Tensor, ...] = push(tuple(tangents))
+    return found
 
 
 def _floating(tensor: Tensor) -> bool:
@@ -315,18 +303,16 @@ def _unchanged_generators() -> Iterator[None]:
             )
 
 
-_DEVICES = ("cpu", "cuda")
-
-
-def _autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES)
+def autocast_state() -> Autocast:
+    """Whether autocast is on, and its dtype, by kind of device."""
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 @contextmanager
-def _autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
+def _autocast(state: Autocast) -> Iterator[None]:
     """Autocast as it was at the call, without its cache, which would keep casts of this call's tensors."""
     with ExitStack() as stack:
-        if state != _autocast_state():
+        if state != autocast_state():
             for kind, enabled, dtype in state:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield

@@ -18,11 +18,7 @@ PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Reuse(TorchFunctionMode):
-    """Records the draws from each key, and raises where two of them share positions.
-
-    Args:
-        draw: the function ``(key, part, ...)`` that makes every draw.
-    """
+    """Records the draws from each key that ``draw(key, part, ...)`` makes; raises where two of them share positions."""
 
     def __init__(self, draw: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -36,7 +32,7 @@ class Reuse(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, key: Tensor, part: Any) -> None:
-        starts = [int(x) if isinstance(x, int) or _plain(x) else None for x in part.start]
+        starts = [int(x) if isinstance(x, int) or _readable(x) else None for x in part.start]
         rows = list(_rows(key))
         if None in starts or not rows or not math.prod(part.shape):
             return
@@ -63,21 +59,15 @@ def _overlap(a: Any, b: Any) -> bool:
 
 def _range(box: Any) -> tuple[int, int]:
     """The first and the last position of a box."""
-    shape, start, whole = box
     low = high = 0
-    stride = 1
-    for dim in reversed(range(len(shape))):
-        low, high = low + start[dim] * stride, high + (start[dim] + shape[dim] - 1) * stride
-        stride *= whole[dim]
+    for size, first, length in zip(*box, strict=True):
+        low, high = low * length + first, high * length + first + size - 1
     return low, high
 
 
-def _plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and not _functorch.is_functorch_wrapped_tensor(value) and _readable(value)
-
-
 def _readable(value: Tensor) -> bool:
-    return not isinstance(value, FakeTensor) and value.device.type != "meta"
+    wrapped = _functorch.is_functorch_wrapped_tensor(value)
+    return not wrapped and not isinstance(value, FakeTensor) and value.device.type != "meta"
 
 
 def _rows(key: Tensor) -> Iterator[tuple[int, ...]]:

@@ -6,7 +6,7 @@ unit's place and hands the call to a ``Unit``, which runs an instance of the uni
 The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -91,7 +91,8 @@ class Model:
                 raise errors.buffers_changed(changed)
             return out
         new = dict(zip(self._body.buffers.paths, given, strict=True))
-        new |= {path: _detached(buffer) for path, buffer in changed.items()}
+        for path, buffer in changed.items():
+            new[path] = buffer.detach() if isinstance(buffer, Tensor) and buffer.requires_grad else buffer
         return out, tree.nest(new)
 
     @property
@@ -145,7 +146,11 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     params, aliases = tied((path, leaf) for path, leaf in every.items() if path not in out)
     buffers, buffer_aliases = tied(module.named_buffers(remove_duplicate=False))
     twin = private_copy(module, params.values(), [*buffers.values(), *out.values()])
-    _put_aside(twin, out)
+    for owner, _, name in (path.rpartition(".") for path in out):
+        # Plain attributes, which all instances share. A module that is reached by two paths is one.
+        below = twin.get_submodule(owner)
+        if name in below._parameters:
+            vars(below)[name] = below._parameters.pop(name)
     body = _body(
         twin,
         LeafOrder("params", params, {path: leaf.shape for path, leaf in params.items()}),
@@ -170,15 +175,6 @@ def _again(module: nn.Module, kept: Mapping[str, Any]) -> Model:
     return replace(split(module, units=kept["units"]), **kept)
 
 
-def _put_aside(twin: nn.Module, out: Iterable[str]) -> None:
-    """Make some parameters of the copy plain attributes, which all instances share."""
-    for path in out:
-        owner, _, name = path.rpartition(".")
-        below = twin.get_submodule(owner)
-        if name in below._parameters:  # a module that is reached by two paths is one
-            vars(below)[name] = below._parameters.pop(name)
-
-
 def _body(
     twin: nn.Module,
     params: LeafOrder,
@@ -187,30 +183,29 @@ def _body(
     units: Sequence[str],
 ) -> Body:
     """The whole module as a pure function, with shells in the place of units."""
-    leaves = _numbers(find_places(twin, "_parameters", aliases[0]), params)
     places = find_places(twin, "_buffers", aliases[1])
-    states = _numbers(places, buffers)
-    shells = {id(unit): _shell(name, unit, twin, leaves, states) for name, unit in _at(twin, units)}
+    leaves, states = _numbers(find_places(twin, "_parameters", aliases[0]), params), _numbers(places, buffers)
+    modules = {name: twin.get_submodule(name) for name in units}
+    shells = {id(unit): _shell(name, unit, twin, leaves, states) for name, unit in modules.items()}
     tracker = Tracker(twin, [places[path] for path in buffers.paths])
     return Body(Template(twin, twin, leaves, states, shells), params, buffers, tracker)
 
 
 def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, states: Numbers) -> Shell:
     """A unit: its own pure function, and its leaves among those of the whole model."""
-    found = [_own_places(module, kind) for kind in ("_parameters", "_buffers")]
-    params, buffers = LeafOrder(f"params of {name}", found[0]), LeafOrder(f"buffers of {name}", found[1])
-    template = Template(module, twin, _numbers(found[0], params), _numbers(found[1], buffers), {})
-    body = Body(template, params, buffers, Tracker(module, [found[1][path] for path in buffers.paths]), name)
+    own = find_places(module, "_parameters", tied(module.named_parameters(remove_duplicate=False))[1])
+    held = find_places(module, "_buffers", tied(module.named_buffers(remove_duplicate=False))[1])
+    params, buffers = LeafOrder(f"params of {name}", own), LeafOrder(f"buffers of {name}", held)
+    template = Template(module, twin, _numbers(own, params), _numbers(held, buffers), {})
+    body = Body(template, params, buffers, Tracker(module, [held[path] for path in buffers.paths]), name)
+    stateful = bool(buffers.paths)
     return Shell(
-        unit=Unit(name, _function(body), _preparation(body), bool(body.buffers.paths)),
-        params=(params, tuple(_number(found[0][path], leaves) for path in params.paths)),
-        buffers={path: _number(found[1][path], states) for path in buffers.paths},
+        # Later calls of a unit without buffers need not find its leaves and its instance.
+        unit=Unit(name, _function(body), None if stateful else body.prepared, stateful),
+        params=(params, tuple(_number(own[path], leaves) for path in params.paths)),
+        buffers={path: _number(held[path], states) for path in buffers.paths},
         views=template.views,
     )
-
-
-def _at(twin: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    return ((path, twin.get_submodule(path)) for path in paths)
 
 
 def _numbers(places: Mapping[str, Sequence[Place]], order: LeafOrder) -> Numbers:
@@ -220,11 +215,6 @@ def _numbers(places: Mapping[str, Sequence[Place]], order: LeafOrder) -> Numbers
 def _number(places: Sequence[Place], numbers: Numbers) -> int:
     entries, name = places[0]
     return numbers[id(entries), name]
-
-
-def _own_places(module: nn.Module, kind: str) -> dict[str, list[Place]]:
-    named = module.named_parameters if kind == "_parameters" else module.named_buffers
-    return find_places(module, kind, tied(named(remove_duplicate=False))[1])
 
 
 def _function(body: Body) -> Callable[..., Any]:
@@ -245,12 +235,3 @@ def _function(body: Body) -> Callable[..., Any]:
     vars(chosen)["kind"] = body.kind  # by which a compiler sees that two units are the same function
     vars(chosen)["tables"] = body.tables  # and what their Python can read
     return chosen
-
-
-def _preparation(body: Body) -> Callable[..., Any] | None:
-    """``Unit.prepare`` of a unit without buffers: later calls need not find its leaves and its instance."""
-    return None if body.buffers.paths else body.prepared
-
-
-def _detached(buffer: Any) -> Any:
-    return buffer.detach() if isinstance(buffer, Tensor) and buffer.requires_grad else buffer

@@ -14,8 +14,7 @@ from fshard.interchange.export_plan import pieces_of_ranks
 from fshard.interchange.optimizer_state import split_name
 from fshard.optim.around import CARRIED
 from fshard.proof.plain import PlainResult
-from fshard.proof.record import gap
-from fshard.proof.report import Row, Tolerance, number_row
+from fshard.proof.report import Row, Tolerance, gap, number_row
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import Communicator
 from fshard.runtime.comm.exchange import exchange_bytes
@@ -40,19 +39,13 @@ class Comparison:
     """A step's results and those of plain PyTorch.
 
     Attributes:
-        watched: the step.
-        state: the state before it.
-        following: the state after it.
-        metrics: its metrics.
-        plain: the loss and the gradients of plain PyTorch.
-        tolerance: the largest differences that are allowed.
-        communicator: the control communicator.
         unequal: the entries whose copies differ between this rank and others.
+        norms: the norm of the step's gradients for each rule of clipping.
     """
 
     watched: Watched
-    state: TrainState
-    following: TrainState
+    state: TrainState  # before the step
+    following: TrainState  # after it
     metrics: Metrics
     plain: PlainResult
     tolerance: Tolerance
@@ -147,17 +140,15 @@ class Comparison:
         """The optimizer's update of one whole leaf, in place."""
         watched, step = self.watched, self.state.step
         rule = watched.options.clip.number(path)
-        if not watched._decide.updates(step):
-            factor = watched.carry if watched.kept else 1.0
+        if not watched.kept:
+            factor = 1.0
+        elif watched._decide.updates(step):
+            factor = watched.mean * watched.options.clip.factors(self.norms)[rule]
         else:
-            factor = watched.mean if watched.kept else 1.0
-            factor *= watched.options.clip.factors(self.norms)[rule] if watched.kept else 1.0
+            factor = watched.carry
         param = leaf[f"params.{path}"].view(-1)
-        states = {
-            name.removeprefix("opt.").removesuffix(f".{path}"): x.view(-1)
-            for name, x in leaf.items()
-            if name[:4] == "opt."
-        }
+        own = {name: x.view(-1) for name, x in leaf.items() if name.startswith("opt.")}
+        states = {name.removeprefix("opt.").removesuffix(f".{path}"): x for name, x in own.items()}
         late = self.state.late.get(path, 0)
         more: dict[str, Any] = {"late": late} if late else {}
         hyper = watched.opt.hyper(path, watched.plan.leaves[path].shape)
@@ -186,12 +177,10 @@ class Comparison:
         found: dict[str, str] = {}
         for said in map(json.loads, exchange_bytes(self.comm, json.dumps(wrong).encode())):
             found.update({name: found.get(name) or why for name, why in said.items()})
-        return [
-            replace(row, note=found[row.name] or ("" if not row.right else "differs on another rank"))
-            if row.name in found
-            else row
-            for row in rows
-        ]
+        notes = {
+            row.name: found[row.name] or "differs on another rank" * row.right for row in rows if row.name in found
+        }
+        return [replace(row, note=notes[row.name]) if row.name in notes else row for row in rows]
 
 
 def _by_leaf(found: Sequence[Entry], plan: Plan) -> dict[str, list[Entry]]:

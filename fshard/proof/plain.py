@@ -1,24 +1,28 @@
 """The loss and its gradients by plain PyTorch. Ranks take turns, so only one at a time holds all parameters."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
+from fshard import tree
 from fshard.collectives import raw
 from fshard.collectives.ranks import Ranks
+from fshard.model.casting import make_casting
 from fshard.model.remat import exact
-from fshard.proof.record import Output, PlainUnits, gap, tensors_of
-from fshard.proof.report import Tolerance
+from fshard.model.unit import Slot, Unit, attach
+from fshard.proof.report import Difference, Tolerance, gap
+from fshard.proof.watched import Output, tensors_of
 from fshard.runtime.comm import Communicator, exchange, raise_failures
 from fshard.runtime.comm.exchange import exchange_bytes
 from fshard.runtime.engine.batch import microbatches
 from fshard.runtime.engine.loss import check_differentiable, number, read_loss
 from fshard.runtime.engine.rng import seeded
-from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves
 from fshard.state.train_state import TrainState
@@ -28,52 +32,28 @@ REMEDY = "The step computed a loss from the same batch. See whether the loss nee
 
 @dataclass(frozen=True)
 class Task:
-    """What to run.
-
-    Attributes:
-        fn: the loss function.
-        plan: the plan.
-        state: the parameters, the seed and the step.
-        batch: this rank's batch.
-        accumulate: the number of microbatches.
-        divided: the divisor of gradients before they are summed, as in the step.
-        outputs: the outputs of this rank's units in the step.
-        tolerance: the largest differences of outputs that are allowed.
-        communicator: the control communicator.
-    """
+    """What to run: the loss function on a state and this rank's batch, and the step's outputs to compare with."""
 
     fn: Callable[..., Any]
     plan: Plan
     state: TrainState
     batch: Any
     accumulate: int
-    divided: float
+    divided: float  # the divisor of gradients before they are summed
     outputs: list[Output]
     tolerance: Tolerance
     comm: Communicator
 
 
-Difference = tuple[int, int, str, str]
-"""The microbatch, the call and the unit of an output that differs, and the difference."""
-
-
 @dataclass(frozen=True)
 class PlainResult:
-    """The results of plain PyTorch.
-
-    Attributes:
-        loss: the global mean loss.
-        weighted: whether this rank's loss is an ``fs.Mean``.
-        count: the elements of the global batch, or the parts.
-        sums: this rank's part of the sums of gradients over the global batch, by group id.
-        first: the first output on this rank that differs.
-    """
+    """The global mean loss and this rank's part of the sums of gradients, by group id, in plain PyTorch."""
 
     loss: float
-    weighted: bool
-    count: float
+    weighted: bool  # whether this rank's loss is an ``fs.Mean``
+    count: float  # the elements of the global batch, or the parts
     sums: dict[int, Tensor]
-    first: Difference | None
+    first: Difference | None  # the first output on this rank that differs
 
 
 @dataclass(frozen=True)
@@ -125,6 +105,44 @@ def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
     return out
 
 
+class PlainUnits:
+    """Runs units as ordinary functions, with the plan's casts, and reports the number and the result of each call."""
+
+    def __init__(self, plan: Plan, hear: Callable[[int, Any], None]) -> None:
+        self.plan, self.hear = plan, hear
+        self.inside = self.listening = False
+        self.count = 0
+        self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the unit's function. Calls in a unit belong to the outer unit; calls in a transform are silent."""
+        if self.inside or not self.listening or peek_interpreter_stack() is not None:
+            return unit.fn(params, *args, **kwargs)
+        self.inside = True
+        try:
+            result = unit.fn(params, *args, **kwargs)
+        finally:
+            self.inside = False
+        self.hear(self.count, result)
+        self.count += 1
+        return result
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Report calls inside of this context: later calls, such as in a backward, compute an output again."""
+        self.listening = True
+        try:
+            yield
+        finally:
+            self.listening = False
+
+    def tree(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        """The parameter tree of ordinary tensors whose units call this object."""
+        for path, tensor in leaves.items():
+            attach(tensor, Slot(self, path, self.casting, self.plan.leaves[path].shape))
+        return tree.nest({path: leaves[path] for path in self.plan.leaves})
+
+
 def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
     """Run the loss on this rank's batch."""
     trained = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
@@ -137,9 +155,10 @@ def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
         first = first or _compared(task, call, tensors_of(result))
 
     units = PlainUnits(task.plan, hear)
-    part = task.plan.mesh.index(task.plan.data_axes)
+    mesh = task.plan.mesh
+    part = mesh.index(task.plan.data_axes)
     torch.clear_autocast_cache()
-    with seeded(task.state.seed, task.state.step, part, task.plan.mesh.device):
+    with seeded(task.state.seed, task.state.step, part, mesh.device):
         for batch in microbatches(task.batch, task.accumulate):
             with units.heard(), exact():  # PyTorch's own derivatives of derivatives would not do as a reference
                 loss = read_loss(task.fn(units.tree(leaves), batch))
@@ -151,38 +170,31 @@ def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
             grads = torch.autograd.grad(loss.total, list(trained.values()), seed, allow_unused=True)
             for path, grad in zip(trained, grads, strict=True):
                 if grad is not None:
-                    _add_up(sums, path, grad, places[path][0])
+                    group = places[path][0]
+                    sums[path] = sums.get(path, 0) + grad.resolve_conj().to(group.reduce_dtype).to(group.dtype)
     if first is None and units.count != len(task.outputs):
         told = f"{len(task.outputs)} calls of units in the step, {units.count} in plain PyTorch"
-        first = 0, units.count, "(the program)", told
+        first = Difference(0, units.count, mesh.rank, "(the program)", told)
     return Pass(total, count, sums, weighted, first)
-
-
-def _add_up(sums: dict[str, Tensor], path: str, grad: Tensor, group: Group) -> None:
-    rounded = grad.resolve_conj().to(group.reduce_dtype).to(group.dtype)
-    sums[path] = sums[path] + rounded if path in sums else rounded
 
 
 def _compared(task: Task, at: int, plain: tuple[Tensor, ...]) -> Difference | None:
     """The difference of an output from that of the step; None if they are equal."""
+    rank = task.plan.mesh.rank
     if at >= len(task.outputs):
-        return 0, at, "(the program)", f"a call {at} of a unit that the step does not make"
-    own = task.outputs[at]
-    if len(own.tensors) != len(plain):
-        told = f"{len(own.tensors)} tensors in the step, {len(plain)} in plain PyTorch"
-        return own.microbatch, own.call, own.unit, told
-    for place, (one, other) in enumerate(zip(own.tensors, plain, strict=True)):
+        return Difference(0, at, rank, "(the program)", f"a call {at} of a unit that the step does not make")
+    unit, microbatch, call, tensors = task.outputs[at]
+    if len(tensors) != len(plain):
+        told = f"{len(tensors)} tensors in the step, {len(plain)} in plain PyTorch"
+        return Difference(microbatch, call, rank, unit, told)
+    read = [group.compute_dtype for group in task.plan.groups if group.unit == unit]
+    for place, (one, other) in enumerate(zip(tensors, plain, strict=True)):
         far, size = gap(one, other)
-        limit = task.tolerance.limit(size, [one.dtype, other.dtype, *_read_in(task.plan, own.unit)])
-        if far > limit:
-            where = f"output {place} of shape {list(other.shape)} of call {own.call}, microbatch {own.microbatch},"
-            return own.microbatch, own.call, own.unit, f"{where} differs by {far:.3g}; the largest in it is {size:.3g}"
+        if far > task.tolerance.limit(size, [one.dtype, other.dtype, *read]):
+            where = f"output {place} of shape {list(other.shape)} of call {call}, microbatch {microbatch},"
+            told = f"{where} differs by {far:.3g}; the largest in it is {size:.3g}"
+            return Difference(microbatch, call, rank, unit, told)
     return None
-
-
-def _read_in(plan: Plan, unit: str) -> list[torch.dtype]:
-    """The dtypes in which a unit reads its parameters."""
-    return [group.compute_dtype for group in plan.groups if group.unit == unit]
 
 
 def _add(plan: Plan, grads: dict[str, Tensor] | None, sums: dict[int, Tensor]) -> None:
@@ -197,12 +209,10 @@ def _add(plan: Plan, grads: dict[str, Tensor] | None, sums: dict[int, Tensor]) -
         ranks = Ranks(plan.mesh, plan.data_axes)
         whole = raw.sum_all(ranks, full)() if ranks.size > 1 else full
         begin = plan.mesh.index(owned.gather_axes) * owned.chunk
-        own = whole[begin : begin + owned.chunk].clone()
-        sums[group.id] = sums[group.id] + own if group.id in sums else own
+        sums[group.id] = sums.get(group.id, 0) + whole[begin : begin + owned.chunk]
 
 
-def earliest(comm: Communicator, first: Difference | None) -> tuple[int, int, int, str, str] | None:
+def earliest(comm: Communicator, first: Difference | None) -> Difference | None:
     """The first output that differs on any rank. Collective."""
-    rows = exchange_bytes(comm, json.dumps(first).encode())
-    found = [(row[0], row[1], number, row[2], row[3]) for number, row in enumerate(map(json.loads, rows)) if row]
-    return min(found) if found else None
+    rows = exchange_bytes(comm, json.dumps(astuple(first) if first else None).encode())
+    return min((Difference(*row) for row in map(json.loads, rows) if row), default=None)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fshard.errors import ShardError, lines
 
@@ -67,7 +68,7 @@ class Row:
         return self.name, f"{self.plain:.7g}", f"{self.sharded:.7g}", f"{self.difference:.1e}", verdict
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Difference:
     """The first output of a unit that differs."""
 
@@ -100,10 +101,12 @@ class Verified:
         return self.first is None and all(row.right for row in self.rows)
 
     def __repr__(self) -> str:
-        heads = ("leaf", "plain", "sharded", "difference", "verdict")
-        table = [heads, *(row.cells() for row in self.rows)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
-        out = [_aligned(row, widths) for row in table]
+        table = [("leaf", "plain", "sharded", "difference", "verdict"), *(row.cells() for row in self.rows)]
+        first, *widths = (max(map(len, column)) for column in list(zip(*table, strict=True))[:-1])
+        out = []
+        for name, *cells, verdict in table:
+            middle = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
+            out.append("  ".join([f"{name:<{first}}", *middle, verdict]))
         units = "equal" if self.first is None else f"DIFFER, first of unit {self.first.unit}"
         return "\n".join([*out, f"outputs of {self.calls} calls of units: {units}", *self.notes])
 
@@ -113,11 +116,13 @@ class Verified:
             return
         wrong = [row for row in self.rows if not row.right]
         problems = [f"unit {self.first.unit}: {self.first.text}"] if self.first else ["no output of a unit differs"]
-        problems += [_told(row) for row in wrong]
-        late = [row.unit for row in wrong if row.name.startswith("grad.")]
-        if late and self.first is None:
-            order = list(dict.fromkeys(row.unit for row in self.rows if row.name.startswith("grad.")))
-            last = max(late, key=order.index)
+        for row in wrong:
+            why = row.note or f"differs by {row.difference:.3g}, and {row.limit:.1e} is allowed"
+            problems.append(f"{row.name}: {row.plain:.7g} in plain PyTorch, {row.sharded:.7g} in the step; {why}")
+        graded = [row for row in self.rows if row.name.startswith("grad.")]
+        if self.first is None and not all(row.right for row in graded):
+            order = list(dict.fromkeys(row.unit for row in graded))
+            last = max((row.unit for row in graded if not row.right), key=order.index)
             problems.append(
                 f"the last unit with wrong gradients is {last}: look at its backward, and at the one after it"
             )
@@ -128,21 +133,21 @@ class Verified:
         raise VerifyError(lines("the step does not compute what plain PyTorch computes:", problems, remedy))
 
 
-def _told(row: Row) -> str:
-    why = row.note or f"differs by {row.difference:.3g}, and {row.limit:.1e} is allowed"
-    return f"{row.name}: {row.plain:.7g} in plain PyTorch, {row.sharded:.7g} in the step; {why}"
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest, verdict = row
-    cells = [f"{first:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(rest, widths[1:-1], strict=True)), verdict]
-    return "  ".join(cells)
-
-
 def number_row(name: str, plain: float, sharded: float, tolerance: Tolerance, dtypes: Sequence[torch.dtype]) -> Row:
     """A row of two numbers."""
-    same = plain == sharded or (math.isnan(plain) and math.isnan(sharded))
-    difference = 0.0 if same else abs(plain - sharded)
-    return Row(
-        name, plain, sharded, math.inf if math.isnan(difference) else difference, tolerance.limit(abs(plain), dtypes)
-    )
+    difference, _ = gap(*(torch.tensor(x, dtype=torch.float64, device="cpu") for x in (plain, sharded)))
+    return Row(name, plain, sharded, difference, tolerance.limit(abs(plain), dtypes))
+
+
+def gap(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors' elements, and the largest magnitude of the second; nan equals nan."""
+    if one.shape != other.shape:
+        return math.inf, 0.0
+    if not one.numel():
+        return 0.0, 0.0
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    a, b = one.detach().to(wide), other.detach().to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    far = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    size = torch.where(b.abs().isfinite(), b.abs(), 0.0)
+    return float(far.max()), float(size.max())

@@ -12,7 +12,7 @@ from fshard.errors import PlanError, no_processes
 from fshard.optim import checks
 from fshard.proof.compare import Comparison
 from fshard.proof.plain import Task, earliest, run_plainly
-from fshard.proof.report import Difference, Tolerance, Verified
+from fshard.proof.report import Tolerance, Verified
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import enter
 from fshard.runtime.steps.attempt import refuse_transforms
@@ -67,13 +67,12 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
     wants: list[Want] = [("step", step, TrainStep, "what fs.make_train_step returned")]
     expect("verify(step, state, batch)", wants)
     expect_state(state, "verify(step, state, batch): state")
-    problems = checks.number("rtol", 0.0 if rtol is None else rtol, "[0, inf)") + checks.number(
-        "atol", atol, "[0, inf)"
-    )
+    problems = checks.number("rtol", 0.0 if rtol is None else rtol, "[0, inf)")
+    problems += checks.number("atol", atol, "[0, inf)")
     if problems:
         raise PlanError("; ".join(problems))
-    mesh, transport = step.plan.mesh, step.plan.mesh.transport
-    if transport is None and mesh.size > 1:
+    mesh = step.plan.mesh
+    if mesh.transport is None and mesh.size > 1:
         raise no_processes()
     state.check_plan(step.plan)
     enter(mesh, "verify")
@@ -99,18 +98,15 @@ def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolera
         notes.append(
             "update='in_backward' keeps no gradients: updates are compared with those of plain PyTorch's gradients"
         )
-    return Verified(tuple(rows), len(outputs), Difference(*first) if first else None, tuple(notes))
+    return Verified(tuple(rows), len(outputs), first, tuple(notes))
 
 
 @contextmanager
 def untouched() -> Iterator[None]:
     """Restore torch's and Python's random generators at the end."""
-    python, host = random.getstate(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    python = random.getstate()
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
         random.setstate(python)
-        torch.set_rng_state(host)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)

@@ -1,16 +1,74 @@
-"""A train step whose gradients and outputs can be inspected."""
+"""A train step whose gradients and outputs of units can be inspected."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
+from fshard import tree
 from fshard.errors import PlanError
+from fshard.model.unit import Unit
 from fshard.optim.scaling import Scale
-from fshard.proof.record import Record, recording
+from fshard.runtime.engine.engine import Engine, Sink, Traits
+from fshard.runtime.engine.remat import Remat
 from fshard.runtime.steps.attempt import Outcome
 from fshard.runtime.steps.commit import Verdict
+from fshard.sharding.plan import Plan
 from fshard.state.train_state import TrainState
 from fshard.training.step import TrainStep
+
+
+class Output(NamedTuple):
+    """The output of one call of a unit: its tensors, on the host; ``call`` counts calls in the microbatch."""
+
+    unit: str
+    microbatch: int
+    call: int
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass
+class Record:
+    """The calls of a step on this rank, in order. Another engine, which runs the program again, clears it."""
+
+    calls: list[Output] = field(default_factory=list)
+    engine: Any = None
+
+    def note(self, engine: Engine, unit: str, call: int, result: Any) -> None:
+        """Keep the output of a call."""
+        if engine is not self.engine:
+            self.engine = engine
+            self.calls.clear()
+        microbatch = int(getattr(engine.executor, "microbatch", 0))
+        self.calls.append(Output(unit, microbatch, call, tensors_of(result)))
+
+    def drop(self) -> None:
+        """Release the engine."""
+        self.engine = None
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """Copies of a result's tensors, on the host."""
+    found = [x.detach() for x in tree.leaves(result) if isinstance(x, Tensor)]
+    return tuple(x.to("cpu", copy=True) for x in found)
+
+
+class RecordingEngine(Engine):
+    """An engine that records the outputs of units."""
+
+    def __init__(self, plan: Plan, sink: Sink, remat: Remat, traits: Traits, record: Record) -> None:
+        super().__init__(plan, sink, remat, traits)
+        self.record = record
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the unit and record its output."""
+        if self.inside or self.differentiating or peek_interpreter_stack() is not None:
+            return super().call(unit, params, args, kwargs)
+        result = super().call(unit, params, args, kwargs)
+        self.record.note(self, self.units.called(unit, params).name, sum(self.counts.values()) - 1, result)
+        return result
 
 
 class Watched(TrainStep):
@@ -27,7 +85,7 @@ class Watched(TrainStep):
         super().__init__(step._runner.fn, step.opt, step.plan, replace(step.options, donate=False))
         theirs, mine = step._runner.workshop, self._runner.workshop
         self.outputs = Record()
-        mine.engine, mine.choices = recording(self.outputs), dict(theirs.choices)
+        mine.engine, mine.choices = partial(RecordingEngine, record=self.outputs), dict(theirs.choices)
         if theirs.cache is not None:
             report = {unit: dict(runs) for unit, runs in theirs.cache.report.items()}
             mine.cache = replace(theirs.cache, graphs=dict(theirs.cache.graphs), report=report)

@@ -14,7 +14,11 @@ class Compiled(Protocol):
     def call(
         self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
     ) -> tuple[bool, Any]:
-        """Run a call, if it has a graph: whether it ran, and its result."""
+        """Run a call, if it has a graph: whether it ran, and its result.
+
+        ``index`` counts earlier calls of that name in this pass; ``leaves`` are those of ``params``, with their paths;
+        ``args`` are ``(args, kwargs)``.
+        """
 
     def transformed(self, name: str) -> None:
         """Record a unit that is called under a transform of ``torch.func``, which runs no graph."""

@@ -1,7 +1,7 @@
 """Finds the graph of a unit's call: by the unit's structure, and the shapes, strides, dtypes and values given to it."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from torch.overrides import _get_current_function_mode_stack as _modes
 from fshard import tree
 from fshard.errors import TransformError
 from fshard.model.buffers import Watch
+from fshard.model.remat import autocast_state
 from fshard.model.unit import Unit
 from fshard.runtime.engine.remat import Remat
 from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.partition import lazy
 from fshard.runtime.graphs.run import Bound, Call, Claim, Host
-from fshard.runtime.graphs.surroundings import NOTHING, Reads, Surroundings, recorded
-from fshard.runtime.graphs.trace import PLAIN, Meta, Same, Source, Untraceable, exact, inspect, meta_of
+from fshard.runtime.graphs.surroundings import NOTHING, Surroundings, recorded
+from fshard.runtime.graphs.trace import PLAIN, Same, Source, Untraceable, exact, inspect, meta_of
 from fshard.sharding.plan import Plan
 
 MANY = 32
@@ -39,15 +40,12 @@ class Cache:
     """The graphs of a train step, shared by all its programs.
 
     Attributes:
-        compiler: makes code of a graph.
-        backend: the compiler's name.
         graphs: by key, the graphs and their surroundings; a text says why calls with this key have none.
         count: the number of graphs made.
         report: for each unit, the graphs of its calls, and the reasons of calls without one.
     """
 
     compiler: Compiler
-    backend: str
     graphs: dict[Hashable, list[tuple[Surroundings, Graph | str]]] = field(default_factory=dict)
     count: int = 0
     report: dict[str, dict[Graph | str, None]] = field(default_factory=dict)
@@ -58,9 +56,9 @@ class Cache:
         for around, graph in known:
             if around.holds():
                 return around, graph if isinstance(graph, str) else graph.refused or graph
-        reads = Reads()
+        around = NOTHING  # a unit may always run as it is
         try:
-            with recorded(reads):
+            with recorded() as reads:
                 result = inspect(source)
             found: Graph | str = compile_graph(source, result, self.compiler, self.count)
             around = Surroundings(source.fn, reads)
@@ -71,8 +69,6 @@ class Cache:
             found = "it makes collectives of its own, which no graph can hold"
         except Exception as error:  # whatever a unit's Python, or an operator, raises at tensors without values
             found = f"it cannot be a graph: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-        if isinstance(found, str):
-            around = NOTHING  # a unit may always run as it is
         known.append((around, found))
         return around, found
 
@@ -81,10 +77,10 @@ class Cache:
         lines = []
         for unit, runs in self.report.items():
             used = [run for run in runs if isinstance(run, Graph) and not run.refused]
-            graphs = [f"{run.code.backend} graph {run.number}" for run in used]
             told = [run if isinstance(run, str) else run.refused for run in runs if run not in used]
-            reasons = [f"as it is: {reason}" for reason in dict.fromkeys(told)]
-            lines.append(f"{unit}: {'; '.join([*graphs, *reasons]) or DEMANDED}")
+            text = [f"{run.code.backend} graph {run.number}" for run in used]
+            text += [f"as it is: {reason}" for reason in dict.fromkeys(told)]
+            lines.append(f"{unit}: {'; '.join(text) or DEMANDED}")
         return "\n".join(lines)
 
     def note(self, unit: str, found: Graph | str) -> None:
@@ -102,12 +98,7 @@ Key = tuple[Any, ...]
 
 @dataclass(eq=False)
 class Form:
-    """What calls with equal arguments and surroundings run.
-
-    Attributes:
-        around: the surroundings.
-        bound: the graph; None for the unit's own function.
-    """
+    """What calls with equal arguments and surroundings run: a graph, or the unit's own function."""
 
     around: Surroundings
     bound: Bound | None = None
@@ -128,27 +119,13 @@ class Form:
             self.bound = None
 
 
+@dataclass(eq=False, slots=True)
 class Site:
-    """What earlier calls of one unit ran."""
+    """What earlier calls of one unit ran: the last one, and by key all."""
 
-    __slots__ = ("count", "form", "found", "key")
-
-    def __init__(self) -> None:
-        self.key: Key | None = None
-        self.form = Form(NOTHING)
-        self.found: dict[Key, list[Form]] = {}
-        self.count = 0
-
-    def add(self, key: Key, form: Form) -> Form:
-        """Keep a new form."""
-        self.count += 1
-        self.found.setdefault(key, []).append(form)
-        return form
-
-    def use(self, key: Key, form: Form) -> Form:
-        """Let the next call try this form first."""
-        self.key, self.form = key, form
-        return form
+    key: Key | None = None
+    form: Form = field(default_factory=lambda: Form(NOTHING))
+    found: dict[Key, list[Form]] = field(default_factory=dict)
 
 
 class Graphs:
@@ -156,7 +133,7 @@ class Graphs:
 
     Args:
         cache: the graphs of all programs.
-        plan: the plan.
+        plan: gives leaves their groups.
         host: the engine.
         claim: asks for the right to write flat gradients.
         grads: by group, the views of its flat gradient.
@@ -187,20 +164,7 @@ class Graphs:
     def call(
         self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
     ) -> tuple[bool, Any]:
-        """Run a call of a unit, if it has a graph.
-
-        Args:
-            unit: the unit.
-            name: its name.
-            index: the number of earlier calls of that name in this pass.
-            params: its parameters.
-            leaves: the leaves of the parameters.
-            paths: the paths of the leaves.
-            args: ``(args, kwargs)``.
-
-        Returns:
-            Whether a graph ran, and its result.
-        """
+        """Run a call, if it has a graph: see ``Compiled``."""
         if watcher := _observer():
             self.cache.note(name, watcher)
             return False, None
@@ -210,7 +174,9 @@ class Graphs:
         inputs, key = _quick(args, unit.fn)
         form = site.form
         if key != site.key or not form.around.same():
-            form = site.use(key, self._form(site, key, unit, name, (params, leaves, paths, args)))
+            known = (form for form in site.found.get(key, ()) if form.around.holds())
+            form = next(known, None) or self._form(site, key, unit, name, params, leaves, paths, args)
+            site.key, site.form = key, form
         if form.bound is not None and form.bound.graph.waiting:
             form.prove(paths, inputs)
         if form.bound is None:
@@ -221,50 +187,41 @@ class Graphs:
         """Record a call under a transform, which runs no graph."""
         self.cache.note(name, TRANSFORMED)
 
-    def _form(self, site: Site, key: Key, unit: Unit, name: str, call: tuple[Any, ...]) -> Form:
-        for form in site.found.get(key, ()):
-            if form.around.holds():
-                return form
-        if site.count >= MANY:
+    def _form(
+        self, site: Site, key: Key, unit: Unit, name: str, params: Any, leaves: Any, paths: Sequence[str], args: Any
+    ) -> Form:
+        """What calls with a new key run."""
+        if sum(map(len, site.found.values())) >= MANY:
             self.cache.note(name, GIVEN_UP)
             return Form(NOTHING)
-        params, leaves, paths, args = call
-        around, found = self._graph(unit, name, params, leaves, paths, args, key)
+        around, bound = NOTHING, None
+        found: Graph | str = self._reason(name, leaves, paths, args)
+        if not found:
+            source = self._source(unit, name, params, leaves, paths, args)
+            around, found = self.cache.graph((*source.key, key[-1]), source)
         self.cache.note(name, found)
-        bound = None
-        if not isinstance(found, str):
+        if isinstance(found, Graph):
             bound = Bound(found, leaves, [self.places[path] for path in paths], self.grads)
             if found.source.fn is not unit.fn:
                 around = Surroundings(unit.fn, around.reads)  # an equal unit reads values of its own
-        return site.add(key, Form(around, bound))
-
-    def _graph(
-        self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any, key: Key
-    ) -> tuple[Surroundings, Graph | str]:
-        reason = self._reason(name, leaves, paths, args)
-        if reason:
-            return NOTHING, reason
-        source = self._source(unit, name, params, leaves, paths, args)
-        kind = getattr(unit.fn, "kind", None)
-        code = kind() if kind is not None else unit.fn
-        plain = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in source.values)
-        shapes = (source.params, source.args, source.leaves, source.shared, plain)
-        return self.cache.graph((code, *shapes, source.policy, key[-1]), source)
+        form = Form(around, bound)
+        site.found.setdefault(key, []).append(form)
+        return form
 
     def _source(
         self, unit: Unit, name: str, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any
     ) -> Source:
         values, spec = tree.flatten(args)
         grad = torch.is_grad_enabled()
-        metas = [_meta(leaf, grad) for leaf in leaves]
+        metas = tuple(meta_of(leaf, grad) for leaf in leaves)
         shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]
         return Source(
             fn=unit.fn,
             params=tree.flatten(params)[1],
             args=spec,
-            leaves=tuple(metas),
+            leaves=metas,
             shared=frozenset(n for n in shared if metas[n].requires_grad),
-            values=tuple(_meta(x, grad) if isinstance(x, Tensor) else x for x in _without_repeats(values)),
+            values=tuple(meta_of(x, grad) if isinstance(x, Tensor) else x for x in _without_repeats(values)),
             grad=grad,
             policy=self.remat.of(name) if grad else None,
         )
@@ -286,34 +243,27 @@ class Graphs:
         return f"an argument is a {kind}, neither a plain tensor nor a plain Python value{hint}"
 
 
-def _meta(x: Tensor, grad: bool) -> Meta:
-    return meta_of(x) if grad else replace(meta_of(x), requires_grad=False)
-
-
 def _without_repeats(values: Sequence[Any]) -> list[Any]:
     """These values, with ``Same`` for each repeated tensor."""
     places: dict[int, int] = {}
     found: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor) and id(value) in places:
-            found.append(Same(places[id(value)]))
-            continue
-        if isinstance(value, Tensor):
+        repeated = id(value) in places
+        if isinstance(value, Tensor) and not repeated:
             places[id(value)] = len(places)
-        found.append(value)
+        found.append(Same(places[id(value)]) if repeated else value)
     return found
 
 
 def _ordinary(x: Any) -> bool:
     """Whether a value is a plain strided tensor."""
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
-        return False
-    return not (x.is_conj() or x.is_neg())
+    plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
+    return plain and not (x.is_conj() or x.is_neg())
 
 
 def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Any) -> tuple[Sequence[Tensor], Key]:
     """The tensors among the arguments of a call, and the key of its graph."""
-    flags = (torch.is_grad_enabled(), _autocast() if torch._C._is_any_autocast_enabled() else None, *_settings())
+    flags = (torch.is_grad_enabled(), autocast_state() if torch._C._is_any_autocast_enabled() else None, *_settings())
     positional, keywords = args
     if not keywords and (len(positional) < 2 or len(set(map(id, positional))) == len(positional)):
         shapes: list[Any] = [function]
@@ -339,11 +289,6 @@ def _settings() -> Key:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
     )
-
-
-def _autocast() -> Key:
-    kinds = ("cpu", "cuda")
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _observer() -> str:

@@ -7,9 +7,10 @@ and the same random numbers, and both backwards start from the same made-up grad
 nothing of the step. No graph holds collectives, so each rank compares alone.
 """
 
+import functools
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only
-from fshard.runtime.graphs.trace import Result, Tangents
+from fshard.runtime.graphs.trace import Place, Result, Tangents
 
 LOOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
 """The tolerance for a compiled graph, relative to the largest number of a tensor; 0.05 for short dtypes."""
@@ -27,48 +28,31 @@ LOOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch
 FLIPS = 0.01
 """The fraction of integers and flags that may differ in a compiled graph, because rounding decides them."""
 
-Place = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a call computed.
-
-    Attributes:
-        tensors: by title, outputs, inputs after the call and gradients; None for a gradient of zero.
-        draws: the states of the random generators after the call.
-    """
-
-    tensors: Mapping[str, Tensor | None]
-    draws: Sequence[Any]
+Computed = dict[str, Tensor | None]
+"""By title, outputs, inputs after the call and gradients; None for a gradient of zero."""
 
 
 class Differs(Exception):  # noqa: N818 - not an error: the unit runs eagerly
     """A graph computes something else than its unit; the text says what."""
 
 
-def difference(graph: Graph, pattern: Tangents, paths: Sequence[str], leaves: Sequence[Tensor], inputs: Any) -> str:
-    """Compare a call of the graph with one of the unit's Python.
+def difference(
+    graph: Graph, pattern: Tangents, paths: Sequence[str], leaves: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> str:
+    """What a call of the graph computes differently from the unit's Python, and by how much; empty if nothing.
 
-    Args:
-        graph: the graph.
-        pattern: the strides of the gradients to start from; the graph has a variant for them.
-        paths: the paths of the leaves.
-        leaves: the leaves of the unit.
-        inputs: the tensors of the call.
-
-    Returns:
-        What differs, and by how much; empty if nothing does.
+    Gradients start with strides of ``pattern``, for which the graph has a variant.
     """
-    held = [leaf.detach() for leaf in leaves]
+    trial = _Trial(graph, pattern, paths, [leaf.detach() for leaf in leaves], inputs)
     try:
-        with restored(graph, [*leaves, *inputs]) as states:
-            want = _by_python(graph, pattern, paths, held, inputs, states)
-        with restored(graph, [*leaves, *inputs]) as states:
-            for direct in (False, True) if graph.differentiable else (False,):
-                with restored(graph, [*leaves, *inputs]):
-                    got = _by_graph(graph, pattern, paths, held, inputs, (states, direct))
-                    _compare(want, got, graph.code.backend == "fx")
+        want, draws = trial.run(trial.by_python)
+        for direct in (False, True) if graph.differentiable else (False,):
+            got, drawn = trial.run(functools.partial(trial.by_graph, direct))
+            for title in {**want, **got}:
+                if found := apart(want.get(title), got.get(title), graph.code.backend == "fx"):
+                    raise Differs(f"{title} {found}")
+            if not all(map(torch.equal, draws, drawn)):
+                raise Differs("the graph draws another number of random numbers")
     except Differs as found:
         return str(found)
     except Exception as error:  # whatever an operator or the unit's Python raises
@@ -76,23 +60,80 @@ def difference(graph: Graph, pattern: Tangents, paths: Sequence[str], leaves: Se
     return ""
 
 
-def _by_python(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: Any, states: Any) -> Computed:
-    source = graph.source
-    leaves = [x.detach().requires_grad_(meta.requires_grad) for x, meta in zip(held, source.leaves, strict=True)]
-    given = [copied(x).requires_grad_(meta.requires_grad) for x, meta in zip(inputs, source.inputs, strict=True)]
-    torch.clear_autocast_cache()
-    try:
-        with torch.set_grad_enabled(source.grad):
-            flat, spec = tree.flatten(source.call(leaves, given))
-    finally:
+@dataclass(frozen=True)
+class _Trial:
+    """A call that runs several times, on copies of its inputs and from made-up gradients with the pattern's strides."""
+
+    graph: Graph
+    pattern: Tangents
+    paths: Sequence[str]
+    leaves: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+
+    def run(self, call: Callable[[], Computed]) -> tuple[Computed, list[Tensor]]:
+        """What a call computes, and the states of the random generators after it."""
+        with restored(self.graph, [*self.leaves, *self.inputs]) as states:
+            return call(), states()
+
+    def by_python(self) -> Computed:
+        source = self.graph.source
+        leaves = [
+            x.detach().requires_grad_(meta.requires_grad) for x, meta in zip(self.leaves, source.leaves, strict=True)
+        ]
+        given = [x.requires_grad_(meta.requires_grad) for x, meta in zip(self._copies(), source.inputs, strict=True)]
         torch.clear_autocast_cache()
-    outputs = _checked_outputs(graph.result, flat, spec, given)
-    found = _named("output", outputs) | _named("what is left in input", [x.detach() for x in given])
-    draws = states()
-    if graph.differentiable:
-        pairs = [(outputs[i], tangent) for i, tangent in zip(graph.wanted, pattern, strict=True) if tangent is not None]
-        found |= _python_gradients(pairs, leaves, given, paths)
-    return Computed(found, draws)
+        try:
+            with torch.set_grad_enabled(source.grad):
+                flat, spec = tree.flatten(source.call(leaves, given))
+        finally:
+            torch.clear_autocast_cache()
+        outputs = _checked_outputs(self.graph.result, flat, spec, given)
+        found = _named(outputs, given)
+        starts, seeds = self._seeds(outputs)
+        places = [("leaf", n, x) for n, x in enumerate(leaves)] + [("in", n, x) for n, x in enumerate(given)]
+        wanted = {self._title((kind, n)): x for kind, n, x in places if x.requires_grad}
+        if self.graph.differentiable and seeds and wanted:
+            with torch._C._DisableAutocast():
+                grads = torch.autograd.grad(starts, list(wanted.values()), seeds, allow_unused=True)
+            found |= dict(zip(wanted, grads, strict=True))
+        return found
+
+    def by_graph(self, direct: bool) -> Computed:
+        graph, given, own = self.graph, self._copies(), list[Tensor | None]()
+        with torch.no_grad():
+            params = graph.code.views(self.leaves)
+            with kernels_only():
+                outputs, saved = graph.code.forward(params, *given)
+            found = _named(outputs, given)
+            _, tangents = self._seeds(outputs)
+            variant = graph.variants[self.pattern]
+            if not graph.differentiable or variant is None or not tangents:
+                return found
+            with kernels_only():
+                if direct:
+                    empty = [self.leaves[n] for n in graph.own]
+                    own = [torch.full_like(x, float("nan"), memory_format=torch.contiguous_format) for x in empty]
+                    parts = variant.code.direct(params, saved, variant.code.targets(own), *tangents)
+                else:
+                    parts, grads = variant.code.backward(params, saved, *tangents)
+                    own = [grads[n] for n in graph.own]
+                return found | {self._title(place): x for place, x in _totals(graph, variant, parts, own).items()}
+
+    def _copies(self) -> list[Tensor]:
+        return [copied(x) for x in self.inputs]
+
+    def _seeds(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs that have gradients, and the gradients to start from."""
+        pairs = [
+            (outputs[i], strides)
+            for i, strides in zip(self.graph.wanted, self.pattern, strict=True)
+            if strides is not None
+        ]
+        return [out for out, _ in pairs], [seed(out, strides) for out, strides in pairs]
+
+    def _title(self, place: Place) -> str:
+        kind, number = place
+        return f"the gradient of {self.paths[number]}" if kind == "leaf" else f"the gradient of input {number}"
 
 
 def _checked_outputs(result: Result, flat: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> list[Tensor]:
@@ -110,50 +151,6 @@ def _checked_outputs(result: Result, flat: Sequence[Any], spec: Any, given: Sequ
     return outputs
 
 
-def _python_gradients(
-    pairs: Sequence[tuple[Tensor, Sequence[int]]], leaves: Sequence[Tensor], given: Sequence[Tensor], paths: Any
-) -> dict[str, Tensor | None]:
-    """By title, the gradients of leaves and inputs from made-up gradients of outputs with these strides."""
-    places = [("leaf", n, x) for n, x in enumerate(leaves)] + [("in", n, x) for n, x in enumerate(given)]
-    wanted = [(_title((kind, n), paths), x) for kind, n, x in places if x.requires_grad]
-    if not pairs or not wanted:
-        return {}
-    seeds = [seed(out, strides) for out, strides in pairs]
-    with torch._C._DisableAutocast():
-        grads = torch.autograd.grad([o for o, _ in pairs], [x for _, x in wanted], seeds, allow_unused=True)
-    return {title: grad for (title, _), grad in zip(wanted, grads, strict=True)}
-
-
-def _by_graph(graph: Graph, pattern: Tangents, paths: Any, held: Any, inputs: Any, how: tuple[Any, bool]) -> Computed:
-    states, direct = how
-    given = [copied(x) for x in inputs]
-    with torch.no_grad():
-        params = graph.code.views(held)
-        with kernels_only():
-            outputs, saved = graph.code.forward(params, *given)
-        found = _named("output", outputs) | _named("what is left in input", given)
-        draws = states()
-        variant = graph.variants[pattern]
-        if not graph.differentiable or variant is None or all(strides is None for strides in pattern):
-            return Computed(found, draws)
-        pairs = zip([outputs[i] for i in graph.wanted], pattern, strict=True)
-        tangents = [seed(out, strides) for out, strides in pairs if strides is not None]
-        return Computed(found | _gradients(graph, variant, paths, (params, saved, tangents), (held, direct)), draws)
-
-
-def _gradients(graph: Graph, variant: Variant, paths: Any, what: Any, how: Any) -> dict[str, Tensor | None]:
-    (params, saved, tangents), (held, direct) = what, how
-    own: list[Tensor | None]
-    with kernels_only():
-        if direct:
-            own = [torch.full_like(held[n], float("nan"), memory_format=torch.contiguous_format) for n in graph.own]
-            parts = variant.code.direct(params, saved, variant.code.targets(own), *tangents)
-        else:
-            parts, grads = variant.code.backward(params, saved, *tangents)
-            own = [grads[n] for n in graph.own]
-        return {_title(place, paths): grad for place, grad in _totals(graph, variant, parts, own).items()}
-
-
 def _totals(graph: Graph, variant: Variant, parts: Any, own: Sequence[Tensor | None]) -> dict[Place, Tensor | None]:
     """The gradient of each leaf and input: the sum of the parts that autograd would add."""
     found: dict[Place, Tensor | None] = {("leaf", n): grad for n, grad in zip(graph.own, own, strict=True)}
@@ -163,43 +160,21 @@ def _totals(graph: Graph, variant: Variant, parts: Any, own: Sequence[Tensor | N
     return found
 
 
-def _named(what: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-    return {f"{what} {number}": x.detach() for number, x in enumerate(tensors)}
-
-
-def _title(place: Place, paths: Sequence[str]) -> str:
-    kind, number = place
-    return f"the gradient of {paths[number]}" if kind == "leaf" else f"the gradient of input {number}"
-
-
-def _compare(want: Computed, got: Computed, exact: bool) -> None:
-    for name in {**want.tensors, **got.tensors}:
-        found = apart(want.tensors.get(name), got.tensors.get(name), exact)
-        if found:
-            raise Differs(f"{name} {found}")
-    if not all(map(_equal_states, want.draws, got.draws)):
-        raise Differs("the graph draws another number of random numbers")
-
-
-def _equal_states(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+def _named(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Computed:
+    both = (("output", outputs), ("what is left in input", inputs))
+    return {f"{what} {number}": x.detach() for what, tensors in both for number, x in enumerate(tensors)}
 
 
 def apart(want: Tensor | None, got: Tensor | None, exact: bool) -> str:
-    """How two tensors differ; empty if they do not, or within the tolerance. None stands for zeros.
-
-    Args:
-        want: the unit's.
-        got: the graph's.
-        exact: whether every bit must be equal.
-    """
+    """How the graph's tensor differs from the unit's; empty if it does not, or within the tolerance. None is zeros."""
     if want is None or got is None:
         known = want if want is not None else got
         if known is None or not known.any():
             return ""
         return f"is zero in one of them, and up to {_largest(known):.3g} in the other"
     if want.shape != got.shape or want.dtype != got.dtype:
-        return f"is {_described(want)} by Python and {_described(got)} in the graph"
+        one, other = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, got))
+        return f"is {one} by Python and {other} in the graph"
     a, b = _comparable(want), _comparable(got)
     if torch.equal(a, b):
         return ""
@@ -229,10 +204,6 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def _described(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-
-
 def copied(x: Tensor) -> Tensor:
     """A copy with the same strides, overlapping ones too."""
     with torch.no_grad():
@@ -254,56 +225,46 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 @contextmanager
-def restored(graph: Graph, tensors: Sequence[Tensor]) -> Iterator[Any]:
-    """Put all random generators back at the end; yields a function that returns their states."""
+def restored(graph: Graph, tensors: Sequence[Tensor]) -> Iterator[Callable[[], list[Tensor]]]:
+    """Put all random generators back at the end; yields a function that returns the states of torch's."""
     devices = {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
     modules = [(torch.get_device_module(device), device) for device in sorted(devices, key=str)]
     numpy = sys.modules.get("numpy")
 
-    def states() -> list[Any]:
-        return [
-            torch.get_rng_state(),
-            *[module.get_rng_state(device) for module, device in modules],
-            *[generator.get_state() for generator in graph.generators],
-        ]
+    def states() -> list[Tensor]:
+        own = [generator.get_state() for generator in (torch.default_generator, *graph.generators)]
+        return own + [module.get_rng_state(device) for module, device in modules]
 
-    before, python = states(), random.getstate()
+    kept, python = iter(states()), random.getstate()
     arrays = numpy.random.get_state() if numpy is not None else None
     try:
         yield states
     finally:
-        torch.set_rng_state(before[0])
-        for (module, device), state in zip(modules, before[1:], strict=False):
-            module.set_rng_state(state, device)
-        for generator, state in zip(graph.generators, before[1 + len(modules) :], strict=True):
-            generator.set_state(state)
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(arrays)
+        for generator in (torch.default_generator, *graph.generators):
+            generator.set_state(next(kept))
+        for module, device in modules:
+            module.set_rng_state(next(kept), device)
 
 
-def strays(graph: Graph, variant: Variant, what: tuple[Any, list[Any], Sequence[Tensor | None]]) -> bool:
-    """Whether a further backward computes something else than the backward that was compared with the unit.
-
-    Args:
-        graph: the graph.
-        variant: the new backward.
-        what: the views of the leaves, the tensors that the forward saved, and the incoming gradients.
-    """
-    params, saved, grads = what
-    usual = graph.variants[graph.usual]
-    assert usual is not None
-    found = []
+def strays(
+    graph: Graph, variant: Variant, params: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> bool:
+    """Whether a further backward computes something else than the backward that was compared with the unit."""
+    found, usual = [], graph.proved
     with kernels_only():
         for one, tangents in ((usual, graph.as_usual(grads)), (variant, [g for g in grads if g is not None])):
             parts, own = one.code.backward(params, list(saved), *tangents)
             found.append(_totals(graph, one, parts, [own[n] for n in graph.own]))
-    return any(_finite_parts_stray(usual, found[1][place]) for place, usual in found[0].items())
+    return any(_finite_parts_differ(usual, found[1][place]) for place, usual in found[0].items())
 
 
-def _finite_parts_stray(usual: Tensor | None, got: Tensor | None) -> bool:
-    if usual is None or got is None:
-        known = usual if usual is not None else got
-        return known is not None and bool((known.isfinite() & (known != 0)).any())
-    odd = ~usual.isfinite()  # zero times infinity, where zeros stand for no gradient
-    return bool(apart(usual.masked_fill(odd, 0), got.masked_fill(odd, 0), exact=False))
+def _finite_parts_differ(usual: Tensor | None, got: Tensor | None) -> bool:
+    known = usual if usual is not None else got
+    if known is None:
+        return False
+    odd = ~known.isfinite()  # zero times infinity, where zeros stand for no gradient
+    one, other = (None if x is None else x.masked_fill(odd, 0) for x in (usual, got))
+    return bool(apart(one, other, exact=False))

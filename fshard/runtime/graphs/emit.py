@@ -6,14 +6,14 @@ where a trial on fake tensors shows that it dispatches to exactly this op with e
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard.runtime.graphs.partition import ATEN, Halves, is_view, lazy, value, watched
+from fshard.runtime.graphs.partition import ATEN, Halves, is_view, lazy, sources, value, watched
 
 TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
 """Ops that can write their result into a gradient with the same bits: they have a kernel for ``out=``."""
@@ -48,21 +48,20 @@ class Code:
     watched: tuple[tuple[int, ...], tuple[int, ...]]
 
 
-@dataclass
 class Writer:
     """Source under construction, with the objects that it names."""
 
-    lines: list[str] = field(default_factory=list)
-    names: dict[str, Any] = field(default_factory=dict)
-    module: Any = None
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
 
     def constant(self, thing: Any, hint: str = "c") -> str:
         """A name for an object."""
         for name, held in self.names.items():
-            if held is thing or (type(thing) is list and type(held) is list and repr(held) == repr(thing)):
+            if held is thing or (type(thing) is type(held) is list and repr(held) == repr(thing)):
                 return name
-        name = f"{hint}_{len(self.names)}"
-        self.names[name] = thing
+        self.names[name := f"{hint}_{len(self.names)}"] = thing
         return name
 
     def literal(self, argument: Any) -> str:
@@ -99,19 +98,18 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
         saved: the names of what the forward of another trace of this unit saved; None for this trace's own.
     """
     saved = _names(halves.saved) if saved is None else saved
-    joint, writer = halves.joint, Writer(module=halves.joint.module)
-    held = [*joint.leaves, *halves.hoisted]
-    used = _used(halves)
-    kept = [node for node in held if node in used]
-    writer.function("views", ["L"], [f"{_tuple(joint.leaves)} = L", *_plain(writer, halves.hoisted)], _tuple(kept))
+    joint, writer = halves.joint, Writer(halves.joint.module)
+    used = sources([*halves.forward, *halves.backward]).union(joint.flat)
+    kept = [node for node in (*joint.leaves, *halves.hoisted) if node in used]
+    hoisted = [f"{node.name} = {writer.call(node)}" for node in halves.hoisted]
+    writer.function("views", ["L"], [f"{_tuple(joint.leaves)} = L", *hoisted], _tuple(kept))
     bind = [f"{_tuple(kept)} = P"] if kept else []
     body = _body(writer, halves.forward, [*joint.outputs, *halves.saved])
-    result = f"{_tuple(joint.outputs)}, [{', '.join(n.name for n in halves.saved)}]"
+    result = f"{_tuple(joint.outputs)}, [{', '.join(_names(halves.saved))}]"
     writer.function("forward", ["P", *_names(joint.inputs)], bind + body, result)
-    tangents = [node.name for node in joint.tangents if node is not None]
+    tangents = _names(node for node in joint.tangents if node is not None)
     bind += [f"{_join(saved)} = R", "R.clear()"] if saved else []
-    kept = [*joint.parts, *(g for g in joint.grads if g is not None)]
-    body = _body(writer, halves.backward, kept, freed=halves.saved)
+    body = _body(writer, halves.backward, joint.flat[joint.count :], freed=halves.saved)
     grads = ", ".join(g.name if g is not None else "None" for g in joint.grads)
     writer.function("backward", ["P", "R", *tangents], bind + body, f"{_tuple(joint.parts)}, [{grads}]")
     _direct(writer, halves, tangents, bind, own)
@@ -125,50 +123,43 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
 
 def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:
     """The backward that writes gradients into the flat gradients."""
-    joint = halves.joint
-    grads = joint.grads
+    joint, grads = halves.joint, halves.joint.grads
     roots: dict[fx.Node, str] = {}
-    views: list[tuple[str, str]] = []
-    into: list[str] = []
-    copied: list[fx.Node] = []
+    views: dict[str, str] = {}
+    copied: dict[str, fx.Node] = {}
     zeros: list[str] = []
     for place, number in enumerate(numbers):
-        grad, name, view = grads[number], f"G{number}", f"gs[{place}]"
+        grad, name = grads[number], f"G{number}"
         root = None if grad is None else _root(grad, joint)
+        views[name] = f"gs[{place}]"
         if grad is None:
             zeros.append(name)
         elif root is not None and root not in roots:
             roots[root] = name
-            view += f".view({tuple(value(root).shape)})"
+            views[name] += f".view({tuple(value(root).shape)})"
         else:
-            into.append(name)
-            copied.append(grad)
-        views.append((name, view))
-    names = _join([name for name, _ in views])
-    writer.function("targets", ["gs"], [f"{name} = {view}" for name, view in views], names)
+            copied[name] = grad
+    names = _join(list(views))
+    writer.function("targets", ["gs"], [f"{name} = {view}" for name, view in views.items()], names)
     dropped = {node for root in roots for node in _chain(root)}
     nodes = [node for node in halves.backward if node not in dropped]
     lines = [f"{names} = G"] if views else []
-    lines += bind + _body(writer, nodes, [*joint.parts, *copied], roots, halves.saved)
-    lines += _foreach(writer, torch._foreach_copy_, into, _names(copied)) + _foreach(
-        writer, torch._foreach_zero_, zeros
-    )
+    lines += bind + _body(writer, nodes, [*joint.parts, *copied.values()], roots, halves.saved)
+    if copied:
+        into, given = ", ".join(copied), ", ".join(_names(copied.values()))
+        lines.append(f"{writer.constant(torch._foreach_copy_, 'f')}([{into}], [{given}])")
+    if zeros:
+        lines.append(f"{writer.constant(torch._foreach_zero_, 'f')}([{', '.join(zeros)}])")
     writer.function("direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
-
-
-def _foreach(writer: Writer, run: Run, *lists: list[str]) -> list[str]:
-    """A statement that calls a function of lists of tensors; none if they are empty."""
-    arguments = ", ".join(f"[{', '.join(names)}]" for names in lists)
-    return [f"{writer.constant(run, 'f')}({arguments})"] if lists[0] else []
 
 
 def _root(grad: fx.Node, joint: Any) -> fx.Node | None:
     """The op that can write this gradient into the flat gradient; None if another op reads its result."""
-    node, results = grad, joint.flat
+    node = grad
     while is_view(node) and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
     whole = value(node)
-    fits = node.target in TARGETS and len(node.users) == 1 and results.count(grad) == 1 and node not in joint.forward
+    fits = node.target in TARGETS and len(node.users) == 1 and joint.flat.count(grad) == 1 and node not in joint.forward
     if not fits or value(grad).dtype != whole.dtype or lazy(value(grad)) != lazy(whole):
         return None
     alike = whole.is_contiguous() and value(grad).is_contiguous() and whole.numel() == value(grad).numel()
@@ -185,11 +176,6 @@ def _chain(root: fx.Node) -> Iterable[fx.Node]:
         yield node
 
 
-def _used(halves: Halves) -> set[fx.Node]:
-    nodes = [*halves.forward, *halves.backward]
-    return {source for node in nodes for source in node.all_input_nodes} | set(halves.joint.flat)
-
-
 def _names(nodes: Iterable[fx.Node]) -> list[str]:
     return [node.name for node in nodes]
 
@@ -200,10 +186,6 @@ def _tuple(nodes: Iterable[fx.Node]) -> str:
 
 def _join(names: Sequence[str]) -> str:
     return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
-
-
-def _plain(writer: Writer, nodes: Iterable[fx.Node]) -> list[str]:
-    return [f"{node.name} = {writer.call(node)}" for node in nodes]
 
 
 def _body(
@@ -243,7 +225,7 @@ def _statement(
     if node.target is operator.getitem:
         return f"{node.name} = {node.args[0]}[{node.args[1]!r}]", ()
     if picks := _picks(node, own):
-        names = [f"{picks[i].name}" if i in picks else "_" for i in range(len(value(node)))]
+        names = [picks[i].name if i in picks else "_" for i in range(len(value(node)))]
         return f"{_join(names)} = {writer.call(node)}", picks.values()
     return f"{node.name} = {writer.call(node)}", ()
 
@@ -262,7 +244,7 @@ def _picks(node: fx.Node, own: set[fx.Node]) -> dict[int, fx.Node] | None:
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.prim.device.default:
@@ -276,9 +258,9 @@ def binding(node: fx.Node) -> Run:
     if not isinstance(target, torch._ops.OpOverload):
         return target  # type: ignore[return-value]
     name = target._schema.name.partition("::")[2]
-    spaces = (torch, torch._C._nn, Tensor)
-    found = [getattr(space, name) for space in spaces if hasattr(space, name)] if target.namespace == "aten" else []
-    return next((run for run in found if _same(run, node)), target._op)
+    spaces = (torch, torch._C._nn, Tensor) if target.namespace == "aten" else ()
+    found = (getattr(space, name, None) for space in spaces)
+    return next((run for run in found if run is not None and _same(run, node)), target._op)
 
 
 def _same(run: Run, node: fx.Node) -> bool:
@@ -293,7 +275,7 @@ def _same(run: Run, node: fx.Node) -> bool:
             run(*args, **kwargs)
     except Exception:  # whatever a binding raises at arguments that are not its own
         return False
-    return len(seen.calls) == 1 and seen.calls[0][0] is node.target and _alike(seen.calls[0][1:], (args, kwargs))
+    return _alike(seen.calls, [(node.target, args, kwargs)])
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -1,6 +1,7 @@
 """A compiled graph: calls of equal units share one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,45 +11,31 @@ from torch._C import _AutoDispatchBelowADInplaceOrView as BelowAutograd
 
 from fshard.runtime.graphs.emit import Code
 from fshard.runtime.graphs.partition import Halves, cut
-from fshard.runtime.graphs.trace import Joint, Result, Source, Tangents, Untraceable, trace
+from fshard.runtime.graphs.trace import Joint, Place, Result, Source, Tangents, Untraceable, trace
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
 """Makes code of a graph: ``(graph, numbers of the leaves with gradients, names of what the forward saves)``."""
 
 
-class _BelowAutocast:
-    """``BelowAutograd``, and below autocast too: the graph holds the casts."""
-
-    def __enter__(self) -> None:
-        self.guards = BelowAutograd(), torch._C._DisableAutocast()
-        for guard in self.guards:
-            guard.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self.guards):
-            guard.__exit__(*error)
+@contextmanager
+def _below_autocast() -> Iterator[None]:
+    with BelowAutograd(), torch._C._DisableAutocast():
+        yield
 
 
 def kernels_only() -> Any:
-    """The context in which a graph's ops run: they reach their kernels, below autograd and autocast."""
-    return _BelowAutocast() if torch._C._is_any_autocast_enabled() else BelowAutograd()
+    """The context in which a graph's ops run: below autograd and below autocast, whose casts the graph holds."""
+    return _below_autocast() if torch._C._is_any_autocast_enabled() else BelowAutograd()
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """The backward for one pattern of gradients.
-
-    Attributes:
-        code: the functions of the graph.
-        edges: for each edge of the autograd node the number of its part, or -1.
-        extra: further parts, each with the edge that it is added to.
-        straight: whether the parts are the gradients of the edges, in their order.
-    """
+    """The backward for one pattern of gradients."""
 
     code: Code
-    edges: tuple[int, ...]
-    extra: tuple[tuple[int, int], ...]
-    straight: bool
+    edges: tuple[int, ...]  # for each edge of the autograd node the number of its part, or -1
+    extra: tuple[tuple[int, int], ...]  # further parts, each with the edge that it is added to
+    straight: bool  # whether the parts are the gradients of the edges, in their order
 
     def arrange(self, parts: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradient of each edge."""
@@ -63,24 +50,16 @@ class Variant:
 
 @dataclass(eq=False)
 class Graph:
-    """A compiled unit.
+    """A compiled unit, traced from ``source``. ``code`` and ``saved`` (names of tensors) are those of the first trace.
 
     Attributes:
-        source: the traced call.
-        result: how the unit's result is made of the outputs.
-        compiler: made the code.
         number: counts graphs in the order of compilation.
-        code: the functions of the first trace.
-        edges: the edges of its autograd node: ``(kind, number)``.
+        edges: the edges of its autograd node.
         own: the numbers of the leaves whose whole gradient it computes.
-        saved: the names of the tensors that the forward saves.
-        usual: the pattern of gradients that the first trace expects.
         generators: the random generators that it names; torch's default ones are not among them.
-        variants: the backwards by pattern of gradients; None where the usual one serves.
+        variants: the backwards by pattern of gradients; None where that of the first trace serves.
         waiting: the patterns for which it has not been compared with the unit yet.
         refused: why it is no longer used; empty if it is.
-        wanted: the numbers of the differentiable outputs.
-        differentiable: whether its calls are nodes of autograd's graph.
     """
 
     source: Source
@@ -88,31 +67,43 @@ class Graph:
     compiler: Compiler
     number: int
     code: Code
-    edges: tuple[tuple[str, int], ...]
+    edges: tuple[Place, ...]
     own: tuple[int, ...]
     saved: tuple[str, ...]
-    usual: Tangents
-    generators: tuple[torch.Generator, ...] = ()
+    generators: tuple[torch.Generator, ...]
     variants: dict[Tangents, Variant | None] = field(default_factory=dict)
     waiting: list[Tangents] = field(default_factory=list)
     refused: str = ""
 
     def __post_init__(self) -> None:
         self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)
+        # Only calls of such graphs are nodes of autograd's graph.
         self.differentiable = bool(self.edges or self.own) and bool(self.wanted)
+
+    @property
+    def proved(self) -> Variant:
+        """The backward of the first trace."""
+        usual = self.variants[self.result.tangents]
+        assert usual is not None
+        return usual
 
     def variant(self, grads: Sequence[Tensor | None], pattern: Tangents) -> tuple[Variant, Sequence[Tensor | None]]:
         """The backward for gradients of this pattern, and the gradients in the form that it takes."""
         found = self.variants[pattern]
         if found is not None:
             return found, [grad for grad in grads if grad is not None]
-        usual = self.variants[self.usual]
-        assert usual is not None
-        return usual, self.as_usual(grads)
+        return self.proved, self.as_usual(grads)
 
     def learn(self, pattern: Tangents) -> Variant | None:
         """Trace a backward for gradients of these strides. A later call compares it with the unit's."""
-        found = self.variants[pattern] = self._variant(pattern)
+        found = None
+        try:
+            halves = cut(trace(self.source, self.result, pattern), self.source.policy)
+            if {node.name for node in halves.saved} <= set(self.saved):
+                found = match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
+        except Untraceable:
+            pass
+        self.variants[pattern] = found
         if found is not None and any(strides is not None for strides in pattern):
             self.waiting.append(pattern)
         return found
@@ -121,24 +112,15 @@ class Graph:
         """Use the graph in no further call, nor this pattern in the backwards of earlier calls."""
         name = f"{self.code.backend} graph {self.number}"
         self.refused = f"{name} is not used, since it differs from the unit that it was traced from: {reason}"
-        self.waiting.append(self.usual)
+        self.waiting.append(self.result.tangents)
         if pattern is not None:
             self.variants[pattern] = None
-
-    def _variant(self, pattern: Tangents) -> Variant | None:
-        try:
-            halves = cut(trace(self.source, self.result, pattern), self.source.policy)
-            if {node.name for node in halves.saved} <= set(self.saved):
-                return match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
-        except Untraceable:
-            pass
-        return None
 
     def as_usual(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """These gradients with the strides that the first trace had; zeros for None."""
         made: list[Tensor | None] = []
-        wanted = [out for out in self.result.outputs if out.requires_grad]
-        for grad, out in zip(grads, wanted, strict=True):
+        for grad, i in zip(grads, self.wanted, strict=True):
+            out = self.result.outputs[i]
             usual = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device=out.device)
             made.append(usual.zero_() if grad is None else usual.copy_(grad))
         return made
@@ -157,7 +139,7 @@ def pattern_of(grads: Sequence[Tensor | None]) -> Tangents:
     return tuple([None if grad is None else grad.stride() for grad in grads])
 
 
-def match(code: Code, joint: Joint, edges: Sequence[tuple[str, int]]) -> Variant:
+def match(code: Code, joint: Joint, edges: Sequence[Place]) -> Variant:
     """Assign the parts of gradients to the edges of an autograd node."""
     free = list(range(len(joint.places)))
     taken = []
@@ -171,26 +153,11 @@ def match(code: Code, joint: Joint, edges: Sequence[tuple[str, int]]) -> Variant
     return Variant(code, tuple(taken), tuple(extra), straight)
 
 
-def generators_of(joint: Joint) -> tuple[torch.Generator, ...]:
-    """The random generators that a graph names."""
-    arguments = [x for node in joint.graph.nodes for x in (*node.args, *node.kwargs.values())]
-    return tuple(dict.fromkeys(x for x in arguments if isinstance(x, torch.Generator)))
-
-
 def compile_graph(source: Source, result: Result, compiler: Compiler, number: int) -> Graph:
-    """Trace and compile a unit.
-
-    Args:
-        source: the call.
-        result: the unit's result.
-        compiler: makes the code.
-        number: the graph's number.
-
-    Raises:
-        Untraceable: it cannot be a graph.
-    """
+    """Trace and compile a unit, or raise ``Untraceable``."""
     joint = trace(source, result, result.tangents)
     halves = cut(joint, source.policy)
+    arguments = [x for node in joint.graph.nodes for x in (*node.args, *node.kwargs.values())]
     own = [i for i, leaf in enumerate(source.leaves) if i not in source.shared and leaf.requires_grad]
     code = compiler(halves, own, None)
     graph = Graph(
@@ -202,9 +169,8 @@ def compile_graph(source: Source, result: Result, compiler: Compiler, number: in
         edges=tuple(joint.places),
         own=tuple(own),
         saved=tuple(node.name for node in halves.saved),
-        usual=result.tangents,
-        generators=generators_of(joint),
+        generators=tuple(dict.fromkeys(x for x in arguments if isinstance(x, torch.Generator))),
         waiting=[result.tangents],
     )
-    graph.variants[graph.usual] = match(code, joint, graph.edges)
+    graph.variants[result.tangents] = match(code, joint, graph.edges)
     return graph

@@ -5,7 +5,7 @@ the backward computes cheap pointwise ops again instead of saving their results.
 numbers come from the ops that eager PyTorch uses, so they are the same.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,7 @@ SETTINGS = {"fallback_random": True, "cpp_wrapper": True}
 
 
 def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> Code:
-    """Compile a graph's functions; see ``emit``.
-
-    Raises:
-        Untraceable: what is kept would differ from what the forward of another trace keeps.
-    """
+    """Compile a graph's functions; see ``emit``. ``Untraceable`` where another trace decides what is kept."""
     joint = halves.joint
     if not joint.forward.isdisjoint(halves.backward):
         # remat= says what is computed again, and Inductor would choose for itself: such units run as with "fx".
@@ -55,10 +51,8 @@ def _decomposed(joint: Joint) -> fx.GraphModule:
         plain = [fake.detach() for fake in fakes]
         functional = torch.func.functionalize(lambda *flat: run(*flat), remove="mutations")
         whole = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="fake")(*plain)
-    for number, node in enumerate(whole.graph.find_nodes(op="placeholder")):
-        part = ("primals", number + 1) if number < primals else ("tangents", number - primals + 1)
-        node.target = f"{part[0]}_{part[1]}"
-        node.name = str(node.target)
+    for number, node in enumerate(whole.graph.find_nodes(op="placeholder"), 1):
+        node.name = node.target = f"primals_{number}" if number <= primals else f"tangents_{number - primals}"
     whole.recompile()
     return whole
 
@@ -74,19 +68,23 @@ class _Compiled:
         output = first.graph.output_node()
         flat: Any = output.args[0]
         holders = {node.name: number for number, node in enumerate(first.graph.find_nodes(op="placeholder"))}
-        given, made = _apart(flat[self.count :], holders)
+        kept = dict.fromkeys(flat[self.count :])
+        given = [holders[node.name] for node in kept if node.name in holders]
+        made = [node for node in kept if node.name not in holders]
         output.args = ([*flat[: self.count], *made],)
         first.recompile()
         self.watched = watched(made, (), flat[: self.count])[1]
         self.inputs = [number for number in given if number >= self.leaves]
-        self.first = _compile(first, backward=False)
-        self.second: _Half | None = None
+        self.first = _Half(first, backward=False)
         self.order: list[int] = []
         if second is not None:
-            names = [*(str(node.name) for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
-            place = {name: number for number, name in enumerate(names)}
-            self.order = [_origin(node, place, holders) for node in second.graph.find_nodes(op="placeholder")]
-            self.second = _compile(second, backward=True)
+            names = [*(node.name for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
+            # Numbers below zero count leaves, those from 0 what was saved.
+            place = {name: -1 - number for name, number in holders.items()}
+            place |= {name: number for number, name in enumerate(names)}
+            taken = [node.name for node in second.graph.find_nodes(op="placeholder")]
+            self.order = [place[name] for name in taken if not name.startswith("tangents_")]
+            self.second = _Half(second, backward=True)
 
     # The functions of a ``Code``.
 
@@ -109,10 +107,8 @@ class _Compiled:
         return out[: self.parts]
 
     def _backward(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor]) -> Any:
-        # Numbers below zero count leaves, those from 0 what was saved, and tangents come last, in their order.
-        arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order if n < _TANGENT]
+        arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order]  # tangents come last
         saved.clear()
-        assert self.second is not None
         return self.second.run([*arguments, *tangents])
 
     def code(self) -> Code:
@@ -121,40 +117,19 @@ class _Compiled:
         return Code(tuple, self.forward, self.backward, list, self.direct, "compiled by Inductor", "inductor", watched)
 
 
-_TANGENT = 1 << 30
-
-
-def _apart(kept: Iterable[fx.Node], holders: dict[str, int]) -> tuple[list[int], list[fx.Node]]:
-    """Of the kept tensors, the numbers of those that are arguments, and the nodes of the others."""
-    nodes = dict.fromkeys(kept)
-    return [holders[x.name] for x in nodes if x.name in holders], [x for x in nodes if x.name not in holders]
-
-
-def _origin(node: fx.Node, place: dict[str, int], holders: dict[str, int]) -> int:
-    """The source of an argument of the backward: see ``_backward``."""
-    name = str(node.name)
-    if name.startswith("tangents_"):
-        return _TANGENT
-    return place[name] if name in place else -1 - holders[name]
-
-
 class _Half:
     """One compiled half. The first call goes through the compiler's bookkeeping; later ones go to the code."""
 
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
+    def __init__(self, module: fx.GraphModule, backward: bool) -> None:
+        output = module.graph.output_node()
+        # Inductor may choose other strides for results that no user sees; the backward was traced with these.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        wrapper = SETTINGS["cpp_wrapper"]
+        self.compiled: Any = compile_fx_inner(module, fakes, is_backward=backward, cpp_wrapper=wrapper)
         self.run: Callable[[list[Any]], Any] = self._first
 
     def _first(self, arguments: list[Any]) -> Any:
         out = self.compiled(arguments)
         self.run = getattr(self.compiled, "current_callable", None) or self.compiled
         return out
-
-
-def _compile(module: fx.GraphModule, backward: bool) -> _Half:
-    output = module.graph.output_node()
-    # Inductor may choose other strides for results that no user sees; the backward was traced with these.
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    wrapper = bool(SETTINGS.get("cpp_wrapper"))
-    return _Half(compile_fx_inner(module, fakes, is_backward=backward, cpp_wrapper=wrapper))

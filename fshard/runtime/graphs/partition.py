@@ -24,21 +24,13 @@ RESHAPES = frozenset((ATEN.view.default, ATEN._unsafe_view.default))
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A graph cut in two.
-
-    Attributes:
-        joint: the whole graph.
-        hoisted: views of parameters, each after its base.
-        forward: the nodes of the forward.
-        backward: the nodes of the backward.
-        saved: the nodes of the forward, inputs among them, whose results the backward reads.
-    """
+    """A graph cut in two."""
 
     joint: Joint
-    hoisted: list[fx.Node]
+    hoisted: list[fx.Node]  # views of parameters, each after its base
     forward: list[fx.Node]
     backward: list[fx.Node]
-    saved: list[fx.Node]
+    saved: list[fx.Node]  # of the forward, inputs among them, that the backward reads
 
 
 def value(node: fx.Node) -> Any:
@@ -47,43 +39,38 @@ def value(node: fx.Node) -> Any:
 
 
 def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
-    """Tidy a graph up and cut it.
-
-    Args:
-        joint: the graph.
-        policy: which results are kept, while the backward computes the others again; None keeps what autograd keeps.
+    """Tidy a graph up and cut it. The backward computes again what the policy does not keep; None keeps all.
 
     Raises:
         Untraceable: the graph writes to its arguments, communicates, or draws random numbers in its backward.
     """
     _check_ops(joint)
     _tidy(joint.graph)
-    _drop_dead(joint)
+    joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not is_pure(node))
     hoisted = _hoisted(joint)
     apart = {*joint.leaves, *hoisted}
-    outside = {*apart, *joint.inputs, *joint.tangents}
-    body = [n for n in joint.graph.nodes if n.op in ("call_function", "get_attr") and n not in outside]
+    body = [node for node in joint.graph.nodes if node.op in ("call_function", "get_attr") and node not in apart]
     forward = [node for node in body if node in joint.forward]
     backward = [node for node in body if node not in joint.forward]
-    needed = _sources(backward) | set(joint.flat[joint.count :])
+    needed = sources(backward) | set(joint.flat[joint.count :])
     if policy is not None:
         again = _again(needed.intersection(forward), _lasting(forward, policy))
         backward = list(filter(again.__contains__, forward)) + backward
-        needed = (needed | _sources(again)) - again
+        needed = (needed | sources(again)) - again
     saved = [n for n in joint.graph.nodes if n in needed and n in joint.forward and n not in apart]
     return Halves(joint, hoisted, forward, backward, saved)
 
 
 def _lasting(forward: list[fx.Node], policy: SavePolicy) -> set[fx.Node]:
     """The nodes to keep: those that the policy names, and those that would compute something else a second time."""
-    written = {_storage(node) for node in forward if not is_pure(node) and isinstance(value(node), Tensor)}
-    kept: set[fx.Node] = set()
-    for node in forward:
+    written = _storages(node for node in forward if not is_pure(node))
+
+    def lasting(node: fx.Node) -> bool:
         source = node.all_input_nodes[0] if node.target is operator.getitem else node
-        lasting = not is_pure(source) or policy.saves(source.target) or node.op == "get_attr"
-        if lasting or (isinstance(value(node), Tensor) and _storage(node) in written):
-            kept.add(node)
-    return kept
+        once = not is_pure(source) or policy.saves(source.target) or node.op == "get_attr"
+        return once or not written.isdisjoint(_storages([node]))
+
+    return set(filter(lasting, forward))
 
 
 def _again(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
@@ -98,7 +85,8 @@ def _again(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes whose results these nodes read."""
     return {source for node in nodes for source in node.all_input_nodes}
 
 
@@ -106,13 +94,14 @@ def watched(
     saved: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of the inputs and of the outputs that share memory with saved tensors."""
-    held = {_storage(node) for node in saved if isinstance(value(node), Tensor)}
-    first, second = (tuple(i for i, n in enumerate(nodes) if _storage(n) in held) for nodes in (inputs, outputs))
-    return first, second
+    held = _storages(saved)
+    first, second = ([i for i, n in enumerate(nodes) if held & _storages([n])] for nodes in (inputs, outputs))
+    return tuple(first), tuple(second)
 
 
-def _storage(node: fx.Node) -> int:
-    return int(value(node).untyped_storage()._cdata)
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages of those nodes that are tensors."""
+    return {value(node).untyped_storage()._cdata for node in nodes if isinstance(value(node), Tensor)}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -133,17 +122,13 @@ def is_pure(node: fx.Node) -> bool:
     if node.op == "get_attr" or not isinstance(node.target, torch._ops.OpOverload):
         return True
     random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not node.target._schema.is_mutable and not random and not _writes_statistics(node)
-
-
-def _writes_statistics(node: fx.Node) -> bool:
     # Batch normalization writes its running statistics without declaring it.
-    return "batch_norm" in str(node.target)
+    return not (node.target._schema.is_mutable or random or "batch_norm" in str(node.target))
 
 
 def _check_ops(joint: Joint) -> None:
     """Refuse collectives, random numbers in the backward, and writes to arguments."""
-    given = {_storage(node) for node in (*joint.leaves, *joint.inputs)}
+    given = _storages([*joint.leaves, *joint.inputs])
     for node in joint.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -151,7 +136,7 @@ def _check_ops(joint: Joint) -> None:
             raise Untraceable("it makes collectives of its own, which no graph can hold")
         if node not in joint.forward and torch.Tag.nondeterministic_seeded in node.target.tags:
             raise Untraceable("its backward draws random numbers: checkpointing inside of it draws them again")
-        if any(_storage(source) in given for source in _written(node)):
+        if given & _storages(_written(node)):
             raise Untraceable("it writes in place to what it was given")
 
 
@@ -169,7 +154,7 @@ def _tidy(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in SAME:
             node.replace_all_uses_with(node.args[0])
         elif is_view(node):
-            same = next((above for above in _bases(node) if _equal(value(above), value(node))), None)
+            same = next((above for above in _bases(node) if _view(value(above)) == _view(value(node))), None)
             if same is not None:
                 node.replace_all_uses_with(same)
             elif node.target in RESHAPES:
@@ -182,15 +167,9 @@ def _bases(node: fx.Node) -> Iterable[fx.Node]:
         yield node
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two views of one tensor are the same view."""
-    return (
-        a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.storage_offset() == b.storage_offset()
-        and a.dtype == b.dtype
-        and lazy(a) == lazy(b)
-    )
+def _view(x: Tensor) -> tuple[Any, ...]:
+    """What tells views of one tensor apart."""
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, lazy(x)
 
 
 def lazy(x: Tensor) -> tuple[bool, bool]:
@@ -213,12 +192,6 @@ def _shorten(node: fx.Node) -> None:
     if direct.stride() == value(node).stride():
         node.args = (base, list(value(node).shape))
         node.target = ATEN.view.default
-
-
-def _drop_dead(joint: Joint) -> None:
-    for node in reversed(joint.graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and is_pure(node):
-            joint.graph.erase_node(node)
 
 
 def _hoisted(joint: Joint) -> list[fx.Node]:

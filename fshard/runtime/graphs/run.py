@@ -11,7 +11,6 @@ from fshard.errors import UnitError
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.graphs.compare import strays
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, pattern_of, resolved
-from fshard.runtime.graphs.trace import Tangents
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
 """``claim([(group, whole)])``: whether the caller may write these groups' flat gradients, instead of adding to them.
@@ -36,14 +35,7 @@ class Host(Protocol):
 
 
 class Bound:
-    """A graph and the leaves of one unit.
-
-    Args:
-        graph: the graph.
-        leaves: the unit's leaves.
-        places: for each leaf its group and its number in it.
-        grads: by group, the views of the flat gradient.
-    """
+    """A graph and the leaves of one unit: for each its group and its number in it, and by group their gradients."""
 
     def __init__(
         self, graph: Graph, leaves: list[Tensor], places: Sequence[tuple[int, int]], grads: dict[int, list[Tensor]]
@@ -110,8 +102,7 @@ class Call:
         graph = bound.graph
         self.saved = saved
         watched_inputs, watched_outputs = graph.code.watched
-        for i in watched_inputs:
-            self.watched.append((inputs[i], inputs[i]._version))
+        self.watched = [(inputs[i], inputs[i]._version) for i in watched_inputs]
         for i in watched_outputs:
             # An output itself would refer to its own node.
             alias = outputs[i].detach()
@@ -123,16 +114,13 @@ class Call:
         if anchored or not edges:
             edges += bound.anchor
         wanted = graph.wanted
+        attached = Node.apply(self, [outputs[i] for i in wanted], *edges)  # type: ignore[no-untyped-call]
         if len(wanted) == 1:
-            attached = (Node.apply(self, [outputs[wanted[0]]], *edges),)  # type: ignore[no-untyped-call]
-        else:
-            attached = Node.apply(self, [outputs[i] for i in wanted], *edges)  # type: ignore[no-untyped-call]
+            attached = (attached,)
         if len(wanted) == len(outputs):
-            return attached
-        whole = list(outputs)
-        for i, out in zip(wanted, attached, strict=True):
-            whole[i] = out
-        return whole
+            return attached  # type: ignore[no-any-return]
+        whole = dict(enumerate(outputs)) | dict(zip(wanted, attached, strict=True))
+        return list(whole.values())
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the backward; return the gradients for the edges of the node."""
@@ -154,19 +142,13 @@ class Call:
         graph = self.bound.graph
         grads = resolved(grads)
         pattern = pattern_of(grads)
-        if pattern not in graph.variants:
-            self._learn(saved, grads, pattern)
+        if pattern not in graph.variants and (new := graph.learn(pattern)) is not None:
+            if strays(graph, new, self.bound.params(self.host.epoch), saved, grads):
+                graph.refuse("a backward for gradients of other strides gives other numbers", pattern)
         variant, tangents = graph.variant(grads, pattern)
         parts = self._run(variant, saved, tangents)
         self.host.leave_backward(self.bound.shared)
         return variant.arrange(parts)
-
-    def _learn(self, saved: list[Any], grads: Sequence[Tensor | None], pattern: Tangents) -> None:
-        """Trace a backward for a new pattern of gradients."""
-        graph = self.bound.graph
-        variant = graph.learn(pattern)
-        if variant is not None and strays(graph, variant, (self.bound.params(self.host.epoch), saved, grads)):
-            graph.refuse("a backward for gradients of other strides gives other numbers", pattern)
 
     def _run(self, variant: Variant, saved: list[Any], tangents: Sequence[Any]) -> Sequence[Tensor]:
         bound = self.bound

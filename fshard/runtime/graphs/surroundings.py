@@ -39,6 +39,16 @@ HOLDERS = frozenset(("types", "argparse", "enum", "collections", "builtins"))
 
 CONTAINERS = (dict, list, set, deque)
 
+WRAPPERS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    Unit: ("fn",),
+}
+"""By kind of callable, the attributes that hold what it calls."""
+
 
 @dataclass
 class Reads:
@@ -53,14 +63,15 @@ class Reads:
     @functools.cached_property
     def names(self) -> frozenset[str]:
         """The names in code that can read attributes of the user's objects."""
-        own = [code for code, space in self.codes.items() if _users(space) or _module(space).startswith("torch.nn")]
+        modules = ((code, _module(space)) for code, space in self.codes.items())
+        own = [code for code, module in modules if not _library(module) or module.startswith("torch.nn")]
         return frozenset(name for code in own for name in code.co_names if not name.startswith("__"))
 
 
 @contextmanager
-def recorded(reads: Reads) -> Iterator[None]:
+def recorded() -> Iterator[Reads]:
     """Record the code of calls, without finalizers that the garbage collector happens to call."""
-    before, collecting = sys.gettrace(), gc.isenabled()
+    reads, before, collecting = Reads(), sys.gettrace(), gc.isenabled()
 
     def seen(frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -69,7 +80,7 @@ def recorded(reads: Reads) -> Iterator[None]:
     gc.disable()
     sys.settrace(seen)  # a profiler written in C could not be put back
     try:
-        yield
+        yield reads
     finally:
         sys.settrace(before)
         if collecting:
@@ -77,27 +88,18 @@ def recorded(reads: Reads) -> Iterator[None]:
 
 
 class Surroundings:
-    """The values that a unit reads, as they were in its trace.
-
-    Args:
-        fn: the unit's function.
-        reads: the code that runs in its calls.
+    """The values that a unit's function reads, as they were in its trace; ``Untraceable`` if there are too many.
 
     Attributes:
         same: returns whether all are the same objects as in the trace.
-
-    Raises:
-        Untraceable: there are too many values.
     """
 
     def __init__(self, fn: Any, reads: Reads) -> None:
         self.reads = reads
         walk = _Walk(reads)
         walk.run(fn)
-        self.entries = walk.entries
-        self.space = walk.space
-        ours = list(self.entries.items())
-        terms = [f"{read} == v{n}" if kept else f"{read} is v{n}" for n, (read, (_, kept)) in enumerate(ours)]
+        self.entries, self.space = walk.entries, walk.space
+        terms = [f"{read} {'==' if kept else 'is'} v{n}" for n, (read, (_, kept)) in enumerate(self.entries.items())]
         text = f"def same():\n    try:\n        return {' and '.join(terms) or True}\n    except Exception:\n"
         text += "        return False\n"
         text += f"def read():\n    return [{', '.join(self.entries)}]\n"
@@ -107,7 +109,9 @@ class Surroundings:
 
     def _note(self, values: list[Any]) -> None:
         for number, (value, (_, kept)) in enumerate(zip(values, self.entries.values(), strict=True)):
-            self.space[f"v{number}"] = _copied(value) if kept else value
+            if kept:  # a copy, without calling methods of a class of the user's
+                value = dict(dict.items(value)) if isinstance(value, dict) else value.copy()
+            self.space[f"v{number}"] = value
 
     def holds(self) -> bool:
         """Whether all values are equal to those of the trace; equal numbers may be other objects."""
@@ -128,21 +132,13 @@ class Surroundings:
         for number, (read, (label, kept)) in enumerate(self.entries.items()):
             try:
                 now, then = eval(read, self.space), self.space[f"v{number}"]
-                alike = bool(now == then) if kept else now is then or _equal(now, then)
+                plain = isinstance(now, PLAIN) and isinstance(then, PLAIN)
+                alike = bool(now == then) if kept else now is then or (plain and exact(now) == exact(then))
             except Exception:  # it is gone, or holds what cannot be compared
                 alike = False
             if not alike:
                 return label
         return ""
-
-
-def _copied(container: Any) -> Any:
-    """A copy of a container, without calling methods of a class of the user's."""
-    return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return isinstance(a, PLAIN) and isinstance(b, PLAIN) and exact(a) == exact(b)
 
 
 class _Walk:
@@ -158,9 +154,10 @@ class _Walk:
 
     def run(self, fn: Any) -> None:
         for code, space in self.reads.codes.items():
-            for name in code.co_names if _users(space) else ():
+            module = _module(space)
+            for name in () if _library(module) else code.co_names:
                 if name in space:
-                    self.item(space, name, f"the global {name} of {_module(space)}")
+                    self.item(space, name, f"the global {name} of {module}")
         if {"environ", "getenv"} & self.reads.names:
             self.keep(os.environ._data, "the environment")  # type: ignore[attr-defined]
         tables = getattr(fn, "tables", None)
@@ -196,10 +193,10 @@ class _Walk:
 
     def item(self, entries: Mapping[str, Any], name: str, label: str) -> None:
         """Add the value that a dict holds under a name."""
-        if isinstance(entries[name], types.ModuleType) and _module(vars(entries[name])).partition(".")[0] in LIBRARIES:
-            return
-        self.entries[f"{self.name(entries)}[{name!r}]"] = label, False
-        self.visit(entries[name], label)
+        value = entries[name]
+        if not (isinstance(value, types.ModuleType) and _library(_module(vars(value)))):
+            self.entries[f"{self.name(entries)}[{name!r}]"] = label, False
+            self.visit(value, label)
 
     def read(self, thing: Any, attribute: str, label: str) -> None:
         """Add an attribute."""
@@ -216,22 +213,15 @@ class _Walk:
 
     def inside(self, value: Any, label: str) -> None:
         """Visit the values that can be read through a value."""
+        parts = next((names for kind, names in WRAPPERS.items() if isinstance(value, kind)), ())
+        for name in parts:
+            self.visit(getattr(value, name), label)
+        if parts:
+            return
         if isinstance(value, types.FunctionType):
             self.function(value, label)
-        elif isinstance(value, types.MethodType):
-            self.visit(value.__self__, label)
-            self.visit(value.__func__, label)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self.visit(part, label)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self.visit(value.__func__, label)
-        elif isinstance(value, property):
-            self.visit(value.fget, label)
         elif isinstance(value, ContextVar):
             self.entries[f"{self.name(value)}.get(None)"] = label, False
-        elif isinstance(value, Unit):
-            self.visit(value.fn, label)
         elif isinstance(value, (type, types.ModuleType)):
             self.members(value)
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
@@ -250,8 +240,9 @@ class _Walk:
                 held = cell.cell_contents
             except ValueError:  # nothing is in it yet
                 continue
-            self.entries[f"{self.name(cell)}.cell_contents"] = f"{name}, over which {value.__name__} closes", False
-            self.visit(held, f"{name}, over which {value.__name__} closes")
+            closed = f"{name}, over which {value.__name__} closes"
+            self.entries[f"{self.name(cell)}.cell_contents"] = closed, False
+            self.visit(held, closed)
         for attribute in ("__defaults__", "__kwdefaults__"):
             if getattr(value, attribute):
                 self.read(value, attribute, f"the defaults of {value.__name__}")
@@ -260,8 +251,7 @@ class _Walk:
         kinds = value.__mro__ if isinstance(value, type) else (value,)
         missing = set(self.reads.names)
         for kind in kinds:
-            name = kind.__module__ if isinstance(kind, type) else kind.__name__
-            if name.partition(".")[0] in LIBRARIES:
+            if _library(kind.__module__ if isinstance(kind, type) else kind.__name__):
                 continue
             space = self.spaces.setdefault(kind, vars(kind))
             for attribute in missing & space.keys():
@@ -270,9 +260,8 @@ class _Walk:
 
     def thing(self, value: Any, label: str) -> None:
         kind = type(value)
-        if kind.__module__.partition(".")[0] in LIBRARIES and kind.__module__ not in HOLDERS:
-            if not isinstance(value, nn.Module):
-                return
+        if _library(kind.__module__) and kind.__module__ not in HOLDERS and not isinstance(value, nn.Module):
+            return
         table = getattr(value, "__dict__", None)
         if isinstance(table, dict):
             for name in self.reads.names & table.keys():
@@ -292,8 +281,8 @@ def _module(space: Mapping[str, Any]) -> str:
     return str(space.get("__name__", ""))
 
 
-def _users(space: Mapping[str, Any]) -> bool:
-    return _module(space).partition(".")[0] not in LIBRARIES
+def _library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
 
 
 NOTHING = Surroundings(None, Reads())

@@ -9,11 +9,12 @@ arrive, across units. A sum made inside of a unit would be another order, so the
 """
 
 import enum
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +28,6 @@ from fshard.runtime.engine.fake_fallback import quiet
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on, and that a unit may return."""
-
 
 MAKERS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default))
 """Operators that make a tensor of Python numbers."""
@@ -53,16 +53,19 @@ class Meta:
         return made.requires_grad_(self.requires_grad)
 
 
-def meta_of(x: Tensor) -> Meta:
-    """The meta of a tensor."""
-    return Meta(tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+def meta_of(x: Tensor, grad: bool = True) -> Meta:
+    """The meta of a tensor, which requires grad only if gradients are enabled."""
+    return Meta(tuple(x.shape), x.stride(), x.dtype, x.device, grad and x.requires_grad)
 
 
-@dataclass(frozen=True)
-class Same:
+class Same(NamedTuple):
     """Stands for an input that is the same tensor as an earlier one: a unit may ask whether they are."""
 
     number: int
+
+
+Place = tuple[str, int]
+"""``("leaf" or "in", number)``: a leaf or an input that has a gradient."""
 
 
 def exact(value: Any) -> tuple[Any, ...]:
@@ -76,12 +79,10 @@ def exact(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A call to trace.
+    """A call ``fn(params, *args, **kwargs)`` to trace.
 
     Attributes:
-        fn: ``fn(params, *args, **kwargs)``.
-        params: the structure of the parameter tree.
-        args: the structure of ``(args, kwargs)``.
+        params, args: the structures of the parameter tree and of ``(args, kwargs)``.
         leaves: the leaves of the parameters.
         shared: the numbers of the leaves whose gradient autograd sums, because other calls read them too.
         values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, ``Same`` for a repeated one, other values
@@ -100,9 +101,21 @@ class Source:
     policy: SavePolicy | None = None
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that compute the same, as far as the call itself shows."""
+        kind = getattr(self.fn, "kind", None)
+        values = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in self.values)
+        code = self.fn if kind is None else kind()
+        return code, self.params, self.args, self.leaves, self.shared, values, self.policy
+
+    @property
     def inputs(self) -> list[Meta]:
         """The tensors among the values."""
         return [value for value in self.values if isinstance(value, Meta)]
+
+    def fakes(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Leaves and inputs; call this inside of a fake mode."""
+        return [leaf.fake() for leaf in self.leaves], [value.fake() for value in self.inputs]
 
     def call(self, leaves: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Call the function with these tensors."""
@@ -139,35 +152,26 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A traced call.
+    """A traced call: placeholders for leaves, inputs and tangents, then the ops; those of the forward first."""
 
-    Attributes:
-        graph: placeholders for leaves, inputs and tangents, then the ops; those of the forward first.
-        module: holds the graph's constants.
-        leaves: the placeholders of the leaves.
-        inputs: the placeholders of the inputs.
-        tangents: the placeholders of the gradients of differentiable outputs; None for one that has none.
-        forward: the nodes of the forward, without the placeholders of tangents.
-        count: the number of outputs.
-        places: the leaf or input of each part of a gradient, ``("leaf" or "in", number)``, as parts arrive.
-        present: for each leaf whether it has a gradient here; a shared one has parts instead.
-    """
-
-    graph: fx.Graph
     module: fx.GraphModule
     leaves: list[fx.Node]
     inputs: list[fx.Node]
-    tangents: list[fx.Node | None]
-    forward: set[fx.Node]
-    count: int
-    places: list[tuple[str, int]]
-    present: list[bool]
+    tangents: list[fx.Node | None]  # one for each differentiable output; None where it has no gradient
+    forward: set[fx.Node]  # without the placeholders of tangents
+    count: int  # of outputs
+    places: list[Place]  # the leaf or input of each part of a gradient, as parts arrive
+    present: list[bool]  # for each leaf whether it has a gradient here; a shared one has parts instead
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph of the module."""
+        return self.module.graph
 
     @property
     def flat(self) -> list[fx.Node]:
-        """The results of the graph. Read anew each time, because nodes may be replaced."""
-        (flat,) = next(reversed(self.graph.nodes)).args
-        return list(flat)
+        """The results of the graph: outputs, parts, gradients. Read anew each time, because nodes may be replaced."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -187,15 +191,10 @@ class Joint:
 
 
 def inspect(source: Source) -> Result:
-    """Run the unit on fake tensors and describe its result.
-
-    Raises:
-        Untraceable: it cannot be a graph.
-    """
+    """Run the unit on fake tensors and describe its result, or raise ``Untraceable``."""
     python = random.getstate()
     with quiet(), FakeTensorMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
-        leaves = [leaf.fake() for leaf in source.leaves]
-        inputs = [value.fake() for value in source.inputs]
+        leaves, inputs = source.fakes()
         watched = [*leaves, *inputs]
         versions = [x._version for x in watched]
         flat, spec = tree.flatten(source.call(leaves, inputs))
@@ -247,23 +246,15 @@ def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None
 
 
 def trace(source: Source, result: Result, tangents: Tangents) -> Joint:
-    """Trace a unit, with its backward from gradients with these strides.
-
-    Raises:
-        Untraceable: it cannot be a graph.
-    """
+    """Trace a unit, with its backward from gradients with these strides, or raise ``Untraceable``."""
     with FakeTensorMode():
-        leaves = [leaf.fake() for leaf in source.leaves]
-        inputs = [value.fake() for value in source.inputs]
-        wanted = [out for out in result.outputs if out.requires_grad]
-        seeds = [
-            None if strides is None else torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)
-            for out, strides in zip(wanted, tangents, strict=True)
-        ]
-    tracer = _Tracer(source, [seed is not None for seed in seeds])
+        leaves, inputs = source.fakes()
+        pairs = zip((out for out in result.outputs if out.requires_grad), tangents, strict=True)
+        seeds = [replace(out, stride=stride, requires_grad=False).fake() for out, stride in pairs if stride is not None]
+    tracer = _Tracer(source, [strides is not None for strides in tangents])
     torch.clear_autocast_cache()
     with torch.set_grad_enabled(source.grad):
-        module = make_fx(tracer, tracing_mode="fake")(leaves, inputs, [seed for seed in seeds if seed is not None])
+        module = make_fx(tracer, tracing_mode="fake")(leaves, inputs, seeds)
     torch.clear_autocast_cache()
     return tracer.joint(module)
 
@@ -273,46 +264,39 @@ class _Tracer:
 
     def __init__(self, source: Source, seeded: list[bool]) -> None:
         self.source, self.seeded = source, seeded
-        self.split = 0
-        self.count = 0
-        self.places: list[tuple[str, int]] = []
+        self.split = self.count = 0
+        self.places: list[Place] = []
         self.present: list[bool] = []
 
     def __call__(self, leaves: list[Tensor], inputs: list[Tensor], seeds: list[Tensor]) -> Any:
         mode = get_proxy_mode()
         assert mode is not None
-        graph = mode.tracer.graph
         flat = tree.leaves(self.source.call(leaves, inputs))
         outputs = [x for x in flat if isinstance(x, Tensor) and not any(x is y for y in inputs)]
-        self.split = len(graph.nodes)
-        parts, grads = self._backward(leaves, inputs, outputs, iter(seeds))
-        self.count = len(outputs)
-        self.places = [(kind, number) for kind, number, _ in parts]
-        self.present = [grad is not None for grad in grads]
-        return [*outputs, *(part for _, _, part in parts), *(grad for grad in grads if grad is not None)]
-
-    def _backward(self, leaves: list[Tensor], inputs: list[Tensor], outputs: list[Tensor], seeds: Any) -> Any:
-        """The parts of gradients that autograd sums, and the gradient of each leaf that it computes whole."""
+        self.split, self.count = len(mode.tracer.graph.nodes), len(outputs)
         wanted = [out for out in outputs if out.requires_grad]
-        pairs = [(out, next(seeds)) for out, seeded in zip(wanted, self.seeded, strict=True) if seeded]
-        targets, own = self._targets(leaves, inputs)
-        parts: list[tuple[str, int, Tensor]] = []
-        grads: list[Tensor | None] = [None] * len(leaves)
-        if pairs and (targets or own):
-            _watch([out for out, _ in pairs], targets, parts)
-            every = [*(leaves[i] for i in own), *(x for *_, x in targets)]
-            with torch._C._DisableAutocast():  # a backward runs when the context of its forward is over
-                found = torch.autograd.grad([o for o, _ in pairs], every, [g for _, g in pairs], allow_unused=True)
-            for i, grad in zip(own, found, strict=False):
-                grads[i] = grad
-        return parts, grads
+        parts, grads = self._backward(leaves, inputs, list(itertools.compress(wanted, self.seeded)), seeds)
+        self.places = [place for place, _ in parts]
+        self.present = [grad is not None for grad in grads]
+        return [*outputs, *(part for _, part in parts), *(grad for grad in grads if grad is not None)]
 
-    def _targets(self, leaves: list[Tensor], inputs: list[Tensor]) -> tuple[list[tuple[str, int, Tensor]], list[int]]:
-        """The tensors whose gradients autograd sums, and the numbers of the leaves with a gradient of their own."""
+    def _backward(
+        self, leaves: list[Tensor], inputs: list[Tensor], outputs: list[Tensor], seeds: list[Tensor]
+    ) -> tuple[list[tuple[Place, Tensor]], list[Tensor | None]]:
+        """The parts of gradients that autograd sums, and the gradient of each leaf that it computes whole."""
         shared = self.source.shared
-        summed = [("leaf", i, leaves[i]) for i in sorted(shared)] + [("in", i, x) for i, x in enumerate(inputs)]
-        own = [i for i, x in enumerate(leaves) if x.requires_grad and i not in shared]
-        return [place for place in summed if place[2].requires_grad], own
+        own = {i: x for i, x in enumerate(leaves) if x.requires_grad and i not in shared}
+        summed: dict[Place, Tensor] = {("leaf", i): leaves[i] for i in sorted(shared)}
+        summed |= {("in", i): x for i, x in enumerate(inputs)}
+        targets = {place: x for place, x in summed.items() if x.requires_grad}
+        parts: list[tuple[Place, Tensor]] = []
+        if not outputs or not (targets or own):
+            return parts, [None] * len(leaves)
+        _watch(outputs, targets, parts)
+        with torch._C._DisableAutocast():  # a backward runs when the context of its forward is over
+            found = torch.autograd.grad(outputs, [*own.values(), *targets.values()], seeds, allow_unused=True)
+        grads = dict(zip(own, found, strict=False))
+        return parts, [grads.get(i) for i in range(len(leaves))]
 
     def joint(self, module: fx.GraphModule) -> Joint:
         module.graph.set_codegen(fx.graph.CodeGen())  # flat arguments and results
@@ -321,7 +305,6 @@ class _Tracer:
         n, m = len(self.source.leaves), len(self.source.inputs)
         rest = iter(holders[n + m :])
         return Joint(
-            graph=module.graph,
             module=module,
             leaves=holders[:n],
             inputs=holders[n : n + m],
@@ -333,28 +316,24 @@ class _Tracer:
         )
 
 
-def _watch(outputs: list[Tensor], targets: list[tuple[str, int, Tensor]], parts: list[tuple[str, int, Tensor]]) -> None:
+def _watch(outputs: list[Tensor], targets: Mapping[Place, Tensor], parts: list[tuple[Place, Tensor]]) -> None:
     """Record each part of a target's gradient when autograd computes it."""
-    ends = {torch.autograd.graph.get_gradient_edge(x).node: (kind, i) for kind, i, x in targets}
-    seen: set[Any] = set()
-    stack = [out.grad_fn for out in outputs]
+    ends = {torch.autograd.graph.get_gradient_edge(x).node: place for place, x in targets.items()}
+
+    def recorder(hits: list[tuple[int, Place]]) -> Callable[..., None]:
+        def record(grads: tuple[Tensor | None, ...], above: Any) -> None:
+            parts.extend((place, grad) for i, place in hits if (grad := grads[i]) is not None)
+
+        return record
+
+    seen: set[Any] = {None}
+    stack: list[Any] = [out.grad_fn for out in outputs]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
-        hits = [(place, ends[below]) for place, (below, _) in enumerate(node.next_functions) if below in ends]
-        if hits:
-            node.register_hook(_Recorder(hits, parts))
-        stack.extend(below for below, _ in node.next_functions)
-
-
-class _Recorder:
-    def __init__(self, hits: list[tuple[int, tuple[str, int]]], parts: list[tuple[str, int, Tensor]]) -> None:
-        self.hits, self.parts = hits, parts
-
-    def __call__(self, grads: tuple[Tensor | None, ...], above: Any) -> None:
-        for place, (kind, number) in self.hits:
-            grad = grads[place]
-            if grad is not None:
-                self.parts.append((kind, number, grad))
+        below = [other for other, _ in node.next_functions]
+        if hits := [(i, ends[other]) for i, other in enumerate(below) if other in ends]:
+            node.register_hook(recorder(hits))
+        stack.extend(below)

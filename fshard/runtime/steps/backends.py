@@ -26,13 +26,13 @@ def make_cache(backend: str | None) -> "Cache | None":
     from fshard.runtime.graphs.emit import emit
 
     if backend == "fx":
-        return Cache(emit, backend)
+        return Cache(emit)
     _check_compiler()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own imports use what torch deprecates
         from fshard.runtime.graphs.inductor import compile_halves
 
-    return Cache(compile_halves, backend)
+    return Cache(compile_halves)
 
 
 def _check_compiler() -> None:
