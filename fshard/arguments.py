@@ -73,6 +73,21 @@ def alike(rows: Iterable[tuple[str, str]], names: int = 3) -> list[str]:
     return out
 
 
+def size_text(count: float) -> str:
+    """A number of bytes for people.
+
+    >>> size_text(1536)
+    '1.5 KiB'
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1023.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
 def raised(error: BaseException) -> str:
     """An exception in a line or more, for those who did not raise it.
 

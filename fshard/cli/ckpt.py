@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fshard.arguments import size_text
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.convert import load_tensor, to_file, to_folder
 from fshard.checkpoint.files import file_errors
@@ -21,7 +22,6 @@ from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
 from fshard.interchange.hf_files import size_in_bytes
 from fshard.sharding.mesh import abstract_mesh
-from fshard.sharding.table import human
 from fshard.state.entries import entries
 
 
@@ -79,7 +79,7 @@ def run_ls(args: argparse.Namespace) -> int:
             status = 1
             continue
         mesh = " x ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
-        sizes = [str(len(manifest.tensors)), str(len(manifest.files)), human(manifest.nbytes)]
+        sizes = [str(len(manifest.tensors)), str(len(manifest.files)), size_text(manifest.nbytes)]
         rows.append([str(step), *sizes, mesh])
     if not steps:
         raise empty(root)
@@ -96,7 +96,7 @@ def run_show(args: argparse.Namespace) -> int:
     folder = find(args.dir, args.step)
     manifest = read_manifest(folder)
     mesh = " x ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
-    print(f"{folder}: step {manifest.step}, {human(manifest.nbytes)} in {len(manifest.files)} files")
+    print(f"{folder}: step {manifest.step}, {size_text(manifest.nbytes)} in {len(manifest.files)} files")
     print(printable(f"written by {', '.join(f'{k} {v}' for k, v in manifest.versions.items())} on {mesh}"))
     for name in ("scalars", "data", "metadata", "schedule"):
         value = getattr(manifest, name)
@@ -107,7 +107,7 @@ def run_show(args: argparse.Namespace) -> int:
     except re.error as error:
         raise CheckpointError(f"--match {args.match!r} is no regular expression: {error}") from error
     rows = [
-        [name, typed(info), info.spec, human(info.nbytes), str(len(info.extents))]
+        [name, typed(info), info.spec, size_text(info.nbytes), str(len(info.extents))]
         for name, info in manifest.tensors.items()
         if pattern.fullmatch(name)
     ]
@@ -132,7 +132,7 @@ def run_verify(args: argparse.Namespace) -> int:
             print(f"{os.path.basename(folder)}: {error}")
             status = 1
         else:
-            print(f"{os.path.basename(folder)}: {human(manifest.nbytes)} in {len(manifest.files)} files, good")
+            print(f"{os.path.basename(folder)}: {size_text(manifest.nbytes)} in {len(manifest.files)} files, good")
     return status
 
 
@@ -144,20 +144,20 @@ def run_convert(args: argparse.Namespace) -> int:
     folder = find(args.dir, args.step)
     manifest = read_manifest(folder)
     if args.to == "hf":
-        print(f"{args.out}: {human(to_hf(folder, manifest, args.out, size_in_bytes(args.max_shard_size)))}")
+        print(f"{args.out}: {size_text(to_hf(folder, manifest, args.out, size_in_bytes(args.max_shard_size)))}")
         return 0
     if args.to == "dcp":
-        print(f"{args.out}: {human(to_dcp(folder, manifest, args.out))}, without param_groups")
+        print(f"{args.out}: {size_text(to_dcp(folder, manifest, args.out))}, without param_groups")
         return 0
     if args.ranks < 1:
         raise CheckpointError(f"--ranks {args.ranks}: give 1 or more")
     if not args.out.endswith(".safetensors"):
         to_folder(folder, manifest, os.path.abspath(args.out), args.ranks)
-        print(f"{step_folder(args.out, manifest.step)}: {human(manifest.nbytes)} for {args.ranks} ranks")
+        print(f"{step_folder(args.out, manifest.step)}: {size_text(manifest.nbytes)} for {args.ranks} ranks")
         return 0
     start = "params." if args.params else ""
     names = {name: name.removeprefix(start) for name in manifest.tensors if name.startswith(start)}
-    print(f"{args.out}: {len(names)} tensors, {human(to_file(folder, manifest, args.out, names))}")
+    print(f"{args.out}: {len(names)} tensors, {size_text(to_file(folder, manifest, args.out, names))}")
     return 0
 
 

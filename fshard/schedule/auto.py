@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fshard import errors
+from fshard.arguments import size_text
 from fshard.schedule.build import build
 from fshard.schedule.footprint import Footprint, Need, footprint
-from fshard.schedule.memory import size_text
-from fshard.schedule.ops import ROOT, GroupInfo, Program
+from fshard.schedule.ops import GroupInfo, Program
 from fshard.schedule.policy import UPDATES, Keep, Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Costs, Link, simulate, time_text
@@ -189,12 +189,9 @@ def candidates(task: Task, update: str) -> Iterator[Policy]:
 
 def _seconds(task: Task, rate: float) -> Mapping[tuple[str, str], float]:
     """What compute ops take: the mean over the calls of a unit."""
-    program = task.program
-    ops = [("forward", ROOT), *(("forward", call.unit) for call in program.forward)]
-    ops += [*(("backward", call.unit) for call in program.backward), ("backward", ROOT)]
     times: dict[tuple[str, str], list[float]] = {}
-    for op, need in zip(ops, task.needs, strict=bool(task.needs)):
-        times.setdefault(op, []).append(need.flops / rate)
+    for op, need in zip(task.program.computes, task.needs, strict=bool(task.needs)):
+        times.setdefault((op.kind, op.target), []).append(need.flops / rate)
     return {op: sum(each) / len(each) for op, each in times.items()}
 
 

@@ -9,16 +9,12 @@ what it read, unless the next window reads it again; and let the gradients that 
 ``paths.py`` walks the paths. Two rules that were found by measurement are about updates of which each rank makes a
 part: they come first of all (``Updates.partial_first``), and an all-gather that waits for those of other ranks runs one
 compute ahead at most (``_updates_under_way``).
-
-Around a turn (from the last forward call to the first backward call, and from a microbatch to the next) the
-window for keeping is that of the first call after it. What it holds is there at that call anyway, and so is
-less than that before it: to keep it costs no memory and saves gathers.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
+from fshard.schedule.ops import GroupInfo, Op, Program
 from fshard.schedule.paths import Paths, Updates
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -74,14 +70,14 @@ class _Builder:
 
     def __init__(self, bare: Schedule) -> None:
         self.groups, self.policy, self.reads = bare.groups, bare.policy, bare.program.reads
-        self.computes = _computes(bare.program, bare.accumulate)
+        self.computes = bare.program.steps(bare.accumulate)
         self.uses: list[list[int]] = [[] for _ in self.groups]
         for k, op in enumerate(self.computes):
             for g in self.reads[op.target]:
                 self.uses[g].append(k)
         self.passed = [0] * len(self.groups)  # how many of its uses lie behind
         self.kept = self.policy.kept(bare.program)
-        self.horizons = _horizons(bare.program, bare.accumulate, self.policy.prefetch)
+        self.horizons = self.policy.horizons(bare.program, bare.accumulate)
         self.edge = 0  # computes before it have been asked for
         self.read = [next(iter(group.at("read")), None) for group in self.groups]
         self.state = [""] * len(self.groups)  # "", "coming" or "live"
@@ -129,7 +125,7 @@ class _Builder:
             if self.state[g] == "coming" and read is not None:
                 self._emit(read.row.wait, g)
                 self.state[g] = "live"
-        self.paths.before(op)
+        self.paths.before(k)
 
     def _after(self, k: int, op: Op) -> None:
         for g in self.reads[op.target]:
@@ -137,7 +133,7 @@ class _Builder:
             if self.state[g] == "live" and not self._reused(g, self.horizons[k + 1]):
                 self._emit("free", g)
                 self.state[g] = ""
-        self.paths.after(op)
+        self.paths.after(k)
 
     def _reused(self, group: int, horizon: int) -> bool:
         uses, passed = self.uses[group], self.passed[group]
@@ -157,27 +153,3 @@ class _Builder:
         It then runs one compute ahead at most. Further ahead, compute would wait for what a later unit reads.
         """
         return any([g in self.updates.sharing and self.read[g] is not None for g in reads])
-
-
-def _computes(program: Program, accumulate: int) -> list[Op]:
-    """The compute ops of a step, in order."""
-    once = [
-        Op("forward", ROOT),
-        *(Op("forward", call.unit, call.index) for call in program.forward),
-        *(Op("backward", call.unit, call.index) for call in program.backward),
-        Op("backward", ROOT),
-    ]
-    return [Op(op.kind, op.target, op.index, m) for m in range(accumulate) for op in once]
-
-
-def _horizons(program: Program, accumulate: int, prefetch: int) -> list[int]:
-    """For each compute, and for the end, the last one whose groups are kept for it."""
-    forward, length = len(program.forward), len(program.forward) + len(program.backward) + 2
-    horizons = [k + prefetch for k in range(accumulate * length + 1)]
-    if program.forward and program.backward:
-        for start in range(0, accumulate * length, length):
-            end = start + length - 1
-            for last, first in ((start + forward, start + forward + 1), (end - 1, end + 2)):
-                for k in range(max(last - prefetch + 1, 0), min(first + 1, len(horizons))):
-                    horizons[k] = max(horizons[k], first + prefetch)
-    return horizons

@@ -1,17 +1,22 @@
 """Checking a schedule: an abstract interpreter that runs the ops on nothing but their rules.
 
-It knows what the program, the groups and the policy demand, and takes nothing from how schedules are built,
-so that a schedule from anywhere (built, parsed, written by hand) is held to the same rules.
+It knows what the program, the groups and the policy demand, and takes nothing from ``build``, so that a schedule from
+anywhere (built, parsed, written by hand) is held to the same rules.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fshard.schedule.ops import ROOT, STEP_KINDS, UNIT_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
+from fshard import errors
+from fshard.schedule.ops import ROOT, STEP_KINDS, UNIT_KINDS, GroupInfo, Op, microbatch_kinds, op_kinds
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.sweep import broken, check_memory
+from fshard.schedule.text import op_lines
 from fshard.schedule.transfers import Transfer, awaited, started
+
+CONTEXT = 4
+"""Ops shown on each side of the one that fails."""
 
 
 def check(schedule: Schedule) -> None:
@@ -32,11 +37,11 @@ def check(schedule: Schedule) -> None:
     for at, op in enumerate(schedule.ops):
         problem = _shape(op, at, run) or next(run.take(at, op), None)
         if problem:
-            raise broken(schedule, at, problem)
+            raise _broken(schedule, at, problem)
     at, problem = run.leftover()
     if problem:
-        raise broken(schedule, at, problem)
-    check_memory(schedule)
+        raise _broken(schedule, at, problem)
+    _check_memory(schedule)
 
 
 @dataclass
@@ -95,8 +100,9 @@ class _Run:
         self.schedule, self.policy = schedule, schedule.policy
         self.reads = schedule.program.reads
         self.names = {unit: [schedule.groups[i].name for i in ids] for unit, ids in self.reads.items()}
-        self.expected = list(_expected(schedule.program))
-        self.total = len(self.expected) * schedule.accumulate
+        self.length = len(schedule.program.computes)  # of a microbatch
+        self.due = schedule.program.steps(schedule.accumulate)
+        self.horizons = self.policy.horizons(schedule.program, schedule.accumulate)
         self.done = 0  # compute ops so far
         self.groups = self._fresh()
         self.held: dict[str, None] = {}  # slots taken by groups that may not stay
@@ -105,44 +111,22 @@ class _Run:
         self.kinds, self.microbatch_kinds = op_kinds(), microbatch_kinds()
 
     def _fresh(self) -> dict[str, _Group]:
-        once: dict[str, list[int]] = {group.name: [] for group in self.schedule.groups}
-        for position, (_, unit, _) in enumerate(self.expected):
-            for name in self.names[unit]:
-                once[name].append(position)
-        length = len(self.expected)
-        kept = {self.schedule.groups[g].name for g in self.policy.kept(self.schedule.program)}
+        program, kept = self.schedule.program, self.policy.kept(self.schedule.program)
         groups = {}
-        for info in self.schedule.groups:
-            positions = once[info.name]
-            uses = [m * length + p for m in range(self.schedule.accumulate) for p in positions]
-            fills = [p for p in positions if self.expected[p][0] == "backward"]
-            filled = (fills[0], fills[-1]) if fills else (length, length - 1)
-            groups[info.name] = group = _Group(info, uses, filled, info.name in kept)
+        for number, info in enumerate(self.schedule.groups):
+            groups[info.name] = group = _Group(info, [], program.filled[number], number in kept)
             if self.schedule.train:
                 group.path, group.shares = _chain(info.at("gradient")), _chain(info.at("updated"))
                 group.flights = {flights.transfer.kind: flights for flights in (*group.path, *group.shares)}
+        for position, op in enumerate(self.due):
+            for name in self.names[op.target]:
+                groups[name].uses.append(position)
         return groups
-
-    def _horizon(self) -> int:
-        """The last compute for which a group may hold its slot while the one that is due runs.
-
-        From ``prefetch`` computes before the end of a forward or of a backward on, it is that of the first call
-        after it.
-        """
-        ahead, length = self.policy.prefetch, len(self.expected)
-        horizon = self.done + ahead
-        calls = len(self.schedule.program.forward)
-        if calls and self.schedule.program.backward:
-            start = self.done - self.done % length
-            turns = [(m + calls, m + calls + 1) for m in (start, start + length)]
-            turns += [(m - 2, m + 1) for m in (start, start + length)]
-            horizon = max([horizon, *(first + ahead for last, first in turns if last - ahead < self.done <= first)])
-        return horizon
 
     @property
     def microbatch(self) -> int:
         """The one that runs; between the last op of one and the first of the next, still the former."""
-        return max(self.done - 1, 0) // len(self.expected)
+        return max(self.done - 1, 0) // self.length
 
     def take(self, at: int, op: Op) -> Iterator[str]:
         """What is wrong with this op, which then has happened."""
@@ -164,8 +148,8 @@ class _Run:
         last = len(self.schedule.ops) - 1
         if not self.schedule.ops:
             return 0, "there are no ops at all: handshake must be the first"
-        if self.done < self.total:
-            return last, f"the program is not over: '{self._due()}' is due"
+        if self.done < len(self.due):
+            return last, f"the program is not over: '{self.due[self.done]}' is due"
         if self.schedule.train and self.schedule.ops[-1].kind != "consensus":
             return last, "consensus must be the last op of a train step"
         for name, group in self.groups.items():
@@ -176,18 +160,13 @@ class _Run:
                     return flights.at, f"{flights.transfer.kind} of {name} is started here and never waited for"
         return 0, ""
 
-    def _due(self) -> Op:
-        microbatch, position = divmod(self.done, len(self.expected))
-        return Op(*self.expected[position], microbatch)
-
     def _compute(self, op: Op) -> Iterator[str]:
-        if self.done == self.total:
+        if self.done == len(self.due):
             yield "the program is over"
             return
-        due = self._due()
-        if op != due:
-            yield f"the program has '{due}' here"
-        if self.done % len(self.expected) == 0:
+        if op != self.due[self.done]:
+            yield f"the program has '{self.due[self.done]}' here"
+        if self.done % self.length == 0:
             yield from self._microbatch_over()
         reads = self.names[op.target]
         for name in dict.fromkeys((*self.root, *reads)):
@@ -196,10 +175,9 @@ class _Run:
             for flights in self.groups[name].path[:1]:
                 if flights.under_way:
                     yield f"{name}'s gradient is filled again while its {_since(flights)}"
-        horizon = self._horizon()
         for name in self.held:
             use = self.groups[name].next_use
-            if use is None or use > horizon:
+            if use is None or use > self.horizons[self.done]:
                 yield f"{name} must be free: no compute within prefetch={self.policy.prefetch} reads it"
         for name in reads:
             self.groups[name].passed += 1
@@ -280,8 +258,8 @@ class _Run:
             if group.updated_at < 0:
                 yield f"{name} is sent before its update"
         else:
-            if self.done <= microbatch * len(self.expected) + group.filled[1]:
-                yield f"{Op(*self.expected[group.filled[1]])} of this microbatch must come before"
+            if self.done <= microbatch * self.length + group.filled[1]:
+                yield f"{self.due[group.filled[1]]} of this microbatch must come before"
             if self._updates_first(group) and group.updated_at < 0:
                 yield f"{name}'s pending update needs the gradient that this one replaces"
 
@@ -338,7 +316,7 @@ class _Run:
             yield f"{op.target} is read again after its update"
         elif group.path:
             yield from self._incomplete(op.target, group)
-        elif self.done <= last * len(self.expected) + group.filled[1]:
+        elif self.done <= last * self.length + group.filled[1]:
             yield f"{op.target} has no gradient of microbatch {last} yet"
         group.updated_at = at
 
@@ -354,8 +332,8 @@ class _Run:
             yield "an eval step ends without a consensus op"
         if at != len(self.schedule.ops) - 1:
             yield "consensus must be the last op"
-        if self.done < self.total:
-            yield f"the program is not over: '{self._due()}' is due"
+        if self.done < len(self.due):
+            yield f"the program is not over: '{self.due[self.done]}' is due"
         yield from self._microbatch_over()
         for name, group in self.groups.items():
             yield from self._incomplete(name, group)
@@ -377,13 +355,6 @@ def _since(flights: _Flights) -> str:
     return f"{flights.transfer.kind} since op {flights.at} is under way"
 
 
-def _expected(program: Program) -> Iterator[tuple[str, str, int]]:
-    yield "forward", ROOT, 0
-    yield from (("forward", call.unit, call.index) for call in program.forward)
-    yield from (("backward", call.unit, call.index) for call in program.backward)
-    yield "backward", ROOT, 0
-
-
 def _shape(op: Op, at: int, run: _Run) -> str:
     """What is wrong with an op by itself."""
     if op.kind not in run.kinds:
@@ -396,3 +367,36 @@ def _shape(op: Op, at: int, run: _Run) -> str:
     if op.index and op.kind not in UNIT_KINDS or op.microbatch and op.kind not in run.microbatch_kinds:
         return f"{op.kind} has no {'call index' if op.index else 'microbatch'}"
     return ""
+
+
+def _check_memory(schedule: Schedule) -> None:
+    """Sweep over the ops with the ranges alive, sorted by offset: each new one must fit in between."""
+    memory = schedule.memory
+    ranges = {item: (at, at + memory.sizes[item], item) for item, at in memory.offsets.items()}
+    begin: list[list[str]] = [[] for _ in schedule.ops]
+    end: list[list[str]] = [[] for _ in schedule.ops]
+    for item, (low, high, _) in ranges.items():
+        lives = memory.lifetimes[item]
+        if low < 0 or high > memory.arena_bytes:
+            raise _broken(schedule, lives[0][0], f"{item} lies outside of the arena")
+        for first, last in lives if high > low else ():
+            begin[first].append(item)
+            end[last].append(item)
+    alive: list[tuple[int, int, str]] = []
+    for at in range(len(schedule.ops)):
+        for item in begin[at]:
+            low, high, _ = ranges[item]
+            place = bisect_left(alive, ranges[item])
+            for other in alive[max(place - 1, 0) : place + 1]:
+                if other[1] > low and other[0] < high:
+                    raise _broken(schedule, at, f"{item} overlaps {other[2]} in the arena")
+            insort(alive, ranges[item])
+        for item in end[at]:
+            alive.remove(ranges[item])
+
+
+def _broken(schedule: Schedule, at: int, problem: str) -> errors.ScheduleError:
+    """The error of a schedule that breaks a rule at this op."""
+    rows = enumerate(op_lines(schedule.ops, schedule.accumulate))
+    shown = [f"{'->' if i == at else '  '} {line}" for i, line in rows if abs(i - at) <= CONTEXT]
+    return errors.broken_schedule(problem, shown)

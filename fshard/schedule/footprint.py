@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fshard.schedule.memory import size_text
+from fshard.arguments import size_text
 from fshard.schedule.ops import UNIT_KINDS
 from fshard.schedule.schedule import Schedule
 

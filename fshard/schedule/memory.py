@@ -18,12 +18,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from operator import add
 
 from fshard import errors
+from fshard.arguments import size_text
 from fshard.schedule.ops import GroupInfo, Op, Program
-from fshard.schedule.pack import Span, pack
+from fshard.schedule.pack import Span, pack, profile
 from fshard.schedule.transfers import HOST, STATE, Transfer, awaited, started
 
 ALIGN = 256
@@ -56,11 +56,7 @@ class Memory:
     beside: tuple[int, ...] = field(repr=False)
 
     def offset(self, item: str) -> int:
-        """Where an item, such as ``"param:blocks.3"``, starts in the arena.
-
-        Raises:
-            KeyError: the schedule never has this item.
-        """
+        """Where an item, such as ``"param:blocks.3"``, starts in the arena."""
         return self.offsets[item]
 
     def peak(self, op: int) -> int:
@@ -91,13 +87,13 @@ def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program
     """
     sizes: dict[str, int] = {}
     lifetimes: dict[str, list[Span]] = {}
-    for item, size, span in _lives(ops, groups, program, train):
+    for item, size, span in _Lives(ops, groups, program, train).run():
         sizes[item] = -(-size // ALIGN) * ALIGN
         lifetimes.setdefault(item, []).append(span)
     spans = {item: tuple(lives) for item, lives in lifetimes.items()}
     inside = {item: size for item, size in sizes.items() if item.startswith("param:")}
-    alive = _profile(len(ops), inside, spans)
-    beside = _profile(len(ops), {item: size for item, size in sizes.items() if item not in inside}, spans)
+    alive = profile(len(ops), [(size, spans[item]) for item, size in inside.items()])
+    beside = profile(len(ops), [(size, spans[item]) for item, size in sizes.items() if item not in inside])
     bound = max(alive, default=0)
     offsets = dict(zip(inside, pack(list(inside.values()), [spans[item] for item in inside], bound), strict=True))
     arena = max((offsets[item] + size for item, size in inside.items()), default=0)
@@ -109,38 +105,12 @@ def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program
         sizes=sizes,
         lifetimes=spans,
         profile=tuple(map(add, alive, beside)),
-        beside=beside,
+        beside=tuple(beside),
     )
 
 
-def size_text(count: int) -> str:
-    """A number of bytes for people.
-
-    >>> size_text(1536)
-    '1.5 KiB'
-    """
-    if count < 1024:
-        return f"{count} B"
-    value = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        value /= 1024
-        if value < 1023.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} TiB"
-
-
-def _lives(
-    ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool
-) -> Iterator[tuple[str, int, Span]]:
-    """Item, bytes and span of every lifetime, as they end."""
-    lives = _Lives(ops, groups, program, train)
-    for at, op in enumerate(ops):
-        if op.kind == "backward":
-            for group in lives.filled.get(op.target, ()):
-                lives.born.setdefault(f"grad:{group.name}", at)
-        elif op.target in lives.by_name:
-            yield from lives.take(at, op, lives.by_name[op.target])
-    yield from lives.rest()
+Ended = Iterator[tuple[str, int, Span]]
+"""Lifetimes that end: the item, its bytes and its span."""
 
 
 class _Lives:
@@ -156,6 +126,16 @@ class _Lives:
         self.born: dict[str, int] = {}
         self.rounds = Counter((op.kind, op.target) for op in ops if started(op.kind))
 
+    def run(self) -> Ended:
+        """Every lifetime."""
+        for at, op in enumerate(self.ops):
+            if op.kind == "backward":
+                for group in self.filled.get(op.target, ()):
+                    self.born.setdefault(f"grad:{group.name}", at)
+            elif op.target in self.by_name:
+                yield from self._take(at, op, self.by_name[op.target])
+        yield from self._rest()
+
     def begin(self, item: str, at: int) -> None:
         """An item that must not be alive yet."""
         if item in self.born:
@@ -168,7 +148,7 @@ class _Lives:
             raise errors.broken_lifetime(item, at, str(self.ops[at]), "no lifetime of it has begun")
         return item, size, (self.born.pop(item), at)
 
-    def take(self, at: int, op: Op, group: GroupInfo) -> Iterator[tuple[str, int, Span]]:
+    def _take(self, at: int, op: Op, group: GroupInfo) -> Ended:
         """What ends with an op on a group."""
         row = started(op.kind) or awaited(op.kind)
         if row is not None:
@@ -184,11 +164,14 @@ class _Lives:
             if group.update_bytes:
                 yield f"update:{group.name}", group.update_bytes, (at, at)
 
-    def _start(self, at: int, group: GroupInfo, transfer: Transfer) -> Iterator[tuple[str, int, Span]]:
+    def _start(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.source == "grad":
             if f"grad:{group.name}" in self.born:
                 once = self.rounds[transfer.kind, group.name] == 1
-                yield f"leaf:{group.name}", _leaf_bytes(group, transfer, once), (at, at)
+                # What the gradient's being there twice adds to the peak. A shard is new in the first round alone.
+                new = once and not transfer.late and transfer.target not in (STATE, HOST)
+                size = group.grad_bytes - transfer.staging - (group.size(transfer.target) if new else 0)
+                yield f"leaf:{group.name}", max(size, 0), (at, at)
             self.born.setdefault(f"grad:{group.name}", at)
         if transfer.target == "param":
             self.begin(f"param:{group.name}", at)
@@ -197,7 +180,7 @@ class _Lives:
         if transfer.staging:
             self.begin(f"{transfer.kind}:{group.name}", at)
 
-    def _wait(self, at: int, group: GroupInfo, transfer: Transfer) -> Iterator[tuple[str, int, Span]]:
+    def _wait(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.late:
             self.born.setdefault(f"{transfer.target}:{group.name}", at + 1)
         if transfer.source not in (STATE, HOST, transfer.target):
@@ -210,7 +193,7 @@ class _Lives:
         target = self.paths[group.name][-1].target if self.paths[group.name] else HOST
         return "" if target == HOST else target
 
-    def rest(self) -> Iterator[tuple[str, int, Span]]:
+    def _rest(self) -> Ended:
         """What waits for the next step's updates. Nothing else may be left."""
         for item, at in self.born.items():
             kind, _, name = item.partition(":")
@@ -218,18 +201,3 @@ class _Lives:
             if kind != self._kept(group):
                 raise errors.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
             yield item, group.size(kind), (at, len(self.ops) - 1)
-
-
-def _leaf_bytes(group: GroupInfo, transfer: Transfer, once: bool) -> int:
-    """What a gradient's being there twice adds to the peak of its start. A shard is new in the first round alone."""
-    new = group.size(transfer.target) if once and not transfer.late and transfer.target not in (STATE, HOST) else 0
-    return max(group.grad_bytes - transfer.staging - new, 0)
-
-
-def _profile(count: int, sizes: Mapping[str, int], spans: Mapping[str, Sequence[Span]]) -> tuple[int, ...]:
-    steps = [0] * (count + 1)
-    for item, size in sizes.items():
-        for first, last in spans[item]:
-            steps[first] += size
-            steps[last + 1] -= size
-    return tuple(accumulate(steps[:count]))

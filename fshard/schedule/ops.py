@@ -25,12 +25,13 @@ update_gather   group    send the range that this rank has updated to the ranks 
 """
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fshard import errors
-from fshard.schedule.transfers import KINDS, Transfer, transfer_ops
+from fshard.schedule.transfers import KINDS, Transfer
 
 T = TypeVar("T", bound=Hashable)
 
@@ -45,7 +46,7 @@ GROUP_KINDS = frozenset(("update", "free"))
 
 def op_kinds() -> frozenset[str]:
     """The kinds of all ops."""
-    return UNIT_KINDS | STEP_KINDS | GROUP_KINDS | {*transfer_ops()}
+    return UNIT_KINDS | STEP_KINDS | GROUP_KINDS | {word for row in KINDS.values() for word in (row.name, row.wait)}
 
 
 def microbatch_kinds() -> frozenset[str]:
@@ -110,13 +111,37 @@ class Program:
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward", tuple(self.forward))
         object.__setattr__(self, "backward", tuple(self.backward))
-        problems = [*_call_problems(self.forward, self.backward, self.reads), *_read_problems(self.reads)]
-        if problems:
+        if problems := [*_call_problems(self.forward, self.backward, self.reads), *_read_problems(self.reads)]:
             raise errors.bad_program(problems)
         # One order whatever the given dict has: equal programs have equal texts.
         called = dict.fromkeys(call.unit for call in self.forward)
         names = dict.fromkeys((ROOT, *called, *sorted(self.reads)))
         object.__setattr__(self, "reads", {name: tuple(self.reads.get(name, ())) for name in names})
+
+    @functools.cached_property
+    def computes(self) -> tuple[Op, ...]:
+        """The compute ops of one microbatch, in order."""
+        forward = [Op("forward", call.unit, call.index) for call in self.forward]
+        backward = [Op("backward", call.unit, call.index) for call in self.backward]
+        return Op("forward", ROOT), *forward, *backward, Op("backward", ROOT)
+
+    def steps(self, accumulate: int) -> list[Op]:
+        """The compute ops of a step, in order."""
+        return [Op(op.kind, op.target, op.index, m) for m in range(accumulate) for op in self.computes]
+
+    @functools.cached_property
+    def filled(self) -> Mapping[int, tuple[int, int]]:
+        """The positions, among ``computes``, of the first and the last op that fills each group's gradient.
+
+        A group that no op fills is complete, with zeros, at the end: ranks whose batches lead to different gradients
+        must still issue the same reductions.
+        """
+        end = len(self.computes) - 1
+        found: dict[int, tuple[int, int]] = defaultdict(lambda: (end + 1, end))
+        for at, op in enumerate(self.computes):
+            for group in self.reads[op.target] if op.kind == "backward" else ():
+                found[group] = min(found[group][0], at), at
+        return found
 
     @functools.cached_property
     def text(self) -> str:
@@ -191,11 +216,10 @@ class GroupInfo:
         }[item]  # fmt: skip
 
 
-def checked(groups: Sequence[GroupInfo], program: Program, accumulate: int) -> None:
+def refuse_misfits(groups: Sequence[GroupInfo], program: Program, accumulate: int) -> None:
     """Raise PlanError if the parts of a schedule do not belong together."""
-    problems = []
     names = [group.name for group in groups]
-    problems += [f"{names.count(name)} groups have the name {name!r}" for name in _repeated(names)]
+    problems = [f"{names.count(name)} groups have the name {name!r}" for name in _repeated(names)]
     for unit, ids in program.reads.items():
         beyond = [i for i in ids if i >= len(names)]
         problems += [f"unit {unit!r} reads group {i}; there are {len(names)} groups" for i in beyond]
@@ -233,10 +257,4 @@ def _read_problems(reads: Mapping[str, Sequence[int]]) -> Iterable[str]:
 
 
 def _repeated(items: Sequence[T]) -> list[T]:
-    seen: set[T] = set()
-    again: dict[T, None] = {}
-    for item in items:
-        if item in seen:
-            again[item] = None
-        seen.add(item)
-    return list(again)
+    return [item for item, count in Counter(items).items() if count > 1]

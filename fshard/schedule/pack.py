@@ -7,7 +7,7 @@ in one of a few orders.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 Span = tuple[int, int]
@@ -24,18 +24,10 @@ ATTEMPTS = 64
 
 
 def pack(sizes: Sequence[int], spans: Sequence[Sequence[Span]], bound: int) -> list[int]:
-    """Offsets such that items alive at the same time have disjoint ranges.
+    """An offset for each item such that items alive at the same time have disjoint ranges.
 
-    First fit in several orders; between them, the item that ended highest moves to the front. The best result
-    is kept.
-
-    Args:
-        sizes: bytes of each item, multiples of the alignment.
-        spans: lifetimes of each item.
-        bound: the most bytes alive at once. Nothing smaller is possible, so reaching it ends the search.
-
-    Returns:
-        One offset an item.
+    First fit in several orders; between them, the item that ended highest moves to the front. The best result is kept.
+    ``bound`` is the most bytes alive at once: nothing smaller is possible, so reaching it ends the search.
 
     >>> pack([4, 2, 2], [[(0, 1)], [(1, 2)], [(2, 3)]], bound=6)
     [0, 4, 0]
@@ -69,6 +61,16 @@ def _search(
         if least <= bound:
             break
     return best
+
+
+def profile(count: int, items: Iterable[tuple[int, Sequence[Span]]]) -> list[int]:
+    """What items of these sizes and lifetimes take together at each of ``count`` ops."""
+    steps = [0] * (count + 1)
+    for size, lives in items:
+        for first, last in lives:
+            steps[first] += size
+            steps[last + 1] -= size
+    return list(accumulate(steps[:count]))
 
 
 def stack(sizes: Sequence[int], spans: Sequence[Sequence[Span]]) -> dict[int, int]:
@@ -125,12 +127,8 @@ def _floors(stacked: dict[int, int], sizes: Sequence[int], spans: Sequence[Seque
     """For each item, the height of the stack while it lives."""
     if not stacked:
         return [0] * len(sizes)
-    steps = [0] * (max(last for lives in spans for _, last in lives) + 2)
-    for item in stacked:
-        first, last = spans[item][0]
-        steps[first] += sizes[item]
-        steps[last + 1] -= sizes[item]
-    heights = list(accumulate(steps))
+    count = max(last for lives in spans for _, last in lives) + 1
+    heights = profile(count, [(sizes[item], spans[item]) for item in stacked])
     return [max((max(heights[first : last + 1]) for first, last in lives), default=0) for lives in spans]
 
 

@@ -5,11 +5,11 @@ can be, which is when another of its kind would exceed the limit, or at the end 
 by measurement change that: ``_over_at_once`` and ``_hurried``.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
+from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import KINDS, Transfer
 
@@ -78,24 +78,28 @@ class Paths:
     """Walks the paths of gradients, and knows what of them is under way."""
 
     def __init__(self, bare: Schedule, updates: Updates, ops: list[Op]) -> None:
-        self.groups, self.policy, self.last = bare.groups, bare.policy, bare.accumulate - 1
+        self.groups, self.policy, self.program, self.train = bare.groups, bare.policy, bare.program, bare.train
+        self.last = bare.accumulate - 1
         self.updates, self.ops = updates, ops
         self.paths = [group.at("gradient") for group in bare.groups]
         rows = [row for row in KINDS.values() if row.stage == "gradient"]
         self.flying: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
-        self.begins, self.completes = _gradients(bare.program, bare.groups) if bare.train else ({}, {})
 
-    def before(self, op: Op) -> None:
-        """A compute op is next: a gradient that it fills must not be on its way any more."""
-        if op.kind == "backward":
-            for g in self.begins.get((op.target, op.index), ()):
+    def before(self, k: int) -> None:
+        """Compute ``k`` is next: a gradient that it fills must not be on its way any more."""
+        at = k % len(self.program.computes)
+        for g in self.program.reads[self.program.computes[at].target]:
+            if self.paths[g] and self.program.filled[g][0] == at:
                 self._until_over(g, self.paths[g][0].kind)
 
-    def after(self, op: Op) -> None:
-        """A compute op is over: gradients that it completed begin their paths."""
-        if op.kind == "backward" and self.policy.reduces_in(op.microbatch, self.last + 1):
-            for g in self.completes.get((op.target, op.index), ()):
-                self._walk(g, op.microbatch, 0)
+    def after(self, k: int) -> None:
+        """Compute ``k`` is over: gradients that it completed begin their paths, those that nothing fills at the end."""
+        microbatch, at = divmod(k, len(self.program.computes))
+        if self.train and self.policy.reduces_in(microbatch, self.last + 1):
+            unread = range(len(self.groups)) if at == len(self.program.computes) - 1 else ()
+            for g in dict.fromkeys((*self.program.reads[self.program.computes[at].target], *unread)):
+                if self.groups[g].trainable and self.program.filled[g][1] == at:
+                    self._walk(g, microbatch, 0)
 
     def finish(self) -> None:
         """The step ends: wait for what is under way."""
@@ -154,32 +158,3 @@ class Paths:
         """
         path = self.paths[flight.group]
         return flight.microbatch == self.last and flight.number + 1 < len(path) and path[flight.number + 1].row.slow
-
-
-Places = dict[tuple[str, int], list[int]]
-"""Groups by the backward op, (unit, call index), at which something happens to them."""
-
-
-def _gradients(program: Program, groups: Sequence[GroupInfo]) -> tuple[Places, Places]:
-    """Where each trainable group's gradient begins and where it is complete, within one microbatch.
-
-    A group that no backward op fills is complete, with zeros, at the end of the backward: ranks whose batches
-    lead to different gradients must still issue the same reduces.
-    """
-    first: dict[int, tuple[str, int]] = {}
-    last: dict[int, tuple[str, int]] = {}
-    for unit, index in (*((call.unit, call.index) for call in program.backward), (ROOT, 0)):
-        for g in program.reads[unit]:
-            first.setdefault(g, (unit, index))
-            last.pop(g, None)  # so that groups are in the order of their last reader
-            last[g] = unit, index
-    for g in range(len(groups)):
-        last.setdefault(g, (ROOT, 0))
-    begins, completes = defaultdict(list), defaultdict(list)
-    for g, place in first.items():
-        if groups[g].reduced:
-            begins[place].append(g)
-    for g, place in last.items():
-        if groups[g].trainable:
-            completes[place].append(g)
-    return dict(begins), dict(completes)

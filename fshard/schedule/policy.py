@@ -124,6 +124,22 @@ class Policy:
             units = set() if self.reshard else set(order)
         return frozenset(group for unit in (ROOT, *units) for group in program.reads[unit])
 
+    def horizons(self, program: Program, accumulate: int) -> list[int]:
+        """For each compute op of a step, and for the end, the last one for which a group may keep its memory.
+
+        That is ``prefetch`` computes ahead. Around a turn (from the last forward call to the first backward call, and
+        from a microbatch to the next) it is that of the first call after it. What that one holds is there at that call
+        anyway, and so is less than that before it: to keep it costs no memory and saves gathers.
+        """
+        length, forward = len(program.computes), len(program.forward)
+        horizons = [k + self.prefetch for k in range(accumulate * length + 1)]
+        for start in range(0, accumulate * length, length) if forward and program.backward else ():
+            end = start + length - 1
+            for last, first in ((start + forward, start + forward + 1), (end - 1, end + 2)):
+                for k in range(max(last - self.prefetch + 1, 0), min(first + 1, len(horizons))):
+                    horizons[k] = max(horizons[k], first + self.prefetch)
+        return horizons
+
     def reduces_in(self, microbatch: int, accumulate: int) -> bool:
         """Whether gradients are reduced in a microbatch of a step."""
         return self.accumulation == "sharded" or microbatch == accumulate - 1

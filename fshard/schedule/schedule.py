@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import overload
 
 from fshard.schedule.memory import Memory, plan_memory
-from fshard.schedule.ops import GroupInfo, Op, Program, checked
+from fshard.schedule.ops import GroupInfo, Op, Program, refuse_misfits
 from fshard.schedule.policy import Policy
-from fshard.schedule.text import Parts, render, scan
+from fshard.schedule.text import render, scan
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +43,7 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ops", tuple(self.ops))
         object.__setattr__(self, "groups", tuple(self.groups))
-        checked(self.groups, self.program, self.accumulate)
+        refuse_misfits(self.groups, self.program, self.accumulate)
 
     @cached_property
     def hash(self) -> str:
@@ -60,7 +60,7 @@ class Schedule:
         return plan_memory(self.ops, self.groups, self.program, self.train)
 
     def __str__(self) -> str:
-        return render(Parts(self.ops, self.groups, self.program, self.policy, self.accumulate, self.train))
+        return render((self.ops, self.groups, self.program, self.policy, self.accumulate, self.train))
 
     def __repr__(self) -> str:
         kind = "train" if self.train else "eval"

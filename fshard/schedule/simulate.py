@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from fshard import errors
-from fshard.arguments import expect
-from fshard.schedule.memory import size_text
+from fshard.arguments import expect, size_text
 from fshard.schedule.ops import STEP_KINDS, UNIT_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import KINDS, Transfer, awaited, started

@@ -10,10 +10,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from fshard import errors
-from fshard.schedule.memory import size_text
+from fshard.arguments import size_text
 from fshard.schedule.ops import STEP_KINDS, Call, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, keep
 from fshard.schedule.transfers import KINDS, Transfer
@@ -32,20 +31,14 @@ TRAINED = ("frozen", "trainable")
 """The words for False and True."""
 
 
-class Parts(NamedTuple):
-    """What a schedule is made of, in the order of its constructor."""
-
-    ops: tuple[Op, ...]
-    groups: tuple[GroupInfo, ...]
-    program: Program
-    policy: Policy
-    accumulate: int
-    train: bool
+Parts = tuple[tuple[Op, ...], tuple[GroupInfo, ...], Program, Policy, int, bool]
+"""The arguments of ``Schedule``."""
 
 
 def render(parts: Parts) -> str:
     """The text form."""
-    return "\n".join((*_header(parts), *op_lines(parts.ops, parts.accumulate))) + "\n"
+    ops, _, _, _, accumulate, _ = parts
+    return "\n".join((*_header(parts), *op_lines(ops, accumulate))) + "\n"
 
 
 def op_lines(ops: Sequence[Op], accumulate: int) -> list[str]:
@@ -78,10 +71,10 @@ def scan(text: str) -> Parts:
 
 
 def _header(parts: Parts) -> Iterator[str]:
-    groups, program = parts.groups, parts.program
+    ops, groups, program, policy, accumulate, train = parts
     yield FORMAT + VERSION
-    yield f"policy {parts.policy}"
-    yield f"step {'train' if parts.train else 'eval'} accumulate={parts.accumulate}"
+    yield f"policy {policy}"
+    yield f"step {'train' if train else 'eval'} accumulate={accumulate}"
     width = max((len(_name(group.name)) for group in groups), default=0)
     words = max((len(move.kind) for group in groups for move in group.transfers), default=0)
     for group in groups:
@@ -96,7 +89,7 @@ def _header(parts: Parts) -> Iterator[str]:
         yield " ".join(("unit", _name(unit), "reads", *(_name(groups[i].name) for i in ids)))
     yield from _calls("forward", program.forward)
     yield from _calls("backward", program.backward)
-    yield f"ops {len(parts.ops)}"
+    yield f"ops {len(ops)}"
 
 
 def _transfer(move: Transfer, width: int) -> str:
@@ -190,7 +183,7 @@ class _Reader:
             raise errors.unreadable_schedule(last, "", f"the text ends too early ({found})")
         train, accumulate = self.step
         program = Program(tuple(self.forward), tuple(self.backward), self.reads)
-        return Parts(tuple(self.ops), tuple(self.groups.values()), program, self.policy, accumulate, train)
+        return tuple(self.ops), tuple(self.groups.values()), program, self.policy, accumulate, train
 
     def _policy(self, tokens: list[str]) -> None:
         keys = ("prefetch", "reduces", "reshard", "update", *(("accumulation",) if len(tokens) > 4 else ()))

@@ -16,7 +16,6 @@ kind                stage     from -> to                                      is
 ==================  ========  ==============================================  =========================================
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fshard import errors
@@ -125,13 +124,6 @@ def started(op: str) -> Kind | None:
 def awaited(op: str) -> Kind | None:
     """The kind of transfer that an op of this kind waits for."""
     return KINDS.get(op[5:]) if op.startswith("wait ") else None
-
-
-def transfer_ops() -> Iterator[str]:
-    """The kinds of ops that start transfers or wait for them."""
-    for row in KINDS.values():
-        yield row.name
-        yield row.wait
 
 
 def item_words() -> dict[str, str]:

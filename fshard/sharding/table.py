@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fshard.arguments import size_text
 from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf
 from fshard.sharding.mesh import Mesh
@@ -35,15 +36,6 @@ def typed_shape(leaf: Leaf) -> str:
     return text + (f" opt@flat({'+'.join(leaf.opt_axes)})" if leaf.opt_axes else "")
 
 
-def human(n: float) -> str:
-    """Bytes in the largest fitting unit: ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
-
-
 def render(
     mesh: Mesh,
     batch: P,
@@ -68,9 +60,9 @@ def render(
     groups = len({group.id for group, _ in places.values()})
     hosted = sum(held[path] for path, leaf in leaves.items() if leaf.kinds.hosted)
     foot = (
-        f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {human(whole)} whole, "
-        f"{human(sum(held.values()))} on rank {mesh.rank}"
-        + (f", of which {human(hosted)} in host memory" if hosted else "")
+        f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {size_text(whole)} whole, "
+        f"{size_text(sum(held.values()))} on rank {mesh.rank}"
+        + (f", of which {size_text(hosted)} in host memory" if hosted else "")
     )
     return "\n".join([_head(mesh, batch, precision), *text, foot, *_paddings(places)])
 
@@ -95,7 +87,7 @@ def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:
         spare = group.numel - sum(leaf.numel for leaf in group.leaves)
         share = spare / max(1, group.numel)
         out.append(
-            f"{group.name}: {human(spare * group.dtype.itemsize)} of padding, {share:.1%}, in {group.parts} chunks"
+            f"{group.name}: {size_text(spare * group.dtype.itemsize)} of padding, {share:.1%}, in {group.parts} chunks"
         )
     return out
 

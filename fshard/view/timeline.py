@@ -11,9 +11,9 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from fshard import errors
-from fshard.arguments import expect
-from fshard.schedule.memory import size_text
+from fshard.arguments import expect, size_text
 from fshard.schedule.ops import ROOT, UNIT_KINDS, Op
+from fshard.schedule.pack import Span, profile
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.schedule.transfers import KINDS, item_words, started
@@ -207,12 +207,10 @@ def fits(bar: Bar, character: float) -> bool:
 def live(schedule: Schedule) -> dict[str, list[int]]:
     """The bytes alive at each op by kind of item: ``param``, ``grad``... They sum to ``memory.profile``."""
     memory = schedule.memory
-    changes = {kind: [0] * (len(schedule) + 1) for kind in item_words()}
+    items: dict[str, list[tuple[int, Sequence[Span]]]] = {kind: [] for kind in item_words()}
     for item, spans in memory.lifetimes.items():
-        for first, last in spans:
-            changes[item.partition(":")[0]][first] += memory.sizes[item]
-            changes[item.partition(":")[0]][last + 1] -= memory.sizes[item]
-    return {kind: list(accumulate(change))[:-1] for kind, change in changes.items()}
+        items[item.partition(":")[0]].append((memory.sizes[item], spans))
+    return {kind: profile(len(schedule), lives) for kind, lives in items.items()}
 
 
 def _bands(ax: "Axes", ops: Sequence[Op], edges: Sequence[float]) -> None:

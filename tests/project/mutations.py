@@ -51,7 +51,7 @@ MUTATIONS = [
     Mutation("sharding/layout.py", "low + self.chunk)\n", "low + self.chunk - 1)\n", "sharding"),
     # WHEN
     Mutation("schedule/build.py", "min(k + self.policy.prefetch,", "min(k + self.policy.prefetch + 1,", "schedule"),
-    Mutation("schedule/memory.py", "steps[last + 1] -= size", "steps[last] -= size", "schedule/test_memory.py"),
+    Mutation("schedule/pack.py", "steps[last + 1] -= size", "steps[last] -= size", "schedule/test_memory.py"),
     Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
         "schedule/simulate.py",
@@ -80,7 +80,7 @@ MUTATIONS = [
     # models, optimizers, states
     Mutation("model/philox.py", "(k0 + _WEYL[0]) & _MASK", "(k0 + _WEYL[1]) & _MASK", "model/test_philox.py"),
     Mutation("optim/schedules.py", "0.5 - 0.5 * math.cos", "0.5 + 0.5 * math.cos", "optim/test_schedules.py"),
-    Mutation("optim/adamw.py", "float(step - late)", "float(step)", "step/test_late_leaves.py"),
+    Mutation("optim/base.py", "states, step - late, lr", "states, step, lr", "step/test_late_leaves.py"),
     Mutation("state/move.py", "row[: piece.numel]", "row[-piece.numel :]", "state"),
     Mutation("checkpoint/ranges.py", "-(-start // inner), stop", "start // inner, stop", "checkpoint/test_format.py"),
     # derivatives, collectives, parallel layers
