@@ -8,12 +8,7 @@ from fshard.optim import checks
 
 
 class Scale(NamedTuple):
-    """The state of loss scaling, a part of the train state.
-
-    Attributes:
-        value: the factor on losses.
-        good: steps in a row with a finite gradient since the value last changed.
-    """
+    """The state of loss scaling: the factor on losses, and steps in a row with a finite gradient since it changed."""
 
     value: float
     good: int = 0
@@ -79,12 +74,7 @@ def divisor(narrow: bool, summed_narrow: bool, parts: int) -> float:
 
     Dividing first keeps a sum from overflowing, but loses small float16 gradients where the parts are many. Sums in a
     wider dtype cannot overflow, so they need no division before; with float16 sums, half of the division comes before
-    and half after (FSDP's split of the world size).
-
-    Args:
-        narrow: whether gradients are float16 before they are summed.
-        summed_narrow: whether sums are float16.
-        parts: the number of terms.
+    and half after (FSDP's split of the world size). ``narrow``, ``summed_narrow``: gradients, and sums, are float16.
 
     >>> divisor(False, False, 6), divisor(True, False, 6), divisor(True, True, 64), divisor(True, True, 6)
     (6.0, 1.0, 8.0, 4.0)

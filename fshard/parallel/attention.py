@@ -10,17 +10,10 @@ from torch import Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention, and the logsumexp of each query's scores.
+    """Attention, and the logsumexp of each query's scores, (batch, heads, queries) in float32 or better.
 
-    Args:
-        q: (batch, heads, queries, width).
-        k: (batch, kv heads, keys, width); each kv head serves equally many neighbouring heads.
-        v: as ``k``.
-        causal: attend only to keys up to the query's position; as many queries as keys.
-        scale: the factor on scores.
-
-    Returns:
-        The result, as ``q``, and (batch, heads, queries) in float32 or better.
+    ``q`` is (batch, heads, queries, width), ``k`` and ``v`` are (batch, kv heads, keys, width): each kv head serves
+    equally many neighbouring heads. ``causal`` queries, as many as keys, attend only to keys up to their position.
     """
     k, v = _for_heads(q, k), _for_heads(q, v)
     if q.device.type != "cpu":

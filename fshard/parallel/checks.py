@@ -21,18 +21,7 @@ EXPERTS = "grouped_linear"
 
 
 def check_cut(tensor: Tensor | None, axis: str, dim: int, what: str, rule: str) -> None:
-    """Refuse a leaf unless exactly this axis cuts this dim.
-
-    Args:
-        tensor: a tensor, which is checked if it is a leaf of a step; or None.
-        axis: the axis of the parallel function.
-        dim: the dim of the leaf that it must cut.
-        what: the function's name.
-        rule: the rule to recommend.
-
-    Raises:
-        PlanError: the leaf is whole along the axis, or cut along another dim.
-    """
+    """Refuse a leaf of a step unless exactly this axis cuts this dim; ``rule`` is the rule to recommend."""
     known = _known(tensor, axis, what)
     if known is None:
         return
@@ -50,11 +39,7 @@ def check_cut(tensor: Tensor | None, axis: str, dim: int, what: str, rule: str) 
 
 
 def check_whole(tensor: Tensor | None, axis: str, what: str) -> None:
-    """Refuse a leaf that an axis cuts.
-
-    Raises:
-        PlanError: it does.
-    """
+    """Refuse a leaf of a step that an axis cuts."""
     known = _known(tensor, axis, what)
     if known is not None and axis in known[0].compute.axes:
         leaf = known[0]
@@ -65,11 +50,7 @@ def check_whole(tensor: Tensor | None, axis: str, what: str) -> None:
 
 
 def divided(count: int, axis: str, what: str, mesh: Mesh | None = None) -> int:
-    """A rank's part of a number.
-
-    Raises:
-        PlanError: the axis does not divide it.
-    """
+    """A rank's part of a number, which the axis must divide."""
     parts = collectives.axis_size(axis, mesh=mesh)
     if count % parts:
         raise PlanError(
@@ -80,11 +61,7 @@ def divided(count: int, axis: str, what: str, mesh: Mesh | None = None) -> int:
 
 
 def check_data_axis(axis: str, what: str, mesh: Mesh | None = None) -> None:
-    """Inside of a step, refuse an axis whose ranks have the same tokens.
-
-    Raises:
-        PlanError: it is not a data axis.
-    """
+    """Inside of a step, refuse an axis whose ranks have the same tokens."""
     _, data = in_scope(axis, mesh)
     if data and axis not in data:
         raise PlanError(

@@ -18,12 +18,9 @@ class Ragged:
     Attributes:
         order: (choices,) int64: the choice of each row sent; a token's choices are neighbours.
         arrival: (rows,) int64: the number, among the rows that arrived, of each row ordered by expert.
-        sent: rows to each rank.
-        received: rows from each rank.
+        sent, received: rows to and from each rank.
         weights: (choices,): the factors on results.
         shape: of the tokens and their choices.
-        axis: the expert-parallel axis.
-        mesh: its mesh, if not the one in scope.
     """
 
     order: Tensor
@@ -47,11 +44,7 @@ class Ragged:
 def dispatch_ragged(
     x: Tensor, routing: Routing, axis: str | None, mesh: Mesh | None
 ) -> tuple[Tensor, tuple[int, ...], Ragged]:
-    """Rows to their experts.
-
-    Returns:
-        This rank's rows, ordered by expert, the number of each expert's rows, and the way back.
-    """
+    """This rank's rows, ordered by expert, the number of each expert's rows, and the way back."""
     shape, chosen = tuple(routing.chosen.shape), routing.chosen.reshape(-1)
     parts = 1 if axis is None else collectives.axis_size(axis, mesh=mesh)
     order = chosen.argsort(stable=True)

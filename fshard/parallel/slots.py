@@ -21,8 +21,6 @@ class Slotted:
         weights: (groups, choices, tokens): the factors on results.
         local: the number of this rank's experts.
         shape: of the tokens, without their width.
-        axis: the expert-parallel axis.
-        mesh: its mesh, if not the one in scope.
     """
 
     place: Tensor
@@ -49,11 +47,7 @@ class Slotted:
 def dispatch_slots(
     x: Tensor, routing: Routing, axis: str | None, capacity: float, mesh: Mesh | None
 ) -> tuple[Tensor, tuple[int, ...], Slotted]:
-    """Tokens into slots, and slots to their experts.
-
-    Returns:
-        The slots of this rank's experts as rows, the number of each expert's rows, and the way back.
-    """
+    """The slots of this rank's experts as rows, the number of each expert's rows, and the way back."""
     shape, experts = tuple(x.shape[:-1]), routing.experts
     x = x if x.dim() == 3 else x.unsqueeze(0)
     groups, tokens, width = x.shape

@@ -86,11 +86,7 @@ def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, me
 
 
 def check_length(length: int, parts: int) -> None:
-    """Refuse a sequence that ranks cannot share equally.
-
-    Raises:
-        PlanError: its length is not a multiple of ``2 * parts``.
-    """
+    """Refuse a sequence that ranks cannot share equally."""
     expect("a zigzag", [("parts", parts, int, "the number of ranks"), ("length", length, int, "how many tokens")])
     if parts < 1:
         raise PlanError(f"parts={parts}: give the number of ranks, at least 1")

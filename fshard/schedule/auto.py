@@ -126,14 +126,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Task:
-    """What a choice is made for.
+    """What a policy is chosen for. ``needs`` are those of a microbatch's compute ops, in order; empty if not known.
 
-    Args:
-        program: the program.
-        groups: the groups, by id.
-        needs: what the compute ops of one microbatch need, in order; nothing if that is not known.
-        accumulate: microbatches in a step.
-        full: whether whole gradients may be added up over microbatches.
+    ``full``: whether whole gradients may be added up over microbatches.
     """
 
     program: Program
@@ -146,13 +141,8 @@ class Task:
 def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
     """The policy of the fastest simulated step that fits, and the table. A function of its arguments alone.
 
-    Args:
-        task: the program. Without needs, compute and activations count as nothing.
-        auto: the limits.
-        rates: what the times stand on.
-
-    Raises:
-        PlanError: no candidate fits; the least memory, where it is needed and what needs it are named.
+    Without ``task.needs``, compute and activations count as nothing. If no candidate fits, the error names the least
+    memory, where it is needed, and what needs it.
     """
     needs = task.needs or [Need(0, 0, 0)]
     costs = Costs(_seconds(task, rates.compute), Link(rates.wire, rates.latency))

@@ -49,8 +49,8 @@ class _Flights:
     """What has happened so far to one transfer of a group."""
 
     transfer: Transfer
-    before: "_Flights | None" = None  # the one before it in a path
-    follows: bool = False  # whether another follows it there
+    before: "_Flights | None"  # the one before it in its path
+    limited: bool  # it counts among those under way: one that sends nothing before another is over at once
     started: int = 0  # times
     over: int = 0
     at: int = -1  # the op that started it last
@@ -59,11 +59,6 @@ class _Flights:
     def under_way(self) -> bool:
         """Whether it was started and not waited for."""
         return self.started > self.over
-
-    @property
-    def limited(self) -> bool:
-        """Whether it counts among those under way: one that sends nothing before another is over at once."""
-        return self.transfer.sent > 0 or not self.follows
 
 
 @dataclass
@@ -98,30 +93,24 @@ class _Run:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.policy = schedule, schedule.policy
-        self.reads = schedule.program.reads
-        self.names = {unit: [schedule.groups[i].name for i in ids] for unit, ids in self.reads.items()}
+        self.names = {unit: [schedule.groups[i].name for i in ids] for unit, ids in schedule.program.reads.items()}
         self.length = len(schedule.program.computes)  # of a microbatch
         self.due = schedule.program.steps(schedule.accumulate)
         self.horizons = self.policy.horizons(schedule.program, schedule.accumulate)
         self.done = 0  # compute ops so far
-        self.groups = self._fresh()
         self.held: dict[str, None] = {}  # slots taken by groups that may not stay
-        self.root = self.names[ROOT]
         self.under_way: Counter[str] = Counter()  # limited transfers, by kind
         self.kinds, self.microbatch_kinds = op_kinds(), microbatch_kinds()
-
-    def _fresh(self) -> dict[str, _Group]:
-        program, kept = self.schedule.program, self.policy.kept(self.schedule.program)
-        groups = {}
-        for number, info in enumerate(self.schedule.groups):
-            groups[info.name] = group = _Group(info, [], program.filled[number], number in kept)
-            if self.schedule.train:
+        self.groups: dict[str, _Group] = {}
+        kept = self.policy.kept(schedule.program)
+        for number, info in enumerate(schedule.groups):
+            self.groups[info.name] = group = _Group(info, [], schedule.program.filled[number], number in kept)
+            if schedule.train:
                 group.path, group.shares = _chain(info.at("gradient")), _chain(info.at("updated"))
                 group.flights = {flights.transfer.kind: flights for flights in (*group.path, *group.shares)}
         for position, op in enumerate(self.due):
             for name in self.names[op.target]:
-                groups[name].uses.append(position)
-        return groups
+                self.groups[name].uses.append(position)
 
     @property
     def microbatch(self) -> int:
@@ -169,7 +158,7 @@ class _Run:
         if self.done % self.length == 0:
             yield from self._microbatch_over()
         reads = self.names[op.target]
-        for name in dict.fromkeys((*self.root, *reads)):
+        for name in dict.fromkeys((*self.names[ROOT], *reads)):
             yield from self._readable(name, op.target)
         for name in reads if op.kind == "backward" else ():
             for flights in self.groups[name].path[:1]:
@@ -347,7 +336,8 @@ def _chain(path: tuple[Transfer, ...]) -> list[_Flights]:
     """A path of which nothing has happened."""
     chain: list[_Flights] = []
     for number, transfer in enumerate(path):
-        chain.append(_Flights(transfer, chain[-1] if chain else None, number + 1 < len(path)))
+        limited = transfer.sent > 0 or number + 1 == len(path)
+        chain.append(_Flights(transfer, chain[-1] if chain else None, limited))
     return chain
 
 

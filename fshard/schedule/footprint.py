@@ -10,12 +10,9 @@ from fshard.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Need:
-    """What one compute op of a program needs, from its begin to that of the next.
+    """What one compute op needs: bytes of activations at most until the next begins, bytes left then, operations.
 
-    Attributes:
-        peak: the most bytes of activations meanwhile, those that were there before and gradients of leaves included.
-        after: the bytes that are left of them.
-        flops: floating-point operations.
+    ``peak`` includes activations that were there before, and gradients of leaves.
     """
 
     peak: int
@@ -25,15 +22,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a step holds at its peak, beside parameter shards and optimizer state. All sizes are bytes.
+    """The bytes that a step holds at its peak, beside parameter shards and optimizer state.
 
-    Attributes:
-        peak_bytes: the whole.
-        op: the number of the op at which that is.
-        where: the op itself.
-        arena_bytes: of it, the arena.
-        gradient_bytes: gradients, their staging and their shards.
-        activation_bytes: activations.
+    The peak is at op number ``op``, which is ``where``. Gradients include their staging and their shards.
     """
 
     peak_bytes: int
@@ -52,11 +43,7 @@ class Footprint:
 
 
 def footprint(schedule: Schedule, needs: Sequence[Need]) -> Footprint:
-    """The peak of a step.
-
-    Args:
-        schedule: its schedule.
-        needs: of each compute op of one microbatch, in order. Every microbatch is taken to need the same.
+    """The peak of a step, given the needs of one microbatch's compute ops; every microbatch is taken to need the same.
 
     A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that.
     """

@@ -12,9 +12,7 @@ from fshard.sharding.plan import Plan
 def group_infos(plan: Plan, state: Mapping[int, int] | None = None) -> tuple[GroupInfo, ...]:
     """The sizes and needs of a plan's groups, by group id.
 
-    Args:
-        plan: the plan.
-        state: bytes of optimizer state, by group id, for those that keep it on the other side than they update it.
+    ``state``: bytes of optimizer state of groups that keep it on the other side than they update it.
     """
     return tuple(_info(plan, group, (state or {}).get(group.id, 0)) for group in plan.groups)
 

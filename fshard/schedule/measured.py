@@ -14,13 +14,9 @@ def measured(
     """What a step did, and when.
 
     Args:
-        schedule: what ran.
         times: when each op began, in seconds, and when the last one was over.
         arrivals: begin and end of transfers, by the number of the op that issues them, where they are known. Else they
             are taken to last from their issue to the end of the op that waits for them.
-
-    Raises:
-        PlanError: not one time more than there are ops.
 
     >>> from fshard.schedule import Call, GroupInfo, Policy, Program, Transfer, build
     >>> group = GroupInfo("layer", 200, 100, 0, False, (Transfer("all_gather", "state", "param", sent=100),))

@@ -80,11 +80,7 @@ class Memory:
 
 
 def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool) -> Memory:
-    """Lifetimes of everything that these ops hold, and offsets of what lies in the arena.
-
-    Raises:
-        ScheduleError: a lifetime is begun twice, or ended without having begun.
-    """
+    """Lifetimes of everything that these ops hold, and offsets of what lies in the arena."""
     sizes: dict[str, int] = {}
     lifetimes: dict[str, list[Span]] = {}
     for item, size, span in _Lives(ops, groups, program, train).run():

@@ -15,11 +15,7 @@ from fshard.schedule.transfers import KINDS, Transfer
 
 
 class Updates:
-    """Emits the updates of groups, and the transfers that each makes necessary.
-
-    Attributes:
-        sharing: the groups of which other ranks' updates are under way, and the transfers that bring them.
-    """
+    """Emits the updates of groups, and the transfers that each makes necessary: ``sharing`` are those under way."""
 
     def __init__(self, bare: Schedule, ops: list[Op]) -> None:
         self.groups, self.ops = bare.groups, ops

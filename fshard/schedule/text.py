@@ -51,12 +51,7 @@ def op_lines(ops: Sequence[Op], accumulate: int) -> list[str]:
 
 
 def scan(text: str) -> Parts:
-    """The parts of the schedule with this text form.
-
-    Raises:
-        ScheduleError: a line cannot be read; it is named by its number and text.
-        PlanError: the values cannot be together.
-    """
+    """The parts of the schedule with this text form; see ``parse``."""
     reader = _Reader()
     for number, line in enumerate(text.split("\n"), 1):
         tokens = TOKEN.findall(line)

@@ -20,12 +20,7 @@ SIDES: tuple[Side, ...] = ("device", "host")
 
 @dataclass(frozen=True)
 class Kinds:
-    """The memory of one leaf.
-
-    Attributes:
-        param: its parameter.
-        opt: its optimizer state.
-        update: the side of its update.
+    """The memory of one leaf's parameter and optimizer state, and the side of its update.
 
     >>> str(kinds_of("pinned_host")), str(kinds_of("pinned_host", update_on="device")), str(Kinds())
     ('pinned_host', 'pinned_host update=device', '')

@@ -142,11 +142,7 @@ def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int 
 
 
 def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None) -> tuple[int, ...]:
-    """The sizes with their one ``-1`` replaced so that they multiply to ``world`` (any product if it is None).
-
-    Raises:
-        PlanError: no mesh of these sizes and names exists over ``world`` ranks.
-    """
+    """The sizes with their one ``-1`` replaced so that they multiply to ``world`` (any product if it is None)."""
     sizes = _checked(sizes, names)
     known = math.prod(n for n in sizes if n != -1)
     if -1 not in sizes:

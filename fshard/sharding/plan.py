@@ -28,16 +28,9 @@ ROOT = "root"
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a plan beside its mesh: facts about the model, and the rules.
+    """The inputs of a plan beside its mesh: facts about the model, by path, and the rules as given.
 
-    Attributes:
-        shapes: of the leaves, by path.
-        dtypes: likewise.
-        owners: the unit of each leaf.
-        aliases: the first path of a tied leaf by each of its other paths.
-        frozen: the paths that the model freezes.
-        inits: initializers by path, where the model knows them.
-        rules: as given.
+    ``owners`` are the units of leaves; ``aliases`` have the first path of a tied leaf by each of its other paths.
     """
 
     shapes: Mapping[str, Shape]
@@ -283,13 +276,15 @@ def _leaves(
     source: Inputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
 ) -> dict[str, Leaf]:
     """Each leaf with its rule resolved against the mesh."""
-    _check_trainable(source, decided)
+    given = {path: decision.rule.trainable for path, decision in decided.items()}
+    trained = {path: path not in source.frozen if train is None else train for path, train in given.items()}
+    _check_trainable(source.dtypes, given, trained)
     check_aligned(decided)
     leaves = {}
     for path, shape in source.shapes.items():
         at_rest, compute, rule, opt = decided[path]
         compute = at_rest.without(batch.axes) if compute is None else compute
-        train = source.dtypes[path].is_floating_point and _wanted(source, path, rule.trainable)
+        train = trained[path] and source.dtypes[path].is_floating_point
         leaves[path] = Leaf(
             path=path,
             shape=shape,
@@ -309,24 +304,17 @@ def _leaves(
     return leaves
 
 
-def _wanted(source: Inputs, path: str, trainable: bool | None) -> bool:
-    """Whether a floating-point leaf is trained."""
-    return path not in source.frozen if trainable is None else trainable
-
-
-def _check_trainable(source: Inputs, decided: Mapping[str, Decision]) -> None:
+def _check_trainable(
+    dtypes: Mapping[str, torch.dtype], given: Mapping[str, bool | None], trained: Mapping[str, bool]
+) -> None:
     """Refuse to train leaves without gradients, and 8-bit floats, which have no arithmetic."""
-    dtypes = source.dtypes
-    small = {p: t for p, t in dtypes.items() if t.is_floating_point and t.itemsize == 1}
-    coded = [f"{p}  {t}" for p, t in small.items() if _wanted(source, p, decided[p].rule.trainable)]
+    coded = [f"{p}  {t}" for p, t in dtypes.items() if t.is_floating_point and t.itemsize == 1 and trained[p]]
     if coded:
         remedy = "Give them a rule with trainable=False, or keep them in bfloat16 or wider where they train."
         raise PlanError(lines("leaves of 8 bits cannot be trained:", coded, remedy))
-    whole = [f"{p}  {t}" for p, t in dtypes.items() if decided[p].rule.trainable and not t.is_floating_point]
+    whole = [f"{p}  {t}" for p, t in dtypes.items() if given[p] and not t.is_floating_point]
     if whole:
-        remedy = (
-            "Only floating-point leaves have gradients: give these a rule without trainable=True, before the other."
-        )
+        remedy = "Only floating-point leaves have gradients: give these a rule without trainable=True before this one."
         raise PlanError(lines("rules with trainable=True decide leaves that cannot be trained:", whole, remedy))
 
 
@@ -347,17 +335,13 @@ def _batch_spec(batch: P | None, mesh: Mesh) -> P:
 def _owners(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str]:
     """The owner of each leaf of a plain tree: the prefix of its path that a pattern matches."""
     used: set[str] = set()
-    owners = {}
+    owners = dict.fromkeys(leaves, ROOT)
     for path in leaves:
-        parts = path.split(".")
-        owners[path] = ROOT
-        for pattern in patterns:
-            depth = len(pattern.split("."))
-            prefix = ".".join(parts[:depth])
-            if len(parts) > depth and glob_matches(pattern, prefix):
-                owners[path] = _unit_name(prefix)
-                used.add(pattern)
-                break
+        above = _prefixes(path)
+        for pattern, prefix in ((p, prefix) for p in patterns for prefix in above if glob_matches(p, prefix)):
+            owners[path] = _unit_name(prefix)
+            used.add(pattern)
+            break
     idle = [repr(pattern) for pattern in patterns if pattern not in used]
     if idle:
         raise PlanError(lines("patterns in units= match no subtree:", idle, f"Paths are like {next(iter(leaves))!r}."))
@@ -367,12 +351,13 @@ def _owners(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str
 def _owned_by(leaves: Mapping[str, Any], units: Sequence[str]) -> dict[str, str]:
     """The owner of each leaf of a split module: the unit whose path is a prefix of the leaf's."""
     known = set(map(_unit_name, units))
-    owners = {}
-    for path in leaves:
-        parts = path.split(".")
-        prefixes = (".".join(parts[:i]) for i in range(len(parts)))
-        owners[path] = next((prefix for prefix in prefixes if prefix in known), ROOT)
-    return owners
+    return {path: next((prefix for prefix in _prefixes(path) if prefix in known), ROOT) for path in leaves}
+
+
+def _prefixes(path: str) -> list[str]:
+    """The paths of the subtrees that a leaf lies in, the outermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _unit_name(name: str) -> str:

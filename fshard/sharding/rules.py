@@ -70,14 +70,7 @@ RuleLike = Rule | tuple[str, P | Tactic]
 
 
 class Decision(NamedTuple):
-    """The decision of the rules on one leaf.
-
-    Attributes:
-        at_rest: the spec, made by the tactic where the rule gives one.
-        compute: the spec in compute; None where the rule gives none.
-        rule: the rule that decided.
-        opt: the spec of optimizer state; None where the rule gives none.
-    """
+    """The rule that decides on one leaf, and its specs: what tactics made, and None where the rule gives none."""
 
     at_rest: P
     compute: P | None
@@ -86,11 +79,7 @@ class Decision(NamedTuple):
 
 
 def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, Decision]:
-    """The decision of the rules on every leaf.
-
-    Raises:
-        PlanError: a leaf that no rule matches, or a rule that decides no leaf; all of them in one report.
-    """
+    """The decision of the rules on every leaf; each leaf needs a rule, and each rule a leaf."""
     full = [_as_rule(rule, number) for number, rule in enumerate(rules)]
     decided: dict[int, int] = dict.fromkeys(range(len(full)), 0)
     touched: set[int] = set()

@@ -23,17 +23,19 @@ SHORT = {
 }
 
 
-def typed_shape(leaf: Leaf) -> str:
+def _typed(leaf: Leaf) -> str:
     """A leaf in JAX's notation: ``f32[4096@tp, 1024]``, then ``@flat(shard)`` for a flat-sharded leaf.
 
-    ``opt@flat(replica)``: these axes cut its optimizer state further.
+    ``opt@flat(replica)``: these axes cut its optimizer state further. Then what it says beside its specs.
     """
     entries = (*leaf.at_rest.dims, *[None] * len(leaf.shape))
     dims = [f"{n}@{'+'.join(axes_of(e))}" if e else str(n) for n, e in zip(leaf.shape, entries, strict=False)]
     name = SHORT.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
     flat = axes_of(leaf.at_rest.flat)
     text = f"{name}[{', '.join(dims)}]" + (f"@flat({'+'.join(flat)})" if flat else "")
-    return text + (f" opt@flat({'+'.join(leaf.opt_axes)})" if leaf.opt_axes else "")
+    text += f" opt@flat({'+'.join(leaf.opt_axes)})" if leaf.opt_axes else ""
+    text += ("" if leaf.trainable else " frozen") + (f" align={leaf.align}" if leaf.align else "")
+    return text + f" {leaf.kinds}".rstrip()
 
 
 def render(
@@ -51,10 +53,11 @@ def render(
     rows = [("path", "leaf", "group", "bytes a rank")]
     for path, leaf in leaves.items():
         tied = "".join(f" (= {alias})" for alias in leaf.aliases)
-        rows.append((path + tied, _described(leaf), places[path][0].name, f"{held[path]:,}"))
+        rows.append((path + tied, _typed(leaf), places[path][0].name, f"{held[path]:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    text = [_row(row, widths) for row in rows]
-    text.insert(1, "  ".join("-" * width for width in widths))
+    rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3]))
+    row = f"{{:<{widths[0]}}}  {{:<{widths[1]}}}  {{:<{widths[2]}}}  {{:>{widths[3]}}}"
+    text = [row.format(*cells) for cells in rows]
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     groups = len({group.id for group, _ in places.values()})
@@ -65,11 +68,6 @@ def render(
         + (f", of which {size_text(hosted)} in host memory" if hosted else "")
     )
     return "\n".join([_head(mesh, batch, precision), *text, foot, *_paddings(places)])
-
-
-def _described(leaf: Leaf) -> str:
-    kind = ("" if leaf.trainable else " frozen") + (f" align={leaf.align}" if leaf.align else "")
-    return typed_shape(leaf) + kind + f" {leaf.kinds}".rstrip()
 
 
 def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
@@ -90,8 +88,3 @@ def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:
             f"{group.name}: {size_text(spare * group.dtype.itemsize)} of padding, {share:.1%}, in {group.parts} chunks"
         )
     return out
-
-
-def _row(row: tuple[str, ...], widths: list[int]) -> str:
-    path, leaf, group, held = row
-    return f"{path:<{widths[0]}}  {leaf:<{widths[1]}}  {group:<{widths[2]}}  {held:>{widths[3]}}"

@@ -17,11 +17,7 @@ from fshard.sharding.spec import P, Shape, axes_of
 
 
 def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The leaves of a parameter tree by path.
-
-    Raises:
-        PlanError: there are no leaves, some are not dense real tensors, or two share memory.
-    """
+    """The leaves of a parameter tree by path: at least one, all dense real tensors, no two in the same memory."""
     tensors = dict(tree.paths(params))
     if not tensors:
         raise PlanError("the model has no parameters: give a module or a tree with at least one tensor")
@@ -61,33 +57,27 @@ def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
 def check_specs(
     specs: Mapping[str, tuple[P, P | None]], shapes: Mapping[str, Shape], mesh: Mesh, data_axes: Axes
 ) -> None:
-    """Check every leaf's specs against its shape, the mesh and the data axes.
-
-    Raises:
-        PlanError: unknown axes, axes used twice, more entries than dims, dims that do not divide, and combinations
-            without a layout; one line a problem.
-    """
+    """Check every leaf's specs against its shape, the mesh and the data axes."""
     problems: list[tuple[str, str]] = []
     for path, (at_rest, compute) in specs.items():
         shape = shapes[path]
         read = at_rest.without(data_axes) if compute is None else compute
         found = _problems(at_rest, shape, mesh, read.axes)
-        if not found and compute is not None:
-            found = _problems(compute, shape, mesh, read.axes) or _compute_problems(at_rest, compute)
-        if not found:
-            found = _layout_problems(at_rest, read, data_axes) or _gather_problems(at_rest, read, data_axes, mesh)
+        if compute is not None:
+            found = found or _problems(compute, shape, mesh, read.axes) or _compute_problems(at_rest, compute)
+        found = found or _gather_problems(at_rest, read, data_axes, mesh)
         problems += [(f"{path}  {list(shape)}", f"  {at_rest}: {problem}") for problem in found]
+    _refuse(problems, f"specs on the mesh {dict(mesh.shape)}", "Correct the rules that give these specs.")
+
+
+def _refuse(problems: list[tuple[str, str]], where: str, remedy: str) -> None:
+    """Raise the problems of leaves in one report, if there are any."""
     if problems:
-        head = f"{len(problems)} problems with specs on the mesh {dict(mesh.shape)}:"
-        raise PlanError(lines(head, alike(problems), "Correct the rules that give these specs."))
+        raise PlanError(lines(f"{len(problems)} problems with {where}:", alike(problems), remedy))
 
 
 def check_aligned(decided: Mapping[str, Decision]) -> None:
-    """Refuse ``align=`` on leaves that a tensor dim cuts.
-
-    Raises:
-        PlanError: naming them.
-    """
+    """Refuse ``align=`` on leaves that a tensor dim cuts."""
     cut = [f"{p}  {d.at_rest}" for p, d in decided.items() if d.rule.align and not d.at_rest.flat and d.at_rest.axes]
     if cut:
         remedy = "Use flat=, such as fs.fsdp(axis): align= says where a flat-sharded leaf may be cut."
@@ -95,11 +85,7 @@ def check_aligned(decided: Mapping[str, Decision]) -> None:
 
 
 def check_rounding(leaves: Mapping[str, Leaf]) -> None:
-    """Refuse stochastic rounding without a parameter in bfloat16.
-
-    Raises:
-        PlanError: naming a leaf that asks for it.
-    """
+    """Refuse stochastic rounding without a parameter in bfloat16."""
     asked = [leaf for leaf in leaves.values() if leaf.precision.rounding == "stochastic"]
     if asked and all(leaf.dtype != torch.bfloat16 for leaf in asked):
         raise PlanError(
@@ -109,19 +95,15 @@ def check_rounding(leaves: Mapping[str, Leaf]) -> None:
 
 
 def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
-    """Check the specs of optimizer state, after all other specs.
-
-    Raises:
-        PlanError: a frozen leaf, axes that are not data axes, or a cut that does not divide the leaf's own parts.
-    """
-    problems: list[tuple[str, str]] = []
-    for leaf in leaves:
-        found = [] if leaf.opt is None else _opt_problems(leaf, leaf.opt, mesh, data_axes)
-        told = [f"  {leaf.at_rest}, opt={leaf.opt}: {text}" for text in found]
-        problems += [(f"{leaf.path}  {list(leaf.shape)}", text) for text in told]
-    if problems:
-        head = f"{len(problems)} problems with opt= on the mesh {dict(mesh.shape)}:"
-        raise PlanError(lines(head, alike(problems), "Correct the rules that give these specs, or leave opt= out."))
+    """Check the specs of optimizer state, after all other specs."""
+    problems = [
+        (f"{leaf.path}  {list(leaf.shape)}", f"  {leaf.at_rest}, opt={leaf.opt}: {text}")
+        for leaf in leaves
+        if leaf.opt is not None
+        for text in _opt_problems(leaf, leaf.opt, mesh, data_axes)
+    ]
+    remedy = "Correct the rules that give these specs, or leave opt= out."
+    _refuse(problems, f"opt= on the mesh {dict(mesh.shape)}", remedy)
 
 
 def _opt_problems(leaf: Leaf, opt: P, mesh: Mesh, data_axes: Axes) -> list[str]:
@@ -138,7 +120,7 @@ def _opt_problems(leaf: Leaf, opt: P, mesh: Mesh, data_axes: Axes) -> list[str]:
     foreign = [axis for axis in extra if axis not in data_axes]
     if foreign:
         return [f"{foreign[0]!r} is no data axis (batch= names {data_axes}), so no gradients are reduced over it"]
-    ordered = _ordered(extra, mesh)
+    ordered = tuple(axis for axis in mesh.axis_names if axis in extra)
     if extra != ordered:
         return [f"the further axes {extra} stand in another order in the mesh: name them as {ordered}"]
     if extra and leaf.gather_dim is not None:
@@ -151,28 +133,15 @@ def _same_dims(a: P, b: P) -> bool:
     return all(x == y for x, y in itertools.zip_longest(a.dims, b.dims))
 
 
-def _ordered(axes: Axes, mesh: Mesh) -> Axes:
-    """Axes in the order of the mesh."""
-    return tuple(axis for axis in mesh.axis_names if axis in axes)
-
-
 def check_kinds(leaves: Iterable[Leaf], rules: Mapping[str, Rule], mesh: Mesh) -> None:
-    """Check the memory kinds of leaves, after their specs.
-
-    Raises:
-        PlanError: page-locked memory without a device to copy from it, optimizer state of a frozen leaf, an update on
-            the host of a leaf on the device, or an exchange between ranks of updated parts of host memory.
-    """
-    problems: list[tuple[str, str]] = []
-    for leaf in leaves:
-        rule = rules[leaf.path]
-        if rule.memory_kind or rule.opt_memory_kind or rule.update_on:
-            problems += [(f"{leaf.path}  {list(leaf.shape)}", f": {text}") for text in _kind_problems(leaf, rule, mesh)]
-    if problems:
-        head = f"{len(problems)} problems with memory kinds on the mesh {dict(mesh.shape)} of device {mesh.device}:"
-        raise PlanError(
-            lines(head, alike(problems), "Correct memory_kind=, opt_memory_kind= or update_on= in these rules.")
-        )
+    """Check the memory kinds of leaves, after their specs."""
+    problems = [
+        (f"{leaf.path}  {list(leaf.shape)}", f": {text}")
+        for leaf in leaves
+        for text in _kind_problems(leaf, rules[leaf.path], mesh)
+    ]
+    where = f"memory kinds on the mesh {dict(mesh.shape)} of device {mesh.device}"
+    _refuse(problems, where, "Correct memory_kind=, opt_memory_kind= or update_on= in these rules.")
 
 
 def _kind_problems(leaf: Leaf, rule: Rule, mesh: Mesh) -> list[str]:
@@ -227,7 +196,7 @@ def _compute_problems(at_rest: P, compute: P) -> list[str]:
     return []
 
 
-def _layout_problems(at_rest: P, compute: P, data_axes: Axes) -> list[str]:
+def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> list[str]:
     gathered = tuple(axis for axis in at_rest.axes if axis not in compute.axes)
     stuck = [axis for axis in axes_of(at_rest.flat) if axis not in gathered]
     if stuck:
@@ -240,11 +209,6 @@ def _layout_problems(at_rest: P, compute: P, data_axes: Axes) -> list[str]:
         return [f"it is gathered along several dims {dims} or along a dim and flat; gather over one flat=(...) instead"]
     if dims and any(axis in compute.axes for axis in axes_of(at_rest.dims[dims[0]])):
         return [f"dim {dims[0]} mixes gathered and local axes; put the gathered ones into flat="]
-    return []
-
-
-def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> list[str]:
-    gathered = tuple(axis for axis in at_rest.axes if axis not in compute.axes)
     foreign = [axis for axis in gathered if axis not in data_axes]
     if foreign:
         # Ranks along such an axis work on the same rows: no spec says whether their gradients add up or are equal.
@@ -252,7 +216,7 @@ def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> lis
             f"it is gathered for compute over {foreign[0]!r}, which is no data axis, so nothing says how its "
             f"gradients add up; keep it local on that axis, or name the axis in batch="
         ]
-    ordered = _ordered(gathered, mesh)
+    ordered = tuple(axis for axis in mesh.axis_names if axis in gathered)
     if gathered != ordered:
         # Process groups number their members by rank.
         return [f"it is gathered over {gathered}, but the mesh lists these axes as {ordered}; name them in that order"]

@@ -85,13 +85,7 @@ def refuse_elements(rows: Tensor) -> None:
     """Refuse a batch of directions that is the standard basis of the elements of several ranks.
 
     ``torch.func.hessian`` and ``jacfwd`` push such a batch through a function, and each row would move one element of
-    every rank. All ranks see the same rows, so all raise.
-
-    Args:
-        rows: ``(batch, ranks, chunk)``.
-
-    Raises:
-        TransformError: it is such a batch.
+    every rank. All ranks see the same rows, ``(batch, ranks, chunk)``, so all raise.
     """
     set_ = rows != 0
     if not bool(((set_.sum(-1) <= 1) & (rows.sum(-1) == set_.any(-1))).all()):
@@ -144,17 +138,15 @@ class Versions:
 class Resharding:
     """Runs the units of one call of a loss function: gather, compute, free; and again in the backward.
 
-    Args:
-        plan: the plan.
-        flat: this rank's pieces by path.
-        agree: raises on all ranks, before a gather, unless all are at this unit and none has failed.
-        versions: watches the leaves that code between units reads.
+    ``handshake`` raises on all ranks, before a gather, unless all are at this unit and none has failed. ``versions``
+    watches the leaves that code between units reads.
     """
 
     def __init__(
-        self, plan: Plan, flat: Mapping[str, Tensor], agree: Callable[[str], None], versions: Versions
+        self, plan: Plan, flat: Mapping[str, Tensor], handshake: Callable[[str], None], versions: Versions
     ) -> None:
-        self.plan, self.flat, self.agree, self.versions, self.places = plan, flat, agree, versions, plan.places()
+        self.plan, self.flat, self.handshake, self.versions = plan, flat, handshake, versions
+        self.places = plan.places()
         self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
         self.kept: dict[int, list[Tensor]] = {}
         self.slots: list[Slot] = []
@@ -199,14 +191,14 @@ class Resharding:
 
         pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}
         args, kwargs = tree.map(_gathered, (args, kwargs))
-        self.agree(", ".join(group.name for group in groups.values()))
+        self.handshake(", ".join(group.name for group in groups.values()))
         return remat(body)(pieces, given, args, kwargs)
 
     def _keep(self, number: int) -> list[Tensor]:
         if number not in self.kept:
             group = self.plan.groups[number]
             if group.unit != ROOT and group.parts > 1:
-                self.agree(group.name)
+                self.handshake(group.name)
             self.kept[number] = gather(self.plan, group, [self.flat[leaf.path] for leaf in group.leaves])
             for leaf, tensor in zip(group.leaves, self.kept[number], strict=True):
                 self.versions.add(f"params {leaf.path}", tensor)

@@ -194,11 +194,7 @@ def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[A
 
 @dataclass(frozen=True)
 class Ways:
-    """Two ways to one product: forward derivatives, until an operator turns out to have none; then reverse ones.
-
-    Attributes:
-        missing: PyTorch's error about the missing derivative, once there was one.
-    """
+    """Two ways to one product: forward derivatives, until an operator turns out to have none; then reverse ones."""
 
     missing: list[str] = field(default_factory=list)
 

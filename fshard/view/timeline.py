@@ -50,12 +50,9 @@ CHARACTER = 0.066
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a lane, from ``begin`` to ``end`` on the axis of ops.
+    """One bar of a lane, from ``begin`` to ``end`` on the axis of ops, in the color of ``group``, if any.
 
-    Attributes:
-        label: the group's or the unit's name.
-        group: the group whose color it has; empty for the color of code outside of units.
-        exposed: a transfer that spans no compute op, so that it has nothing to hide behind.
+    ``exposed``: a transfer that spans no compute op, so that it has nothing to hide behind.
     """
 
     lane: str
@@ -182,9 +179,7 @@ def _places(ops: Sequence[Op]) -> Iterator[int]:
 def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:
     """Each bar with its row in its lane: bars that overlap, with their labels, lie in different rows.
 
-    Args:
-        items: the bars.
-        character: the width of a character on the axis of ops.
+    ``character`` is the width of one on the axis of ops.
     """
     ends: dict[str, list[float]] = {lane: [] for lane in lanes()}
     placed = []
