@@ -1,7 +1,7 @@
 """``fs.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +14,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.linear import Settle, Spread, Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind, cutting
-from fshard.errors import (
-    CommError,
-    LossError,
-    PeerError,
-    ScheduleError,
-    UnitError,
-    lines,
-    unlike_losses,
-)
+from fshard.errors import CommError, LossError, PeerError, ScheduleError, UnitError, lines, unlike_losses
 from fshard.model.remat import exact
 from fshard.runtime.comm import Communicator, announce, exchange, exchange_text, mesh_communicator
 from fshard.runtime.comm.call_site import call_site
@@ -72,48 +64,56 @@ class ShardedLoss:
             PeerError: the loss function raised on another rank.
             ReplicationError: plans or options differ between ranks; in debug mode, leaves that must be equal.
         """
-        with cutting(self.plan.mesh):
-            return self._called(params, batch)
-
-    def _called(self, params: Any, batch: Any) -> Any:
         comm = mesh_communicator(self.plan.mesh)
-        failure, loss = None, None
-        try:
-            flat = self.plan.check_tree(params, whole=False)
-            check_device(batch, self.plan.mesh.device)
-        except Exception as error:
-            failure = error
-        # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
-        _agree(comm, "the call", None, batch, failure, self._equal.fixed() if comm.size > 1 else Facts())
-        if self.debug:
-            self._check_replicas(flat)
+        with cutting(self.plan.mesh):
+            # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
+            facts = self._equal.fixed() if comm.size > 1 else Facts()
+            flat = self._all_ranks("the call", batch, lambda: self._checked(params, batch), facts)
+            if self.debug:
+                self._check_replicas(flat)
+            loss = self._all_ranks("the loss", batch, lambda: self._run(flat, batch))
+            value, aux = self._mean(loss)
+            if self.debug:
+                self._check_rank_free(flat, batch, loss)
+            return (value, aux) if self.has_aux else value
+
+    def _all_ranks(
+        self,
+        place: str,
+        batch: Any,
+        body: Callable[[], Any],
+        facts: Facts = Facts(),  # noqa: B008 - a frozen value
+    ) -> Any:
+        """What ``body`` returns; what it raises on any rank is raised on all."""
+        comm, value, failure = mesh_communicator(self.plan.mesh), None, None
         try:
             with cutting(self.plan.mesh):  # others may wait in a collective, and learn of a failure only here
-                loss = self._run(flat, batch, lambda unit: _agree(comm, unit, None, batch, None))
+                value = body()
         except (PeerError, ScheduleError):
             raise  # the other ranks know
         except CommError as error:
             # A rank that failed cut this collective off, or the connection to a rank was lost.
             with suppress(CommError):
-                _agree(comm, "the loss", None, batch, error)
+                _handshake(comm, place, batch, failure=error)
             raise
         except Exception as error:
             failure = error
-        _agree(comm, "the loss", loss, batch, failure)
-        assert loss is not None
-        value, aux = self._mean(loss)
-        if self.debug:
-            self._check_rank_free(flat, batch, loss)
-        return (value, aux) if self.has_aux else value
+        _handshake(comm, place, batch, value if isinstance(value, Loss) else None, failure, facts)
+        return value
 
-    def _run(self, flat: dict[str, Tensor], batch: Any, agree: Callable[[str], None]) -> Loss:
+    def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
+        flat = self.plan.check_tree(params, whole=False)
+        check_device(batch, self.plan.mesh.device)
+        return flat
+
+    def _run(self, flat: dict[str, Tensor], batch: Any) -> Loss:
         versions = Versions()
         for i, x in enumerate(tree.leaves(batch)):
             if isinstance(x, Tensor):
                 versions.add(f"batch leaf {i}", x)
         try:
             bound = bind(self.plan.mesh, self.plan.data_axes)
-            with self._params(flat, agree, versions) as params, bound, exact():
+            with self._params(flat, batch, versions) as params, bound, exact():
                 loss = read_loss(self.loss_fn(params, batch))
         except RuntimeError as error:
             if "in-place operation" not in str(error):
@@ -133,10 +133,11 @@ class ShardedLoss:
             )
 
     def _params(
-        self, flat: dict[str, Tensor], agree: Callable[[str], None], versions: Versions
+        self, flat: dict[str, Tensor], batch: Any, versions: Versions
     ) -> AbstractContextManager[dict[str, Any]]:
         if self.reshard:
-            return Resharding(self.plan, flat, agree, versions).params()
+            comm = mesh_communicator(self.plan.mesh)
+            return Resharding(self.plan, flat, lambda unit: _handshake(comm, unit, batch), versions).params()
         params = gather_all(self.plan, flat)
         for path, leaf in tree.paths(params):
             versions.add(f"params {path}", leaf)
@@ -174,11 +175,8 @@ class ShardedLoss:
             apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
         data = Ranks(mesh, self.plan.data_axes)
         with torch._C._DisableFuncTorch():
-            rows = (
-                exchange(mesh_communicator(self.plan.mesh), torch.tensor([digest(leading_dims(batch))]))
-                .flatten()
-                .tolist()
-            )
+            own = torch.tensor([digest(leading_dims(batch))])
+            rows = exchange(mesh_communicator(self.plan.mesh), own).flatten().tolist()
         if data.size == 1 or len(set(rows)) > 1:
             return
         same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
@@ -191,11 +189,7 @@ class ShardedLoss:
 
 
 def check_loss(loss_fn: Any, plan: Any) -> None:
-    """Refuse anything but a function and a plan.
-
-    Raises:
-        PlanError: naming what was given.
-    """
+    """Refuse anything but a function and a plan."""
     wants: list[Want] = [
         ("loss_fn", loss_fn, Callable, "a function of (params, batch)"),
         ("plan", plan, Plan, "what fs.make_plan returned"),
@@ -234,12 +228,12 @@ def sharded_loss(
     return ShardedLoss(loss_fn, plan, has_aux, reshard, debug)
 
 
-def _agree(
+def _handshake(
     comm: Communicator,
     place: str,
-    loss: Loss | None,
     batch: Any,
-    failure: Exception | None,
+    loss: Loss | None = None,
+    failure: Exception | None = None,
     facts: Facts = Facts(),  # noqa: B008 - a frozen value
 ) -> None:
     """Raise on all ranks the failure of any of them, and refuse losses without a common mean.
@@ -247,36 +241,23 @@ def _agree(
     A rank that fails takes part in one more exchange, which has the same form wherever the other ranks are. A rank that
     failed because another one cut its collective off raises that rank's failure.
     """
-    if comm.size == 1:
-        if failure is not None:
-            raise failure
-        return
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-    mine = [status, digest(place), *_loss_facts(loss, leading_dims(batch)), facts.number]
+    dims = leading_dims(batch)
+    weighted = loss is not None and loss.count is not None
+    means = (0, 0) if loss is None else fingerprint(loss.aux)
+    plain = 0 if loss is None or weighted else digest(dims)
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
+        mine = [status, digest(place), facts.number, weighted, *means, plain, dims[0] if dims else -1]
         rows = announce(comm, "sharded loss", [int(x) for x in mine])
         if any(row[0] for row in rows):
             raise_failure(comm, failure, [row[0] for row in rows], status)
-        settle(comm, [row[-1] for row in rows], facts)
+        settle(comm, [row[2] for row in rows], facts)
         if any(row[1] != rows[0][1] for row in rows):
             raise diverged(exchange_text(comm, f"{place} ({call_site()})"))
-    _check_losses([row[2:7] for row in rows])
-
-
-def _check_losses(rows: Sequence[Sequence[int]]) -> None:
-    """Refuse losses that have no common mean, by the ``_loss_facts`` of all ranks."""
-    if any(row[:3] != rows[0][:3] for row in rows):
-        raise unlike_losses([(bool(row[0]), row[1], row[2]) for row in rows])
-    if any(row[3] != rows[0][3] for row in rows):
-        raise uneven_rows([row[4] for row in rows])
-
-
-def _loss_facts(loss: Loss | None, dims: Sequence[int]) -> list[int]:
-    """The facts that ranks compare of a loss: kind, two numbers for the means, leading dims of a plain loss, rows."""
-    if loss is None:
-        return [False, 0, 0, 0, dims[0] if dims else -1]
-    weighted = loss.count is not None
-    return [weighted, *fingerprint(loss.aux), 0 if weighted else digest(dims), dims[0] if dims else -1]
+    if any(row[3:6] != rows[0][3:6] for row in rows):
+        raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
+    if any(row[6] != rows[0][6] for row in rows):
+        raise uneven_rows([row[7] for row in rows])
 
 
 def _written(what: list[str]) -> UnitError:
