@@ -98,7 +98,11 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
             hits = [leaf for leaf in leaves if self._number(leaf.path) == number]
             own = [leaf for leaf in hits if leaf.trainable]
             if not own and (pattern, opt) != (ANY, None):
-                out.append(f"partition: rules[{number}] {pattern!r} {_why(hits)}")
+                why = "decides no leaf: it matches no path, or earlier rules take what it matches"
+                if hits:
+                    why = f"decides frozen leaves alone ({', '.join(leaf.path for leaf in hits[:3])}), which have no "
+                    why += "optimizer state: train them, or drop the rule"
+                out.append(f"partition: rules[{number}] {pattern!r} {why}")
             elif opt is not None:
                 out += contract(opt).problems(own)
         return out
@@ -254,10 +258,3 @@ class chain(Inner):  # noqa: N801
         for change in self.changes:
             change.apply(params, grads, step)
         self.opt.update(params, grads, states, step=step, hyper=hyper, **more)
-
-
-def _why(hits: list[LeafInfo]) -> str:
-    if not hits:
-        return "decides no leaf: it matches no path, or earlier rules take what it matches"
-    frozen = ", ".join(leaf.path for leaf in hits[:3])
-    return f"decides frozen leaves alone ({frozen}), which have no optimizer state: train them, or drop the rule"

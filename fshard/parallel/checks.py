@@ -32,9 +32,10 @@ def check_cut(tensor: Tensor | None, axis: str, dim: int, what: str, rule: str) 
         return
     cut = [number for number, axes in enumerate(entries) if axis in axes]
     how = f"is cut by {axis!r} along dim {cut[0]}" if cut else f"is whole on each of the {plan.mesh.shape[axis]} ranks"
+    shape = [n // plan.mesh.shape[axis] if number == dim else n for number, n in enumerate(leaf.shape)]
     raise PlanError(
         f"{what}: {leaf.path} {list(leaf.shape)} {how} of {axis!r} in compute ({leaf.compute}), but must be cut along "
-        f"dim {dim}, to {list(_divided(leaf, dim, plan, axis))}: give it {rule}"
+        f"dim {dim}, to {shape}: give it {rule}"
     )
 
 
@@ -87,10 +88,3 @@ def _known(tensor: Tensor | None, axis: str, what: str) -> tuple[Leaf, Plan] | N
             f"over it would mix them: leave {axis!r} out of batch="
         )
     return plan.leaves[slot.path], plan
-
-
-def _divided(leaf: Leaf, dim: int, plan: Plan, axis: str) -> tuple[int, ...]:
-    shape = list(leaf.shape)
-    if dim < len(shape):
-        shape[dim] //= plan.mesh.shape[axis]
-    return tuple(shape)

@@ -57,7 +57,8 @@ def dispatch_ragged(
         rows = collectives.ragged_all_to_all(rows, axis, numbers, received, mesh=mesh)
     # From each rank rows arrive ordered by expert: a stable sort by expert orders them by expert, then by rank.
     local = torch.arange(theirs.shape[1], device=x.device).repeat(parts)
-    arrival = local.repeat_interleave(_stated(theirs, table), output_size=sum(received)).argsort(stable=True)
+    counts = torch.tensor(table, device=x.device).reshape(-1) if is_fake(theirs) else theirs.reshape(-1)
+    arrival = local.repeat_interleave(counts, output_size=sum(received)).argsort(stable=True)
     way = Ragged(order, arrival, numbers, received, routing.weights.reshape(-1), shape, axis, mesh)
     return rows[arrival], tuple(map(sum, zip(*table, strict=True))), way
 
@@ -70,10 +71,6 @@ def _read(counts: Tensor, total: int) -> list[list[int]]:
     parts, experts = counts.shape
     share, left = divmod(total, parts * experts)
     return [[share + (at * experts + number < left) for number in range(experts)] for at in range(parts)]
-
-
-def _stated(counts: Tensor, table: list[list[int]]) -> Tensor:
-    return counts.reshape(-1) if not is_fake(counts) else torch.tensor(table, device=counts.device).reshape(-1)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, me
     return _order(length * parts, parts).chunk(parts)[index].to(device)  # type: ignore[call-overload,no-any-return]
 
 
-def check_length(length: int, parts: int) -> None:
-    """Refuse a sequence that ranks cannot share equally."""
+def _order(length: int, parts: int) -> Tensor:
+    """The places of a whole sequence's tokens in the ranks' parts, one after the other."""
     expect("a zigzag", [("parts", parts, int, "the number of ranks"), ("length", length, int, "how many tokens")])
     if parts < 1:
         raise PlanError(f"parts={parts}: give the number of ranks, at least 1")
@@ -95,9 +95,5 @@ def check_length(length: int, parts: int) -> None:
             f"a sequence of {length} tokens over {parts} ranks: each has two chunks of equal length, so it must be a "
             f"multiple of 2 * {parts} = {2 * parts}; pad it to {-(-length // (2 * parts)) * 2 * parts}"
         )
-
-
-def _order(length: int, parts: int) -> Tensor:
-    check_length(length, parts)
     chunks = torch.arange(length).chunk(2 * parts)
     return torch.cat([chunk for i in range(parts) for chunk in (chunks[i], chunks[2 * parts - 1 - i])])

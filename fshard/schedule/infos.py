@@ -56,47 +56,35 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
     return sent, needed
 
 
-def _visiting(group: Group, state: int) -> int:
-    """Bytes of device memory that an update needs for what is kept in host memory."""
-    if not group.trainable or group.offloaded:
-        return 0
-    param, opt = group.kinds.moved
-    return param * group.owned.chunk * group.dtype.itemsize + opt * state
-
-
 def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
     item, read, wire = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
     cast = read if group.compute_dtype != group.dtype and not group.kinds.hosted else 0
     replicas = plan.mesh.axis_size(group.rest_axes)
     scattered = group.scatter_chunk if group.trainable else group.chunk
+    own, moved = group.owned.chunk * item, group.kinds.moved
     info = GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
         shard_bytes=scattered * item + group.chunk * cast,
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
-        own_bytes=group.owned.chunk * item if group.trainable and group.second_scatter else 0,
-        update_bytes=_visiting(group, state),
+        own_bytes=own if group.trainable and group.second_scatter else 0,
+        # What is kept in host memory comes to the device for its update.
+        update_bytes=moved[0] * own + moved[1] * state if group.trainable and not group.offloaded else 0,
     )
-    path = _gathers(group)
+    path = []
+    if group.trainable and group.opt_parts > 1 and own:
+        sent = (group.opt_parts - 1) * own
+        path.append(Transfer("update_gather", STATE, STATE, sent, 0, "+".join(group.opt_axes)))
+    if group.gathered:
+        sent = (group.parts - 1) * group.chunk * read
+        path.append(Transfer("all_gather", STATE, "param", sent, 0, "+".join(group.gather_axes)))
     if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded):
         path += _reductions(plan, group, info, replicas)
-    return dataclasses.replace(info, transfers=path)
+    return dataclasses.replace(info, transfers=tuple(path))
 
 
-def _gathers(group: Group) -> tuple[Transfer, ...]:
-    """The transfers of a group's parameters, if it needs them."""
-    made = []
-    updated = (group.opt_parts - 1) * group.owned.chunk * group.dtype.itemsize
-    if group.trainable and updated:
-        made.append(Transfer("update_gather", STATE, STATE, updated, 0, "+".join(group.opt_axes)))
-    if group.gathered:
-        sent = (group.parts - 1) * group.chunk * group.compute_dtype.itemsize
-        made.append(Transfer("all_gather", STATE, "param", sent, 0, "+".join(group.gather_axes)))
-    return tuple(made)
-
-
-def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> tuple[Transfer, ...]:
+def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> list[Transfer]:
     """The transfers of a group's gradient."""
     wire = group.reduce_dtype.itemsize
     sent, staging = (group.scatter_parts - 1) * group.scatter_chunk * wire, stage_numel(plan, group) * wire
@@ -111,4 +99,4 @@ def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> tup
     if group.offloaded and group.owned.chunk:
         size = group.owned.chunk * group.dtype.itemsize
         made.append(Transfer("offload", own if summed else "shard", HOST, size))
-    return tuple(made)
+    return made

@@ -13,15 +13,7 @@ backward        unit     the gradient of a call is computed; ``root``: everythin
 consensus                the norm, and the vote of all ranks; the last op of a train step
 ==============  =======  =================================================================================
 
-And two ops for each kind of transfer (``transfers.py``): its name starts it, ``wait`` and its name ends it.
-
-==============  =======  =================================================================================
-all_gather      group    gather the shards of the parameters for compute; compute may read them after the wait
-reduce_scatter  group    sum the flat gradient over ranks, a shard each; the wait adds it to the gradient shard
-replica_reduce  group    sum the gradient shard over replicas, once a step, beside what follows
-offload         group    send the complete gradient shard to host memory, where the update runs
-update_gather   group    send the range that this rank has updated to the ranks that hold the same shard
-==============  =======  =================================================================================
+And two ops for each kind of transfer of a group (``transfers.py``): its name starts it, ``wait`` and its name ends it.
 """
 
 import functools
@@ -111,7 +103,7 @@ class Program:
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward", tuple(self.forward))
         object.__setattr__(self, "backward", tuple(self.backward))
-        if problems := [*_call_problems(self.forward, self.backward, self.reads), *_read_problems(self.reads)]:
+        if problems := [*_problems(self.forward, self.backward, self.reads)]:
             raise errors.bad_program(problems)
         # One order whatever the given dict has: equal programs have equal texts.
         called = dict.fromkeys(call.unit for call in self.forward)
@@ -229,9 +221,7 @@ def refuse_misfits(groups: Sequence[GroupInfo], program: Program, accumulate: in
         raise errors.bad_program(problems)
 
 
-def _call_problems(
-    forward: Sequence[Call], backward: Sequence[Call], reads: Mapping[str, Sequence[int]]
-) -> Iterable[str]:
+def _problems(forward: Sequence[Call], backward: Sequence[Call], reads: Mapping[str, Sequence[int]]) -> Iterable[str]:
     counts: dict[str, int] = {}
     for call in forward:
         expected = counts.get(call.unit, 0)
@@ -248,9 +238,6 @@ def _call_problems(
     known = set(forward)
     yield from (f"backward holds '{call}', forward does not" for call in backward if call not in known)
     yield from (f"backward holds '{call}' twice" for call in _repeated(backward))
-
-
-def _read_problems(reads: Mapping[str, Sequence[int]]) -> Iterable[str]:
     for unit, ids in reads.items():
         yield from (f"unit {unit!r} reads group {i} twice" for i in _repeated(ids))
         yield from (f"unit {unit!r} reads group {i}, which is negative" for i in ids if i < 0)

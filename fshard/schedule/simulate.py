@@ -186,10 +186,8 @@ def time_text(seconds: float) -> str:
     >>> time_text(0.0123)
     '12.300 ms'
     """
-    value, unit = (
-        (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms") if seconds >= 1e-3 else (seconds * 1e6, "us")
-    )
-    return f"{value:.3f} {unit}"
+    factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * factor:.3f} {unit}"
 
 
 class _Clock:
@@ -236,7 +234,11 @@ class _Clock:
     def _carry(self, transfer: Transfer) -> tuple[float, float]:
         """Begin and end of a transfer that is started now."""
         comm = f"{transfer.kind}({transfer.axes})"
-        name, link = self._link(transfer)
+        name, link = "link", self.costs.link
+        if transfer.axes in self.costs.links:
+            name, link = transfer.axes, self.costs.links[transfer.axes]
+        elif transfer.row.link == "reduces" and self.costs.reduces is not None:
+            name, link = "reduces", self.costs.reduces
         seconds = transfer.sent / link.bytes_per_s
         start = max(self.now, self.comms.get(comm, 0.0)) + link.latency
         start = max(start, self.links.get(name, 0.0))
@@ -244,10 +246,3 @@ class _Clock:
         self.busy[name] = self.busy.get(name, 0.0) + seconds
         self.sent += transfer.sent
         return start, start + seconds
-
-    def _link(self, transfer: Transfer) -> tuple[str, Link]:
-        if transfer.axes in self.costs.links:
-            return transfer.axes, self.costs.links[transfer.axes]
-        if transfer.row.link == "reduces" and self.costs.reduces is not None:
-            return "reduces", self.costs.reduces
-        return "link", self.costs.link

@@ -9,7 +9,7 @@ runtime read this table, so a new kind of transfer is a new row.
 kind                stage     from -> to                                      is waited for
 ==================  ========  ==============================================  =========================================
 ``all_gather``      read      shard of the state -> ``param``                 before the first compute that reads it
-``reduce_scatter``  gradient  ``grad`` -> ``shard``                           when the next would exceed the limit
+``reduce_scatter``  gradient  ``grad`` -> ``shard``, summed over ranks        when the next would exceed the limit
 ``replica_reduce``  gradient  ``shard`` -> ``shard``, or ``own``              when the next would exceed the limit
 ``offload``         gradient  ``shard`` or ``own`` -> host memory             when the next would exceed the limit
 ``update_gather``   updated   own range of the state -> shard of the state    before the first all-gather or reader

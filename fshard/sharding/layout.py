@@ -313,9 +313,11 @@ def _group(
     bins = _bins(members, load) if first.align == "leaf" else [members]
     ordered, starts, ends = [], [], []
     for chunk_number, leaves in enumerate(bins):
-        placed, end = _one_behind_the_other(leaves, grid * (parts if kind == "dim" else 1))
-        ordered += [leaf for leaf, _ in placed]
-        starts += [(chunk_number, start) for _, start in placed]
+        end = 0
+        for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape) < 2):  # matrices first
+            ordered.append(leaf)
+            starts.append((chunk_number, end))
+            end = _up(end + leaf.numel, grid * (parts if kind == "dim" else 1))
         ends.append(end)
     own = _up(-(-max(ends) // (parts * opt_parts if len(bins) == 1 else 1)), grid)
     return Group(
@@ -332,15 +334,6 @@ def _group(
         opt_axes=first.opt_axes,
         opt_parts=opt_parts,
     )
-
-
-def _one_behind_the_other(leaves: list[Leaf], step: int) -> tuple[list[tuple[Leaf, int]], int]:
-    """Leaves with their starts, multiples of ``step``, matrices first; and the end of the last one."""
-    placed, end = [], 0
-    for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape) < 2):
-        placed.append((leaf, end))
-        end = _up(end + leaf.numel, step)
-    return placed, end
 
 
 def _bins(leaves: list[Leaf], load: list[int]) -> list[list[Leaf]]:

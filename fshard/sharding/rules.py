@@ -1,7 +1,7 @@
 """Rules give each leaf its spec: ``re.fullmatch`` on paths, the first match wins, every leaf needs a match."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -81,10 +81,10 @@ class Decision(NamedTuple):
 def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, Decision]:
     """The decision of the rules on every leaf; each leaf needs a rule, and each rule a leaf."""
     full = [_as_rule(rule, number) for number, rule in enumerate(rules)]
-    decided: dict[int, int] = dict.fromkeys(range(len(full)), 0)
+    decided: set[int] = set()
     touched: set[int] = set()
     out: dict[str, Decision] = {}
-    unmatched = []
+    unmatched, idle = [], []
     for path, shape in shapes.items():
         hits = [i for i, rule in enumerate(full) if re.fullmatch(rule.pattern, path)]
         touched.update(hits)
@@ -92,7 +92,7 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
             unmatched.append(f"{path}  {list(shape)}")
             continue
         first = full[hits[0]]
-        decided[hits[0]] += 1
+        decided.add(hits[0])
         spec = _spec(first.at_rest, path, shape)
         opt = None if first.opt is None else _spec(first.opt, path, shape)
         out[path] = Decision(spec, first.compute, first, opt)
@@ -104,7 +104,11 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
                 "Say where they live: add a rule such as (r'.*', P()) for replicated at the end of the list.",
             )
         )
-    idle = [_idle(i, rule, i in touched, shapes) for i, rule in enumerate(full) if not decided[i]]
+    for i, rule in enumerate(full):
+        if i not in decided:
+            missed = f"its pattern matches no path{meant_by(rule.pattern, shapes)}"
+            why = "every leaf it matches is taken by an earlier rule" if i in touched else missed
+            idle.append(f"rules[{i}] {rule.pattern!r}: {why}")
     if idle:
         raise PlanError(
             lines(
@@ -151,9 +155,3 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
     if problem := bad_regex(rule.pattern):
         raise PlanError(f"rules[{number}]: {problem}")
     return rule
-
-
-def _idle(number: int, rule: Rule, shadowed: bool, paths: Collection[str]) -> str:
-    missed = f"its pattern matches no path{meant_by(rule.pattern, paths)}"
-    why = "every leaf it matches is taken by an earlier rule" if shadowed else missed
-    return f"rules[{number}] {rule.pattern!r}: {why}"

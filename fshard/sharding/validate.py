@@ -30,12 +30,7 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if wrong:
         remedy = "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real."
         raise PlanError(lines("parameters are dense real tensors, these are not:", wrong, remedy))
-    _check_apart(tensors)
-    return tensors
-
-
-def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a tree with two leaves in the same memory: they may be one tied leaf, and the plan would part them."""
+    # Two leaves in the same memory may be one tied leaf, and the plan would part them.
     first: dict[tuple[Any, ...], str] = {}
     twice = []
     for path, leaf in tensors.items():
@@ -52,6 +47,7 @@ def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
             "For two separate leaves, clone one."
         )
         raise PlanError(lines(f"{len(twice)} of {len(tensors)} leaves share the memory of others:", twice, remedy))
+    return tensors
 
 
 def check_specs(
@@ -63,8 +59,11 @@ def check_specs(
         shape = shapes[path]
         read = at_rest.without(data_axes) if compute is None else compute
         found = _problems(at_rest, shape, mesh, read.axes)
-        if compute is not None:
-            found = found or _problems(compute, shape, mesh, read.axes) or _compute_problems(at_rest, compute)
+        if compute is not None and not found:
+            left = at_rest.without(tuple(a for a in at_rest.axes if a not in compute.axes))
+            found = _problems(compute, shape, mesh, read.axes)
+            if not found and (not _same_dims(left, compute) or compute.flat is not None):
+                found = [f"compute={compute} is not what is left of the spec after gathering some of its axes, {left}"]
         found = found or _gather_problems(at_rest, read, data_axes, mesh)
         problems += [(f"{path}  {list(shape)}", f"  {at_rest}: {problem}") for problem in found]
     _refuse(problems, f"specs on the mesh {dict(mesh.shape)}", "Correct the rules that give these specs.")
@@ -187,13 +186,6 @@ def _problems(spec: P, shape: Shape, mesh: Mesh, local: Axes) -> list[str]:
                 f"pad the leaf to {-(-shape[dim] // parts) * parts}, or {other}"
             )
     return out
-
-
-def _compute_problems(at_rest: P, compute: P) -> list[str]:
-    left = at_rest.without(tuple(a for a in at_rest.axes if a not in compute.axes))
-    if not _same_dims(left, compute) or compute.flat is not None:
-        return [f"compute={compute} is not what is left of the spec after gathering some of its axes, {left}"]
-    return []
 
 
 def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> list[str]:

@@ -12,7 +12,7 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.update import Shard
-from fshard.runtime.steps.attempt import Outcome, raise_outcome
+from fshard.runtime.steps.attempt import raise_outcome
 from fshard.runtime.steps.prepare import Workshop, communicators_of
 from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.ops import Op
@@ -108,17 +108,13 @@ class ValueAndGrad:
         comms = self._runner.workshop.comms
         assert comms is not None
         verdict = raise_outcome(comms.control, outcome, self.plan.mesh.rank)
-        value = self._value(outcome)
+        total = outcome.losses[0][0]
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        value = torch.tensor(verdict.loss, dtype=dtype, device=total.device)
         self.loss.refuse_aux(outcome.aux[0] if outcome.aux else {})
         if self.loss.has_aux:
             return (value, combine_aux(comms.control, outcome.aux)), self._grads(flat, verdict.scale)
         return value, self._grads(flat, verdict.scale)
-
-    def _value(self, outcome: Outcome) -> Tensor:
-        assert outcome.verdict is not None
-        total = outcome.losses[0][0]
-        dtype = torch.promote_types(total.dtype, torch.float32)
-        return torch.tensor(outcome.verdict.loss, dtype=dtype, device=total.device)
 
     def _grads(self, flat: dict[str, Tensor], scale: float) -> dict[str, Any]:
         out: dict[str, Tensor] = {}

@@ -146,8 +146,8 @@ class ShardedLoss:
     def _mean(self, loss: Loss) -> tuple[Tensor, Any]:
         """The mean over the data axes of the loss and of every ``fs.Mean`` in aux, by one sum."""
         parts = [Mean(loss.total, 1.0 if loss.count is None else loss.count), *means_of(loss.aux)]
-        rows = [torch.stack((part.total.double(), _constant(part.count, part.total))) for part in parts]
-        table = torch.stack(rows)
+        counts = [torch.as_tensor(p.count, dtype=torch.float64, device=p.total.device).detach() for p in parts]
+        table = torch.stack([torch.stack((p.total.double(), count)) for p, count in zip(parts, counts, strict=True)])
         data = Ranks(self.plan.mesh, self.plan.data_axes)
         if data.size > 1:
             table = apply(table, Sum(data))
@@ -263,9 +263,3 @@ def _handshake(
 def _written(what: list[str]) -> UnitError:
     remedy = "A loss is a pure function: compute new values (x = x + y, not x += y)."
     return UnitError(lines("the loss function wrote in place to its arguments:", what, remedy))
-
-
-def _constant(count: Tensor | float, like: Tensor) -> Tensor:
-    if isinstance(count, Tensor):
-        return count.detach().double()
-    return torch.tensor(count, dtype=torch.float64, device=like.device)

@@ -4,8 +4,8 @@ Forward derivatives are faster. Where an operator has none, reverse derivatives 
 symmetric, and the pullback of a pullback is the pushforward.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,10 +231,8 @@ def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:
     return own, rest, {path: direction[path].contiguous() for path in trained}
 
 
-@contextmanager
-def _plain_attention() -> Iterator[None]:
+def _plain_attention() -> AbstractContextManager[None]:
     """Attention without fused kernels, which have no forward derivative."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
+    return sdpa_kernel(SDPBackend.MATH)

@@ -12,7 +12,6 @@ from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.model import random
-from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
@@ -40,7 +39,8 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")
     sums: dict[Axes, Tensor] = {}
     for group in plan.groups:
-        axes = _held(plan, group)
+        held = (*group.gather_axes, *group.leaves[0].compute.axes)  # by the axes over which ranks hold different parts
+        axes = tuple(axis for axis in plan.mesh.axis_names if axis in held)
         for leaf in group.leaves:
             if leaf.dtype.is_floating_point:
                 pair = (left[leaf.path].to(plan.mesh.device), right[leaf.path].to(plan.mesh.device))
@@ -51,8 +51,8 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
         raise TreeError(
             "no leaf of the plan is floating-point, so it has no inner product: train at least one such leaf"
         )
-    parts = [_summed(plan, axes, value) for axes, value in sums.items()]
-    return torch.stack(parts).sum()
+    parts = [(Ranks(plan.mesh, axes), value) for axes, value in sums.items()]
+    return torch.stack([apply(value, Sum(ranks)) if ranks.size > 1 else value for ranks, value in parts]).sum()
 
 
 def tree_norm(a: Any, plan: Plan) -> Tensor:
@@ -134,17 +134,6 @@ def zero_filled(plan: Plan, found: Mapping[str, Tensor], rest: Mapping[str, Tens
 
 def _expect_plan(call: str, plan: Any) -> None:
     expect(call, [("plan", plan, Plan, "what fs.make_plan returned")])
-
-
-def _held(plan: Plan, group: Group) -> Axes:
-    """The axes over which ranks hold different parts of a group."""
-    held = (*group.gather_axes, *group.leaves[0].compute.axes)
-    return tuple(axis for axis in plan.mesh.axis_names if axis in held)
-
-
-def _summed(plan: Plan, axes: Axes, value: Tensor) -> Tensor:
-    ranks = Ranks(plan.mesh, axes)
-    return apply(value, Sum(ranks)) if ranks.size > 1 else value
 
 
 def _random(key: Tensor, plan: Plan, draw: Callable[..., Tensor]) -> dict[str, Any]:

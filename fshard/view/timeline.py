@@ -163,17 +163,13 @@ def _end(ops: Sequence[Op], at: int) -> int:
 def timed_bars(simulation: Simulation, scale: float) -> Iterator[Bar]:
     """The bars of all lanes: a transfer lasts from its first byte to its arrival. ``scale``: of the axis, a second."""
     ops = simulation.schedule.ops
-    for at, bar in zip(_places(ops), bars(simulation.schedule), strict=True):
+    places = [at for at, op in enumerate(ops) if op.kind in UNIT_KINDS or op.kind == "update" or started(op.kind)]
+    for at, bar in zip(places, bars(simulation.schedule), strict=True):
         exposed = False
         if started(bar.lane):
             end = _end(ops, at)
             exposed = simulation.ends[end] > simulation.issued[end]
         yield replace(bar, begin=simulation.starts[at] * scale, end=simulation.ends[at] * scale, exposed=exposed)
-
-
-def _places(ops: Sequence[Op]) -> Iterator[int]:
-    """Where the ops stand that have bars."""
-    return (at for at, op in enumerate(ops) if op.kind in UNIT_KINDS or op.kind == "update" or started(op.kind))
 
 
 def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:
