@@ -17,8 +17,7 @@ from common import RESULTS, Report, Row, arguments, peers_option, ratio, run_wor
 from model import SMALL
 
 from fshard.schedule import parse
-from fshard.schedule.measured import common, covered, measured
-from fshard.schedule.simulate import Simulation
+from fshard.schedule.simulate import Simulation, common, covered, measured
 from fshard.schedule.transfers import awaited
 
 PEERS = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp parted")

@@ -74,10 +74,9 @@ class adafactor(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
         return "leaf"
 
     def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Hyper) -> None:
-        shape, decay = hyper
         for param, grad, state in zip(params, grads, states, strict=True):
             if param.numel():
-                self._leaf(param.view(shape), grad.view(shape), state, step, lr, decay)
+                self._leaf(param.view(hyper[0]), grad.view(hyper[0]), state, step, lr, hyper[1])
 
     def _leaf(self, param: Tensor, grad: Tensor, state: State, step: int, lr: float, decay: float) -> None:
         new = float(step) ** self.beta2_decay

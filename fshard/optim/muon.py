@@ -98,7 +98,8 @@ class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
 
     def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Hyper) -> None:
         rows, columns, decay = hyper
-        adjusted = lr * self._adjustment(rows, columns)
+        larger, ratio = max(rows, columns), max(1.0, rows / columns)
+        factor = {"original": math.sqrt(ratio), "match_rms_adamw": 0.2 * math.sqrt(larger), "none": 1.0}[self.adjust]
         kept = [state["momentum_buffer"] for state in states]
         torch._foreach_lerp_(kept, grads, 1 - self.momentum)
         directions = torch._foreach_lerp(grads, kept, self.momentum) if self.nesterov else kept
@@ -108,7 +109,7 @@ class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
             matrices = direction.view(-1, rows, columns)
             if len(matrices) == 1:
                 matrices = matrices[0]
-            param.view(matrices.shape).add_(self._orthogonal(matrices), alpha=-adjusted)
+            param.view(matrices.shape).add_(self._orthogonal(matrices), alpha=-lr * factor)
 
     def _orthogonal(self, matrices: Tensor) -> Tensor:
         """The iteration; on the side of each matrix that makes the products smaller."""
@@ -122,8 +123,3 @@ class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
             gram = x @ x.mT
             x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.mT if tall else x
-
-    def _adjustment(self, rows: int, columns: int) -> float:
-        if self.adjust == "original":
-            return math.sqrt(max(1.0, rows / columns))
-        return 0.2 * math.sqrt(max(rows, columns)) if self.adjust == "match_rms_adamw" else 1.0

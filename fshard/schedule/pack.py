@@ -51,7 +51,11 @@ def _search(
     best: list[int] = []
     best_order, least = orders[0], 0
     for attempt in range(max(min(ATTEMPTS, EFFORT // effort), 1)):
-        order = orders[attempt] if attempt < len(orders) else _highest_first(best_order, best, sizes)
+        if attempt < len(orders):
+            order = orders[attempt]
+        else:
+            highest = max(best_order, key=lambda i: best[i] + sizes[i])
+            order = [highest, *(i for i in best_order if i != highest)]
         if attempt >= len(orders) and order == best_order:
             break
         offsets = first_fit(order, sizes, met, floors)
@@ -130,8 +134,3 @@ def _floors(stacked: dict[int, int], sizes: Sequence[int], spans: Sequence[Seque
     count = max(last for lives in spans for _, last in lives) + 1
     heights = profile(count, [(sizes[item], spans[item]) for item in stacked])
     return [max((max(heights[first : last + 1]) for first, last in lives), default=0) for lives in spans]
-
-
-def _highest_first(order: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    highest = max(order, key=lambda i: offsets[i] + sizes[i])
-    return [highest, *(i for i in order if i != highest)]

@@ -34,11 +34,10 @@ from fshard.runtime.steps.prepare import Workshop, communicators_of
 from fshard.runtime.steps.runner import Runner, Work
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
-from fshard.schedule.measured import measured
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.simulate import Simulation
+from fshard.schedule.simulate import Simulation, measured
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_late, check_optimizer

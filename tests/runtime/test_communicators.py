@@ -14,8 +14,7 @@ import fshard as fs
 from fshard import P
 from fshard.errors import PlanError
 from fshard.schedule import Op
-from fshard.schedule.measured import measured
-from fshard.schedule.simulate import Costs, Link, simulate
+from fshard.schedule.simulate import Costs, Link, measured, simulate
 from tests.shared.workers import Pools
 
 WIDE = 1 << 16

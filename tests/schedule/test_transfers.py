@@ -9,8 +9,8 @@ import pytest
 import fshard as fs
 from fshard.errors import PlanError, ScheduleError
 from fshard.schedule import Costs, GroupInfo, Link, Op, Policy, Schedule, Transfer, build, check, parse, simulate
-from fshard.schedule.measured import measured
 from fshard.schedule.ops import op_kinds
+from fshard.schedule.simulate import measured
 from fshard.schedule.transfers import KINDS, Kind, awaited, started
 from tests.schedule.cases import gpt, replicas
 
