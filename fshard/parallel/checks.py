@@ -66,7 +66,7 @@ def check_data_axis(axis: str, what: str, mesh: Mesh | None = None) -> None:
     _, data = in_scope(axis, mesh)
     if data and axis not in data:
         raise PlanError(
-            f"{what}: axis {axis!r} is no data axis here, where these are {data}: all ranks along it would have the "
+            f"{what}: axis {axis!r} is not a data axis here (data axes: {data}): all ranks along it would have the "
             f"same tokens. Name it in batch=, and give each rank tokens of its own"
         )
 

@@ -38,7 +38,7 @@ class Auto:
         update: when updates happen, as in ``fs.Policy``. It is never chosen: it decides whether steps are atomic.
 
     Raises:
-        PlanError: a value that is no amount; all of them are listed.
+        PlanError: a value is not a positive amount; all such values are listed.
 
     >>> Auto(memory=2**30, compute=50e9, wire=125e6).update
     'deferred'
@@ -55,9 +55,9 @@ class Auto:
         for name in ("memory", "compute", "wire"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-                problems.append(f"{name}={value!r} is no positive number")
+                problems.append(f"{name}={value!r} is not a positive number")
         if not isinstance(self.latency, int | float) or not 0 <= self.latency < math.inf:
-            problems.append(f"latency={self.latency!r} is no number of seconds")
+            problems.append(f"latency={self.latency!r} is not a number of seconds")
         if self.update not in UPDATES:
             problems.append(f"update={self.update!r} is none of {', '.join(map(repr, UPDATES))}")
         if problems:

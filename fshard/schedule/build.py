@@ -27,12 +27,11 @@ def build(
 
     Args:
         program: what the loss function does. Its backward is left out where ``train`` is False.
-        groups: the groups, by id. Trainable ones that nobody reads are updated, and reduced as zeros, all
-            the same.
+        groups: the groups, by id. Trainable groups without a reader are updated too, and reduced as zeros.
         policy: how far to run ahead, and what to keep.
         accumulate: microbatches in the step.
         train: False for a schedule of forward only: no update, no path of a gradient, no consensus. ``backward
-            root`` is there all the same and marks the end of the code outside of units, whose groups are live
+            root`` is kept: it marks the end of the code outside of units, whose groups are live
             until then.
 
     Returns:

@@ -333,7 +333,7 @@ class _Run:
 
 
 def _chain(path: tuple[Transfer, ...]) -> list[_Flights]:
-    """A path of which nothing has happened."""
+    """A path before its first transfer."""
     chain: list[_Flights] = []
     for number, transfer in enumerate(path):
         limited = transfer.sent > 0 or number + 1 == len(path)
@@ -353,7 +353,7 @@ def _shape(op: Op, at: int, run: _Run) -> str:
         return "handshake must be the first op, and no other"
     known = run.names if op.kind in UNIT_KINDS else ("",) if op.kind in STEP_KINDS else run.groups
     if op.target not in known:
-        return f"{op.target!r} is no {'unit' if op.kind in UNIT_KINDS else 'group'} of this schedule"
+        return f"{op.target!r} is not a {'unit' if op.kind in UNIT_KINDS else 'group'} of this schedule"
     if op.index and op.kind not in UNIT_KINDS or op.microbatch and op.kind not in run.microbatch_kinds:
         return f"{op.kind} has no {'call index' if op.index else 'microbatch'}"
     return ""

@@ -11,7 +11,7 @@ no backward fills it, to the end of that transfer. ``shard:g``, or ``own:g`` whe
 waits for the update, which with deferred updates is in the next step, or for its way to host memory. Until its first
 transfer a gradient is what autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are
 two. That is ``leaf:g``, less what the transfer itself begins. ``update:g`` is what comes out of host memory for an
-update on the device, for that op. A gradient that is not communicated at all is no item: it is kept between steps.
+update on the device, for that op. A gradient without transfers is not an item: it is kept between steps.
 """
 
 import math
@@ -185,7 +185,7 @@ class _Lives:
             yield self.end(f"{transfer.kind}:{group.name}", transfer.staging, at)
 
     def _kept(self, group: GroupInfo) -> str:
-        """The item in which a gradient waits for its update; empty where that is none."""
+        """The item in which a gradient waits for its update; empty if no item does."""
         target = self.paths[group.name][-1].target if self.paths[group.name] else HOST
         return "" if target == HOST else target
 

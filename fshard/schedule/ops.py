@@ -33,7 +33,7 @@ ROOT = "root"
 UNIT_KINDS = frozenset(("forward", "backward"))
 STEP_KINDS = frozenset(("handshake", "consensus"))
 GROUP_KINDS = frozenset(("update", "free"))
-"""Ops on a group that are no transfers."""
+"""Ops on a group besides those of transfers."""
 
 
 def op_kinds() -> frozenset[str]:
@@ -186,7 +186,7 @@ class GroupInfo:
         return next((transfer for transfer in self.transfers if transfer.kind == kind), None)
 
     def at(self, stage: str) -> tuple[Transfer, ...]:
-        """Its transfers of a stage, in their order. Only a trainable group has others than those that are read."""
+        """Its transfers of a stage, in order. A frozen group has only those of ``"read"``."""
         if stage != "read" and not self.trainable:
             return ()
         return tuple([transfer for transfer in self.transfers if transfer.row.stage == stage])

@@ -98,7 +98,7 @@ def stack(sizes: Sequence[int], spans: Sequence[Sequence[Span]]) -> dict[int, in
 
 
 def overlaps(spans: Sequence[Sequence[Span]], items: Sequence[int]) -> list[list[int]]:
-    """For each of these items, those of them that are alive at the same time at least once."""
+    """For each of these items, the others that are alive at the same time at least once."""
     starts = sorted((first, last, item) for item in items for first, last in spans[item])
     met: list[list[int]] = [[] for _ in spans]
     alive: list[tuple[int, int]] = []  # (last, item)

@@ -71,7 +71,7 @@ class _Flight(NamedTuple):
 
 
 class Paths:
-    """Walks the paths of gradients, and knows what of them is under way."""
+    """Walks the paths of gradients; ``flying`` are the transfers under way."""
 
     def __init__(self, bare: Schedule, updates: Updates, ops: list[Op]) -> None:
         self.groups, self.policy, self.program, self.train = bare.groups, bare.policy, bare.program, bare.train

@@ -39,7 +39,7 @@ def keep(*units: str, last: int = 0) -> Keep:
     >>> print(keep("embed", last=2))
     keep("embed",last=2)
     """
-    problems = [f"{unit!r} is no pattern of unit names" for unit in units if not isinstance(unit, str) or not unit]
+    problems = [f"{unit!r} is not a pattern of unit names" for unit in units if not isinstance(unit, str) or not unit]
     if type(last) is not int or last < 0:
         problems.append(f"last={last!r} is not an int of at least 0")
     elif not units and not last:

@@ -48,7 +48,7 @@ class Link:
         if not self.bytes_per_s > 0:
             problems.append(f"bytes_per_s={self.bytes_per_s!r} is not positive")
         if not 0 <= self.latency < math.inf:
-            problems.append(f"latency={self.latency!r} is no number of seconds")
+            problems.append(f"latency={self.latency!r} is not a number of seconds")
         if problems:
             raise errors.bad_costs(problems)
 
@@ -86,7 +86,7 @@ class Costs:
         ]
         expect("fs.Costs", wants)
         links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
-        problems = [f"{name}={link!r} is no fs.Link" for name, link in links.items() if not isinstance(link, Link)]
+        problems = [f"{name}={link!r} is not an fs.Link" for name, link in links.items() if not isinstance(link, Link)]
         known = timed()
         for (kind, target), value in self.seconds.items():
             if kind not in known:

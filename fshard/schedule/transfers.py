@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fshard import errors
 
 STATE, HOST = "state", "host"
-"""Ends of transfers that are no items of the memory of a step: the resident state, and the memory of the host."""
+"""Sources and targets outside of the memory of a step: the resident state, and host memory."""
 
 ITEMS = {
     "param": "gathered parameters",
@@ -106,7 +106,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise errors.bad_program([f"{self.kind!r} is no kind of transfer: {', '.join(KINDS)}"])
+            raise errors.bad_program([f"{self.kind!r} is not a kind of transfer: {', '.join(KINDS)}"])
         if min(self.sent, self.staging) < 0:
             raise errors.bad_program([f"{self.kind}: {self.sent} bytes sent, {self.staging} staged; both must be >= 0"])
 

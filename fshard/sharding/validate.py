@@ -118,7 +118,7 @@ def _opt_problems(leaf: Leaf, opt: P, mesh: Mesh, data_axes: Axes) -> list[str]:
     extra = more[len(flat) :]
     foreign = [axis for axis in extra if axis not in data_axes]
     if foreign:
-        return [f"{foreign[0]!r} is no data axis (batch= names {data_axes}), so no gradients are reduced over it"]
+        return [f"{foreign[0]!r} is not a data axis (batch= names {data_axes}), so no gradients are reduced over it"]
     ordered = tuple(axis for axis in mesh.axis_names if axis in extra)
     if extra != ordered:
         return [f"the further axes {extra} stand in another order in the mesh: name them as {ordered}"]
@@ -205,7 +205,7 @@ def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> lis
     if foreign:
         # Ranks along such an axis work on the same rows: no spec says whether their gradients add up or are equal.
         return [
-            f"it is gathered for compute over {foreign[0]!r}, which is no data axis, so nothing says how its "
+            f"it is gathered for compute over {foreign[0]!r}, which is not a data axis, so nothing says how its "
             f"gradients add up; keep it local on that axis, or name the axis in batch="
         ]
     ordered = tuple(axis for axis in mesh.axis_names if axis in gathered)

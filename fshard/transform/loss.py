@@ -125,7 +125,7 @@ class ShardedLoss:
         return loss
 
     def refuse_aux(self, aux: Any) -> None:
-        """Auxiliary values that nobody asked for are not dropped."""
+        """Refuse auxiliary values without ``has_aux``, which would be dropped."""
         if aux and not self.has_aux:
             raise LossError(
                 f"the loss function returned aux values {list(aux)}, which this function has no place for: pass "

@@ -1,6 +1,6 @@
 """A schedule as a picture: what is in flight beside each compute op, and what memory holds meanwhile.
 
-The horizontal axis is the order of ops, not time: nobody knows how long an op takes before it runs. Compute ops are
+The horizontal axis is the order of ops, not time: times are unknown before a step runs. Compute ops are
 wide and all others narrow, so a transfer that spans a compute op is one that can hide behind it. With a simulation
 the axis is the time that its costs lead to.
 """
@@ -34,7 +34,7 @@ COLORS = {
 """The colors of items of memory. The staging of other transfers is of a lighter gray."""
 
 NARROW = 0.13
-"""The width of an op that is no compute op; that of a compute op is 1."""
+"""The width of all ops but compute ops, whose width is 1."""
 
 INK, PALE, BAND, GRAY, ALERT = "#22262e", "#8a8f99", "#f3f4f7", "#6b7280", "#c2410c"
 OUTSIDE = (0.42, 0.45, 0.5, 1.0)

@@ -107,7 +107,7 @@ TRACED: dict[str, tuple[Callable[..., Tensor], Any, P, tuple[str, ...]]] = {
         experts,
         [parallel.expert_rule("experts", "tp"), REST],
         P("shard"),
-        ("dispatch: axis 'tp' is no data axis", "('shard',)", "batch="),
+        ("dispatch: axis 'tp' is not a data axis", "('shard',)", "batch="),
     ),
     "experts that the axis does not divide": (
         lambda p, x: experts(p, x, count=3),
@@ -131,7 +131,7 @@ TRACED: dict[str, tuple[Callable[..., Tensor], Any, P, tuple[str, ...]]] = {
         ring,
         [COLUMN, REST],
         P("shard"),
-        ("ring_attention: axis 'tp' is no data",),
+        ("ring_attention: axis 'tp' is not a data",),
     ),
     "sequence that the tensor-parallel axis does not divide": (
         lambda p, x: parallel.row_linear(x[:, :4], p["down"], sequence_dim=0),

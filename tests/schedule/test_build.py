@@ -245,7 +245,7 @@ def test_the_order_of_reads_does_not_matter() -> None:
         (lambda: Policy(reshard=1), ["reshard=1 is of type int, not bool"]),  # type: ignore[arg-type]
         (lambda: Policy(reshard="a", accumulation="b"), ["'a'", "fs.keep", "accumulation='b'", "'full'"]),  # type: ignore[arg-type]
         (lambda: keep(), ["keeps nothing"]),
-        (lambda: keep("", 3, last=-1), ["'' is no pattern", "3 is no pattern", "last=-1"]),  # type: ignore[arg-type]
+        (lambda: keep("", 3, last=-1), ["'' is not a pattern", "3 is not a pattern", "last=-1"]),  # type: ignore[arg-type]
         (lambda: build(*gpt(2), Policy(reshard=keep("block.*", "x"))), ["'block.*' matches none", "'x'", "blocks.0, "]),
         (lambda: Policy(update="late"), ["update='late'", "'deferred', 'in_backward'"]),
         (lambda: Program((Call("a", 1),), (), {"a": ()}), ["'a #1'", "call #0"]),

@@ -144,7 +144,7 @@ def test_the_documentation_has_a_row_for_each_kind() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (lambda: Transfer("gather", "state", "param"), ["'gather' is no kind of transfer", "all_gather"]),
+        (lambda: Transfer("gather", "state", "param"), ["'gather' is not a kind of transfer", "all_gather"]),
         (lambda: Transfer("all_gather", "state", "param", sent=-1), ["all_gather: -1 bytes sent"]),
         (
             lambda: GroupInfo("a", 1, 1, 1, True, [Transfer(kind, "x", "y") for kind in ("offload", "reduce_scatter")]),  # type: ignore[arg-type]

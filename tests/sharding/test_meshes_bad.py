@@ -30,7 +30,7 @@ WRONG = {
         fs.Rule(r"a\.w", P(), compute=P("shard")), ["compute=P('shard') is not what is left of the spec"],
     ),
     "an optimizer axis that is no data axis": (
-        fs.Rule(r"a\.w", P(), opt=P(flat="tp")), ["a.w  [4, 6]", "'tp' is no data axis", "('data', 'shard')"],
+        fs.Rule(r"a\.w", P(), opt=P(flat="tp")), ["a.w  [4, 6]", "'tp' is not a data axis", "('data', 'shard')"],
     ),
     "an optimizer axis that does not exist": (
         fs.Rule(r"a\.w", P(), opt=P(flat="replica")), ["no axis 'replica' in the mesh"],

@@ -139,7 +139,7 @@ PROBLEMS: dict[str, tuple[P, P | None, tuple[int, ...], str]] = {
     "mixed dim": (P(("tp", "shard")), None, (12,), "dim 0 mixes gathered and local axes"),
     "compute adds an axis": (P("shard"), P(None, "tp"), (8, 9), "is not what is left of the spec"),
     "compute moves an axis": (P("shard"), P(None, "shard"), (8, 8), "is not what is left of the spec"),
-    "gathered over no data axis": (P("tp"), P(), (9,), "'tp', which is no data axis"),
+    "gathered over no data axis": (P("tp"), P(), (9,), "'tp', which is not a data axis"),
     "out of order": (P(flat=("shard", "data")), None, (9,), "lists these axes as ('data', 'shard')"),
     "dim out of order": (P(("shard", "data")), None, (8,), "name them in that order"),
     "compute is flat": (P(flat="shard"), P(flat="shard"), (8, 8), "is not what is left of the spec"),
