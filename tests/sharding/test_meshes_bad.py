@@ -21,7 +21,7 @@ def _plan(*rules: Any, frozen: bool = False) -> fs.Plan:
 REST = (r".*", P())
 WRONG = {
     "gathered where compute needs it local": (
-        fs.Rule(r"a\.w", P("tp"), compute=P()), ["a.w  [4, 6]", "gathered for compute over 'tp'", "no data axis"],
+        fs.Rule(r"a\.w", P("tp"), compute=P()), ["a.w  [4, 6]", "gathered for compute over 'tp'", "not a data axis"],
     ),
     "flat over an axis that is never gathered": (
         (r"a\.w", P(flat="tp")), ["flat='tp' is not gathered for compute", "cut a tensor dim by 'tp'"],
