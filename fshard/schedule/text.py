@@ -8,7 +8,7 @@ everything, so its hash is the schedule's identity.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fshard import errors
@@ -30,6 +30,9 @@ FURTHER = ("own", "update")
 TRAINED = ("frozen", "trainable")
 """The words for False and True."""
 
+
+HEADER = ("policy", "step", "group", "unit", "ops")
+"""The words that begin lines before the ops, besides calls and transfers."""
 
 Parts = tuple[tuple[Op, ...], tuple[GroupInfo, ...], Program, Policy, int, bool]
 """The arguments of ``Schedule``."""
@@ -133,29 +136,19 @@ class _Reader:
     """Takes lines in order: the header's, then as many ops as it announces."""
 
     def __init__(self) -> None:
+        self.titled = False
         self.policy: Policy | None = None
         self.step: tuple[bool, int] | None = None
-        self.count: int | None = None
-        self.titled = False
         self.groups: dict[str, GroupInfo] = {}
-        self.kinds = op_kinds()
-        self.ids: dict[str, int] = {}
         self.reads: dict[str, tuple[int, ...]] = {}
-        self.forward: list[Call] = []
-        self.backward: list[Call] = []
+        self.calls: dict[str, list[Call]] = {"forward": [], "backward": []}
+        self.count: int | None = None
         self.ops: list[Op] = []
-        self.words: dict[str, Callable[[list[str]], None]] = {
-            "policy": self._policy,
-            "step": self._step,
-            "group": self._group,
-            "unit": self._unit,
-            "forward": lambda tokens: self.forward.extend(_read_calls(tokens)),
-            "backward": lambda tokens: self.backward.extend(_read_calls(tokens)),
-            "ops": self._count,
-        }
+        self.kinds = op_kinds()
 
     def take(self, line: str, tokens: list[str]) -> None:
         """Read one line that is not empty."""
+        word, *rest = tokens
         if not self.titled:
             if line != FORMAT + VERSION:
                 version = line.removeprefix(FORMAT)
@@ -164,12 +157,17 @@ class _Reader:
             self.titled = True
         elif self.count is not None:
             self.ops.append(_read_op(tokens, len(self.ops), self.kinds))
-        elif tokens[0] in KINDS:
-            self._transfer(_read_transfer(tokens))
-        elif tokens[0] in self.words:
-            self.words[tokens[0]](tokens[1:])
+        elif word in self.calls:
+            self.calls[word].extend(_read_calls(rest))
+        elif word in KINDS:
+            if not self.groups:
+                raise ValueError("a transfer stands below its group")
+            name, group = self.groups.popitem()
+            self.groups[name] = replace(group, transfers=(*group.transfers, _read_transfer(tokens)))
+        elif word in HEADER:
+            getattr(self, f"_{word}")(rest)
         else:
-            raise ValueError(f"{tokens[0]!r} is none of {', '.join((*self.words, *KINDS))}")
+            raise ValueError(f"{word!r} is none of {', '.join((*HEADER, *self.calls, *KINDS))}")
 
     def parts(self, last: int) -> Parts:
         """Everything read, once the text is over."""
@@ -177,7 +175,7 @@ class _Reader:
             found = f"policy: {self.policy}, step: {self.step}, ops: {len(self.ops)} of {self.count}"
             raise errors.unreadable_schedule(last, "", f"the text ends too early ({found})")
         train, accumulate = self.step
-        program = Program(tuple(self.forward), tuple(self.backward), self.reads)
+        program = Program(tuple(self.calls["forward"]), tuple(self.calls["backward"]), self.reads)
         return tuple(self.ops), tuple(self.groups.values()), program, self.policy, accumulate, train
 
     def _policy(self, tokens: list[str]) -> None:
@@ -202,14 +200,7 @@ class _Reader:
         if trained not in TRAINED:
             raise ValueError(f"{trained!r} is neither {TRAINED[0]} nor {TRAINED[1]}")
         own, update = (_number(further.get(key, "0"), "") for key in FURTHER)
-        self.ids[name] = len(self.groups)
         self.groups[name] = GroupInfo(name, full, shard, grad, trained == TRAINED[1], (), own, update)
-
-    def _transfer(self, move: Transfer) -> None:
-        if not self.groups:
-            raise ValueError("a transfer stands below its group")
-        name, group = self.groups.popitem()
-        self.groups[name] = replace(group, transfers=(*group.transfers, move))
 
     def _unit(self, tokens: list[str]) -> None:
         if len(tokens) < 2 or tokens[1] != "reads":
@@ -218,11 +209,12 @@ class _Reader:
         if name in self.reads:
             raise ValueError(f"unit {name!r} is there twice")
         for group in groups:
-            if group not in self.ids:
+            if group not in self.groups:
                 raise ValueError(f"no group {group!r} stands above")
-        self.reads[name] = tuple(self.ids[group] for group in groups)
+        ids = {group: number for number, group in enumerate(self.groups)}
+        self.reads[name] = tuple(ids[group] for group in groups)
 
-    def _count(self, tokens: list[str]) -> None:
+    def _ops(self, tokens: list[str]) -> None:
         if len(tokens) != 1:
             raise ValueError("ops is followed by their number")
         self.count = _number(tokens[0], "")
