@@ -59,17 +59,13 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
     if isinstance(value, (list, tuple)):
         plain = all(isinstance(inner, PLAIN) for inner in value)
         return None if plain else [(f"{name}[{i}]", inner) for i, inner in enumerate(value)]
-    held = _attributes(value)
-    return None if held is None else [(f"{name}.{key}", inner) for key, inner in held.items()]
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object; None for a leaf."""
     if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
-    if callable(value) or ADDRESS.search(repr(value)) is None:
+        names = [field.name for field in dataclasses.fields(value) if field.compare]
+    elif callable(value) or ADDRESS.search(repr(value)) is None:
         return None
-    return {key: inner for key, inner in getattr(value, "__dict__", {}).items() if not key.startswith("_")}
+    else:
+        names = [key for key in getattr(value, "__dict__", {}) if not key.startswith("_")]
+    return [(f"{name}.{key}", getattr(value, key)) for key in names]
 
 
 def text(value: Any) -> str:

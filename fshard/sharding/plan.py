@@ -144,7 +144,10 @@ class Plan:
             TreeError: leaves that are missing, unknown, misshapen or not tensors; all in one report.
         """
         if not isinstance(params, Mapping):
-            raise TreeError(f"{what} is {described(params)}, not a nested dict of tensors: {_instead(params)}")
+            meant = "give state.params" if hasattr(params, "params") else "state.params and model.params are such"
+            if isinstance(params, torch.nn.Module):
+                meant = "give the params of fs.split(module)"
+            raise TreeError(f"{what} is {described(params)}, not a nested dict of tensors: {meant}")
         given = dict(tree.paths(params))
         wrong = [f"missing  {path}  {list(leaf.shape)}" for path, leaf in self.leaves.items() if path not in given]
         wrong += [f"unknown  {path}" for path in given if path not in self.leaves]
@@ -263,13 +266,6 @@ def _misfit(path: str, value: Any, shape: Shape) -> str:
     if value.device.type == "meta":
         return f"no values  {path}: on the meta device; init_state without params= makes values"
     return ""
-
-
-def _instead(given: Any) -> str:
-    """A hint at the parameter tree that was meant."""
-    if isinstance(given, torch.nn.Module):
-        return "give the params of fs.split(module)"
-    return "give state.params" if hasattr(given, "params") else "state.params and model.params are such"
 
 
 def _leaves(

@@ -6,7 +6,7 @@ the axis is the time that its costs lead to.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,13 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         from matplotlib.figure import Figure
     except ImportError as error:
         raise errors.missing_extra("fs.view.timeline", "matplotlib", "view") from error
-    edges, drawn = _placed(schedule, simulation)
+    edges = positions(schedule.ops)
+    if simulation is None or not simulation.seconds:
+        drawn = list(bars(schedule))
+    else:
+        scale = edges[-1] / simulation.seconds
+        edges = [time * scale for time in (*simulation.issued, simulation.seconds)]
+        drawn = list(bars(schedule, simulation, scale))
     width = min(max(2.0 + 0.66 * edges[-1], 8.0), 40.0)
     rows = stacked(drawn, edges[-1] / (width - 1.6) * CHARACTER)
     highest = {bar.lane: row for bar, row in sorted(rows, key=lambda pair: pair[1])}
@@ -112,16 +118,6 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
     return figure
 
 
-def _placed(schedule: Schedule, simulation: Simulation | None) -> tuple[list[float], list[Bar]]:
-    """Where each op begins on the axis and the last one ends, and all bars."""
-    edges = positions(schedule.ops)
-    if simulation is None or not simulation.seconds:
-        return edges, list(bars(schedule))
-    scale = edges[-1] / simulation.seconds
-    times = (*simulation.issued, simulation.seconds)
-    return [time * scale for time in times], list(timed_bars(simulation, scale))
-
-
 def lanes() -> list[str]:
     """The lanes from top to bottom: what brings parameters, compute, what gradients go through, updates."""
     before = [row.name for row in KINDS.values() if row.stage != "gradient"]
@@ -138,38 +134,27 @@ def positions(ops: Sequence[Op]) -> list[float]:
     return [round(x, 6) for x in accumulate(steps, initial=0.0)]
 
 
-def bars(schedule: Schedule) -> Iterator[Bar]:
-    """The bars of all lanes: a transfer lasts from its issue to the op that waits for it."""
+def bars(schedule: Schedule, simulation: Simulation | None = None, scale: float = 1.0) -> Iterator[Bar]:
+    """The bars of all lanes: a transfer lasts from its issue to the op that waits for it.
+
+    With a simulation it lasts from its first byte to its arrival, and a second is ``scale`` on the axis.
+    """
     ops, edges = schedule.ops, positions(schedule.ops)
     owner = {unit: next((schedule.groups[g].name for g in ids), "") for unit, ids in schedule.program.reads.items()}
     for at, op in enumerate(ops):
-        if op.kind in UNIT_KINDS:
-            group = "" if op.target == ROOT else owner.get(op.target, "")
-            yield Bar("compute", op.target, group, edges[at], edges[at + 1])
-        elif op.kind == "update":
-            yield Bar("update", op.target, op.target, edges[at], edges[at + 1])
-        elif started(op.kind):
-            end = _end(ops, at)
-            exposed = not any(between.kind in UNIT_KINDS for between in ops[at:end])
-            yield Bar(op.kind, op.target, op.target, edges[at], edges[end], exposed)
-
-
-def _end(ops: Sequence[Op], at: int) -> int:
-    """The number of the op that waits for the transfer which op number ``at`` starts."""
-    wanted = KINDS[ops[at].kind].wait, ops[at].target
-    return next(number for number in range(at, len(ops)) if (ops[number].kind, ops[number].target) == wanted)
-
-
-def timed_bars(simulation: Simulation, scale: float) -> Iterator[Bar]:
-    """The bars of all lanes: a transfer lasts from its first byte to its arrival. ``scale``: of the axis, a second."""
-    ops = simulation.schedule.ops
-    places = [at for at, op in enumerate(ops) if op.kind in UNIT_KINDS or op.kind == "update" or started(op.kind)]
-    for at, bar in zip(places, bars(simulation.schedule), strict=True):
-        exposed = False
-        if started(bar.lane):
-            end = _end(ops, at)
-            exposed = simulation.ends[end] > simulation.issued[end]
-        yield replace(bar, begin=simulation.starts[at] * scale, end=simulation.ends[at] * scale, exposed=exposed)
+        row, end = started(op.kind), at + 1
+        if row is None and op.kind != "update" and op.kind not in UNIT_KINDS:
+            continue
+        if row is not None:
+            end = next(n for n in range(at, len(ops)) if (ops[n].kind, ops[n].target) == (row.wait, op.target))
+        exposed = row is not None and not any(between.kind in UNIT_KINDS for between in ops[at:end])
+        begin, over = edges[at], edges[end]
+        if simulation is not None:
+            exposed = row is not None and simulation.ends[end] > simulation.issued[end]
+            begin, over = simulation.starts[at] * scale, simulation.ends[at] * scale
+        computes = op.kind in UNIT_KINDS
+        group = op.target if not computes else "" if op.target == ROOT else owner.get(op.target, "")
+        yield Bar("compute" if computes else op.kind, op.target, group, begin, over, exposed)
 
 
 def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:

@@ -7,9 +7,10 @@ import pytest
 
 import fshard as fs
 from fshard.schedule import Schedule, build
-from fshard.schedule.ops import Call, Program
+from fshard.schedule.ops import UNIT_KINDS, Call, Program
+from fshard.schedule.transfers import KINDS
 from fshard.view import timeline
-from fshard.view.timeline import _places, bars, lanes, live, stacked, timed_bars
+from fshard.view.timeline import bars, lanes, live, stacked
 from tests.schedule.cases import group, replicas
 
 GROUPS = tuple(
@@ -74,10 +75,11 @@ def test_with_a_simulation_the_axis_is_time(schedule: Schedule, tmp_path: Any) -
     figure.savefig(tmp_path / "step.png", dpi=40)
     if schedule.program.forward:
         assert str(run).splitlines()[0].removeprefix("step ") in figure.axes[1].get_xlabel()
-    for bar, at in zip(timed_bars(run, 2.0), _places(schedule.ops), strict=True):
+    places = [at for at, op in enumerate(schedule) if op.kind in {*UNIT_KINDS, *KINDS, "update"}]
+    for bar, at in zip(bars(schedule, run, 2.0), places, strict=True):
         assert bar.label == schedule[at].target
         assert (bar.begin, bar.end) == (2 * run.starts[at], 2 * run.ends[at])
-    assert sum(bar.exposed for bar in timed_bars(run, 1.0)) == len(run.waits())
+    assert sum(bar.exposed for bar in bars(schedule, run)) == len(run.waits())
 
 
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
