@@ -103,29 +103,19 @@ class every(Inner):  # noqa: N801
         """The number of updates made when step number ``step``, counted from 1, is over."""
         return step // self.steps
 
-    def update(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        states: States,
-        *,
-        step: int,
-        hyper: Any,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        late: int = 0,
-    ) -> None:
+    def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
         """Add the gradients to the carried sum, or update with gradients that already hold it.
 
         The step adds the carried sum before it takes norms; ``grad_scale`` divides the sum over k steps.
         """
+        found_inf = more.pop("found_inf", None)
         if not params or (found_inf is not None and found_inf.item() == 1):
             return
         carried = [state[CARRIED] for state in states]
         if step % self.steps:
-            unscale(grads, grad_scale)
+            unscale(grads, more.get("grad_scale"))
             torch._foreach_add_(carried, grads)
             return
-        number = self.number(step)
-        self.opt.update(params, grads, states, step=number, hyper=hyper, grad_scale=grad_scale, late=self.number(late))
+        more["late"] = self.number(more.get("late", 0))
+        self.opt.update(params, grads, states, step=self.number(step), hyper=hyper, **more)
         torch._foreach_zero_(carried)

@@ -30,15 +30,11 @@ def build(
         groups: the groups, by id. Trainable groups without a reader are updated too, and reduced as zeros.
         policy: how far to run ahead, and what to keep.
         accumulate: microbatches in the step.
-        train: False for a schedule of forward only: no update, no path of a gradient, no consensus. ``backward
-            root`` is kept: it marks the end of the code outside of units, whose groups are live
-            until then.
+        train: False for a schedule of forward only: no update, no path of a gradient, no consensus. ``backward root``
+            is kept: it marks the end of the code outside of units, whose groups are live until then.
 
     Returns:
         The schedule, a function of the arguments alone. Time and size are linear in the program's reads.
-
-    Raises:
-        PlanError: the arguments do not belong together.
 
     >>> from fshard.schedule import Call, Transfer
     >>> path = Transfer("all_gather", "state", "param"), Transfer("reduce_scatter", "grad", "shard")

@@ -104,7 +104,7 @@ class _Run:
         self.groups: dict[str, _Group] = {}
         kept = self.policy.kept(schedule.program)
         for number, info in enumerate(schedule.groups):
-            self.groups[info.name] = group = _Group(info, [], schedule.program.filled[number], number in kept)
+            self.groups[info.name] = group = _Group(info, [], schedule.program.filled(number), number in kept)
             if schedule.train:
                 group.path, group.shares = _chain(info.at("gradient")), _chain(info.at("updated"))
                 group.flights = {flights.transfer.kind: flights for flights in (*group.path, *group.shares)}

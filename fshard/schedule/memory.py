@@ -36,8 +36,8 @@ class Memory:
 
     Attributes:
         arena_bytes: the size of the arena.
-        lower_bound: the most bytes of arena items alive at once, which no arena can go below. With one offset
-            for all lifetimes of an item it cannot always be reached; most arenas reach it.
+        lower_bound: the most bytes of arena items alive at once. With one offset for all lifetimes of an item, most
+            arenas reach it, but not all.
         peak_bytes: the most that the arena and the items beside it take at once.
         offsets: the offset of each item of the arena.
         sizes: the size of each item.

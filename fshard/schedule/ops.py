@@ -17,7 +17,7 @@ And two ops for each kind of transfer of a group (``transfers.py``): its name st
 """
 
 import functools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -121,18 +121,20 @@ class Program:
         """The compute ops of a step, in order."""
         return [Op(op.kind, op.target, op.index, m) for m in range(accumulate) for op in self.computes]
 
-    @functools.cached_property
-    def filled(self) -> Mapping[int, tuple[int, int]]:
-        """The positions, among ``computes``, of the first and the last op that fills each group's gradient.
+    def filled(self, group: int) -> tuple[int, int]:
+        """The positions, among ``computes``, of the first and the last op that fills a group's gradient.
 
         A group that no op fills is complete, with zeros, at the end: ranks whose batches lead to different gradients
         must still issue the same reductions.
         """
-        end = len(self.computes) - 1
-        found: dict[int, tuple[int, int]] = defaultdict(lambda: (end + 1, end))
+        return self._filled.get(group, (len(self.computes), len(self.computes) - 1))
+
+    @functools.cached_property
+    def _filled(self) -> dict[int, tuple[int, int]]:
+        found: dict[int, tuple[int, int]] = {}
         for at, op in enumerate(self.computes):
             for group in self.reads[op.target] if op.kind == "backward" else ():
-                found[group] = min(found[group][0], at), at
+                found[group] = found.get(group, (at, at))[0], at
         return found
 
     @functools.cached_property

@@ -85,7 +85,7 @@ class Paths:
         """Compute ``k`` is next: a gradient that it fills must not be on its way any more."""
         at = k % len(self.program.computes)
         for g in self.program.reads[self.program.computes[at].target]:
-            if self.paths[g] and self.program.filled[g][0] == at:
+            if self.paths[g] and self.program.filled(g)[0] == at:
                 self._until_over(g, self.paths[g][0].kind)
 
     def after(self, k: int) -> None:
@@ -94,7 +94,7 @@ class Paths:
         if self.train and self.policy.reduces_in(microbatch, self.last + 1):
             unread = range(len(self.groups)) if at == len(self.program.computes) - 1 else ()
             for g in dict.fromkeys((*self.program.reads[self.program.computes[at].target], *unread)):
-                if self.groups[g].trainable and self.program.filled[g][1] == at:
+                if self.groups[g].trainable and self.program.filled(g)[1] == at:
                     self._walk(g, microbatch, 0)
 
     def finish(self) -> None:
