@@ -192,15 +192,16 @@ class _Run:
             return
         for name, group in self.groups.items():
             for flights in group.path:
-                if flights.transfer.row.each_microbatch and flights.started < self._round(self.microbatch):
+                if flights.transfer.row.each_microbatch and flights.started < self._times(flights, self.microbatch):
                     yield f"{name} had no {flights.transfer.kind} in microbatch {self.microbatch}"
 
     def _reduces(self, microbatch: int) -> bool:
         return self.policy.reduces_in(microbatch, self.schedule.accumulate)
 
-    def _round(self, microbatch: int) -> int:
-        """How often a transfer of each microbatch has been started when that of this one has."""
-        return sum([self._reduces(number) for number in range(microbatch + 1)])
+    def _times(self, flights: _Flights, microbatch: int) -> int:
+        """How often a transfer has been started when that of a microbatch has."""
+        each = flights.transfer.row.each_microbatch
+        return sum([self._reduces(number) for number in range(microbatch + 1)]) if each else 1
 
     def _transfer(self, at: int, op: Op, group: _Group) -> Iterator[str]:
         row = started(op.kind) or awaited(op.kind)
@@ -228,7 +229,7 @@ class _Run:
                 yield f"microbatch {self.microbatch} is running"
             if not self._reduces(microbatch):
                 yield f"gradients are reduced in microbatch {last} alone"
-        if flights.started >= (self._round(microbatch) if row.each_microbatch else 1):
+        if flights.started >= self._times(flights, microbatch):
             yield f"{row.name} of {op.target} was started at op {flights.at}"
         yield from self._unready(op.target, group, flights, microbatch)
         limit = self.policy.reduces + row.spare
@@ -238,11 +239,9 @@ class _Run:
 
     def _unready(self, name: str, group: _Group, flights: _Flights, microbatch: int) -> Iterator[str]:
         """Why what a transfer reads is not complete."""
-        before = flights.before
-        if before is not None:
-            each = before.transfer.row.each_microbatch
-            if before.over < (self._round(microbatch) if each else 1):
-                yield f"{before.transfer.kind} of {name} must be waited for before"
+        if flights.before is not None:
+            if flights.before.over < self._times(flights.before, microbatch):
+                yield f"{flights.before.transfer.kind} of {name} must be waited for before"
         elif flights.transfer.row.stage == "updated":
             if group.updated_at < 0:
                 yield f"{name} is sent before its update"
@@ -254,8 +253,7 @@ class _Run:
 
     def _wait(self, op: Op, flights: _Flights) -> Iterator[str]:
         row = flights.transfer.row
-        wanted = self._round(op.microbatch) if row.each_microbatch else 1
-        if not flights.under_way or flights.started != wanted:
+        if not flights.under_way or flights.started != self._times(flights, op.microbatch):
             of = f" of microbatch {op.microbatch}" if row.each_microbatch else ""
             yield f"no {row.name} of {op.target}{of} is under way"
         flights.over = flights.started
@@ -312,8 +310,7 @@ class _Run:
     def _incomplete(self, name: str, group: _Group) -> Iterator[str]:
         """What of a gradient's path is not over."""
         for flights in group.path:
-            wanted = self._round(self.schedule.accumulate - 1) if flights.transfer.row.each_microbatch else 1
-            if flights.over < wanted:
+            if flights.over < self._times(flights, self.schedule.accumulate - 1):
                 yield f"{flights.transfer.kind} of {name} is not over"
 
     def _consensus(self, at: int) -> Iterator[str]:
