@@ -8,6 +8,7 @@ which its ranks talk over loopback; fshard goes through shared memory there, as 
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from common import RESULTS, Report, Row, arguments, peers_option, ratio, run_wor
 from model import SMALL
 
 from fshard.schedule import parse
-from fshard.schedule.simulate import Simulation, common, covered, measured
+from fshard.schedule.simulate import Simulation, covered, measured
 from fshard.schedule.transfers import awaited
 
 PEERS = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp parted")
@@ -100,12 +101,17 @@ def overlap(run: Simulation) -> dict[str, float]:
     if not under_way:
         return {}
     return {
-        "beside gathers or reductions": common(sums, gathers + reductions) / under_way,
-        "beside reductions": common(sums, reductions) / under_way,
-        "beside gathers": common(sums, gathers) / under_way,
-        "beside compute": 1 - common(sums, waits) / under_way,
+        "beside gathers or reductions": together(sums, gathers + reductions) / under_way,
+        "beside reductions": together(sums, reductions) / under_way,
+        "beside gathers": together(sums, gathers) / under_way,
+        "beside compute": 1 - together(sums, waits) / under_way,
         "waited for, of the step": covered(totals) / run.seconds,
     }
+
+
+def together(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
+    """The time in which at least one span of each kind is under way."""
+    return covered(first) + covered(second) - covered([*first, *second])
 
 
 def draw(watched: dict[str, Any], rate: str) -> None:

@@ -236,15 +236,6 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
-    """The time in which at least one span of each kind is under way.
-
-    >>> common([(0, 2), (5, 6)], [(1, 3), (1, 5.5)])
-    1.5
-    """
-    return covered(first) + covered(second) - covered([*first, *second])
-
-
 def time_text(seconds: float) -> str:
     """A time for people.
 
