@@ -45,11 +45,11 @@ def check(schedule: Schedule) -> None:
 
 
 @dataclass
-class _Flights:
+class _Progress:
     """What has happened so far to one transfer of a group."""
 
     transfer: Transfer
-    before: "_Flights | None"  # the one before it in its path
+    before: "_Progress | None"  # the one before it in its path
     limited: bool  # it counts among those under way: one that sends nothing before another is over at once
     started: int = 0  # times
     over: int = 0
@@ -73,9 +73,9 @@ class _Group:
     slot: str = "free"  # or "coming", "live"
     gathered_at: int = -1
     updated_at: int = -1
-    flights: dict[str, _Flights] = field(default_factory=dict)  # by kind, of its gradient's path and after its update
-    path: list[_Flights] = field(default_factory=list)  # those of the gradient
-    shares: list[_Flights] = field(default_factory=list)  # those after the update
+    progress: dict[str, _Progress] = field(default_factory=dict)  # by kind, of its gradient's path and after its update
+    path: list[_Progress] = field(default_factory=list)  # those of the gradient
+    shares: list[_Progress] = field(default_factory=list)  # those after the update
 
     @property
     def next_use(self) -> int | None:
@@ -85,7 +85,7 @@ class _Group:
     @property
     def shared(self) -> bool:
         """Whether what other ranks updated of it is there."""
-        return all([flights.over for flights in self.shares])
+        return all([progress.over for progress in self.shares])
 
 
 class _Run:
@@ -107,7 +107,7 @@ class _Run:
             self.groups[info.name] = group = _Group(info, [], schedule.program.filled(number), number in kept)
             if schedule.train:
                 group.path, group.shares = _chain(info.at("gradient")), _chain(info.at("updated"))
-                group.flights = {flights.transfer.kind: flights for flights in (*group.path, *group.shares)}
+                group.progress = {progress.transfer.kind: progress for progress in (*group.path, *group.shares)}
         for position, op in enumerate(self.due):
             for name in self.names[op.target]:
                 self.groups[name].uses.append(position)
@@ -144,9 +144,9 @@ class _Run:
         for name, group in self.groups.items():
             if group.slot != "free":
                 return group.gathered_at, f"{name} is gathered here and never freed"
-            for flights in group.flights.values():
-                if flights.under_way:
-                    return flights.at, f"{flights.transfer.kind} of {name} is started here and never waited for"
+            for progress in group.progress.values():
+                if progress.under_way:
+                    return progress.at, f"{progress.transfer.kind} of {name} is started here and never waited for"
         return 0, ""
 
     def _compute(self, op: Op) -> Iterator[str]:
@@ -161,9 +161,9 @@ class _Run:
         for name in dict.fromkeys((*self.names[ROOT], *reads)):
             yield from self._readable(name, op.target)
         for name in reads if op.kind == "backward" else ():
-            for flights in self.groups[name].path[:1]:
-                if flights.under_way:
-                    yield f"{name}'s gradient is filled again while its {_since(flights)}"
+            for progress in self.groups[name].path[:1]:
+                if progress.under_way:
+                    yield f"{name}'s gradient is filled again while its {_since(progress)}"
         for name in self.held:
             use = self.groups[name].next_use
             if use is None or use > self.horizons[self.done]:
@@ -191,16 +191,16 @@ class _Run:
         if not self.done or not self._reduces(self.microbatch):
             return
         for name, group in self.groups.items():
-            for flights in group.path:
-                if flights.transfer.row.each_microbatch and flights.started < self._times(flights, self.microbatch):
-                    yield f"{name} had no {flights.transfer.kind} in microbatch {self.microbatch}"
+            for progress in group.path:
+                if progress.transfer.row.each_microbatch and progress.started < self._times(progress, self.microbatch):
+                    yield f"{name} had no {progress.transfer.kind} in microbatch {self.microbatch}"
 
     def _reduces(self, microbatch: int) -> bool:
         return self.policy.reduces_in(microbatch, self.schedule.accumulate)
 
-    def _times(self, flights: _Flights, microbatch: int) -> int:
+    def _times(self, progress: _Progress, microbatch: int) -> int:
         """How often a transfer has been started when that of a microbatch has."""
-        each = flights.transfer.row.each_microbatch
+        each = progress.transfer.row.each_microbatch
         return sum([self._reduces(number) for number in range(microbatch + 1)]) if each else 1
 
     def _transfer(self, at: int, op: Op, group: _Group) -> Iterator[str]:
@@ -209,40 +209,40 @@ class _Run:
         if row.stage == "read":
             yield from (self._gather(at, op, group) if row.name == op.kind else self._gathered(op, group))
             return
-        flights = group.flights.get(row.name)
-        if flights is None:
+        progress = group.progress.get(row.name)
+        if progress is None:
             yield f"{op.target} has no {row.name} in {'this' if self.schedule.train else 'an eval'} step"
         elif row.name != op.kind:
-            yield from self._wait(op, flights)
+            yield from self._wait(op, progress)
         else:
-            yield from self._start(op, group, flights)
-            flights.started, flights.at = flights.started + 1, at
-            self.under_way[row.name] += flights.limited
+            yield from self._start(op, group, progress)
+            progress.started, progress.at = progress.started + 1, at
+            self.under_way[row.name] += progress.limited
 
-    def _start(self, op: Op, group: _Group, flights: _Flights) -> Iterator[str]:
-        row, last = flights.transfer.row, self.schedule.accumulate - 1
+    def _start(self, op: Op, group: _Group, progress: _Progress) -> Iterator[str]:
+        row, last = progress.transfer.row, self.schedule.accumulate - 1
         microbatch = op.microbatch if row.each_microbatch else last
-        if flights.under_way:
-            yield f"{op.target}'s {_since(flights)}"
+        if progress.under_way:
+            yield f"{op.target}'s {_since(progress)}"
         if row.each_microbatch:
             if microbatch != self.microbatch:
                 yield f"microbatch {self.microbatch} is running"
             if not self._reduces(microbatch):
                 yield f"gradients are reduced in microbatch {last} alone"
-        if flights.started >= self._times(flights, microbatch):
-            yield f"{row.name} of {op.target} was started at op {flights.at}"
-        yield from self._unready(op.target, group, flights, microbatch)
+        if progress.started >= self._times(progress, microbatch):
+            yield f"{row.name} of {op.target} was started at op {progress.at}"
+        yield from self._unready(op.target, group, progress, microbatch)
         limit = self.policy.reduces + row.spare
-        if row.stage == "gradient" and flights.limited and self.under_way[row.name] >= limit:
+        if row.stage == "gradient" and progress.limited and self.under_way[row.name] >= limit:
             beyond = f" allows {row.spare} more than that" if row.spare else ""
             yield f"{self.under_way[row.name]} {row.name} are under way; reduces={self.policy.reduces}{beyond}"
 
-    def _unready(self, name: str, group: _Group, flights: _Flights, microbatch: int) -> Iterator[str]:
+    def _unready(self, name: str, group: _Group, progress: _Progress, microbatch: int) -> Iterator[str]:
         """Why what a transfer reads is not complete."""
-        if flights.before is not None:
-            if flights.before.over < self._times(flights.before, microbatch):
-                yield f"{flights.before.transfer.kind} of {name} must be waited for before"
-        elif flights.transfer.row.stage == "updated":
+        if progress.before is not None:
+            if progress.before.over < self._times(progress.before, microbatch):
+                yield f"{progress.before.transfer.kind} of {name} must be waited for before"
+        elif progress.transfer.row.stage == "updated":
             if group.updated_at < 0:
                 yield f"{name} is sent before its update"
         else:
@@ -251,13 +251,13 @@ class _Run:
             if self._updates_first(group) and group.updated_at < 0:
                 yield f"{name}'s pending update needs the gradient that this one replaces"
 
-    def _wait(self, op: Op, flights: _Flights) -> Iterator[str]:
-        row = flights.transfer.row
-        if not flights.under_way or flights.started != self._times(flights, op.microbatch):
+    def _wait(self, op: Op, progress: _Progress) -> Iterator[str]:
+        row = progress.transfer.row
+        if not progress.under_way or progress.started != self._times(progress, op.microbatch):
             of = f" of microbatch {op.microbatch}" if row.each_microbatch else ""
             yield f"no {row.name} of {op.target}{of} is under way"
-        flights.over = flights.started
-        self.under_way[row.name] -= flights.limited
+        progress.over = progress.started
+        self.under_way[row.name] -= progress.limited
 
     def _gather(self, at: int, op: Op, group: _Group) -> Iterator[str]:
         use = group.next_use
@@ -309,9 +309,9 @@ class _Run:
 
     def _incomplete(self, name: str, group: _Group) -> Iterator[str]:
         """What of a gradient's path is not over."""
-        for flights in group.path:
-            if flights.over < self._times(flights, self.schedule.accumulate - 1):
-                yield f"{flights.transfer.kind} of {name} is not over"
+        for progress in group.path:
+            if progress.over < self._times(progress, self.schedule.accumulate - 1):
+                yield f"{progress.transfer.kind} of {name} is not over"
 
     def _consensus(self, at: int) -> Iterator[str]:
         if not self.schedule.train:
@@ -329,17 +329,17 @@ class _Run:
                 yield f"{name}'s updated ranges are not there"
 
 
-def _chain(path: tuple[Transfer, ...]) -> list[_Flights]:
+def _chain(path: tuple[Transfer, ...]) -> list[_Progress]:
     """A path before its first transfer."""
-    chain: list[_Flights] = []
+    chain: list[_Progress] = []
     for number, transfer in enumerate(path):
         limited = transfer.sent > 0 or number + 1 == len(path)
-        chain.append(_Flights(transfer, chain[-1] if chain else None, limited))
+        chain.append(_Progress(transfer, chain[-1] if chain else None, limited))
     return chain
 
 
-def _since(flights: _Flights) -> str:
-    return f"{flights.transfer.kind} since op {flights.at} is under way"
+def _since(progress: _Progress) -> str:
+    return f"{progress.transfer.kind} since op {progress.at} is under way"
 
 
 def _shape(op: Op, at: int, run: _Run) -> str:

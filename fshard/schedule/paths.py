@@ -71,7 +71,7 @@ class _Flight(NamedTuple):
 
 
 class Paths:
-    """Walks the paths of gradients; ``flying`` are the transfers under way."""
+    """Walks the paths of gradients; ``in_flight`` are the transfers under way."""
 
     def __init__(self, bare: Schedule, updates: Updates, ops: list[Op]) -> None:
         self.groups, self.policy, self.program, self.train = bare.groups, bare.policy, bare.program, bare.train
@@ -79,7 +79,7 @@ class Paths:
         self.updates, self.ops = updates, ops
         self.paths = [group.at("gradient") for group in bare.groups]
         rows = [row for row in KINDS.values() if row.stage == "gradient"]
-        self.flying: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
+        self.in_flight: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
 
     def before(self, k: int) -> None:
         """Compute ``k`` is next: a gradient that it fills must not be on its way any more."""
@@ -99,7 +99,7 @@ class Paths:
 
     def finish(self) -> None:
         """The step ends: wait for what is under way."""
-        for kind, flights in self.flying.items():
+        for kind, flights in self.in_flight.items():
             while flights:
                 self._wait(kind)
 
@@ -111,7 +111,7 @@ class Paths:
                 self.updates.issue(group)
             return
         transfer = path[done]
-        kind, row, flights = transfer.kind, transfer.row, self.flying[transfer.kind]
+        kind, row, flights = transfer.kind, transfer.row, self.in_flight[transfer.kind]
         if microbatch < self.last and not row.each_microbatch:
             return
         self._until_over(group, kind)
@@ -130,7 +130,7 @@ class Paths:
         self.ops.append(Op(kind, self.groups[flight.group].name, 0, flight.microbatch if each else 0))
 
     def _wait(self, kind: str) -> None:
-        self._over(self.flying[kind].popleft())
+        self._over(self.in_flight[kind].popleft())
 
     def _over(self, flight: _Flight) -> None:
         row = self.paths[flight.group][flight.number].row
@@ -139,7 +139,7 @@ class Paths:
 
     def _until_over(self, group: int, kind: str) -> None:
         """What a transfer reads holds one microbatch at a time: the one before must be over."""
-        while any([flight.group == group for flight in self.flying[kind]]):
+        while any([flight.group == group for flight in self.in_flight[kind]]):
             self._wait(kind)
 
     def _over_at_once(self, flight: _Flight) -> bool:

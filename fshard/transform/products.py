@@ -48,7 +48,7 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
     >>> along({"w": w.flatten()}, {"w": torch.ones(4)}, torch.ones(1, 2))
     (tensor(10.), tensor(4.))
     """
-    f, ways = sharded_loss(loss_fn, plan), Ways()
+    f, modes = sharded_loss(loss_fn, plan), Modes()
 
     def along(params: Any, v: Any, batch: Any) -> tuple[Tensor, Tensor]:
         trained, rest, direction = _split(plan, params, v)
@@ -62,7 +62,7 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
             return value, tree_vdot(zero_filled(plan, slopes, rest), zero_filled(plan, direction, rest), plan)
 
         with _plain_attention():
-            found: Any = ways.run(lambda: forward(of, (trained,), (direction,)), reverse)
+            found: Any = modes.run(lambda: forward(of, (trained,), (direction,)), reverse)
         return found[0], found[1]
 
     return along
@@ -89,13 +89,13 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([1., 4., 1., 4.])}
     """
-    f, ways = sharded_loss(loss_fn, plan), Ways()
+    f, modes = sharded_loss(loss_fn, plan), Modes()
 
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
         trained, rest, direction = _split(plan, params, v)
         gradient = grad(lambda p: f(tree.nest({**rest, **p}), batch))
         with _plain_attention():
-            moved: Flat = ways.run(
+            moved: Flat = modes.run(
                 lambda: forward(gradient, (trained,), (direction,))[1],
                 lambda: vjp(gradient, trained)[1](direction)[0],
             )
@@ -127,7 +127,7 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
     {'w': tensor([3., 3., 6., 6.])}
     """
 
-    pushing, bending = Ways(), Ways()
+    pushing, bending = Modes(), Modes()
 
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
         trained, rest, direction = _split(plan, params, v)
@@ -193,8 +193,8 @@ def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[A
 
 
 @dataclass(frozen=True)
-class Ways:
-    """Two ways to one product: forward derivatives, until an operator turns out to have none; then reverse ones."""
+class Modes:
+    """Two modes of one product: forward derivatives, until an operator turns out to have none; then reverse ones."""
 
     missing: list[str] = field(default_factory=list)
 
