@@ -70,17 +70,22 @@ MUTATIONS = [
         "runtime/steps/decide.py",
         "verdict.scale * verdict.count / (verdict.count + count)",
         "verdict.scale",
-        "step/test_update_schedules.py",
+        "training/test_update_schedules.py",
     ),
-    Mutation("runtime/steps/clip.py", "limit / (norm + 1e-6)", "limit / (norm + 1e-2)", "step/test_parity.py"),
-    Mutation("runtime/graphs/compare.py", "_compare(want, got,", "_compare(want, want,", "graphs/test_compare.py"),
+    Mutation("runtime/steps/clip.py", "limit / (norm + 1e-6)", "limit / (norm + 1e-2)", "training/test_parity.py"),
     Mutation(
-        "buffers.py", "apply(row, Sum(ranks)) / ranks.size", "apply(row, Sum(ranks))", "step/test_buffers_synced.py"
+        "runtime/graphs/compare.py",
+        "get(title), got.get(title)",
+        "get(title), want.get(title)",
+        "graphs/test_compare.py",
+    ),
+    Mutation(
+        "buffers.py", "apply(row, Sum(ranks)) / ranks.size", "apply(row, Sum(ranks))", "training/test_buffers_synced.py"
     ),
     # models, optimizers, states
     Mutation("model/philox.py", "(k0 + _WEYL[0]) & _MASK", "(k0 + _WEYL[1]) & _MASK", "model/test_philox.py"),
     Mutation("optim/schedules.py", "0.5 - 0.5 * math.cos", "0.5 + 0.5 * math.cos", "optim/test_schedules.py"),
-    Mutation("optim/base.py", "states, step - late, lr", "states, step, lr", "step/test_late_leaves.py"),
+    Mutation("optim/base.py", "states, step - late, lr", "states, step, lr", "training/test_late_leaves.py"),
     Mutation("state/move.py", "row[: piece.numel]", "row[-piece.numel :]", "state"),
     Mutation("checkpoint/ranges.py", "-(-start // inner), stop", "start // inner, stop", "checkpoint/test_format.py"),
     # derivatives, collectives, parallel layers
@@ -90,7 +95,7 @@ MUTATIONS = [
         "count",
         "transform/test_tools.py",
     ),
-    Mutation("collectives/raw.py", "rows().amax(0)", "rows().amin(0)", "collectives/test_shard_map.py"),
+    Mutation("collectives/raw.py", "rows().amax(0)", "rows().amin(0)", "played/test_shard_map.py"),
     Mutation("parallel/zigzag.py", "chunks[2 * parts - 1 - i]", "chunks[parts + i]", "parallel/test_functions.py"),
     Mutation(
         "parallel/vocab.py",
