@@ -90,7 +90,7 @@ class Mute:
 
 def replay(peer: peers.Fshard) -> Callable[[Tensor], None]:
     """A function that runs the communication of the peer's schedule and nothing else."""
-    prepared = peer.train._runner.latest
+    prepared = peer.train._runner.latest.prepared
     shards = fs.settle(peer.state).finished()
     actions = prepared.actions
     runs = actions.bind([op for op in peer.train.schedule.ops if op.kind in WIRE])

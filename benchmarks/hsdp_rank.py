@@ -38,7 +38,7 @@ def watched(size: Size, steps: int = 4) -> dict[str, Any]:
     for at, op in enumerate(schedule.ops):
         if op.kind in ROLES:
             arrivals[at] = next(left[ROLES[op.kind], over[op.kind, op.target]], None)
-    times = peer.train._runner.times  # the raw clock, which all ranks of a machine share
+    times = peer.train._runner.latest.times  # the raw clock, which all ranks of a machine share
     return {
         "schedule": str(schedule),
         "times": list(times),

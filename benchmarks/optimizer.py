@@ -18,7 +18,7 @@ from peers import CLIP, Fshard, Peer, Torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard.runtime import commit
+from fshard.runtime.steps.consensus import tally, vote
 
 LAYERS, PER_LAYER = 12, 12
 SIZE = Size(depth=LAYERS, width=32, tokens=4, vocabulary=32)
@@ -75,12 +75,14 @@ def finish_fshard(peer: Fshard, batch: Tensor) -> float:
     gradients that are still there, is taken a second time, by the library's own functions, and the update called for.
     """
     peer.state, _ = peer.train(peer.state, batch)
-    runner = peer.train._runner
+    runner, decide = peer.train._runner, peer.train._decide
+    gradients = runner.latest.prepared.actions.gradients
+    gradients.norms.clear()
     begin = time.perf_counter()
-    squares = runner.latest.actions.gradients.sumsq()
-    tally = commit.Tally(sumsq=squares, total=1.0, count=1.0)
-    verdict = commit.vote(runner.workshop.comms.control, tally, runner.parts, 1, runner.parts)
-    peer.train._decide.scales(peer.state.step, verdict.norm, verdict.scale, runner.workshop.comms.control)
+    norms = [(gradients.shares[group], norm) for group, norm in gradients.all_norms().items()]
+    mine = tally(norms, (), [(torch.tensor(1.0), 1.0)], (), False, False)
+    verdict = vote(runner.programs.comms.control, mine, runner.parts, 1, runner.parts)
+    decide.scales(peer.state.step, verdict.norm, verdict.scale, verdict)
     fs.settle(peer.state).finished()
     return time.perf_counter() - begin
 

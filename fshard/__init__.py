@@ -52,8 +52,9 @@ from fshard.state.move import reshard_state
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 from fshard.training.evaluate import EvalStep, make_eval_step
+from fshard.training.make_step import make_train_step
 from fshard.training.metrics import Metrics
-from fshard.training.step import TrainStep, make_train_step
+from fshard.training.step import TrainStep
 from fshard.version import VERSION
 
 if TYPE_CHECKING:

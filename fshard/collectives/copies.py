@@ -25,7 +25,7 @@ def check_copies(plan: Plan, grads: Mapping[int, Tensor], comm: Communicator) ->
     Args:
         plan: the plan.
         grads: this rank's part of the gradients, by group id.
-        communicator: the control communicator over the whole mesh.
+        comm: the control communicator over the whole mesh.
 
     Raises:
         ReplicationError: some differ; all ranks raise it.

@@ -15,7 +15,7 @@ from fshard.proof.plain import Task, earliest, run_plainly
 from fshard.proof.report import Tolerance, Verified
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import enter
-from fshard.runtime.steps.attempt import refuse_transforms
+from fshard.runtime.steps.failures import refuse_transforms
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
 from fshard.training.step import TrainStep
@@ -86,8 +86,8 @@ def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolera
     complete(state, watched.plan.mesh)
     following, metrics = watched(state, batch)
     watched.check_alone()
-    plan, comm, outputs = watched.plan, watched._control(), watched.outputs.calls
-    fn, accumulate = watched._runner.fn, watched.options.accumulate
+    plan, comm, outputs = watched.plan, watched._runner.programs.comms.control, watched.outputs.calls
+    fn, accumulate = watched._runner.finder.fn, watched.options.accumulate
     plain = run_plainly(Task(fn, plan, state, batch, accumulate, watched.divided, outputs, tolerance, comm))
     first = earliest(comm, plain.first)
     rows = Comparison(watched, state, following, metrics, plain, tolerance, comm).rows()

@@ -10,13 +10,14 @@ from torch._C._functorch import peek_interpreter_stack
 from fshard import tree
 from fshard.errors import PlanError
 from fshard.model.unit import Unit
-from fshard.optim.scaling import Scale
 from fshard.runtime.engine.engine import Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
-from fshard.runtime.steps.attempt import Outcome
-from fshard.runtime.steps.commit import Verdict
+from fshard.runtime.execution.update import Update
+from fshard.runtime.steps.consensus import Verdict
+from fshard.runtime.steps.records import Outcome
 from fshard.sharding.plan import Plan
 from fshard.state.train_state import TrainState
+from fshard.training.metrics import Metrics
 from fshard.training.step import TrainStep
 
 
@@ -82,13 +83,10 @@ class Watched(TrainStep):
     """
 
     def __init__(self, step: TrainStep) -> None:
-        super().__init__(step._runner.fn, step.opt, step.plan, replace(step.options, donate=False))
-        theirs, mine = step._runner.workshop, self._runner.workshop
         self.outputs = Record()
-        mine.engine, mine.choices = partial(RecordingEngine, record=self.outputs), dict(theirs.choices)
-        if theirs.cache is not None:
-            report = {unit: dict(runs) for unit, runs in theirs.cache.report.items()}
-            mine.cache = replace(theirs.cache, graphs=dict(theirs.cache.graphs), report=report)
+        programs = step._runner.programs.again(partial(RecordingEngine, record=self.outputs))
+        options = replace(step.options, donate=False)
+        super().__init__(step._runner.finder.fn, step.opt, step.plan, options, programs)
         self.seen = Verdict((), 0.0, 0.0, 1.0)
         self.divided, self.at = 1.0, (0, 0.0)
         self.kept: dict[int, Tensor] = {}
@@ -105,8 +103,8 @@ class Watched(TrainStep):
 
     def check_alone(self) -> None:
         """Raise a PlanError with the axes over which the program itself communicates, if there are any."""
-        found = self._runner.seen
-        axes = {axis: None for comm in (found.comms if found is not None else ()) for axis in comm}
+        found = self._runner.finder.seen
+        axes = [axis for together in (found.axes if found is not None else ()) for axis in together]
         over = {axis: self.plan.mesh.shape[axis] for axis in axes if self.plan.mesh.shape[axis] > 1}
         if over:
             raise PlanError(
@@ -119,10 +117,9 @@ class Watched(TrainStep):
         super()._check_state(state)
         self.at = state.step, state.count
 
-    def _check(self, outcome: Outcome, scale: Scale | None) -> Verdict:
-        verdict = super()._check(outcome, scale)
-        self.seen, self.divided = verdict, outcome.divided
+    def _conclude(self, state: TrainState, update: Update, outcome: Outcome) -> tuple[TrainState, Metrics]:
+        self.seen, self.divided = outcome.verdict, outcome.divided
         self.outputs.drop()
         if self.options.policy.update == "deferred":
-            self.kept = {group: grad.detach().clone() for group, grad in self._grads.shards.items()}
-        return verdict
+            self.kept = {group: grad.detach().clone() for group, grad in self._decide.grads.shards.items()}
+        return super()._conclude(state, update, outcome)

@@ -13,9 +13,11 @@ from fshard.errors import PlanError
 from fshard.model.precision import Precision
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution.signals import Shield
-from fshard.runtime.steps.attempt import raise_outcome, refuse_transforms, uneven_rows
-from fshard.runtime.steps.prepare import Workshop, communicators_of
-from fshard.runtime.steps.runner import Runner, Work
+from fshard.runtime.steps.failures import refuse_transforms
+from fshard.runtime.steps.handshake import uneven_rows
+from fshard.runtime.steps.programs import make_programs
+from fshard.runtime.steps.protocol import Runner
+from fshard.runtime.steps.records import Request
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -34,7 +36,7 @@ class EvalStep:
     ) -> None:
         self.plan = plan
         read = plan if precision is None else plan.read_in(precision)
-        self._runner = Runner(fn, Workshop(read, policy, 1, False, debug, communicators_of(read)))
+        self._runner = Runner(fn, make_programs(read, policy, train=False, poison=debug))
         self._equal = Equal(read, {"schedule": policy, "debug": debug}, always=debug)
 
     def __repr__(self) -> str:
@@ -62,35 +64,33 @@ class EvalStep:
         state.check_plan(self.plan)
         with Shield() as shield:
             facts = functools.partial(self._equal.of, state)
-            result = self._evaluate(Work(batch, complete(state, self.plan.mesh).finished(), shield, facts=facts))
+            shards = complete(state, self.plan.mesh).finished()
+            result = self._evaluate(Request(batch, shards, shield, facts=facts))
         state.memory.note_compared()
         if shield.late is not None:
             raise shield.late
         return result
 
-    def _evaluate(self, work: Work) -> Any:
+    def _evaluate(self, request: Request) -> Any:
         # Slots are made once, and must be ordinary tensors.
         with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(work)
-        comms = self._runner.workshop.comms
-        assert comms is not None
-        raise_outcome(comms.control, outcome, self.plan.mesh.rank)
+            outcome = self._runner.run(request)
         if outcome.uneven and any(is_scalar(leaf) for leaf in tree.leaves(outcome.aux[0])):
             raise uneven_rows(outcome.uneven)
-        return global_result(comms.control, outcome.aux[0])
+        return global_result(outcome.aux[0], outcome.verdict.means)
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the latest evaluation."""
-        latest = self._runner.latest
-        if latest is None or latest.schedule is None:
+        schedule = self._runner.latest.schedule
+        if schedule is None:
             raise PlanError("no schedule yet: it is found from a batch; evaluate once first")
-        return latest.schedule
+        return schedule
 
     @property
     def record(self) -> tuple[Op, ...]:
         """What the latest evaluation ran on this rank, op by op."""
-        return tuple(self._runner.record)
+        return tuple(self._runner.latest.record)
 
 
 def make_eval_step(

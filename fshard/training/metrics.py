@@ -1,6 +1,6 @@
 """Metrics of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.runtime.comm import Communicator
-from fshard.runtime.engine.loss import Mean, as_means, means_of
-from fshard.runtime.steps.commit import average
+from fshard.runtime.engine.loss import Mean, as_means
+from fshard.runtime.steps.consensus import scalar, widened
 
 
 @dataclass(frozen=True)
@@ -35,30 +34,24 @@ class Metrics:
     stop: bool = False
 
 
-def combine_aux(comm: Communicator, parts: Sequence[Any]) -> Any:
-    """The auxiliary values of all microbatches and, where they are means, of all ranks."""
+def combine_aux(parts: Sequence[Any], means: Sequence[float]) -> Any:
+    """The auxiliary values of all microbatches, with the global ``means`` in the place of each ``fs.Mean``."""
     if not parts or not tree.leaves(parts[0]):
         return parts[0] if parts else {}
-    same = list(zip(*map(means_of, parts), strict=True))
-    means = iter(average(comm, [_sum(row) for row in same], [row[0].total.dtype for row in same]))
+    found = iter(means)
     flat = [tree.flatten(part) for part in parts]
     columns = zip(*[leaves for leaves, _ in flat], strict=True)
-    return tree.unflatten(flat[0][1], [_combine(column, means) for column in columns])
+    return tree.unflatten(flat[0][1], [_combine(column, found) for column in columns])
 
 
-def global_result(comm: Communicator, result: Any) -> Any:
+def global_result(result: Any, means: Sequence[float]) -> Any:
     """An evaluation's result: 0-dim floating leaves and ``fs.Mean`` as global means, others as they are."""
-    return combine_aux(comm, [as_means(result)])
+    return combine_aux([as_means(result)], means)
 
 
-def _sum(means: Sequence[Mean]) -> Mean:
-    total = torch.stack([mean.total.detach().double() for mean in means]).sum()
-    return Mean(total, sum(float(mean.count) for mean in means))
-
-
-def _combine(column: Sequence[Any], means: Any) -> Any:
+def _combine(column: Sequence[Any], means: Iterator[float]) -> Any:
     if isinstance(column[0], Mean):
-        return next(means)
+        return scalar(next(means), widened([column[0].total.dtype]))
     column = [x.detach() if isinstance(x, Tensor) else x for x in column]
     if len(column) == 1:
         return column[0]

@@ -2,45 +2,42 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from fshard.arguments import described
+import torch
+
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
-from fshard.errors import PlanError, TreeError, no_processes
+from fshard.errors import PlanError, TreeError
 from fshard.optim.base import Optimizer
-from fshard.optim.checks import is_optimizer, optimizer_meant
-from fshard.optim.contract import contract
-from fshard.optim.scaling import LossScale, Scale
-from fshard.runtime.comm import Communicator
+from fshard.optim.contract import Contract, contract
+from fshard.optim.scaling import Scale
 from fshard.runtime.engine.batch import microbatches
-from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.trace import idle_leaves, trace
-from fshard.runtime.execution.update import Pending, Shards, Update, parted
-from fshard.runtime.memory.optimizer_layout import optimizer_layout, update_slices
-from fshard.runtime.steps.attempt import Outcome, raise_outcome, refuse_transforms
-from fshard.runtime.steps.backends import make_cache
-from fshard.runtime.steps.clip import read_clip
-from fshard.runtime.steps.commit import Verdict, scalar, widened
+from fshard.runtime.execution.update import Pending, Shards, Update, gradients_of, partly_updated
+from fshard.runtime.memory.optimizer_layout import most_bytes, optimizer_layout, update_slices
+from fshard.runtime.steps.consensus import Verdict, scalar, widened
 from fshard.runtime.steps.decide import Decisions, not_finite
-from fshard.runtime.steps.float16 import overflowed, scale_problems, warn_of_float16
-from fshard.runtime.steps.options import Options, flag_problems, late_problems, step_problems
-from fshard.runtime.steps.prepare import Workshop, communicators_of
-from fshard.runtime.steps.runner import Runner, Work
+from fshard.runtime.steps.failures import refuse_transforms
+from fshard.runtime.steps.float16 import overflowed
+from fshard.runtime.steps.options import Options
+from fshard.runtime.steps.programs import Programs, make_programs
+from fshard.runtime.steps.protocol import Runner
+from fshard.runtime.steps.records import Outcome, Request
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.ops import Op
-from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, measured
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.fit import check_late, check_optimizer
+from fshard.state.fit import check_late
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
@@ -55,28 +52,55 @@ class TrainStep:
     may have updated some groups already.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        opt: Optimizer,
+        plan: Plan,
+        options: Options,
+        programs: Programs | None = None,
+    ) -> None:
         self.opt, self.plan, self.options = opt, plan, options
         self._rule = contract(opt)
-        workshop = Workshop(plan, options.policy, options.accumulate, True, options.debug, communicators_of(plan))
-        workshop.cache, workshop.remat = make_cache(options.compile), options.remat
-        self._runner = Runner(loss_fn, workshop)
-        self._kept = {g.id: optimizer_layout(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
-        self._grads = workshop.gradients(update_slices(plan, self._rule, options.clip.number), self._rule)
-        self._wide = widened([group.dtype for group in plan.groups if group.trainable])
-        self._since: Mapping[str, int] = {}
-        self._rounded = rounded_groups(plan)
-        self._axes, self._part = plan.data_axes, plan.mesh.index(plan.data_axes)
-        self._decide = Decisions(self._rule, options.clip, options.skip_norm, options.skip, self._runner, self._grads)
+        programs = programs or programs_of(plan, options, self._rule)
+        runner = self._runner = Runner(loss_fn, programs)
+        grads = gradients_of(plan, programs.memory, update_slices(plan, self._rule, options.clip.number))
+        self._decide = Decisions(
+            self._rule, plan, options.clip, options.skip_norm, options.skip, runner.parts, runner.divisor, grads
+        )
         self._equal = Equal(plan, options.told(), opt, always=options.debug)
-        self._early = options.policy.update == "in_backward"
-        self._parted = parted(plan)
-        self._senders: Mapping[int, Communicator] = workshop.comms.senders() if workshop.comms is not None else {}
+        self._kept = {g.id: optimizer_layout(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
         self._layouts: object = None  # where the states so far keep the optimizer's buffers
+        self._since: Mapping[str, int] = {}
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
-        self._traced: Schedule | None = None
-        self._choice: Choice | None = None
+        self._traced: tuple[Schedule, Choice | None] | None = None
         self._late: BaseException | None = None  # a signal that came when the step before was made
+
+    @functools.cached_property
+    def _rounded(self) -> frozenset[int]:
+        """The groups whose updates are rounded stochastically."""
+        return rounded_groups(self.plan)
+
+    @functools.cached_property
+    def _wide(self) -> torch.dtype:
+        """The dtype of the gradient norm."""
+        return widened([group.dtype for group in self.plan.groups if group.trainable])
+
+    @functools.cached_property
+    def _randomness(self) -> Callable[[int, int], AbstractContextManager[None]]:
+        """The context of a seed and a step in which the program draws its random numbers."""
+        mesh = self.plan.mesh
+        return functools.partial(seeded, part=mesh.index(self.plan.data_axes), device=mesh.device)
+
+    @functools.cached_property
+    def _shared(self) -> dict[int, None]:
+        """The groups of which each rank updates a part of its shard."""
+        return partly_updated(self.plan)
+
+    @property
+    def _early(self) -> bool:
+        """Whether updates happen in the backward."""
+        return self._runner.in_backward
 
     def __repr__(self) -> str:
         return f"<train step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups, {self.opt!r}>"
@@ -118,44 +142,62 @@ class TrainStep:
     def _make(self, state: TrainState, batch: Any, shield: Shield, stop: bool) -> tuple[TrainState, Metrics]:
         self._check_state(state)
         update = self._update(state)
-        randomness = functools.partial(seeded, state.seed, state.step, self._part, self.plan.mesh.device)
-        scale = self._scale_of(state)
-        boost = scale.value if scale else 1.0
-        check = functools.partial(self._decide.refuse, state.step)
-        self._decide.carry(state.step, state.count, update.shards, boost)
-        facts = functools.partial(self._equal.of, state)
-        work = Work(batch, update.shards, shield, update, check, facts, randomness, boost=boost, stop=stop)
-        with bind(self.plan.mesh, self._axes):
-            outcome = self._runner.run(work)
+        with bind(self.plan.mesh, self.plan.data_axes):
+            outcome = self._runner.run(self._request(state, batch, update, shield, stop))
         state.memory.note_compared()
-        verdict = self._check(outcome, scale)
+        return self._conclude(state, update, outcome)
+
+    def _request(self, state: TrainState, batch: Any, update: Update, shield: Shield, stop: bool) -> Request:
+        decide, scale = self._decide, self._scale_of(state)
+        loss_scale = scale.value if scale is not None else 1.0
+        return Request(
+            batch,
+            update.shards,
+            shield,
+            update,
+            refuse=functools.partial(decide.refuse, state.step),
+            facts=functools.partial(self._equal.of, state),
+            randomness=functools.partial(self._randomness, state.seed, state.step),
+            accumulated=decide.accumulated(state.step, state.count, update.shards, loss_scale),
+            loss_scale=loss_scale,
+            rules=decide.rules(state.step),
+            rule_norms=decide.rule_norms,
+            stop=stop,
+        )
+
+    def _conclude(self, state: TrainState, update: Update, outcome: Outcome) -> tuple[TrainState, Metrics]:
+        """The next state, and the metrics: what the outcome of a step makes of a state."""
+        verdict, decide, scale = outcome.verdict, self._decide, self._scale_of(state)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
-        if self.options.debug and not self._early and not overflow:
-            check_copies(self.plan, self._grads.shards, self._control())
-        factor = self._decide.mean(state.step, state.count, verdict)
-        norm = self._decide.norm(verdict, factor)
-        metrics = self._metrics(outcome, verdict, norm, overflow)
-        if not overflow and self._decide.skips(metrics, self._control()):
-            self._grads.drop()
+        if not overflow:
+            self._check_numbers(verdict)
+        factor = decide.mean(state.step, state.count, verdict)
+        metrics = self._metrics(outcome, decide.norm(verdict, factor), overflow)
+        if not overflow and decide.skips(metrics, self._runner.programs.comms.control):
+            decide.grads.drop()
             return state, replace(metrics, skipped=True)
-        if self._early:
-            memory = Memory(self.plan, update.shards, update.pending, update.stale)
-        elif overflow:
-            self._grads.drop()
-            memory = Memory(self.plan, self._handed_on(state))
-        else:
-            unit = self._decide.unit(verdict, outcome.divided)
-            scales = self._decide.scales(state.step, norm, factor, self._control(), unit)
-            self._last = Pending(self._rule, state.step, self._grads, scales, self._rounding(state))
-            memory = Memory(self.plan, self._handed_on(state), self._last, self._parted)
+        memory = self._memory(state, update, outcome, factor, overflow)
         if scale is not None and self.options.loss_scale is not None:
             scale = self.options.loss_scale.after(scale, finite=not overflow)
-        count = self._decide.count(state.step, state.count, verdict, overflow)
+        count = decide.count(state.step, state.count, verdict, overflow)
         number = state.step + (not overflow)
         following = TrainState(self.plan, number, state.seed, memory, scale, count, state.late, state.past.compared())
         if self.options.donate:
             state.memory.donate()
         return following, metrics
+
+    def _memory(self, state: TrainState, update: Update, outcome: Outcome, factor: float, overflow: bool) -> Memory:
+        """The buffers of the next state, with the update that waits for the next forward."""
+        verdict, decide = outcome.verdict, self._decide
+        if self._early:
+            return Memory(self.plan, update.shards, update.pending, update.stale)
+        if overflow:
+            decide.grads.drop()
+            return Memory(self.plan, self._handed_on(state))
+        unit, norm = decide.unit(verdict, outcome.divided), decide.norm(verdict, factor)
+        scales = decide.scales(state.step, norm, factor, verdict, unit)
+        self._last = Pending(self._rule, state.step, decide.grads, scales, self._rounding(state))
+        return Memory(self.plan, self._handed_on(state), self._last, self._shared)
 
     def _update(self, state: TrainState) -> Update:
         """What the schedule applies: the update of the step before, or, in the backward, that of this step."""
@@ -163,10 +205,10 @@ class TrainStep:
             self._last.detach()
             self._last = None
         if not self._early:
-            return Update(state.shards(), state.pending, state.stale, self._senders)
+            return Update(state.shards(), state.pending, state.stale)
         shards = complete(state, self.plan.mesh).finished()
-        pending = Pending(self._rule, state.step, self._grads, rounding=self._rounding(state))
-        return Update(shards if self.options.donate else shards.clone(), pending, {**self._parted}, self._senders)
+        pending = Pending(self._rule, state.step, self._decide.grads, rounding=self._rounding(state))
+        return Update(shards if self.options.donate else shards.clone(), pending, {**self._shared})
 
     def _handed_on(self, state: TrainState) -> Shards:
         """The shards of the next state."""
@@ -179,16 +221,16 @@ class TrainStep:
             PlanError: the program depends on values of tensors, so that only a real step finds it.
         """
         with bind(self.plan.mesh, self.plan.data_axes):
-            found = self._runner.look(batch)
+            found = self._runner.finder.look(batch)
         if found is None:
             raise PlanError(
                 "the program depends on values of the batch's tensors, which a trace does not have: call the step "
                 "once; it gathers on demand and finds the schedule for the next"
             )
-        self._traced = self._runner.workshop.schedule(found)
-        if isinstance(self.options.policy, Auto):
-            self._choice = self._runner.workshop.choice(found)
-        return self._traced
+        programs, auto = self._runner.programs, self.options.policy
+        schedule = programs.schedule(found)
+        self._traced = schedule, programs.choice(found, auto) if isinstance(auto, Auto) else None
+        return schedule
 
     def footprint(self, batch: Any) -> Footprint:
         """What a step on batches of these shapes holds at its peak beside its state, without running it.
@@ -201,10 +243,10 @@ class TrainStep:
         """
         part = microbatches(batch, self.options.accumulate)[0]
         with bind(self.plan.mesh, self.plan.data_axes):
-            found = trace(self._runner.fn, self.plan, part, True, self.options.remat)
+            found = trace(self._runner.finder.fn, self.plan, part, True, self.options.remat)
         if found is None:
             raise PlanError("the program depends on values of the batch's tensors, so its memory cannot be foreseen")
-        return footprint(self._runner.workshop.schedule(found), found.needs)
+        return footprint(self._runner.programs.schedule(found), found.needs)
 
     @property
     def schedule(self) -> Schedule:
@@ -213,11 +255,11 @@ class TrainStep:
         Raises:
             PlanError: neither has happened yet.
         """
-        latest = self._runner.latest
-        schedule = latest.schedule if latest is not None and latest.schedule is not None else self._traced
-        if schedule is None:
+        if (schedule := self._runner.latest.schedule) is not None:
+            return schedule
+        if self._traced is None:
             raise PlanError("no schedule yet: it is found from a batch; call step.trace(batch), or the step itself")
-        return schedule
+        return self._traced[0]
 
     @property
     def choice(self) -> Choice:
@@ -226,18 +268,18 @@ class TrainStep:
         Raises:
             PlanError: nothing was chosen.
         """
-        latest = self._runner.latest
-        made = self._runner.workshop.choices
-        if latest is not None and latest.schedule is not None and latest.schedule.program.text in made:
-            return made[latest.schedule.program.text]
-        if self._choice is None:
+        made, schedule = self._runner.programs.choices, self._runner.latest.schedule
+        if schedule is not None and schedule.program.text in made:
+            return made[schedule.program.text]
+        choice = self._traced[1] if self._traced is not None else None
+        if choice is None:
             raise PlanError("no choice: the schedule was given, or is not found yet; see schedule= of make_train_step")
-        return self._choice
+        return choice
 
     @property
     def record(self) -> tuple[Op, ...]:
         """What the latest step ran on this rank, op by op. It equals ``schedule.ops`` if the program kept to it."""
-        return tuple(self._runner.record)
+        return tuple(self._runner.latest.record)
 
     @property
     def measured(self) -> Simulation:
@@ -249,16 +291,17 @@ class TrainStep:
         Raises:
             PlanError: the latest step did not keep to a schedule, or there was none.
         """
-        if not self._runner.times or self.record != self.schedule.ops:
+        times = self._runner.latest.times
+        if not times or self.record != self.schedule.ops:
             raise PlanError(
                 "nothing was measured: the latest step left its schedule, was made on demand, or is to come"
             )
-        return measured(self.schedule, self._runner.times)
+        return measured(self.schedule, times)
 
     @property
     def units(self) -> str:
         """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
-        cache = self._runner.workshop.cache
+        cache = self._runner.programs.cache
         return "every unit runs as it is: compile=None" if cache is None else cache.text()
 
     @property
@@ -268,7 +311,7 @@ class TrainStep:
         Raises:
             PlanError: no program yet, or one that no trace finds.
         """
-        return idle_leaves(self._runner.seen)
+        return idle_leaves(self._runner.finder.seen)
 
     def _check_state(self, state: TrainState) -> None:
         state.check_plan(self.plan)
@@ -285,14 +328,7 @@ class TrainStep:
         if state.late != self._since:
             check_late(self.opt, state.late)
             self._since, slices = state.late, update_slices(self.plan, self._rule, self.options.clip.number, state.late)
-            self._grads = replace(self._grads, update_slices=slices, views={})
-            self._decide = replace(self._decide, grads=self._grads)
-
-    def _control(self) -> Communicator:
-        comms = self._runner.workshop.comms
-        if comms is None:
-            raise no_processes()
-        return comms.control
+            self._decide = replace(self._decide, grads=replace(self._decide.grads, update_slices=slices, views={}))
 
     def _rounding(self, state: TrainState) -> Rounding | None:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
@@ -301,98 +337,28 @@ class TrainStep:
         """Where loss scaling stands; None for a step without it."""
         return None if (rule := self.options.loss_scale) is None else state.scale or rule.start()
 
-    def _check(self, outcome: Outcome, scale: Scale | None) -> Verdict:
-        verdict = raise_outcome(self._control(), outcome, self.plan.mesh.rank)
-        if overflowed(self.options.loss_scale, scale, verdict):
-            return verdict
+    def _check_numbers(self, verdict: Verdict) -> None:
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
             raise not_finite(verdict, self._early)
-        return verdict
+        if self.options.debug and not self._early:
+            check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
 
-    def _metrics(self, outcome: Outcome, verdict: Verdict, norm: float, skipped: bool) -> Metrics:
-        aux = combine_aux(self._control(), outcome.aux)
+    def _metrics(self, outcome: Outcome, norm: float, skipped: bool) -> Metrics:
+        verdict = outcome.verdict
+        aux = combine_aux(outcome.aux, verdict.means)
         loss = scalar(verdict.loss, widened([outcome.losses[0][0].dtype]))
         return Metrics(loss, scalar(norm, self._wide), aux, skipped, verdict.stop)
 
 
-def make_train_step(
-    loss_fn: Callable[..., Any],
-    opt: Optimizer,
-    plan: Plan,
-    *,
-    clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
-    skip_norm: float | None = None,
-    skip: Callable[[Metrics], bool] | None = None,
-    accumulate: int = 1,
-    schedule: Policy | Auto | str | None = None,
-    donate: bool = True,
-    debug: bool = False,
-    compile: str | None = None,
-    remat: Any = None,
-    loss_scale: LossScale | None = None,
-) -> TrainStep:
-    """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
-
-    Args:
-        loss_fn: ``loss_fn(params, batch)``, which returns a scalar tensor, an ``fs.Mean``, or either with a dict of
-            auxiliary values. It is run once on fake tensors to find the order of its units.
-        opt: an optimizer of ``fs.optim``.
-        plan: the plan.
-        clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``). Rules
-            ``[(pattern, limit), ...]`` on paths clip the leaves of each by their own norm; the first match wins.
-        skip_norm: skip a step whose gradient norm is larger: the state that comes back is the one that went in.
-        skip: skip a step of whose metrics this function says so. All ranks must say the same.
-        accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch. With
-            an ``fs.Mean`` they may be of unequal size. ``fs.Microbatches`` gives them one by one.
-        schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
-            updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
-            first step, by memory and simulated time; ``step.choice`` says what and why.
-        donate: reuse the memory of the state that a step takes.
-        debug: fill every freed range with nan, so that a read of freed memory shows; compare copies of leaves and of
-            optimizer state before every step; and the gradients of leaves that ranks along other than the data axes
-            hold copies of, so that a missing ``pvary`` shows.
-        compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
-            and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
-            ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that
-            cannot be traced run as they are; ``step.units`` names them.
-        remat: which units are computed again in their backward, so that less memory is held between the two: None, for
-            none; ``"all"``; a policy of ``fs.policies``, which says whose results are kept nevertheless; or rules
-            ``[(pattern, one of these)]``, of which the first that matches the whole of a unit's name counts. Gradients
-            keep their bits.
-        loss_scale: how the loss is scaled for the backward, ``fs.LossScale()``, which float16 needs. A step whose
-            gradient is not finite is skipped on all ranks: it returns the state as it was, with a smaller scale, and
-            ``metrics.skipped``. A loss that is not finite stays an error, since no scale would mend it.
-
-    Raises:
-        PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
-
-    >>> import torch, fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
-    >>> opt = fs.optim.sgd(0.1)
-    >>> step = make_train_step(lambda params, batch: (batch @ params["w"]).sum(), opt, plan)
-    >>> state, metrics = step(fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))
-    >>> metrics.loss, state.step, state.params["w"]
-    (tensor(10.), 1, tensor([0.9000, 1.9000, 2.9000, 3.9000]))
-    """
-    policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
-    if not isinstance(policy, Policy | Auto):
-        raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
-    if not isinstance(plan, Plan) or not is_optimizer(opt):
-        raise PlanError(
-            f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
-            f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
-        )
-    clip = read_clip(clip_norm, plan)
-    problems = [
-        *flag_problems(donate=donate, debug=debug),
-        *step_problems(loss_fn, plan, clip, accumulate, policy),
-        *late_problems(opt, policy, skip_norm, skip),
-        *scale_problems(loss_scale, policy),
-    ]
-    if problems:
-        raise PlanError("; ".join(problems))
-    check_optimizer(plan, opt)
-    options = Options(clip, skip_norm, skip, accumulate, policy, donate, debug, compile, read_remat(remat), loss_scale)
-    warn_of_float16(plan, loss_scale)
-    return TrainStep(loss_fn, opt, plan, options)
+def programs_of(plan: Plan, options: Options, opt: Contract) -> Programs:
+    """The programs of a train step."""
+    moved = [group for group in plan.groups if group.update_staged and group.kinds.moved[1]]
+    return make_programs(
+        plan,
+        options.policy,
+        accumulate=options.accumulate,
+        poison=options.debug,
+        remat=options.remat,
+        compile=options.compile,
+        visiting={group.id: most_bytes(group.owned, plan.mesh, opt) for group in moved},
+    )

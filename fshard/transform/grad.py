@@ -12,9 +12,9 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.update import Shard
-from fshard.runtime.steps.attempt import raise_outcome
-from fshard.runtime.steps.prepare import Workshop, communicators_of
-from fshard.runtime.steps.runner import Runner, Work
+from fshard.runtime.steps.programs import make_programs
+from fshard.runtime.steps.protocol import Runner
+from fshard.runtime.steps.records import Request
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -35,8 +35,7 @@ class ValueAndGrad:
         # The result is the gradient of all that a rank keeps, not only of the part that its optimizer would update.
         groups = tuple(replace(group, opt_axes=(), opt_parts=1) for group in loss.plan.groups)
         self.loss, self.plan = loss, replace(loss.plan, groups=groups)
-        workshop = Workshop(self.plan, policy, 1, True, loss.debug, communicators_of(self.plan))
-        self._runner = Runner(loss.loss_fn, workshop)
+        self._runner = Runner(loss.loss_fn, make_programs(self.plan, policy, poison=loss.debug))
         self._equal = Equal(self.plan, {"schedule": policy, "debug": loss.debug})
 
     def __repr__(self) -> str:
@@ -69,15 +68,15 @@ class ValueAndGrad:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the latest call on the executor."""
-        latest = self._runner.latest
-        if latest is None or latest.schedule is None:
+        schedule = self._runner.latest.schedule
+        if schedule is None:
             raise PlanError("no schedule yet: call the function once, outside of transforms; it needs a batch")
-        return latest.schedule
+        return schedule
 
     @property
     def record(self) -> tuple[Op, ...]:
         """The ops that the latest call on the executor ran on this rank."""
-        return tuple(self._runner.record)
+        return tuple(self._runner.latest.record)
 
     def _transformed(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         trained, rest = split_trainable(self.plan, params)
@@ -104,23 +103,20 @@ class ValueAndGrad:
                 pieces = [flat[leaf.path].detach() for leaf in group.leaves]
                 shards.append(Shard(join_pieces(group, self.plan.mesh, pieces), {}))
         with bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(Work(batch, shards, shield, facts=self._equal.fixed))
-        comms = self._runner.workshop.comms
-        assert comms is not None
-        verdict = raise_outcome(comms.control, outcome, self.plan.mesh.rank)
-        total = outcome.losses[0][0]
+            outcome = self._runner.run(Request(batch, shards, shield, facts=self._equal.fixed))
+        verdict, total = outcome.verdict, outcome.losses[0][0]
         dtype = torch.promote_types(total.dtype, torch.float32)
         value = torch.tensor(verdict.loss, dtype=dtype, device=total.device)
         self.loss.refuse_aux(outcome.aux[0] if outcome.aux else {})
         if self.loss.has_aux:
-            return (value, combine_aux(comms.control, outcome.aux)), self._grads(flat, verdict.scale)
+            return (value, combine_aux(outcome.aux, verdict.means)), self._grads(flat, verdict.scale)
         return value, self._grads(flat, verdict.scale)
 
     def _grads(self, flat: dict[str, Tensor], scale: float) -> dict[str, Any]:
         out: dict[str, Tensor] = {}
         for group in self.plan.groups:
             if group.trainable:  # a copy: the next call overwrites the executor's buffer
-                pieces = cut_pieces(group, self.plan.mesh, self._runner.workshop.grads[group.id] * scale)
+                pieces = cut_pieces(group, self.plan.mesh, self._runner.programs.memory.homes[group.id] * scale)
             else:
                 pieces = [torch.zeros_like(flat[leaf.path]) for leaf in group.leaves]
             out.update((leaf.path, piece) for leaf, piece in zip(group.leaves, pieces, strict=True))

@@ -22,8 +22,9 @@ from fshard.runtime.comm.facts import Facts, digest, settle
 from fshard.runtime.engine.batch import check_device, leading_dims
 from fshard.runtime.engine.loss import Loss, Mean, fingerprint, means_of, read_loss
 from fshard.runtime.execution.executor import diverged
-from fshard.runtime.steps.attempt import raise_failure, uneven_rows
-from fshard.runtime.steps.commit import CUT, FAILED, OK
+from fshard.runtime.steps.consensus import CUT, FAILED, OK
+from fshard.runtime.steps.failures import raise_failure
+from fshard.runtime.steps.handshake import uneven_rows
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all

@@ -22,7 +22,7 @@ from tests.faults.spoil import Row, alone, files, folder
 ACTIONS, ENGINE, FOLDER = "runtime/execution/actions.py", "runtime/engine/engine.py", "checkpoint/folder.py"
 
 PHASES: dict[str, tuple[str, str, int]] = {
-    "agree": ("runtime/steps/attempt.py", "agree", 1),
+    "handshake": ("runtime/steps/handshake.py", "agree", 1),
     "forward": (ENGINE, "call", 2),
     "gather": (ACTIONS, "_gather", 2),
     "wait for a gather": (ACTIONS, "_end", 2),
@@ -30,7 +30,7 @@ PHASES: dict[str, tuple[str, str, int]] = {
     "reduce": (ACTIONS, "_reduce", 1),
     "collect": (ACTIONS, "_reduced", 1),
     "update": ("runtime/execution/update.py", "apply", 1),
-    "vote": ("runtime/steps/commit.py", "vote", 1),
+    "consensus": ("runtime/steps/consensus.py", "vote", 1),
     "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),
     "save: first fsync": ("", "fsync", 1),

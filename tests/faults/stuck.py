@@ -261,7 +261,7 @@ class Row:
 
 
 STEP = {
-    "agree": ("runtime/steps/attempt.py", "agree", 1),
+    "handshake": ("runtime/steps/handshake.py", "agree", 1),
     "forward": ("runtime/engine/engine.py", "call", 2),
     "gather": ("runtime/execution/actions.py", "_gather", 2),
     "wait for a gather": ("runtime/execution/actions.py", "_end", 2),
@@ -269,7 +269,7 @@ STEP = {
     "reduce": ("runtime/execution/actions.py", "_reduce", 1),
     "collect": ("runtime/execution/actions.py", "_reduced", 1),
     "update": ("runtime/execution/update.py", "apply", 1),
-    "vote": ("runtime/steps/commit.py", "vote", 1),
+    "consensus": ("runtime/steps/consensus.py", "vote", 1),
     "unshard": ("state/init.py", "unshard", 1),
     "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),
@@ -304,10 +304,10 @@ def rows(quick: bool = False) -> Iterator[Row]:
             both = (Case(where, rank), *([Case(where, rank, gloo=True)] if "links" not in name else []))
             yield cases(f"{who} frozen: {name}", *both)
         yield cases(f"{who} frozen: start", *(Case(where, rank, step=0) for where in START.values()))
-    agree, vote, made = STEP["agree"], STEP["vote"], STEP["a new communicator"]
+    handshake, consensus, made = STEP["handshake"], STEP["consensus"], STEP["a new communicator"]
     yield cases(
         "store and a rank frozen",
-        *(Case(at, 1, store="stop", gloo=gloo) for at in (agree, vote) for gloo in (False, True)),
+        *(Case(at, 1, store="stop", gloo=gloo) for at in (handshake, consensus) for gloo in (False, True)),
     )
     for how, done in (("stop", "frozen"), ("kill", "killed")):
         # Over gloo: links of shared memory are made without the store.
@@ -320,7 +320,7 @@ def rows(quick: bool = False) -> Iterator[Row]:
         return
     for name, how in CUTS.items():
         for rank, who in ((0, "rank 0, which has the store"), (1, "another rank")):
-            places = [STEP[at] for at in ("agree", "wait for a gather", "reduce", "vote", "save: ranks meet")]
+            places = [STEP[at] for at in ("handshake", "wait for a gather", "reduce", "consensus", "save: ranks meet")]
             yield cases(f"link of {who}, cut {name}", *(Case(at, rank, how, gloo=True) for at in places))
 
 

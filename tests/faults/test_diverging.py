@@ -45,7 +45,7 @@ def leaving(kind: str, how: str, where: str, report: str) -> None:
     step = fs.make_train_step(make_loss(fault), opt, plan)
     state, _ = step(state, batch(0, mesh.rank))
     if mesh.rank == 1:
-        route = step._runner.latest.route  # type: ignore[union-attr]
+        route = step._runner.latest.prepared.route  # type: ignore[union-attr]
         at = [str(op) for op in route.schedule].index(where)
         run = route.runs[at]
 

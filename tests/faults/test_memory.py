@@ -11,7 +11,7 @@ import torch
 
 import fshard as fs
 from fshard import tree
-from fshard.runtime.steps.attempt import starved
+from fshard.runtime.steps.failures import starved
 from tests.faults.program import differing
 from tests.shared.workers import Pools
 

@@ -33,7 +33,7 @@ def test_a_frozen_rank_at_the_start(name: str, rank: int) -> None:
 def test_a_link_that_is_cut(how: str, rank: int) -> None:
     if why := obstacle():
         pytest.skip(why)
-    check(Case(STEP["agree"], rank, how, gloo=True, timeout=3.0))
+    check(Case(STEP["handshake"], rank, how, gloo=True, timeout=3.0))
 
 
 @pytest.mark.slow

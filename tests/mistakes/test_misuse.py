@@ -164,7 +164,7 @@ def test_units_made_inside_of_the_loss_leave_nothing_behind() -> None:
     step, state = made(inner)
     for _ in range(5):
         state, _ = step(state, batch_of())
-    assert len(step._runner.latest.engine.units.reads) == 1
+    assert len(step._runner.latest.prepared.engine.units.reads) == 1
 
 
 def one_sided(name: str) -> tuple[Raised | None, float, float]:

@@ -320,7 +320,7 @@ def copies(norm: Callable[[Tensor, Tensor], Tensor], debug: bool = True) -> Rais
 
         step, plan = trace(mesh, body, [COLUMN, ROW, REST])
         opt = fs.optim.sgd(0.1)
-        step = fs.make_train_step(step._runner.fn, opt, plan, debug=debug)
+        step = fs.make_train_step(step._runner.finder.fn, opt, plan, debug=debug)
         state = fs.init_state(plan, opt, params={"u": params()})
         x = torch.arange(24.0).view(4, 6).sin() + mesh.index(("shard",))
         before = {path: leaf.clone() for path, leaf in tree.paths(state.params)}

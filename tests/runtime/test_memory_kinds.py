@@ -114,7 +114,8 @@ def _train(mesh: fs.Mesh, config: Config, kinds: Mapping[str, Any], steps: int) 
     run, _ = parity.sharded(
         step, state, plan, example.batches(mesh, steps), scheduled_from=None if config.name == "branching" else 0
     )
-    left = [g for g, grad in step._runner.workshop.landed.items() if grad.untyped_storage().nbytes()]
+    made = step._runner.programs.memory.gradients
+    left = [g for g, each in made.items() if each.own is not each.home and each.own.untyped_storage().nbytes()]
     run.problems.extend(f"the gradient of group {g} is still on the device" for g in left)
     return run
 

@@ -78,13 +78,13 @@ def measured(policy: fs.Policy, accumulate: int, spec: P) -> dict[str, Any]:
                 state, _ = step(state, batch)
             peaks.append(peak)
         shard = sum(group.chunk * 4 for group in plan.groups)
-        kept = sum(t.untyped_storage().nbytes() for t in (step._runner.workshop.arena,) if t is not None)
+        kept = sum(t.untyped_storage().nbytes() for t in (step._runner.programs.memory.arena,) if t is not None)
         return {
             "arena": memory.arena_bytes,
             "peak": memory.peak_bytes,
             "shard": shard,
             "kept": kept,
-            "pending": sum(g.untyped_storage().nbytes() for g in step._runner.workshop.grads.values()),
+            "pending": sum(g.untyped_storage().nbytes() for g in step._runner.programs.memory.homes.values()),
             "first_above": peaks[0].above,
             "above": max(peak.above for peak in peaks[1:]),
             "largest": max(size for peak in peaks[1:] for size in peak.sizes),

@@ -217,14 +217,15 @@ def test_gradients_wait_where_they_are_needed() -> None:
         step = fs.make_train_step(loss, OPT, plan)
         for number in range(2):
             state, _ = step(state, rows(number, mesh))
-        workshop = step._runner.workshop
-        arena = workshop.arena
+        memory = step._runner.programs.memory
+        arena = memory.arena
         if plan.groups[0].kinds.hosted:  # units read copies
             assert arena is not None and arena.numel() == sum(-(-g.numel * 4 // 256) * 256 for g in plan.groups)
         host = plan.groups[0].offloaded
-        assert sorted(workshop.landed) == ([g.id for g in plan.groups] if host else [])
-        assert not any(grad.untyped_storage().nbytes() for grad in workshop.landed.values())
-        assert all(grad.untyped_storage().nbytes() for grad in workshop.grads.values())
+        away = {group: each.own for group, each in memory.gradients.items() if each.own is not each.home}
+        assert sorted(away) == ([g.id for g in plan.groups] if host else [])
+        assert not any(grad.untyped_storage().nbytes() for grad in away.values())
+        assert all(grad.untyped_storage().nbytes() for grad in memory.homes.values())
         assert [shard.param.data_ptr() for shard in state.shards()] == lie  # updated where they lie
 
 

@@ -111,7 +111,7 @@ def trained(case: Case) -> tuple[list[float], dict[str, Tensor], dict[str, set[t
             losses.append(float(metrics.loss))
         whole = fs.unshard(fs.settle(state).params, plan)
         flat = {f"{unit}.{name}": whole[unit][name] for unit in whole for name in whole[unit]}
-        seen["kept"] = {leaf.dtype for leaf in flat.values()} | {g.dtype for g in step._grads.shards.values()}
+        seen["kept"] = {leaf.dtype for leaf in flat.values()} | {g.dtype for g in step._decide.grads.shards.values()}
         return losses, flat, seen
 
 

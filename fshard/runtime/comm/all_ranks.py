@@ -50,7 +50,7 @@ def all_ranks_or_raise(comm: Communicator, body: Callable[[], T]) -> list[T]:
     """Run a local function on every rank and return the results of all, or raise one error on all. Collective.
 
     Args:
-        communicator: the communicator over all ranks.
+        comm: the communicator over all ranks.
         body: a function that does not communicate and returns a value of JSON.
 
     Raises:
@@ -88,7 +88,7 @@ def raise_failures(
     """Raise this rank's failure, or a PeerError that quotes the failures of other ranks. Collective.
 
     Args:
-        communicator: the communicator over all ranks.
+        comm: the communicator over all ranks.
         failure: what this rank raised, if it failed.
         head: the first line of the PeerError.
         remedy: its last line.

@@ -23,7 +23,7 @@ def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[
     """Compare which call each rank is at, before anything else is sent. Collective.
 
     Args:
-        communicator: the control communicator over the whole mesh.
+        comm: the control communicator over the whole mesh.
         call: which call this is.
         values: what else ranks tell each other, at most ``WIDTH - 1`` numbers.
 

@@ -1,60 +1,67 @@
-"""The communicators of a plan: one for each role and axes that its groups need."""
+"""The communicators of a plan: one for each kind of transfer and the axes that its groups need."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from fshard.runtime.comm import Communicator, Transport
+from fshard.errors import no_processes
+from fshard.runtime.comm.communicator import Communicator, SingleRankTransport, Transport
+from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
+ROLES = {"all_gather": "gather", "reduce_scatter": "reduce", "replica_reduce": "sum", "update_gather": "spread"}
+"""What transports call the communicators of a kind of transfer, in the order in which they are made."""
+
 
 class Communicators:
-    """The communicators that a plan's groups need, in one order on all ranks.
+    """The communicators that a plan's groups need, made in one order on all ranks.
 
     That for control messages is made at once. The others depend on the plan: ``open`` makes them when all ranks have
-    found that they have one plan.
+    found that they have one plan. An abstract mesh has none, so that it can plan but not run.
     """
 
-    def __init__(self, plan: Plan, transport: Transport) -> None:
-        self.plan, self.transport = plan, transport
-        self.control = transport.communicator("control", plan.mesh.axis_names)
-        self.gather: dict[Axes, Communicator] = {}
-        self.scatter: dict[Axes, Communicator] = {}
-        self.sum: dict[Axes, Communicator] = {}
-        self.spread: dict[Axes, Communicator] = {}
-        self.opened = False
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._transport: Transport | None = plan.mesh.transport or (
+            SingleRankTransport() if plan.mesh.size == 1 else None
+        )
+        self._control: Communicator | None = None
+        if self._transport is not None:
+            self._control = self._transport.communicator("control", plan.mesh.axis_names)
+        self.made: dict[tuple[str, Axes], Communicator] = {}
+
+    @property
+    def transport(self) -> Transport:
+        """What joins the ranks. Raises PlanError on an abstract mesh."""
+        if self._transport is None:
+            raise no_processes()
+        return self._transport
+
+    @property
+    def control(self) -> Communicator:
+        """The communicator of control messages, over the whole mesh. Raises PlanError on an abstract mesh."""
+        if self._control is None:
+            raise no_processes()
+        return self._control
 
     def open(self) -> None:
         """Make the communicators of groups. Collective at its first call."""
-        if self.opened:
-            return
-        groups, comm = self.plan.groups, self.transport.communicator
-        sums = {axes for g in groups for axes in (g.rest_axes, *([g.opt_axes] if g.second_scatter else []))}
-        self.gather.update((axes, comm("gather", axes)) for axes in sorted({g.gather_axes for g in groups}))
-        self.scatter.update((axes, comm("reduce", axes)) for axes in sorted({g.scatter_axes for g in groups}))
-        self.sum.update((axes, comm("sum", axes)) for axes in sorted(sums))
-        spreads = sorted({g.opt_axes for g in groups if g.opt_parts > 1})
-        self.spread.update((axes, comm("spread", axes)) for axes in spreads)
-        self.opened = True
+        if not self.made:
+            needed = {need for group in self.plan.groups for need in _needs(group)}
+            order = [*ROLES]
+            for kind, axes in sorted(needed, key=lambda need: (order.index(need[0]), need[1])):
+                self.made[kind, axes] = self.transport.communicator(ROLES[kind], axes)
 
-    def senders(self) -> "Senders":
-        """The communicators that all-gather partially updated groups, by group id."""
-        cut = {g.id: g.opt_axes for g in self.plan.groups if g.opt_parts > 1 and g.trainable}
-        return Senders(self.spread, cut)
+    def over(self, kind: str, axes: Axes) -> Communicator:
+        """The communicator of a kind of transfer over some axes."""
+        return self.made[kind, axes]
 
 
-@dataclass(frozen=True)
-class Senders(Mapping[int, Communicator]):
-    """Communicators by group id, which are looked up when they are used: they may still have to be made."""
-
-    comms: Mapping[Axes, Communicator]
-    axes: Mapping[int, Axes]
-
-    def __getitem__(self, group: int) -> Communicator:
-        return self.comms[self.axes[group]]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.axes)
-
-    def __len__(self) -> int:
-        return len(self.axes)
+def _needs(group: Group) -> Iterator[tuple[str, Axes]]:
+    """The kinds of transfers of a group that communicate, and their axes."""
+    yield "all_gather", group.gather_axes
+    yield "reduce_scatter", group.scatter_axes
+    yield "replica_reduce", group.rest_axes
+    if group.second_scatter:
+        yield "replica_reduce", group.opt_axes
+    if group.opt_parts > 1:
+        yield "update_gather", group.opt_axes

@@ -78,7 +78,7 @@ def unequal_copies(comm: Communicator, copies: Sequence[Copy]) -> list[tuple[str
     """The copies that differ, each with a name and the values by rank; the same on all ranks. Collective.
 
     Args:
-        communicator: the control communicator over the whole mesh.
+        comm: the control communicator over the whole mesh.
         copies: those of this rank. Other ranks may have others, or none.
     """
     hashes = [bits(copy.tensor) for copy in copies]

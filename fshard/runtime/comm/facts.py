@@ -62,7 +62,7 @@ def settle(
     """Compare facts whose numbers all ranks know. Collective if there is more to be said.
 
     Args:
-        communicator: the control communicator over the whole mesh.
+        comm: the control communicator over the whole mesh.
         numbers: the number of each rank's facts.
         facts: this rank's.
         error: what to raise.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
 from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
 from fshard.sharding.layout import Group
+
+NOTHING: Mapping[int, tuple[Tensor, float]] = MappingProxyType({})
 
 Run = Callable[[], None]
 """An op that is bound to the memory that it works on."""
@@ -67,7 +70,7 @@ class Actions:
 
     Args:
         slots: the groups' memory in the arena.
-        communicators: the communicators.
+        comms: the communicators.
         gradients: what takes the gradients of leaves.
         resident: the shards.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
@@ -78,18 +81,31 @@ class Actions:
     ) -> None:
         self.slots, self.comms, self.gradients, self.resident, self.poison = slots, comms, gradients, resident, poison
         self.stream = resident.stream
-        self.replicas = Replicas(comms.sum, self.stream)
+        self.replicas = Replicas(comms, self.stream)
         self.update: Update | None = None
         self.own = False
         self.handles: dict[tuple[str, int], Handle] = {}
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
 
-    def start(self, shards: list[Shard], update: Update | None, own: bool = False) -> None:
-        """Begin a step on these shards, with the update that the step before left, or with this step's ``own``."""
+    def start(
+        self,
+        shards: list[Shard],
+        update: Update | None,
+        own: bool = False,
+        accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING,
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            shards: the shards.
+            update: the update that the step before left, or with ``own`` that of this step.
+            own: whether the update is that of this step.
+            accumulated: what is added to the gradients of the step, and times what, by group id.
+        """
         self.update, self.own = update, own
         self._clear()
-        self.gradients.clear()
+        self.gradients.start(accumulated)
         self.resident.start(shards)
         for slots in self.slots.groups:
             group = slots.group
@@ -169,6 +185,15 @@ class Actions:
             if not layout.gathered and layout.opt_parts == 1:
                 self.resident.read(layout)
 
+    def complete(self, update: Update) -> None:
+        """Apply a whole update before a step that runs on demand, and gather what other ranks updated. Collective."""
+        update.finish()
+        groups = self.slots.groups
+        handles = {group: self._sent(update, groups[group].group) for group in [*update.stale]}
+        for group, handle in handles.items():
+            handle.wait()
+            update.received(group)
+
     def _gather(self, slots: GroupSlots) -> Handle:
         group = slots.group
         target = slots.stage if slots.stage is not None else slots.full
@@ -181,7 +206,7 @@ class Actions:
             shard, after = offload.fetch(group, target, shard, after)
             if group.parts == 1:
                 return offload.passing(after)
-        return self.comms.gather[group.gather_axes].all_gather(target, shard, after)
+        return self.comms.over("all_gather", group.gather_axes).all_gather(target, shard, after)
 
     def _gathered(self, slots: GroupSlots) -> None:
         if slots.stage is not None:
@@ -215,7 +240,8 @@ class Actions:
             pack(group, slots.grads, sent)
         if late:
             shard = self.sums[group.id] = spare[: group.scatter_chunk]
-        return self.comms.scatter[group.scatter_axes].reduce_scatter(shard, sent, spare, add, self._now())
+        comm = self.comms.over("reduce_scatter", group.scatter_axes)
+        return comm.reduce_scatter(shard, sent, spare, add, self._now())
 
     def _reduced(self, buffers: GradientBuffers) -> None:
         slots, group = buffers.slots, buffers.slots.group.id
@@ -233,14 +259,18 @@ class Actions:
         return self.replicas.sum(buffers.slots.group, buffers.shard, buffers.own)
 
     def _share(self, buffers: GradientBuffers) -> Handle:
-        if self.update is not None:
-            self.update.spread(buffers.slots.group.id)
-        return Done()  # the update keeps the real one, which may outlive the step
+        return self._sent(self.update, buffers.slots.group)
+
+    def _sent(self, update: Update | None, group: Group) -> Handle:
+        shard = update.sent(group.id) if update is not None else None
+        if shard is None:
+            return Done()
+        return self.comms.over("update_gather", group.opt_axes).all_gather(shard.param, shard.own, self._now())
 
     def _shared(self, buffers: GradientBuffers) -> None:
         group = buffers.slots.group
         if self.update is not None:
-            self.update.join(group.id)
+            self.update.received(group.id)
             self.resident.fresh.discard(group.id)
             if not group.gathered:
                 self.resident.read(group)

@@ -9,7 +9,7 @@ step is given up on all ranks together, and runs again on demand.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
@@ -21,6 +21,7 @@ from fshard.schedule.transfers import started
 COMPUTE = frozenset(("forward", "backward"))
 
 Run = Callable[[], None]
+T = TypeVar("T")
 
 
 class Actions(Protocol):
@@ -80,11 +81,9 @@ class Scheduled:
         draining: whether the program is over, so that only what other ranks wait for is still to be done.
     """
 
-    def __init__(
-        self, route: Route, actions: Actions, handshake: Run, consensus: Run, shield: Shield | None = None
-    ) -> None:
+    def __init__(self, route: Route, actions: Actions, shield: Shield | None = None) -> None:
         self.route, self.ops, self.runs, self.actions = route, route.schedule.ops, route.runs, actions
-        self.around = {"handshake": handshake, "consensus": consensus}
+        self.end = len(self.ops) - (self.ops[-1].kind == "consensus")
         self.shield = shield or Shield()
         self.lost = self.draining = False
         self.cursor = 0
@@ -102,9 +101,11 @@ class Scheduled:
         self.times.append(perf_counter())
         self.cursor = position + 1
 
-    def handshake(self) -> None:
-        """Run the first op, before which nothing can go wrong alone."""
-        self._run_to(1)
+    def handshake(self, run: Callable[[], T]) -> T:
+        """Perform the first op, and return what it came to."""
+        found = self._perform(run)
+        self.cursor = 1
+        return found
 
     def settle(self) -> None:
         """Issue the ops that need not wait."""
@@ -122,15 +123,19 @@ class Scheduled:
         return group in self.route.schedule.program.reads[ROOT]
 
     def finish(self) -> None:
-        """Run to the end of the schedule. After an error that is no ``CommError`` it can be called again."""
-        self._run_to(len(self.ops))
-        if len(self.times) == len(self.record):
-            self.times.append(perf_counter())
+        """Run everything before the consensus. After an error that is no ``CommError`` it can be called again."""
+        self._run_to(self.end)
 
     def drain(self) -> None:
-        """Run to the end for the other ranks' sake. An op that failed is issued once more."""
+        """Run the same for the other ranks' sake. An op that failed is issued once more."""
         self.draining = True
         self.finish()
+
+    def consensus(self, run: Callable[[], T]) -> T:
+        """Perform the last op of a training step, or end an evaluation, whose schedule has no such op."""
+        found = self._perform(run) if self.end < len(self.ops) else run()
+        self.times.append(perf_counter())
+        return found
 
     def _run_to(self, position: int) -> None:
         if self.cursor >= position:
@@ -139,27 +144,26 @@ class Scheduled:
         while self.cursor < position:
             run = self.runs[self.cursor]
             if run is None:
-                kind = self.ops[self.cursor].kind
-                if kind == "update":
+                if self.ops[self.cursor].kind == "update":
                     self._update(position)
                     continue
-                run = self.around.get(kind)
-            if run is not None:
+            else:
                 self._perform(run)
             self.cursor += 1  # only now: what has failed is still to be done
         if before:
             self.shield.reopen()
 
-    def _perform(self, run: Run) -> None:
+    def _perform(self, run: Callable[[], T]) -> T:
         op, begun = self.ops[self.cursor], perf_counter()
         try:
-            run()
+            found = run()
         except CommError as error:
             self.lost = True
             where = self.actions.where(op.target)
             raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}': {error}{where}") from error
         self.record.append(op)
         self.times.append(begun)
+        return found
 
     def _update(self, position: int) -> None:
         # Updates that follow each other are done together.
@@ -207,7 +211,6 @@ class OnDemand:
         reads: the groups of a unit by its name; asked when a unit is called.
         agree: compares a request with all ranks; raises if they differ.
         closing: the ops that end a microbatch, of its number.
-        consensus: ends the step.
         shield: holds signals back while ranks communicate.
     """
 
@@ -218,11 +221,9 @@ class OnDemand:
         reads: Callable[[str], Sequence[int]],
         agree: Callable[[str], None],
         closing: Callable[[int], list[Op]],
-        consensus: Run,
         shield: Shield | None = None,
     ) -> None:
         self.actions, self.names, self.reads, self.agree, self.closing = actions, names, reads, agree, closing
-        self.consensus = consensus
         self.shield, self.lost = shield or Shield(), False
         self.microbatch = 0
         self.record: list[Op] = []
@@ -285,9 +286,13 @@ class OnDemand:
             if failure is not None:
                 raise failure
 
-    def finish(self) -> None:
-        """Vote."""
-        self._perform(Op("consensus"), self.consensus)
+    def handshake(self, run: Callable[[], T]) -> T:
+        """Perform the first op of a step."""
+        return self._perform(Op("handshake"), run)
+
+    def consensus(self, run: Callable[[], T]) -> T:
+        """Perform the last op of a step."""
+        return self._perform(Op("consensus"), run)
 
     def _ask(self, request: str) -> None:
         try:
@@ -301,13 +306,14 @@ class OnDemand:
     def _bound(self, ops: Sequence[Op]) -> Iterator[tuple[Op, Run]]:
         return ((op, run) for op, run in zip(ops, self.actions.bind(ops), strict=True) if run is not None)
 
-    def _perform(self, op: Op, run: Run) -> None:
+    def _perform(self, op: Op, run: Callable[[], T]) -> T:
         try:
-            run()
+            found = run()
         except CommError as error:
             self.lost = True
             raise CommError(f"on demand, '{op}': {error}{self.actions.where(op.target)}") from error
         self.record.append(op)
+        return found
 
 
 class Tracing:

@@ -4,19 +4,19 @@ What is summed is this rank's shard of the gradient, after it was reduced over t
 second of the two stages that HSDP has (Zhao et al., PyTorch FSDP, 2023; MiCS, Zhang et al., 2022).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Communicator, Done, Handle
+from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicator import sum_rows
+from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.streams import Stream
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.schedule.infos import rows_travel
 from fshard.sharding.layout import Group
-from fshard.sharding.mesh import Axes
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Replicas:
     """Sums shards over replicas.
 
     Args:
-        communicators: the communicators by axes.
+        comms: the communicators.
         stream: of the device's compute stream.
     """
 
-    comms: Mapping[Axes, Communicator]
+    comms: Communicators
     stream: Stream
 
     def sum(self, group: Group, shard: Tensor, own: Tensor) -> Handle:
@@ -46,9 +46,9 @@ class Replicas:
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
         room = sent.numel() - (own.numel() if sent is shard else 0)
         stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
-        comm = self.comms[group.opt_axes]
+        comm = self.comms.over("replica_reduce", group.opt_axes)
         first = comm.reduce_scatter(own, sent, stage, False, (self.stream.record(),))
-        return Parted(first, sent, shard, lambda: self._all(group, own))
+        return Scattered(first, sent, shard, lambda: self._all(group, own))
 
     def _all(self, group: Group, own: Tensor) -> Handle:
         """Begin to add up over the replicas of what a rank updates.
@@ -57,7 +57,7 @@ class Replicas:
         rounded once, everything is in one message, and each replica adds up in the order of ranks, so that all of
         them come to the same bits.
         """
-        comm, after = self.comms[group.rest_axes], (self.stream.record(),)
+        comm, after = self.comms.over("replica_reduce", group.rest_axes), (self.stream.record(),)
         if comm.size == 1:
             return Done()
         if not rows_travel(group, comm.size):
@@ -68,7 +68,7 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Parted:
+class Scattered:
     """The handle of a shard that is scattered again, and then summed over the replicas of its parts."""
 
     work: Handle

@@ -47,7 +47,7 @@ class Found:
         foreign: whether its loss may depend on tensors that require grad and are no parameters.
         inner: the units that it differentiates itself.
         needs: what its compute ops need on the batch that it was traced with; nothing if it was not traced.
-        communicators: the axes over which it communicates itself.
+        axes: those over which it communicates itself.
         idle: the trained leaves that it gives no gradient; None if it was not traced.
         exact: whether its loss takes derivatives that PyTorch gets wrong.
     """
@@ -57,7 +57,7 @@ class Found:
     foreign: bool
     inner: frozenset[str] = frozenset()
     needs: tuple[Need, ...] = ()
-    comms: tuple[Axes, ...] = ()
+    axes: tuple[Axes, ...] = ()
     idle: tuple[str, ...] | None = None
     exact: bool = False
 

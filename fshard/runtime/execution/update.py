@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fshard.errors import half_updated
 from fshard.optim.contract import Contract
-from fshard.runtime.comm import Communicator, Handle
 from fshard.runtime.comm.streams import events
 from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.memory.allocation import deallocate
-from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory
+from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory, update_stagings
 from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, start_buffers
+from fshard.runtime.memory.step_memory import StepMemory
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -177,6 +177,18 @@ class Gradients:
         return list(alike.values())
 
 
+def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[UpdateSlice, ...]]) -> Gradients:
+    """What becomes of the gradients of a step.
+
+    Args:
+        plan: the plan.
+        memory: where they lie.
+        slices: the update slices of each trainable group.
+    """
+    host = frozenset(group.id for group in plan.groups if group.offloaded)
+    return Gradients(memory.homes, slices, memory.reduced - host, update_stagings(plan), host)
+
+
 @dataclass(eq=False)
 class Pending:
     """The optimizer update of one step, as data: a state carries it until its groups are updated, here or in a step.
@@ -286,26 +298,23 @@ class Pending:
             staging.stage_out(staged, home.own, home.opt)
 
 
-def parted(plan: Plan) -> dict[int, None]:
+def partly_updated(plan: Plan) -> dict[int, None]:
     """The groups of which each rank updates a part of its shard: after an update, the rest is on other ranks."""
     return {group.id: None for group in plan.groups if group.trainable and group.opt_parts > 1}
 
 
 class Update:
-    """What one step does with the update of a state: it applies it, and gathers the parts that other ranks updated.
+    """What one step does with the update of a state, and which groups lack the parts that other ranks update.
 
     Args:
         shards: the shards.
         pending: the update; None if it was applied.
         stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
-        senders: the communicators that all-gather partially updated groups, by group id.
     """
 
-    def __init__(
-        self, shards: Shards, pending: Pending | None, stale: dict[int, None], senders: Mapping[int, Communicator]
-    ) -> None:
-        self.shards, self.pending, self.stale, self.senders = shards, pending, stale, senders
-        self.coming: dict[int, Handle] = {}
+    def __init__(self, shards: Shards, pending: Pending | None, stale: dict[int, None]) -> None:
+        self.shards, self.pending, self.stale = shards, pending, stale
+        self._stale_at_start = tuple(stale)
         self.stopped = False
 
     @property
@@ -318,6 +327,11 @@ class Update:
         if self.pending is not None:
             self.pending.apply(self.shards, () if self.stopped else groups)
 
+    def finish(self) -> None:
+        """Update every group that was not updated yet. Local."""
+        if self.pending is not None:
+            self.pending.finish(self.shards)
+
     def stop(self) -> None:
         """Update nothing more. What was updated is still sent: other ranks wait for it."""
         self.stopped = True
@@ -325,28 +339,18 @@ class Update:
     def resume(self) -> None:
         """Take back ``stop``, where nothing was updated on any rank: all of it is still to be done."""
         self.stopped = False
-        self.stale.update(dict.fromkeys(self.senders))
+        self.stale.update(dict.fromkeys(self._stale_at_start))
 
-    def spread(self, group: int) -> None:
-        """Send what this rank has updated of a group to those that hold the same shard."""
-        if group in self.stale:
-            pending, shard = self.pending, self.shards[group]
-            if pending is not None and group in pending.waiting and not self.stopped:
-                # The rule has failed here, and others cannot be kept waiting: what they get is not what they expect.
-                pending.broken = pending.broken or f"group {group} was sent to other ranks before its update"
-            self.coming[group] = self.senders[group].all_gather(shard.param, shard.own, events(shard.param.device))
+    def sent(self, group: int) -> Shard | None:
+        """The shard of a group of which other ranks wait for this rank's part; None if they have it."""
+        if group not in self.stale:
+            return None
+        pending = self.pending
+        if pending is not None and group in pending.waiting and not self.stopped:
+            # The rule has failed here, and others cannot be kept waiting: what they get is not what they expect.
+            pending.broken = pending.broken or f"group {group} was sent to other ranks before its update"
+        return self.shards[group]
 
-    def join(self, group: int) -> None:
-        """Wait for what they have updated."""
-        if group in self.coming:
-            self.coming.pop(group).wait()
-            del self.stale[group]
-
-    def finish(self) -> None:
-        """Update every group that was not updated yet, and gather the parts of other ranks. Collective."""
-        if self.pending is not None:
-            self.pending.finish(self.shards)
-        for group in list(self.stale):
-            self.spread(group)
-        for group in list(self.coming):
-            self.join(group)
+    def received(self, group: int) -> None:
+        """The parts of other ranks are there."""
+        self.stale.pop(group, None)

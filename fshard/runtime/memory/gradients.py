@@ -1,6 +1,5 @@
 """Gradients while a step runs: from what autograd makes of leaves to flat gradients, and their norms."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,10 +42,10 @@ class FlatGradients:
 
     Attributes:
         plan: the plan.
-        buffers: those of trainable groups, by group id; filled before the first step.
+        buffers: those of trainable groups, by group id.
         offload: copies to and from host memory.
-        carried: what is added to gradients before their norms are taken, and times what, by group id; it changes from
-            step to step.
+        accumulated: what is added to the gradients of this step before their norms are taken, and times what, by group
+            id.
         touched: the groups whose flat gradient holds something.
         summed: those whose shard does.
         waiting: gradients of leaves that are not in a flat gradient yet, and the numbers of the leaves, by group id.
@@ -56,7 +55,7 @@ class FlatGradients:
     plan: Plan
     buffers: Mapping[int, GradientBuffers]
     offload: Offload
-    carried: Mapping[int, tuple[Tensor, float]]
+    accumulated: Mapping[int, tuple[Tensor, float]] = field(default_factory=dict)
     touched: set[int] = field(default_factory=set)
     summed: set[int] = field(default_factory=set)
     waiting: dict[int, tuple[Sequence[int], Sequence[Tensor | None]]] = field(default_factory=dict)
@@ -64,10 +63,10 @@ class FlatGradients:
 
     def __post_init__(self) -> None:
         self.shares = {g.id: share_of(g, self.plan.mesh) for g in self.plan.groups if g.trainable}
-        self.away = any([group.offloaded for group in self.plan.groups])
 
-    def clear(self) -> None:
-        """Forget what was there."""
+    def start(self, accumulated: Mapping[int, tuple[Tensor, float]]) -> None:
+        """Begin a step: forget what was there."""
+        self.accumulated = accumulated
         for held in (self.touched, self.summed, self.waiting, self.norms):
             held.clear()
 
@@ -128,15 +127,21 @@ class FlatGradients:
         return grad
 
     def settle(self) -> None:
-        """Make the gradients of resident groups that no unit touched zero, and add what earlier steps carried."""
+        """Make the gradients of resident groups that no unit touched zero, and add what earlier steps accumulated."""
         for group in self.buffers:
             self._zero_untouched(group)
-        for group, (carried, factor) in self.carried.items():
+        for group, (accumulated, factor) in self.accumulated.items():
             buffers = self.buffers[group]
             if buffers.leaves_device:
                 self.offload.settle(buffers.slots.group)
                 self.norms.pop(group, None)
-            buffers.home.add_(carried.to(buffers.home.device), alpha=factor)
+            buffers.home.add_(accumulated.to(buffers.home.device), alpha=factor)
+
+    def arrive(self) -> None:
+        """Wait until gradients that are updated on the host are there."""
+        for buffers in self.buffers.values():
+            if buffers.leaves_device:
+                self.offload.settle(buffers.slots.group)
 
     def ready(self, group: int) -> None:
         """Before the update of a gradient of this step: see that it is there, and keep its norm."""
@@ -151,18 +156,12 @@ class FlatGradients:
         """Keep the norm of a gradient that is about to leave the device."""
         (self.norms[group],) = norms_of([self.buffers[group].own])
 
-    def sumsq(self) -> float:
-        """This rank's part of the squared norm of the summed gradients: each element counts once over all ranks."""
+    def all_norms(self) -> dict[int, Tensor]:
+        """The norm of this rank's part of the gradient of each group, 0-dim, by group id."""
         due = [group for group, each in self.buffers.items() if group not in self.norms and each.home.numel()]
         if due:
             self.norms.update(zip(due, norms_of([self.buffers[group].home for group in due]), strict=True))
-        if not self.norms:
-            return 0.0
-        found = list(self.norms.values())
-        if self.away:  # what was carried in host memory has its norm there
-            found = [norm.to(self.plan.mesh.device) for norm in found]
-        norms = torch.stack(found).tolist()
-        return math.fsum([self.shares[g] * norm * norm for g, norm in zip(self.norms, norms, strict=True)])
+        return self.norms
 
     def _zero_untouched(self, group: int) -> None:
         if group not in self.touched and group not in self.summed:

@@ -1,12 +1,12 @@
 """Clipping gradients by norm: of all leaves together, or of the leaves of each rule by themselves."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fshard.arguments import described
 from fshard.errors import PlanError, lines
@@ -14,6 +14,7 @@ from fshard.optim import checks
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.execution.update import Gradients
 from fshard.runtime.memory.norms import norms_of, share_of
+from fshard.runtime.steps.consensus import RuleNorms
 from fshard.sharding.plan import Plan
 
 
@@ -96,19 +97,15 @@ def _check_rules(clip: Clip, plan: Plan) -> None:
         raise PlanError(lines("clip_norm= does not fit the plan:", problems, remedy))
 
 
-def norms_by_rule(clip: Clip, plan: Plan, comm: Communicator, grads: Gradients) -> list[float]:
-    """The norm of the summed gradients of each rule's leaves, over all ranks. Collective, one exchange."""
-    sums = [0.0] * len(clip.rules)
-    for group, update_slices in grads.update_slices.items():
-        if update_slices:
+def norms_by_rule(clip: Clip, plan: Plan, grads: Gradients) -> list[RuleNorms]:
+    """The norms of this rank's summed gradients, of the leaves of each rule."""
+    found: list[list[tuple[float, Tensor]]] = [[] for _ in clip.rules]
+    for group, slices in grads.update_slices.items():
+        if slices:
             share = share_of(plan.groups[group], plan.mesh)
-            found = torch.stack([*norms_of(grads.slices(group))]).tolist()
-            for cut, norm in zip(update_slices, found, strict=True):
-                sums[cut.limit] += share * norm * norm
-    rows = [sums]
-    if comm.size > 1:
-        rows = exchange(comm, torch.tensor(sums, dtype=torch.float64, device="cpu")).tolist()
-    return [math.sqrt(math.fsum(row[i] for row in rows)) for i in range(len(sums))]
+            for cut, norm in zip(slices, norms_of(grads.slices(group)), strict=True):
+                found[cut.limit].append((share, norm))
+    return [*found]
 
 
 def skipped(comm: Communicator, skip: Any, metrics: Any) -> tuple[list[int], BaseException | None]:

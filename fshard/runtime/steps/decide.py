@@ -1,8 +1,10 @@
-"""What a train step decides beside its schedule: whether it updates, skips or carries, and what gradients become."""
+"""What a train step decides beside its schedule: whether it updates or skips, and what its gradients become."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from fshard.errors import LossError, NonFiniteError, unlike_skips
 from fshard.optim.around import CARRIED
@@ -10,10 +12,10 @@ from fshard.optim.base import rate
 from fshard.optim.contract import Contract
 from fshard.runtime.comm import Communicator
 from fshard.runtime.execution.update import Gradients, Shard
-from fshard.runtime.steps.attempt import raise_failure
 from fshard.runtime.steps.clip import Clip, norms_by_rule, skipped
-from fshard.runtime.steps.commit import FAILED, OK, Verdict
-from fshard.runtime.steps.runner import Runner
+from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
+from fshard.runtime.steps.failures import raise_failure
+from fshard.sharding.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,22 @@ class Decisions:
 
     Attributes:
         opt: the optimizer.
+        plan: the plan.
         clip: the limits of gradient norms.
         skip_norm: the gradient norm above which a step is skipped.
         skip: says of a step's metrics whether it is skipped.
-        runner: what runs the loss function.
+        parts: microbatches of the global batch, over ranks and accumulation.
+        divisor: what gradients are divided by before they are summed.
         grads: the gradients of a step.
     """
 
     opt: Contract
+    plan: Plan
     clip: Clip
     skip_norm: float | None
     skip: Callable[[Any], bool] | None
-    runner: Runner
+    parts: int
+    divisor: float
     grads: Gradients
 
     @property
@@ -42,7 +48,7 @@ class Decisions:
         return self.opt.steps or 1
 
     def updates(self, step: int) -> bool:
-        """Whether this step, counted from 0, updates; with ``fs.optim.every`` most carry their gradients."""
+        """Whether this step, counted from 0, updates; with ``fs.optim.every`` most accumulate their gradients."""
         return (step + 1) % self.every == 0
 
     def refuse(self, step: int) -> None:
@@ -53,23 +59,32 @@ class Decisions:
         """
         rate(self.opt.lr, step // self.every + 1)
 
-    def carry(self, step: int, count: float, shards: list[Shard], boost: float) -> None:
-        """Let what earlier steps carried be added to the gradients of a step that updates.
+    def accumulated(
+        self, step: int, count: float, shards: Sequence[Shard], loss_scale: float
+    ) -> Mapping[int, tuple[Tensor, float]]:
+        """What earlier steps accumulated, where this one updates, and times what it is added, by group id.
 
         Args:
             step: the step, counted from 0.
-            count: of elements whose gradients were carried.
+            count: of elements whose gradients were accumulated.
             shards: what the state holds.
-            boost: what the loss of this step is multiplied by. What is carried is not.
+            loss_scale: what the loss of this step is multiplied by. What was accumulated is not.
         """
-        carried = self.runner.workshop.carried
-        carried.clear()
-        if self.every > 1 and self.updates(step):
-            factor = (1.0 if count else self.runner.parts) * boost / self.runner.divisor
-            carried.update((group, (shards[group].opt[CARRIED], factor)) for group in self.grads.update_slices)
+        if self.every == 1 or not self.updates(step):
+            return {}
+        factor = (1.0 if count else self.parts) * loss_scale / self.divisor
+        return {group: (shards[group].opt[CARRIED], factor) for group in self.grads.update_slices}
+
+    def rules(self, step: int) -> int:
+        """For how many clipping rules this step needs a norm."""
+        return len(self.clip.rules) if self.clip.apart and self.updates(step) else 0
+
+    def rule_norms(self) -> list[RuleNorms]:
+        """The norms of this rank's gradients, by clipping rule."""
+        return norms_by_rule(self.clip, self.plan, self.grads)
 
     def count(self, step: int, count: float, verdict: Verdict, overflow: bool) -> float:
-        """The elements whose gradients are carried after this step."""
+        """The elements whose gradients are accumulated after this step."""
         if overflow or self.every == 1:
             return count
         return 0.0 if self.updates(step) else count + verdict.count
@@ -79,7 +94,7 @@ class Decisions:
 
         Args:
             step: the step, counted from 0.
-            count: of elements whose gradients were carried.
+            count: of elements whose gradients were accumulated.
             verdict: of this step.
 
         Raises:
@@ -116,7 +131,7 @@ class Decisions:
         return bool(said[0])
 
     def unit(self, verdict: Verdict, divided: float) -> float:
-        """What sums of gradients are multiplied by to be carried, in units that no mesh or ``accumulate=`` enters.
+        """What sums of gradients are multiplied by to be accumulated, in units free of mesh and ``accumulate=``.
 
         They become the gradient of this step's mean, or of the sum over its elements where the loss is an ``fs.Mean``.
 
@@ -124,28 +139,26 @@ class Decisions:
             verdict: of this step.
             divided: what gradients were divided by.
         """
-        return divided if verdict.count else divided / self.runner.parts
+        return divided if verdict.count else divided / self.parts
 
-    def scales(self, step: int, norm: float, scale: float, comm: Communicator, unit: float = 1.0) -> list[float | None]:
-        """What gradients are divided by, for each rule of clipping, in this step's update. Collective with rules.
+    def scales(self, step: int, norm: float, scale: float, verdict: Verdict, unit: float = 1.0) -> list[float | None]:
+        """What gradients are divided by, for each rule of clipping, in this step's update.
 
         Args:
             step: the step, counted from 0.
             norm: the gradient norm of the mean.
             scale: what sums are multiplied by to become gradients of the mean.
-            communicator: the control communicator.
-            unit: what sums are multiplied by to be carried.
+            verdict: of this step.
+            unit: what sums are multiplied by to be accumulated.
         """
-        norms = [norm]
         if not self.updates(step):
             return [_divisor(unit)] * len(self.clip.rules)
-        if self.clip.apart:
-            norms = [scale * total for total in norms_by_rule(self.clip, self.runner.plan, comm, self.grads)]
+        norms = [scale * total for total in verdict.rules] if self.clip.apart else [norm]
         return [_divisor(scale * factor) for factor in self.clip.factors(norms)]
 
 
 def _mixed(step: int, every: int, weighted: bool) -> LossError:
-    """A loss that changes its kind while gradients are carried."""
+    """A loss that changes its kind while gradients are accumulated."""
     now, before = ("an fs.Mean", "a plain mean") if weighted else ("a plain mean", "an fs.Mean")
     return LossError(
         f"step {step} has {now} for a loss, and the steps before it, whose gradients fs.optim.every({every}, ...) "

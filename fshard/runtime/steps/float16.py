@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard.optim.scaling import LossScale, Scale, divisor
-from fshard.runtime.steps.commit import Verdict
+from fshard.runtime.steps.consensus import Verdict
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan

@@ -23,7 +23,8 @@ def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:
 
     The best of some tries counts: what else runs on a machine makes single tries slower, never faster.
     """
-    comm = max((comms.gather[axes] for axes in sorted(comms.gather)), key=lambda comm: comm.size)
+    gathers = (comm for (kind, _), comm in comms.made.items() if kind == "all_gather")
+    comm = max(gathers, key=lambda comm: comm.size)
     compute = auto.compute if auto.compute is not None else _compute(plan)
     wire = auto.wire if auto.wire is not None else _wire(plan, comm)
     return Rates(compute, wire, auto.latency)

@@ -1,0 +1,96 @@
+"""The memory that a step keeps from one call to the next: the arena, gradients, and casts of shards."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.memory.allocation import deallocate
+from fshard.runtime.memory.memory_spaces import memory_space
+from fshard.runtime.memory.offload import Offload
+from fshard.schedule.ops import GroupInfo
+from fshard.sharding.layout import Group
+from fshard.sharding.plan import Plan
+
+
+class GroupBuffers(NamedTuple):
+    """Where the gradient of a trainable group lies on its path, 1-D. They may be one tensor.
+
+    Attributes:
+        shard: the gradient shard.
+        own: what this rank updates of it, on the device.
+        home: the same where the update reads it: on the device, or in host memory.
+        late: whether the first sum of a shard is made in the staging.
+    """
+
+    shard: Tensor
+    own: Tensor
+    home: Tensor
+    late: bool
+
+
+class StepMemory:
+    """The memory of a step. Nothing is allocated before the first program is prepared.
+
+    Args:
+        plan: the plan.
+        infos: what schedules know of the groups.
+        train: whether there are gradients.
+        poison: fill new memory with nan.
+
+    Attributes:
+        gradients: the buffers of trainable groups, by group id.
+        homes: the ``home`` of each, which updates read.
+        arena: the arena of programs that have a schedule; None before the first.
+        casts: room for the shards of groups that units read in another dtype, by group id.
+        reduced: the groups whose gradients are reduced: their memory comes and goes.
+    """
+
+    def __init__(self, plan: Plan, infos: Sequence[GroupInfo], train: bool, poison: bool) -> None:
+        self.plan, self.infos, self.poison = plan, infos, poison
+        self.gradients: dict[int, GroupBuffers] = {}
+        self.homes: dict[int, Tensor] = {}
+        self.casts: dict[int, Tensor] = {}
+        self.arena: Tensor | None = None
+        self.reduced = frozenset(number for number, info in enumerate(infos) if train and info.reduced)
+        self.trained = [group for group in plan.groups if train and group.trainable]
+
+    @functools.cached_property
+    def offload(self) -> Offload:
+        """What copies to and from host memory."""
+        return Offload(self.plan.mesh)
+
+    def allocate(self) -> None:
+        """Make the buffers of groups, at the first call."""
+        for group in self.plan.groups:
+            if group.compute_dtype != group.dtype and group.id not in self.casts:
+                place = memory_space(group.kinds.param, self.plan.mesh)
+                self.casts[group.id] = place.empty(group.chunk, group.compute_dtype)
+        for group in self.trained:
+            if group.id not in self.gradients:
+                self.gradients[group.id] = made = self._gradient(group)
+                self.homes[group.id] = made.home
+
+    def _gradient(self, group: Group) -> GroupBuffers:
+        device, chunk = self.plan.mesh.device, group.owned.chunk
+        shard = own = home = torch.zeros(chunk, dtype=group.dtype, device=device)
+        if group.id in self.reduced:
+            deallocate(own)
+        if group.offloaded:
+            pinned = "pinned_host" in (group.kinds.param, group.kinds.opt)
+            place = memory_space("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
+            home = place.zeros(chunk, group.dtype)
+        if group.second_scatter:
+            shard = torch.zeros(group.chunk, dtype=group.dtype, device=device)
+            deallocate(shard)
+        late = any([transfer.late for transfer in self.infos[group.id].transfers])
+        return GroupBuffers(shard, own, home, late)
+
+    def new_arena(self, size: int) -> Tensor:
+        """Memory for an arena of this many bytes."""
+        arena = torch.empty(size, dtype=torch.uint8, device=self.plan.mesh.device)
+        if self.poison:
+            arena.fill_(255)  # every floating-point dtype reads all ones as nan
+        return arena

@@ -1,0 +1,104 @@
+"""Failures of steps: how a rank's failure becomes that of all ranks, and what leaves the mesh broken."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fshard.arguments import raised
+from fshard.errors import (
+    BatchError,
+    LossError,
+    PeerError,
+    ReplicationError,
+    ScheduleError,
+    TransformError,
+    lines,
+    step_transformed,
+)
+from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, exchange_text, raise_failures
+from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.execution.executor import diverged
+from fshard.runtime.steps.consensus import CUT, FAILED
+
+FAILURE, BEHIND = "!", "!!"
+"""Begin the text of a rank that failed, where ranks exchange requests: of itself, or because it was cut off."""
+
+
+def raise_failure(comm: Communicator, failure: BaseException | None, status: Sequence[int], own: int = FAILED) -> None:
+    """Raise what went wrong: this rank's own failure, or what the first rank that failed says of its own. Collective.
+
+    A rank that was cut off raises its own failure only if no other rank's is behind it.
+    """
+    failed = [rank for rank, code in enumerate(status) if code == FAILED]
+    causes = failed or [rank for rank, code in enumerate(status) if code == CUT]
+    head = f"{len(causes)} of {len(status)} ranks failed, so no rank made this step:"
+    remedy = "The state is as it was before the call and can be used."
+    raise_failures(comm, failure, head, remedy, causes, cut_off=bool(failed) and own == CUT)
+
+
+def request(comm: Communicator, text: str) -> None:
+    """Agree on what all ranks do next, where no schedule says it. Collective.
+
+    Raises:
+        ScheduleError: ranks ask for different things.
+        PeerError: a rank failed, and this one did not.
+    """
+    texts = exchange_text(comm, text)
+    failed = [rank for rank, theirs in enumerate(texts) if theirs.startswith(FAILURE)]
+    behind = [rank for rank in failed if not texts[rank].startswith(BEHIND)]
+    if failed:
+        if text.startswith(FAILURE) and not (behind and text.startswith(BEHIND)):
+            return
+        raise _failed_peers({rank: texts[rank][1:] for rank in behind or failed})
+    if len(set(texts)) > 1:
+        places = exchange_text(comm, call_site(), CALL_SITE_BYTES)
+        raise diverged([f"{text} ({place})" for text, place in zip(texts, places, strict=True)])
+
+
+def report(comm: Communicator, failure: BaseException, status: int) -> None:
+    """Answer the other ranks' next request with a failure of this rank's program. Collective.
+
+    Raises:
+        PeerError: this rank was cut off, and another rank's failure is behind it.
+    """
+    request(comm, (BEHIND if status == CUT else FAILURE) + raised(failure))
+
+
+def _failed_peers(texts: Mapping[int, str]) -> PeerError:
+    """The error of a rank whose peers failed."""
+    rows = [f"rank {rank}: {text.removeprefix(FAILURE)}" for rank, text in texts.items()]
+    return PeerError(lines("a rank failed, so no rank made this step:", rows, "The state can still be used."))
+
+
+def refuse_transforms(what: str) -> None:
+    """Steps work on memory that transforms know nothing of.
+
+    Raises:
+        TransformError: a transform of ``torch.func`` is under way, or it is a train step in inference mode.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise step_transformed(what)
+    if "train" in what and torch.is_inference_mode_enabled():
+        raise TransformError(
+            f"{what} was called under torch.inference_mode(), where autograd records nothing: call it outside of that, "
+            f"or evaluate with fs.make_eval_step, which works there"
+        )
+
+
+def starved(error: BaseException) -> bool:
+    """Whether memory ran out. PyTorch's allocator of the host says so in a plain ``RuntimeError``."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+@contextmanager
+def together(comms: Communicators) -> Iterator[None]:
+    """What leaves this otherwise than all ranks together leaves the mesh broken: its peers must not wait for it."""
+    try:
+        yield
+    except (PeerError, ScheduleError, BatchError, LossError, ReplicationError):
+        raise
+    except BaseException as error:
+        comms.transport.abort_all(raised(error))
+        raise

@@ -1,0 +1,57 @@
+"""Finding the program of a function: by a trace, or from a step that ran on demand."""
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from fshard.runtime.engine.batch import microbatches, signature
+from fshard.runtime.execution.trace import Found, trace
+from fshard.runtime.steps.programs import Programs
+
+Fn = Callable[..., Any]
+
+MANY = 32
+"""Signatures of batches that may be met before a warning says so."""
+
+
+class Finder:
+    """Finds the program of a function for each signature of its batches.
+
+    Args:
+        fn: the loss function, or for evaluation any function.
+        programs: for what it is found.
+
+    Attributes:
+        seen: what was found for the latest batch; None if only a real run can tell.
+    """
+
+    def __init__(self, fn: Fn, programs: Programs) -> None:
+        self.fn, self.programs = fn, programs
+        self.seen: Found | None = None
+        self._found: dict[Hashable, Found | None] = {}
+
+    def look(self, batch: Any) -> Found | None:
+        """The program for batches like this one; None if only a real run can tell."""
+        key, programs = signature(batch), self.programs
+        if key not in self._found:
+            self._count()
+            part = microbatches(batch, programs.accumulate)[0]
+            found = self._found[key] = trace(self.fn, programs.plan, part, programs.train)
+            if found is not None:
+                programs.remat.check({*found.program.reads, *(group.unit for group in programs.plan.groups)})
+        self.seen = self._found[key]
+        return self.seen
+
+    def learn(self, batch: Any, found: Found) -> None:
+        """Keep what a run on demand has found for batches like this one."""
+        self._found[signature(batch)] = found
+
+    def _count(self) -> None:
+        if len(self._found) == MANY:
+            warnings.warn(
+                f"{MANY} batches differed in values that are no tensors, and each was traced anew: pass values that "
+                f"change from step to step as tensors",
+                stacklevel=5,
+            )
+        if len(self._found) > 4 * MANY:
+            self._found.clear()

@@ -1,0 +1,106 @@
+"""The first exchange of a step: all ranks are about to run the same, on batches that fit together."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from fshard.errors import BatchError, ScheduleError, lines
+from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text
+from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.facts import Facts, digest, settle
+from fshard.runtime.engine.batch import leading_dims
+from fshard.runtime.steps.consensus import FAILED, OK
+from fshard.runtime.steps.failures import raise_failure
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a rank is about to run.
+
+    Attributes:
+        number: equal on two ranks if it is the same.
+        text: says it in lines; asked for only where numbers differ.
+    """
+
+    number: int = 0
+    text: Callable[[], str] = "gathered on demand".__str__
+
+
+def agree(
+    comm: Communicator,
+    call: str,
+    intent: Intent,
+    batch: Any,
+    equal_rows: bool,
+    failure: BaseException | None,
+    facts: Facts = Facts(),  # noqa: B008 - a frozen value
+) -> list[int]:
+    """Compare this rank's call, facts, schedule and batch with all others', before anything else is sent.
+
+    Args:
+        comm: the control communicator over the whole mesh.
+        call: what is called, the same on all ranks.
+        intent: this rank's schedule.
+        batch: this rank's batch.
+        equal_rows: whether leading dims must be equal on all ranks.
+        failure: what went wrong on this rank before it could take part.
+        facts: what must be equal on all ranks.
+
+    Returns:
+        The leading dim of each rank's batch if they are unequal, else nothing.
+
+    Raises:
+        ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
+    """
+    if comm.size == 1:
+        if failure is not None:
+            raise failure
+        return []
+    dims = () if failure else leading_dims(batch)
+    mine = [FAILED if failure else OK, intent.number, digest(dims), dims[0] if dims else -1, facts.number]
+    status, schedules, shapes, firsts, numbers = zip(*announce(comm, call, mine), strict=True)
+    if any(status):
+        raise_failure(comm, failure, status)
+    settle(comm, numbers, facts)
+    if len(set(schedules)) > 1:
+        raise _different(comm, intent)
+    uneven = list(firsts) if len(set(shapes)) > 1 else []
+    if equal_rows and uneven:
+        raise uneven_rows(uneven)
+    return uneven
+
+
+def _different(comm: Communicator, intent: Intent) -> ScheduleError:
+    """The error of ranks with different schedules: where each is called, and where it first differs from rank 0's."""
+    places = exchange_text(comm, call_site(), CALL_SITE_BYTES)
+    said = exchange_bytes(comm, zlib.compress(intent.text().encode()))
+    texts = [zlib.decompress(text).decode().splitlines() for text in said]
+    kinds = []
+    for rank, (text, place) in enumerate(zip(texts, places, strict=True)):
+        pairs = zip_longest(texts[0], text, fillvalue="nothing")
+        first = next((f": '{b.strip()}' where rank 0 has '{a.strip()}'" for a, b in pairs if a != b), "")
+        kinds.append(f"rank {rank}: schedule of {len(text)} lines, {place}{first}")
+    return ScheduleError(
+        lines(
+            "ranks are about to run different schedules:",
+            kinds,
+            "The program must be the same on all ranks; Python values in the batch that decide which units run, or "
+            "which collectives, must be equal, and so must accumulate= and schedule=.",
+        )
+    )
+
+
+def uneven_rows(dims: Sequence[int]) -> BatchError:
+    """The error of a mean loss over batches of different sizes."""
+    rows = [f"rank {rank}: {dim if dim >= 0 else 'no'} rows" for rank, dim in enumerate(dims)]
+    if len(set(dims)) == 1:
+        rows = [f"the batch's first tensor has {dims[0]} rows on every rank, but others differ"]
+    return BatchError(
+        lines(
+            "the leading dims of the batch differ between ranks, and a plain mean over them would be wrong:",
+            rows,
+            "Give every rank as many rows, or return fs.Mean(losses.sum(), count) from the loss function.",
+        )
+    )

@@ -1,0 +1,256 @@
+"""The programs of a step: each with a checked schedule, an engine and memory, made once and kept."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fshard.errors import unknown_rates
+from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.facts import digest
+from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
+from fshard.runtime.engine.remat import NO_REMAT, Remat
+from fshard.runtime.execution.actions import Actions, make_resident
+from fshard.runtime.execution.executor import Route, make_route
+from fshard.runtime.execution.trace import Found
+from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
+from fshard.runtime.memory.step_memory import StepMemory
+from fshard.runtime.steps.backends import make_cache
+from fshard.runtime.steps.rates import common, measured
+from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
+from fshard.schedule.build import build
+from fshard.schedule.check import check
+from fshard.schedule.footprint import Need
+from fshard.schedule.infos import group_infos, stage_numel
+from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import KINDS
+from fshard.sharding.mesh import Axes
+from fshard.sharding.plan import Plan
+
+if TYPE_CHECKING:
+    from fshard.runtime.graphs.cache import Cache
+
+ALIGN = 256
+
+EngineMaker = Callable[[Plan, Sink, Remat, Traits], Engine]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program ready to run.
+
+    Attributes:
+        engine: what runs its units.
+        actions: what the ops of its schedule do.
+        weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
+        route: the schedule as it runs; None if the program is gathered on demand.
+        axes: those over which the program communicates itself.
+    """
+
+    engine: Engine
+    actions: Actions
+    weighted: bool | None = None
+    route: Route | None = None
+    axes: tuple[Axes, ...] = ()
+    digest: int = 0
+
+    def text(self) -> str:
+        """What ``digest`` is of, in lines."""
+        over = " and ".join("+".join(axes) for axes in self.axes) or "no axis"
+        return f"collectives of the program over {over}\n{self.route.schedule if self.route else 'gathered on demand'}"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Makes and keeps the programs that a step has met.
+
+    Attributes:
+        plan: the plan.
+        policy: how schedules are built.
+        accumulate: microbatches of a step.
+        train: whether there is a backward.
+        comms: the communicators of the plan.
+        infos: what schedules know of the groups.
+        memory: what programs share.
+        remat: which units are computed again in their backward.
+        cache: compiled graphs of units; None without a backend.
+        engine: makes the engine of a program.
+        choices: what ``fs.Auto`` chose, by program.
+        made: the programs.
+    """
+
+    plan: Plan
+    policy: Policy | Auto
+    accumulate: int
+    train: bool
+    comms: Communicators
+    infos: tuple[GroupInfo, ...]
+    memory: StepMemory
+    remat: Remat
+    cache: "Cache | None"
+    engine: EngineMaker = Engine
+    choices: dict[str, Choice] = field(default_factory=dict)
+    made: dict[Hashable, Prepared] = field(default_factory=dict)
+
+    def again(self, engine: EngineMaker) -> "Programs":
+        """Programs of the same choices and graphs on engines and memory of their own."""
+        cache = self.cache
+        if cache is not None:
+            report = {unit: dict(runs) for unit, runs in cache.report.items()}
+            cache = replace(cache, graphs=dict(cache.graphs), report=report)
+        memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison)
+        return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), made={})
+
+    def schedule(self, found: Found) -> Schedule:
+        """The checked schedule of a program."""
+        if isinstance(self.policy, Auto):
+            schedule = self.choice(found, self.policy).schedule
+        else:
+            schedule = build(found.program, self.infos, self.policy, self.accumulate, self.train)
+        check(schedule)
+        return schedule
+
+    def undecided(self, found: Found) -> Auto | None:
+        """What chooses the policy of a program, where all ranks still have to do that together; else None."""
+        auto = self.policy
+        return auto if isinstance(auto, Auto) and found.program.text not in self.choices else None
+
+    def decide(self, found: Found, auto: Auto) -> None:
+        """Choose the policy of a program. Collective."""
+        rates, needs = common(self.comms, measured(self.plan, self.comms, auto), found.needs)
+        self.choices[found.program.text] = choose(self._task(found.program, needs), auto, rates)
+
+    def choice(self, found: Found, auto: Auto) -> Choice:
+        """What was chosen for a program; before any step, what this rank alone would choose.
+
+        Raises:
+            PlanError: nothing was chosen yet, and it is not known what this machine does in a second.
+        """
+        if found.program.text in self.choices:
+            return self.choices[found.program.text]
+        missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
+        if missing:
+            raise unknown_rates(missing)
+        rates = Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency)
+        return choose(self._task(found.program, found.needs), auto, rates)
+
+    def _task(self, program: Program, needs: tuple[Need, ...]) -> Task:
+        full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
+        return Task(program, self.infos, needs, self.accumulate, full)
+
+    def scheduled(self, found: Found) -> Prepared:
+        """A program with its schedule, made at the first call."""
+        program, weighted, foreign = found.program, found.weighted, found.foreign
+        key = (program.text, weighted, foreign, found.inner, found.axes, found.exact)
+        if key not in self.made:
+            schedule = self.schedule(found)
+            engine, actions = self._prepared(
+                self._arena(schedule.memory.arena_bytes),
+                schedule.memory.offsets,
+                Traits(program.reads[ROOT], foreign, found.exact),
+            )
+            number = int(schedule.hash[:15], 16)
+            number = digest((number, found.axes)) if found.axes else number
+            self.made[key] = Prepared(engine, actions, weighted, make_route(schedule, actions), found.axes, number)
+            self._compiled(self.made[key], found)
+        return self.made[key]
+
+    def on_demand(self) -> Prepared:
+        """What runs a program that is not known yet: every group has a place of its own."""
+        offsets, end = {}, 0
+        for info in self.infos:
+            if info.gathered:
+                offsets[f"param:{info.name}"], end = end, -(-(end + info.full_bytes) // ALIGN) * ALIGN
+        return Prepared(*self._prepared(self.memory.new_arena(end), offsets, UNKNOWN))
+
+    def closing(self, microbatch: int) -> list[Op]:
+        """The reductions after a backward that ran on demand."""
+        infos = [info for info in self.infos if self.train and info.reduced]
+        last = microbatch == self.accumulate - 1
+        rows = [row for row in KINDS.values() if row.stage == "gradient" and (last or row.each_microbatch)]
+        return [
+            Op(word, info.name, 0, microbatch if row.each_microbatch else 0)
+            for row in rows
+            for word in (row.name, row.wait)
+            for info in infos
+            if info.transfer(row.name)
+        ]
+
+    def _prepared(self, arena: Tensor, offsets: Mapping[str, int], traits: Traits) -> tuple[Engine, Actions]:
+        """An engine on an arena, and what ops do to both."""
+        memory, buffers = self.memory, dict[int, GradientBuffers]()
+        gradients = FlatGradients(self.plan, buffers, memory.offload)
+        engine = self.engine(self.plan, gradients.sink, self.remat, traits)
+        staging = {group: stage_numel(self.plan, self.plan.groups[group]) for group in memory.reduced}
+        engine.slots.place(arena, offsets, staging)
+        memory.allocate()
+        for group, made in memory.gradients.items():
+            slots = engine.slots.groups[group]
+            if slots.grad is None:
+                slots.bind_grad(made.home)
+            buffers[group] = GradientBuffers(slots, *made)
+        resident = make_resident(memory.casts, memory.offload)
+        return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
+
+    def _compiled(self, prepared: Prepared, found: Found) -> None:
+        if self.cache is None:
+            return
+        from fshard.runtime.graphs.cache import Graphs  # it imports a compiler's worth of modules
+
+        engine, program = prepared.engine, found.program
+        readers: Counter[int] = Counter()
+        for unit in (*(call.unit for call in program.backward), ROOT, ROOT):
+            readers.update(program.reads[unit])
+        trained = [slots for slots in engine.slots.groups if slots.group.trainable]
+        grads = {slots.group.id: slots.grads for slots in trained}
+        claim = prepared.actions.gradients.claim
+        if any(slots.grad is not None and slots.grad.dtype != slots.group.compute_dtype for slots in trained):
+            claim = _refuse  # a graph writes in the dtype in which it computes; the sink casts
+        engine.graphs = Graphs(
+            self.cache, self.plan, engine, claim, grads, readers, found.inner, found.foreign, self.remat
+        )
+
+    def _arena(self, size: int) -> Tensor:
+        memory = self.memory
+        if memory.arena is None or memory.arena.numel() < size:
+            # Programs made before hold views of the old arena: they are made again when they come up.
+            self.made.clear()
+            memory.arena = memory.new_arena(size)
+        return memory.arena
+
+
+def make_programs(
+    plan: Plan,
+    policy: Policy | Auto,
+    *,
+    accumulate: int = 1,
+    train: bool = True,
+    poison: bool = False,
+    remat: Remat = NO_REMAT,
+    compile: str | None = None,
+    visiting: Mapping[int, int] | None = None,
+) -> Programs:
+    """The programs of a step, of which there are none yet.
+
+    Args:
+        plan: the plan.
+        policy: how schedules are built.
+        accumulate: microbatches of a step.
+        train: whether there is a backward.
+        poison: fill freed memory with nan.
+        remat: which units are computed again in their backward.
+        compile: the backend of compiled graphs, if any.
+        visiting: bytes of optimizer state that visit the side on which they are updated, by group id.
+    """
+    infos = group_infos(plan, visiting or {})
+    memory = StepMemory(plan, infos, train, poison)
+    return Programs(plan, policy, accumulate, train, Communicators(plan), infos, memory, remat, make_cache(compile))
+
+
+def _refuse(groups: Sequence[tuple[int, bool]]) -> bool:
+    """Nothing may be written straight into flat gradients."""
+    return False

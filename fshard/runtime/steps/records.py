@@ -1,0 +1,132 @@
+"""What the stages of a step hand on: each record is made by one stage, and not written to after it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fshard.runtime.comm.facts import Facts
+from fshard.runtime.execution.actions import NOTHING
+from fshard.runtime.execution.executor import OnDemand, Scheduled
+from fshard.runtime.execution.signals import Shield
+from fshard.runtime.execution.update import Shard, Update
+from fshard.runtime.steps.consensus import OK, RuleNorms, Verdict
+from fshard.runtime.steps.programs import Prepared
+from fshard.schedule.ops import Op
+from fshard.schedule.schedule import Schedule
+
+Losses = Sequence[tuple[Tensor, Tensor | float]]
+"""The total and the count of each microbatch."""
+
+
+class Request(NamedTuple):
+    """What one step is given.
+
+    Attributes:
+        batch: this rank's batch.
+        shards: the parameters, by group id.
+        shield: holds signals back while ranks communicate.
+        update: the update that still waits for this step.
+        refuse: raises what makes this rank refuse the step before it begins.
+        facts: gives what must be equal on all ranks; called after ``refuse``.
+        randomness: makes the context in which an attempt draws its random numbers.
+        accumulated: what is added to the gradients, and times what, by group id.
+        loss_scale: what the loss is multiplied by for the backward.
+        rules: the number of clipping rules of which norms are asked for.
+        rule_norms: gives these norms when gradients are complete.
+        stop: whether this rank asks all ranks to stop after this step.
+    """
+
+    batch: Any
+    shards: list[Shard]
+    shield: Shield
+    update: Update | None = None
+    refuse: Callable[[], object] = bool
+    facts: Callable[[], Facts] = Facts
+    randomness: Callable[[], AbstractContextManager[None]] = nullcontext
+    accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING
+    loss_scale: float = 1.0
+    rules: int = 0
+    rule_norms: Callable[[], Sequence[RuleNorms]] = tuple
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What this rank is about to run."""
+
+    request: Request
+    prepared: Prepared
+    parts: Sequence[Any]
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks are about to run. ``uneven`` holds the leading dim of each rank's batch, if they differ."""
+
+    ready: Ready
+    executor: Scheduled | OnDemand
+    uneven: list[int]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What this rank's program did.
+
+    Attributes:
+        status: how its part went.
+        losses: the total and the count of each microbatch.
+        aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
+        weighted: whether the loss is an ``fs.Mean``.
+        failure: what the program raised.
+        left: where it left its schedule, if it did.
+    """
+
+    agreed: Agreed
+    status: int = OK
+    losses: Losses = ()
+    aux: Sequence[Any] = ()
+    weighted: bool = False
+    failure: BaseException | None = None
+    left: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step on all ranks.
+
+    Attributes:
+        verdict: what all ranks learned.
+        losses: the total and the count of each microbatch.
+        aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
+        uneven: the leading dim of each rank's batch, if they differ.
+        divided: what gradients were divided by.
+        failure: what this rank's program raised.
+        left: where it left its schedule, if it did.
+    """
+
+    verdict: Verdict
+    losses: Losses
+    aux: Sequence[Any]
+    uneven: Sequence[int]
+    divided: float
+    failure: BaseException | None
+    left: str
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The latest run on this rank: its schedule, unless it ran on demand, and which ops began when."""
+
+    prepared: Prepared | None = None
+    record: Sequence[Op] = ()
+    times: Sequence[float] = field(default=(), repr=False)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule; None if there was none."""
+        route = self.prepared.route if self.prepared is not None else None
+        return route.schedule if route is not None else None

@@ -1,0 +1,103 @@
+"""Making a train step: its options, and which of them cannot be."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fshard.arguments import described
+from fshard.errors import PlanError
+from fshard.optim.base import Optimizer
+from fshard.optim.checks import is_optimizer, optimizer_meant
+from fshard.optim.scaling import LossScale
+from fshard.runtime.engine.remat import read_remat
+from fshard.runtime.steps.clip import read_clip
+from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
+from fshard.runtime.steps.options import Options, flag_problems, late_problems, step_problems
+from fshard.schedule.auto import Auto
+from fshard.schedule.policy import Policy
+from fshard.sharding.plan import Plan
+from fshard.state.fit import check_optimizer
+from fshard.training.metrics import Metrics
+from fshard.training.step import TrainStep
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    opt: Optimizer,
+    plan: Plan,
+    *,
+    clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
+    skip_norm: float | None = None,
+    skip: Callable[[Metrics], bool] | None = None,
+    accumulate: int = 1,
+    schedule: Policy | Auto | str | None = None,
+    donate: bool = True,
+    debug: bool = False,
+    compile: str | None = None,
+    remat: Any = None,
+    loss_scale: LossScale | None = None,
+) -> TrainStep:
+    """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``, which returns a scalar tensor, an ``fs.Mean``, or either with a dict of
+            auxiliary values. It is run once on fake tensors to find the order of its units.
+        opt: an optimizer of ``fs.optim``.
+        plan: the plan.
+        clip_norm: clip the global norm of the gradient to this, exactly (``torch.nn.utils.clip_grad_norm_``). Rules
+            ``[(pattern, limit), ...]`` on paths clip the leaves of each by their own norm; the first match wins.
+        skip_norm: skip a step whose gradient norm is larger: the state that comes back is the one that went in.
+        skip: skip a step of whose metrics this function says so. All ranks must say the same.
+        accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch. With
+            an ``fs.Mean`` they may be of unequal size. ``fs.Microbatches`` gives them one by one.
+        schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
+            updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
+            first step, by memory and simulated time; ``step.choice`` says what and why.
+        donate: reuse the memory of the state that a step takes.
+        debug: fill every freed range with nan, so that a read of freed memory shows; compare copies of leaves and of
+            optimizer state before every step; and the gradients of leaves that ranks along other than the data axes
+            hold copies of, so that a missing ``pvary`` shows.
+        compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
+            and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
+            ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that
+            cannot be traced run as they are; ``step.units`` names them.
+        remat: which units are computed again in their backward, so that less memory is held between the two: None, for
+            none; ``"all"``; a policy of ``fs.policies``, which says whose results are kept nevertheless; or rules
+            ``[(pattern, one of these)]``, of which the first that matches the whole of a unit's name counts. Gradients
+            keep their bits.
+        loss_scale: how the loss is scaled for the backward, ``fs.LossScale()``, which float16 needs. A step whose
+            gradient is not finite is skipped on all ranks: it returns the state as it was, with a smaller scale, and
+            ``metrics.skipped``. A loss that is not finite stays an error, since no scale would mend it.
+
+    Raises:
+        PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
+
+    >>> import torch, fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> opt = fs.optim.sgd(0.1)
+    >>> step = make_train_step(lambda params, batch: (batch @ params["w"]).sum(), opt, plan)
+    >>> state, metrics = step(fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))
+    >>> metrics.loss, state.step, state.params["w"]
+    (tensor(10.), 1, tensor([0.9000, 1.9000, 2.9000, 3.9000]))
+    """
+    policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
+    if not isinstance(policy, Policy | Auto):
+        raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
+    if not isinstance(plan, Plan) or not is_optimizer(opt):
+        raise PlanError(
+            f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
+            f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
+        )
+    clip = read_clip(clip_norm, plan)
+    problems = [
+        *flag_problems(donate=donate, debug=debug),
+        *step_problems(loss_fn, plan, clip, accumulate, policy),
+        *late_problems(opt, policy, skip_norm, skip),
+        *scale_problems(loss_scale, policy),
+    ]
+    if problems:
+        raise PlanError("; ".join(problems))
+    check_optimizer(plan, opt)
+    options = Options(clip, skip_norm, skip, accumulate, policy, donate, debug, compile, read_remat(remat), loss_scale)
+    warn_of_float16(plan, loss_scale)
+    return TrainStep(loss_fn, opt, plan, options)
