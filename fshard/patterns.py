@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 
 def bad_regex(pattern: object) -> str | None:
@@ -28,6 +28,17 @@ def bad_regex(pattern: object) -> str | None:
 def bad_regexes(patterns: Iterable[object]) -> list[str]:
     """What ``bad_regex`` says of each of these that is no regular expression."""
     return [problem for pattern in patterns if (problem := bad_regex(pattern))]
+
+
+def first_matches(patterns: Sequence[str], names: Iterable[str]) -> dict[str, tuple[int, re.Match[str]] | None]:
+    """For each name the number of the first pattern that matches all of it, with the match; None if none does.
+
+    >>> {name: hit and hit[0] for name, hit in first_matches(["a.*", ".*c"], ["ac", "bc", "b"]).items()}
+    {'ac': 0, 'bc': 1, 'b': None}
+    """
+    rules = [re.compile(pattern) for pattern in patterns]
+    hits = ((name, ((i, m) for i, rule in enumerate(rules) if (m := rule.fullmatch(name)))) for name in names)
+    return {name: next(found, None) for name, found in hits}
 
 
 def regex_of(glob: str) -> str:

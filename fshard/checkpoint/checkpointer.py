@@ -316,9 +316,11 @@ def _check_restore(plan: Plan, step: int | None, rules: TakeRules | None, into: 
     """Check the arguments of a restore."""
     if not isinstance(plan, Plan):
         raise PlanError(f"restore(plan, opt) takes a plan, and was given {kind(plan)}")
-    pairs = "a list of (pattern, name in the checkpoint or None)"
-    expect("restore(plan, opt)", [("step", step, (int, type(None)), "an int, or None for the newest")])
-    known = ("into", into, (TrainState, type(None)), "a train state")
-    expect("restore(plan, opt)", [("rules", rules, (list, tuple, type(None)), pairs), known])
+    wants = [
+        ("step", step, (int, type(None)), "an int, or None for the newest"),
+        ("rules", rules, (list, tuple, type(None)), "a list of (pattern, name in the checkpoint or None)"),
+        ("into", into, (TrainState, type(None)), "a train state"),
+    ]
+    expect("restore(plan, opt)", wants)
     if into is not None:
         into.check_plan(plan)

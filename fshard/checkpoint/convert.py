@@ -6,7 +6,6 @@ It holds one tensor, or the data of one file, in memory, whatever the size of th
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,12 +15,13 @@ from torch import Tensor
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import CheckpointFolder, discard, sync
 from fshard.checkpoint.manifest import Manifest
-from fshard.checkpoint.read import Target, check_files, read_into
-from fshard.checkpoint.save import complete, written_row
+from fshard.checkpoint.ranges import Slice
+from fshard.checkpoint.read import check_files, read_into
+from fshard.checkpoint.save import complete
 from fshard.checkpoint.tensorfile import write_header
-from fshard.checkpoint.write import FILE_BYTES, Slice, Written, hashers, packed, raw, write_all, write_file
+from fshard.checkpoint.write import equal_range, packed, raw, write_files
 from fshard.errors import CheckpointError
-from fshard.sharding.layout import ALIGN, Piece
+from fshard.sharding.layout import Piece
 
 
 def whole_piece(shape: tuple[int, ...]) -> Piece:
@@ -30,81 +30,53 @@ def whole_piece(shape: tuple[int, ...]) -> Piece:
 
 
 def load_tensor(folder: str, manifest: Manifest, name: str) -> Tensor:
-    """A whole tensor of a checkpoint, verified, on the CPU.
-
-    Raises:
-        DamagedError: its bytes differ from those that were written.
-        CheckpointError: it cannot be read.
-    """
+    """A whole tensor of a checkpoint, verified, on the CPU."""
     info = manifest.tensors[name]
     with file_errors("read", folder):
         check_files(folder, manifest.files, {extent.file for extent in info.extents})
         flat = torch.empty(torch.Size(info.shape).numel(), dtype=info.dtype)
-        read_into(folder, manifest, [Target(name, whole_piece(info.shape), flat)])
+        read_into(folder, manifest, [Slice(name, whole_piece(info.shape), flat)])
     return flat.view(info.shape)
 
 
 def to_file(folder: str, manifest: Manifest, path: str, names: Mapping[str, str]) -> int:
-    """Write whole tensors to a new safetensors file, which exists completely or not at all. Returns its bytes.
+    """Write whole tensors, by their names in the file, to a new safetensors file. Returns its bytes.
 
-    Args:
-        folder: the checkpoint's folder.
-        manifest: its manifest.
-        path: the file.
-        names: the name in the file of each tensor to write.
-
-    Raises:
-        CheckpointError: the file exists, or cannot be written.
-        DamagedError: the checkpoint differs from what was written.
+    The file exists completely or not at all.
     """
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already: give another name, or remove it")
     tensors = sorted(names, key=lambda name: -manifest.tensors[name].dtype.itemsize)
-    header = write_header(
-        {names[n]: (manifest.tensors[n].dtype, manifest.tensors[n].shape) for n in tensors},
-        {"format": "pt", "step": str(manifest.step)},
-    )
+    metadata = {"format": "pt", "step": str(manifest.step)}
     temporary = f"{path}.tmp-{secrets.token_hex(4)}"
     try:
         with file_errors("write to", temporary), open(temporary, "xb") as file:
-            file.write(header)
-            file.flush()
-            at = len(header)
+            file.write(write_header({names[name]: manifest.tensors[name] for name in tensors}, metadata))
             for name in tensors:
-                tensor = load_tensor(folder, manifest, name).view(-1)
-                write_all(file.fileno(), [raw(tensor)], at)
-                at += tensor.nbytes
+                tensor = load_tensor(folder, manifest, name)
+                file.write(raw(tensor))
+            file.flush()
             os.fsync(file.fileno())
+            size = file.tell()
         with file_errors("write to", path):
             os.link(temporary, path)  # unlike a rename, a link never replaces a file
             sync(os.path.dirname(os.path.abspath(path)))
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-    return at
+    return size
 
 
-def to_folder(folder: str, manifest: Manifest, root: str, ranks: int, limit: int = FILE_BYTES) -> None:
+def to_folder(folder: str, manifest: Manifest, root: str, ranks: int) -> None:
     """Write the step to another folder of checkpoints, cut into equal ranges for a number of ranks.
 
     Any number of ranks can read any checkpoint; one file for each rank is read fastest.
-
-    Args:
-        folder: the checkpoint's folder.
-        manifest: its manifest.
-        root: the folder of checkpoints to write to.
-        ranks: the number of ranks.
-        limit: bytes of data in a file, about.
-
-    Raises:
-        CheckpointError: the step exists, or cannot be written.
-        DamagedError: the checkpoint differs from what was written.
     """
     target = CheckpointFolder(root)
     path = target.begin(manifest.step, overwrite=False)
     try:
-        with ThreadPoolExecutor(max_workers=hashers() + 1) as pool:
-            rows = [written_row(_write_rank(folder, manifest, path, rank, ranks, limit, pool)) for rank in range(ranks)]
+        with file_errors("write to", path):
+            rows = [write_files(path, rank, _loaded(folder, manifest, rank, ranks)) for rank in range(ranks)]
         tensors = {n: replace(info, spec="P(flat='ranks')", extents=()) for n, info in manifest.tensors.items()}
         head = replace(manifest, files={}, mesh={"ranks": ranks}, tensors=tensors)
         target.commit(path, manifest.step, complete(head, rows).dump())
@@ -115,26 +87,17 @@ def to_folder(folder: str, manifest: Manifest, root: str, ranks: int, limit: int
         target.close()
 
 
-def _write_rank(
-    folder: str, manifest: Manifest, path: str, rank: int, ranks: int, limit: int, pool: ThreadPoolExecutor
-) -> Written:
-    """The files of one rank."""
-    written = Written({}, {})
-    for number, part in enumerate(packed(list(_ranges(manifest, rank, ranks)), limit)):
-        filled = [replace(s, data=torch.empty_like(s.data, device="cpu")) for s in part]
-        with file_errors("read", folder):
-            read_into(folder, manifest, [Target(s.name, s.piece, s.data) for s in filled])
-        with file_errors("write to", path):
-            write_file(path, f"rank-{rank:05d}-{number:03d}.safetensors", filled, pool, written)
-    return written
-
-
-def _ranges(manifest: Manifest, rank: int, ranks: int) -> Iterator[Slice]:
-    """A rank's range of each tensor, without data."""
+def _loaded(folder: str, manifest: Manifest, rank: int, ranks: int) -> Iterator[list[Slice]]:
+    """A rank's range of each tensor, file by file."""
+    ranges = []
     for name, info in manifest.tensors.items():
         piece = whole_piece(info.shape)
-        step = -(-piece.numel // ranks // ALIGN) * ALIGN
-        begin, end = min(piece.numel, rank * step), min(piece.numel, (rank + 1) * step)
+        begin, end = equal_range(piece.numel, rank, ranks)
         if begin < end:
             empty = torch.empty(end - begin, dtype=info.dtype, device="meta")
-            yield Slice(name, replace(piece, start=begin, stop=end), empty)
+            ranges.append(Slice(name, replace(piece, start=begin, stop=end), empty))
+    for part in packed(ranges):
+        filled = [replace(s, data=torch.empty_like(s.data, device="cpu")) for s in part]
+        with file_errors("read", folder):
+            read_into(folder, manifest, [Slice(s.name, s.piece, s.data) for s in filled])
+        yield filled

@@ -36,14 +36,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class File:
-    """An open regular file.
-
-    Attributes:
-        path: its path, for errors.
-        number: its descriptor.
-        size: its bytes when it was opened.
-        refuse: makes the error for a problem.
-    """
+    """An open regular file: path for errors, descriptor, bytes when it was opened, and the error for a problem."""
 
     path: str
     number: int
@@ -112,15 +105,7 @@ def folder_at(path: str, *, links: bool = False) -> Iterator[int]:
 def plain_file(
     folder: str, name: str, at: int, size: int | None = None, *, links: bool = False, refuse: Refusal = damaged
 ) -> Iterator[File]:
-    """An open regular file of a folder.
-
-    Args:
-        folder: the folder's path, for errors.
-        name: the file's name in the folder.
-        at: the open folder.
-        size: the bytes that the file must have, if they are known.
-        links: whether the name may be a symbolic link to a regular file.
-        refuse: makes the error for a problem.
+    """An open regular file of the open folder ``at``, which must have ``size`` bytes; with ``links`` also through one.
 
     Raises:
         CheckpointError: the file is missing, has another size, or is not a regular file.

@@ -21,8 +21,8 @@ from contextlib import suppress
 
 from fshard.checkpoint.files import file_errors, open_file
 from fshard.checkpoint.manifest import LIMIT, Manifest, parse
-from fshard.checkpoint.problems import another_run, damaged, empty, exists, foreign, locked, no_such_step, printable
-from fshard.errors import DamagedError
+from fshard.checkpoint.problems import SHOWN, damaged, empty, foreign, listed, printable
+from fshard.errors import CheckpointError, DamagedError, lines
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,18})")
@@ -38,11 +38,7 @@ def step_folder(root: str, step: int) -> str:
 
 
 def list_steps(root: str) -> list[int]:
-    """The steps in a folder, in ascending order; none if it does not exist.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    """The steps in a folder, in ascending order; none if it does not exist."""
     with file_errors("list", root):
         try:
             names = os.listdir(root)
@@ -53,26 +49,18 @@ def list_steps(root: str) -> list[int]:
 
 
 def choose_steps(root: str, step: int | None) -> list[int]:
-    """The step, or the newest one for None, and all older ones, newest first.
-
-    Raises:
-        CheckpointError: the step does not exist.
-    """
+    """The step, or the newest one for None, and all older ones, newest first."""
     steps = list_steps(root)
     if not steps:
         raise empty(root)
     if step is not None and step not in steps:
-        raise no_such_step(root, step, steps)
+        have = ", ".join(map(str, steps[-SHOWN:]))
+        raise CheckpointError(f"{root} holds no step {step}; it holds {have}: give one of them, or None for the newest")
     return [s for s in reversed(steps) if step is None or s <= step]
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of a step's folder.
-
-    Raises:
-        CheckpointError: it cannot be read, or has a newer format.
-        DamagedError: it is missing, or differs from what was written.
-    """
+    """The manifest of a step's folder; raises as ``parse``, also if it is missing or of another step."""
     path = os.path.join(folder, MANIFEST)
     if os.path.islink(folder):
         raise damaged(folder, ["it is a symbolic link, which a checkpoint never is"])
@@ -98,15 +86,8 @@ class CheckpointFolder:
     def begin(self, step: int, overwrite: bool, known: Collection[str] | None = None) -> str:
         """Make the temporary folder of a step and return its path. The first call takes the lock and cleans up.
 
-        Args:
-            step: the step.
-            overwrite: whether the step may exist.
-            known: the runs that the writer continues. The first call finds which of them the folder's checkpoints
-                belong to, and sets ``run``; an empty folder begins a new run. None writes for no run.
-
-        Raises:
-            CheckpointError: the step exists, another job writes here, the folder belongs to another run, or the file
-                system refuses.
+        ``known`` are the runs that the writer continues: the first call finds which of them the folder's checkpoints
+        belong to, and sets ``run``; an empty folder begins a new run. None writes for no run.
         """
         with file_errors("write to", self.root):
             if os.path.exists(self.root) and not os.path.isdir(self.root):
@@ -122,7 +103,10 @@ class CheckpointFolder:
                     raise
             final = step_folder(self.root, step)
             if os.path.lexists(final) and not overwrite:
-                raise exists(final, step)
+                raise CheckpointError(
+                    f"{final} exists already: step {step} was saved before. Pass overwrite=True to replace it, or give "
+                    f"this run a folder of its own"
+                )
             path = f"{final}.tmp-{secrets.token_hex(4)}"
             os.mkdir(path)
         return path
@@ -175,7 +159,12 @@ class CheckpointFolder:
                     return run
                 found.setdefault(run, step)
         if found:
-            raise another_run(self.root, found)
+            rows = [f"run {run}, its newest step is {step}" for run, step in found.items()]
+            remedy = (
+                "Its steps and those of this run would mix. Restore from the folder to go on with its run, or give "
+                "this run a folder of its own. Nothing was written."
+            )
+            raise CheckpointError(lines(f"{self.root} holds the checkpoints of another run:", listed(rows), remedy))
         return secrets.token_hex(8)
 
     def _take_lock(self) -> None:
@@ -191,7 +180,12 @@ class CheckpointFolder:
             deadline = time.monotonic() + PATIENCE
             while not _locked(fd):
                 if time.monotonic() > deadline:
-                    raise locked(self.root, printable(os.pread(fd, 200, 0).decode(errors="replace").strip()))
+                    holder = printable(os.pread(fd, 200, 0).decode(errors="replace").strip())
+                    raise CheckpointError(
+                        f"{self.root} is being written to by another Checkpointer ({holder or 'which left no name'}): "
+                        f"give each job a folder of its own, or close() the other one. fuser and lslocks show the "
+                        f"process that holds {path}"
+                    )
                 time.sleep(0.05)
             os.truncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} of {socket.gethostname()}\n".encode(), 0)

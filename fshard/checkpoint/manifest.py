@@ -14,14 +14,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-import torch
-
 from fshard.checkpoint.problems import damaged, foreign
 from fshard.checkpoint.strict_json import check_bounds, parse_json
-from fshard.checkpoint.tensorfile import DTYPES, NAMES, is_count, is_shape
+from fshard.checkpoint.tensorfile import DTYPES, NAMES, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError
 from fshard.sharding.layout import Piece
-from fshard.sharding.spec import Shape
 
 FORMAT = "fshard-checkpoint"
 VERSION = 2
@@ -33,6 +30,7 @@ LARGEST_CHUNK = 16 * CHUNK
 LIMIT = 1 << 30
 """Bytes of a manifest, at most."""
 RUN = re.compile(r"[0-9a-f]{16}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,80}\.safetensors")
 
 
@@ -53,6 +51,10 @@ class FileInfo:
         """The SHA-256 over the digests of the chunks, in hex."""
         return hashlib.sha256(bytes.fromhex("".join(self.chunks))).hexdigest()
 
+    def row(self) -> dict[str, Any]:
+        """The file as JSON; ``read_file`` is the inverse."""
+        return {"size": self.size, "chunk": self.chunk, "sha256": self.sha256, "chunks": list(self.chunks)}
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -62,38 +64,31 @@ class Extent:
     at: int
     piece: Piece
 
+    def row(self) -> list[Any]:
+        """The extent as JSON: file, byte, offset and shape of the box, range in it; ``read_extent`` is the inverse."""
+        piece = self.piece
+        return [self.file, self.at, list(piece.offset), list(piece.shape), piece.start, piece.stop]
+
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """A whole tensor: dtype, shape, how the mesh cut it, and where its pieces are stored."""
+class TensorInfo(TensorMeta):
+    """A whole tensor: shape, dtype, how the mesh cut it, and where its pieces are stored."""
 
-    dtype: torch.dtype
-    shape: Shape
     spec: str
     extents: tuple[Extent, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __str__(self) -> str:
+        """``F32[4, 8]``."""
+        return f"{NAMES[self.dtype]}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds.
 
-    Attributes:
-        step: the training step.
-        scalars: the state's values other than tensors.
-        tensors: the tensors by name, in the order of the state.
-        files: the files by name.
-        mesh: the sizes of the mesh's axes by name.
-        data: the user's JSON for the data loader.
-        metadata: any other JSON of the user.
-        schedule: the hash of the train step's schedule, if it was given.
-        versions: the versions of fshard and torch.
-        run: the id of the run; None for a checkpoint of no run, or written before there were ids.
-        seal: the manifest's own SHA-256; empty before it was written.
+    ``data`` and ``metadata`` are the user's JSON, ``schedule`` the hash of the train step's schedule. ``run`` is None
+    for a checkpoint of no run, or written before there were ids. ``seal``, the manifest's own SHA-256, is empty before
+    the manifest is written.
     """
 
     step: int
@@ -131,16 +126,13 @@ class Manifest:
             "schedule": self.schedule,
             "versions": dict(self.versions),
             **({} if self.run is None else {"run": self.run}),
-            "files": {
-                name: {"size": info.size, "chunk": info.chunk, "sha256": info.sha256, "chunks": list(info.chunks)}
-                for name, info in self.files.items()
-            },
+            "files": {name: info.row() for name, info in self.files.items()},
             "tensors": {
                 name: {
                     "dtype": NAMES[info.dtype],
                     "shape": list(info.shape),
                     "spec": info.spec,
-                    "extents": [extent_row(extent) for extent in info.extents],
+                    "extents": [extent.row() for extent in info.extents],
                 }
                 for name, info in self.tensors.items()
             },
@@ -159,18 +151,10 @@ def _text(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
-def extent_row(extent: Extent) -> list[Any]:
-    """An extent as JSON: file, byte, offset and shape of the box, range in it."""
-    piece = extent.piece
-    return [extent.file, extent.at, list(piece.offset), list(piece.shape), piece.start, piece.stop]
-
-
 def parse(path: str, text: bytes) -> Manifest:
     """The manifest in a text that was read from ``path``.
 
-    Raises:
-        CheckpointError: the text is no manifest, or one of a newer format.
-        DamagedError: the text differs from what was written, or contradicts itself.
+    A CheckpointError says that it is none, or of a newer format; a DamagedError, that it was changed after writing.
     """
     if len(text) > LIMIT:
         raise damaged(path, [f"it has {len(text)} bytes, and a manifest has at most {LIMIT}"])
@@ -190,18 +174,12 @@ def parse(path: str, text: bytes) -> Manifest:
     found = hashlib.sha256(_text(body)).hexdigest()
     if seal != found:
         raise damaged(path, [f"its SHA-256 is {found}, and it says {str(seal)[:80]}: it was changed after writing"])
-    problems: list[str] = []
-    manifest = _read(body, problems)
-    if not problems and manifest is not None:
-        problems = list(islice(inconsistent(manifest), MOST))
-    if problems or manifest is None:
-        raise damaged(path, problems)
-    return replace(manifest, seal=found)
+    return replace(_read(path, body), seal=found)
 
 
 KEYS: dict[str, Callable[[Any], bool]] = {
     "step": is_count,
-    "scalars": lambda value: isinstance(value, dict) and all(map(is_scalar, value.values())),
+    "scalars": lambda value: isinstance(value, dict) and not any(isinstance(v, dict | list) for v in value.values()),
     "mesh": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
     "data": lambda value: True,
     "metadata": lambda value: True,
@@ -214,27 +192,28 @@ KEYS: dict[str, Callable[[Any], bool]] = {
 """The check of each part of a manifest."""
 
 
-def _read(body: Mapping[str, Any], problems: list[str]) -> Manifest | None:
-    """A manifest of parts of the right types; None if problems were added to the list."""
+def _read(path: str, body: Mapping[str, Any]) -> Manifest:
+    """A consistent manifest of parts of the right types."""
     parts = {"run": None} | {name: value for name, value in body.items() if name not in ("format", "version")}
-    problems += [f"{name}: missing" for name in KEYS if name not in parts]
+    problems = [f"{name}: missing" for name in KEYS if name not in parts]
     problems += [f"{name[:80]!r}: unknown" for name in parts if name not in KEYS]
-    problems += [
-        f"{name}: {str(parts[name])[:80]}" for name, good in KEYS.items() if name in parts if not good(parts[name])
-    ]
+    problems += [f"{name}: {str(parts[name])[:80]}" for name in KEYS if name in parts and not KEYS[name](parts[name])]
     if problems:
-        return None
+        raise damaged(path, problems)
     read: dict[str, dict[str, Any]] = {"files": {}, "tensors": {}}
-    for what, reader in (("files", _file), ("tensors", _tensor)):
+    for what, reader in (("files", read_file), ("tensors", _tensor)):
         for name, row in parts[what].items():
             try:
                 read[what][name] = reader(name, row)
             except ValueError as error:
                 problems.append(f"{what}[{name[:200]!r}]{error}")
-    return None if problems else Manifest(**{**parts, **read})
+    manifest = Manifest(**{**parts, **read})
+    if problems := problems or list(islice(inconsistent(manifest), MOST)):
+        raise damaged(path, problems)
+    return manifest
 
 
-def _file(name: str, row: Any) -> FileInfo:
+def read_file(name: str, row: Any) -> FileInfo:
     """A row of ``files``; a ValueError says what is wrong with it."""
     if not FILE_NAME.fullmatch(name):
         raise ValueError(": not a plain file name, such as rank-00000-000.safetensors")
@@ -244,27 +223,12 @@ def _file(name: str, row: Any) -> FileInfo:
     good = is_count(size) and is_count(chunk) and 64 <= chunk <= LARGEST_CHUNK and not chunk % 64
     if not good or not isinstance(chunks, list):
         raise ValueError(f": a size of {str(size)[:30]} bytes in chunks of {str(chunk)[:30]}")
-    if len(chunks) != -(-size // chunk) or not all(map(is_sha256, chunks)):
+    if len(chunks) != -(-size // chunk) or not all(isinstance(c, str) and SHA256.fullmatch(c) for c in chunks):
         raise ValueError(f": {size} bytes need {-(-size // chunk)} SHA-256 of chunks, and it has {len(chunks)}")
     info = FileInfo(size, tuple(chunks), chunk)
     if row["sha256"] != info.sha256:
         raise ValueError(": its SHA-256 is not that of its chunks")
     return info
-
-
-def typed(info: TensorInfo) -> str:
-    """A tensor's dtype and shape: ``F32[4, 8]``."""
-    return f"{NAMES[info.dtype]}{list(info.shape)}"
-
-
-def is_scalar(value: Any) -> bool:
-    """Whether a JSON value is neither an object nor a list."""
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def is_sha256(value: Any) -> bool:
-    """Whether a JSON value is a SHA-256 in hex."""
-    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
 def _tensor(name: str, row: Any) -> TensorInfo:
@@ -276,23 +240,17 @@ def _tensor(name: str, row: Any) -> TensorInfo:
         raise ValueError(f": dtype {str(dtype)[:80]!r}, which is none of {', '.join(DTYPES)}")
     if not is_shape(shape) or not isinstance(spec, str) or not isinstance(rows, list):
         raise ValueError(f": shape {str(shape)[:80]}, its spec or its extents are invalid")
-    extents = []
-    for number, extent in enumerate(map(read_extent, rows)):
-        if extent is None:
-            raise ValueError(f".extents[{number}]: not [file, byte, offset, shape, start, stop]")
-        extents.append(extent)
-    return TensorInfo(DTYPES[dtype], tuple(shape), spec, tuple(extents))
+    return TensorInfo(tuple(shape), DTYPES[dtype], spec, tuple(read_extent(n, extent) for n, extent in enumerate(rows)))
 
 
-def read_extent(row: Any) -> Extent | None:
-    """The inverse of ``extent_row``; None for anything else."""
-    if not isinstance(row, list) or len(row) != 6:
-        return None
-    file, at, offset, shape, start, stop = row
-    good = isinstance(file, str) and all(map(is_count, (at, start, stop))) and is_shape(shape)
-    if not good or not isinstance(offset, list) or not all(map(is_count, offset)) or len(offset) != len(shape):
-        return None
-    return Extent(file, at, Piece(tuple(offset), tuple(shape), start, stop))
+def read_extent(number: int, row: Any) -> Extent:
+    """The extent in row ``number`` of a tensor; a ValueError says what is wrong with the row."""
+    match row:
+        case [str(file), at, list(offset), list(shape), start, stop]:
+            counts = all(map(is_count, (at, start, stop, *offset)))
+            if counts and is_shape(shape) and len(offset) == len(shape):
+                return Extent(file, at, Piece(tuple(offset), tuple(shape), start, stop))
+    raise ValueError(f".extents[{number}]: not [file, byte, offset, shape, start, stop]")
 
 
 def inconsistent(manifest: Manifest) -> Iterable[str]:

@@ -8,12 +8,34 @@ reshard by intersecting boxes; flat shards, which they do not have, need ranges 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from fshard.sharding.layout import Piece
 from fshard.sharding.spec import Shape
+
+Box = tuple[Shape, Shape]
+"""The low and the high corner of a box."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """A piece of a tensor that is written, or read into ``data``: its elements, 1-D."""
+
+    name: str
+    piece: Piece
+    data: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.data.numel() * self.data.element_size()
+
+    def cut(self, begin: int, end: int) -> "Slice":
+        """Its elements ``begin`` to ``end``."""
+        piece = replace(self.piece, start=self.piece.start + begin, stop=self.piece.start + end)
+        return Slice(self.name, piece, self.data[begin:end])
 
 
 @dataclass(frozen=True)
@@ -31,10 +53,12 @@ class Block:
 
     def within(self, tensor: Tensor, low: Shape, high: Shape) -> Tensor:
         """The view of a box, which lies in this block, of ``tensor``, the piece as a 1-D tensor."""
-        box = tensor[self.at : self.at + self.numel].view(self.shape)
-        for dim, (a, b, start) in enumerate(zip(low, high, self.offset, strict=True)):
-            box = box.narrow(dim, a - start, b - a)
-        return box
+        return cut_box(tensor[self.at : self.at + self.numel].view(self.shape), (low, high), self.offset)
+
+
+def cut_box(tensor: Tensor, box: Box, offset: Shape) -> Tensor:
+    """The view of a box of the whole tensor in ``tensor``, a part that begins at an offset."""
+    return tensor[tuple(slice(a - o, b - o) for a, b, o in zip(*box, offset, strict=True))]
 
 
 def blocks(piece: Piece) -> list[Block]:
@@ -75,28 +99,30 @@ def _row(shape: Shape, row: int, start: int, stop: int) -> Iterator[tuple[Shape,
         yield (row, *corner), (1, *sizes), at + base
 
 
-def overlap(one: Block, other: Block) -> tuple[Shape, Shape] | None:
-    """The box that two blocks share, as its low and high corner; None if they share no element."""
+def overlap(one: Block, other: Block) -> Box | None:
+    """The box that two blocks share; None if they share no element."""
     low = tuple(map(max, one.offset, other.offset))
     high = tuple(min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True))
     return (low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
 
 
+def shared(one: Piece, other: Piece) -> Iterator[tuple[Block, Block, Box]]:
+    """The boxes that two pieces share, each with its block in either, in the order of ``one``."""
+    if (one.offset, one.shape) == (other.offset, other.shape):  # ranges of one box share a range of it
+        one, other = (Piece((0,), (math.prod(p.shape),), p.start, p.stop) for p in (one, other))
+    for mine in blocks(one):
+        for theirs in blocks(other):
+            if (box := overlap(mine, theirs)) is not None:
+                yield mine, theirs, box
+
+
 def shared_range(one: Piece, other: Piece) -> tuple[int, int] | None:
     """The smallest range of ``one`` that holds all elements of ``other`` in it; None if they share none."""
-    if one.offset == other.offset and one.shape == other.shape:
-        low, high = max(one.start, other.start), min(one.stop, other.stop)
-        return (low, high) if low < high else None
-    ends = [
-        _span(block, one.start, found)
-        for block in blocks(one)
-        for theirs in blocks(other)
-        if (found := overlap(block, theirs)) is not None
-    ]
+    ends = [_span(block, one.start, box) for block, _, box in shared(one, other)]
     return (min(a for a, _ in ends), max(b for _, b in ends)) if ends else None
 
 
-def _span(block: Block, start: int, box: tuple[Shape, Shape]) -> tuple[int, int]:
+def _span(block: Block, start: int, box: Box) -> tuple[int, int]:
     """The range in the piece of a box in a block."""
     first = last = 0
     for a, b, o, n in zip(*box, block.offset, block.shape, strict=True):
@@ -106,12 +132,5 @@ def _span(block: Block, start: int, box: tuple[Shape, Shape]) -> tuple[int, int]
 
 def copy_shared(target: Tensor, to: Piece, source: Tensor, of: Piece) -> None:
     """Copy the elements that two pieces share from ``source``, the piece ``of``, to ``target``, the piece ``to``."""
-    if to.offset == of.offset and to.shape == of.shape:
-        low, high = max(to.start, of.start), min(to.stop, of.stop)
-        if low < high:
-            target[low - to.start : high - to.start].copy_(source[low - of.start : high - of.start])
-        return
-    for mine in blocks(to):
-        for theirs in blocks(of):
-            if (box := overlap(mine, theirs)) is not None:
-                mine.within(target, *box).copy_(theirs.within(source, *box))
+    for mine, theirs, box in shared(to, of):
+        mine.within(target, *box).copy_(theirs.within(source, *box))

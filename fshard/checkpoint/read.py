@@ -14,27 +14,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from fshard.checkpoint.files import File, file_errors, folder_at, open_file, plain_file
 from fshard.checkpoint.folder import MANIFEST, read_manifest
 from fshard.checkpoint.manifest import Extent, FileInfo, Manifest
 from fshard.checkpoint.problems import damaged
-from fshard.checkpoint.ranges import copy_shared, shared_range
-from fshard.checkpoint.tensorfile import Stored, header_of
-from fshard.sharding.layout import Piece
+from fshard.checkpoint.ranges import Slice, copy_shared, shared_range
+from fshard.checkpoint.tensorfile import Stored, read_header
 
 BLOCK = 1 << 21
 """Bytes that a thread reads at a time."""
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """A piece of a checkpoint's tensor, and the 1-D tensor, of any dtype and device, to read it into."""
-
-    name: str
-    piece: Piece
-    tensor: Tensor
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,7 @@ class Span:
     end: int
     extent: Extent
     dtype: torch.dtype
-    target: Target
+    target: Slice
 
 
 @dataclass(frozen=True)
@@ -58,13 +47,8 @@ class Job:
     spans: list[Span] = field(default_factory=list)
 
 
-def read_into(folder: str, manifest: Manifest, targets: Sequence[Target]) -> None:
+def read_into(folder: str, manifest: Manifest, targets: Sequence[Slice]) -> None:
     """Fill the tensors of all targets from a checkpoint, and verify every byte that is read.
-
-    Args:
-        folder: the checkpoint's folder.
-        manifest: its manifest, which holds the name of each target.
-        targets: what to read; each piece lies in its tensor.
 
     Raises:
         DamagedError: a file is missing, of another size or kind, or its bytes differ from those that were written.
@@ -85,7 +69,6 @@ def verify_step(folder: str) -> Manifest:
     """Verify a step's folder: the manifest, every chunk's SHA-256, each file's header, and that nothing else is there.
 
     Raises:
-        CheckpointError: it cannot be read.
         DamagedError: something in it differs from what was written.
     """
     manifest = read_manifest(folder)
@@ -103,9 +86,9 @@ def verify_step(folder: str) -> Manifest:
 def _header_problems(folder: str, name: str, manifest: Manifest) -> Iterator[str]:
     """Where a file's header and the manifest differ."""
     with open_file(folder, name, manifest.files[name].size) as file:
-        tensors, _ = header_of(file)
+        tensors = read_header(file)
     listed = {
-        key: Stored(info.dtype, (extent.piece.numel,), extent.at, extent.at + extent.piece.numel * info.dtype.itemsize)
+        key: Stored((extent.piece.numel,), info.dtype, extent.at)
         for key, info in manifest.tensors.items()
         for extent in info.extents
         if extent.file == name
@@ -115,7 +98,7 @@ def _header_problems(folder: str, name: str, manifest: Manifest) -> Iterator[str
             yield f"{name}: {key[:200]} is {tensors.get(key)} in its header and {listed.get(key)} in the manifest"
 
 
-def plan_reads(manifest: Manifest, targets: Sequence[Target]) -> list[Job]:
+def plan_reads(manifest: Manifest, targets: Sequence[Slice]) -> list[Job]:
     """What to read for these targets: each chunk at most once, files in order."""
     spans: dict[str, list[Span]] = {}
     for target in targets:
@@ -194,6 +177,4 @@ def _read_job(file: File, info: FileInfo, job: Job, buffer: bytearray) -> None:
         size, piece = span.dtype.itemsize, span.extent.piece
         source = torch.frombuffer(buffer, dtype=span.dtype, count=(end - begin) // size, offset=begin - job.begin)
         first = piece.start + (begin - span.extent.at) // size
-        copy_shared(
-            span.target.tensor, span.target.piece, source, replace(piece, start=first, stop=first + len(source))
-        )
+        copy_shared(span.target.data, span.target.piece, source, replace(piece, start=first, stop=first + len(source)))

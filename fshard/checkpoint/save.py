@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import CheckpointFolder, discard
-from fshard.checkpoint.manifest import Extent, FileInfo, Manifest, TensorInfo, extent_row, inconsistent, read_extent
-from fshard.checkpoint.write import Slice, Written, write_files
+from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsistent, read_extent, read_file
+from fshard.checkpoint.ranges import Slice
+from fshard.checkpoint.write import packed, write_files
 from fshard.errors import CheckpointError, CommError, lines
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, first_rank_or_raise
 from fshard.runtime.comm.facts import Facts
@@ -26,14 +27,7 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Save:
-    """One rank's part of a save.
-
-    Attributes:
-        rank: this rank.
-        path: the temporary folder, as this rank sees it.
-        head: the manifest, without files and extents.
-        slices: what this rank writes.
-    """
+    """One rank's part of a save: the temporary folder, the manifest without files and extents, and what to write."""
 
     rank: int
     path: str
@@ -43,13 +37,13 @@ class Save:
 
 def head_of(state: TrainState, user: Mapping[str, Any]) -> Manifest:
     """The manifest of a state without files and extents; ``user`` holds data, metadata, schedule and run."""
-    tensors = {entry.name: TensorInfo(entry.dtype, entry.shape, repr(entry.spec), ()) for entry in entries(state)}
+    tensors = {entry.name: TensorInfo(entry.shape, entry.dtype, repr(entry.spec), ()) for entry in entries(state)}
     versions = {"fshard": VERSION, "torch": str(torch.__version__)}
     return Manifest(state.step, scalars(state), tensors, {}, dict(state.plan.mesh.shape), versions=versions, **user)
 
 
 def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:
-    """What must be equal on all ranks of a save: state, copies, the user's JSON, and options."""
+    """What must be equal on all ranks of a save: state, copies, the user's JSON and options."""
     tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in entries(state)}
     own = {name: json.dumps(value) for name, value in user.items()}
     return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True).of(state)
@@ -80,25 +74,17 @@ def remove_failed(comm: Communicator, rank: int, path: str, error: BaseException
 
 
 def _write(save: Save) -> dict[str, Any]:
-    """Write this rank's files; returns what was written, as JSON."""
     with file_errors("write to", save.path):
-        return written_row(write_files(save.path, save.rank, save.slices))
-
-
-def written_row(written: Written) -> dict[str, Any]:
-    """What a rank wrote, as JSON."""
-    files = {name: [info.size, info.chunk, list(info.chunks)] for name, info in written.files.items()}
-    return {"files": files, "extents": {k: [extent_row(e) for e in rows] for k, rows in written.extents.items()}}
+        return write_files(save.path, save.rank, packed(save.slices))
 
 
 def complete(head: Manifest, written: Sequence[Mapping[str, Any]]) -> Manifest:
-    """The manifest of all ranks' files, which must hold every element of the state once."""
-    files: dict[str, FileInfo] = {}
+    """The manifest of all ranks' files, as from ``write_files``, which must hold every element of the state once."""
+    files = {name: read_file(name, row) for rank in written for name, row in rank["files"].items()}
     extents: dict[str, list[Extent]] = {name: [] for name in head.tensors}
-    for row in written:
-        files |= {name: FileInfo(size, tuple(chunks), chunk) for name, (size, chunk, chunks) in row["files"].items()}
-        for name, found in row["extents"].items():
-            extents[name] += [extent for extent in map(read_extent, found) if extent is not None]
+    for rank in written:
+        for name, rows in rank["extents"].items():
+            extents[name] += [read_extent(number, row) for number, row in enumerate(rows)]
     tensors = {name: replace(info, extents=tuple(extents[name])) for name, info in head.tensors.items()}
     manifest = replace(head, files=files, tensors=tensors)
     problems = list(inconsistent(manifest))

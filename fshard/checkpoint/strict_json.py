@@ -31,16 +31,10 @@ OBJECT, LIST, ITEM = 240, 88, 40
 
 
 def parse_json(text: bytes, most: int | None = None) -> Any:
-    """The value of a text that is strict JSON.
+    """The value of a text that is strict JSON; ``most`` is a further bound on the bytes of memory that it takes.
 
-    It must be UTF-8 without repeated keys, NaN or Infinity, within the bounds on depth, memory and digits above.
-
-    Args:
-        text: the bytes.
-        most: a further bound on the bytes of memory of the value.
-
-    Raises:
-        ValueError: the text breaks a rule.
+    The text must be UTF-8 without repeated keys, NaN or Infinity, within the bounds on depth, memory and digits above;
+    a ValueError says which rule it breaks.
 
     >>> parse_json(b'{"a": [1, 2]}')
     {'a': [1, 2]}

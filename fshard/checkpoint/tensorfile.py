@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.files import File, Refusal
-from fshard.checkpoint.problems import damaged
+from fshard.checkpoint.files import File
 from fshard.checkpoint.strict_json import parse_json
 from fshard.sharding.spec import Shape
 
@@ -56,102 +55,98 @@ LARGEST = 2**60
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in the bytes ``begin`` to ``end`` of a file."""
+class TensorMeta:
+    """The shape and dtype of a tensor."""
 
-    dtype: torch.dtype
     shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stored(TensorMeta):
+    """A tensor in a file, from byte ``begin`` on."""
+
     begin: int
-    end: int
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.begin + self.nbytes
 
 
-def write_header(tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> bytes:
+def write_header(tensors: Mapping[str, TensorMeta], metadata: Mapping[str, str]) -> bytes:
     """The bytes before the data of consecutive tensors. With larger elements first, every element is aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
-    for name, (dtype, shape) in tensors.items():
-        end = at + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-        at = end
+    for name, meta in tensors.items():
+        offsets = [at, at + meta.nbytes]
+        header[name] = {"dtype": NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": offsets}
+        at += meta.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
     return struct.pack("<Q", len(text)) + text
 
 
-def header_length(path: str, start: bytes, size: int, refuse: Refusal = damaged) -> int:
-    """The number of bytes before the data of a file, from its first 8 bytes and its size."""
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if len(start) < 8 or not 2 <= length <= min(LIMIT, size - 8):
-        raise refuse(
-            path, [f"its header of {length} bytes does not fit its {size} bytes, or the limit of {LIMIT} bytes"]
-        )
-    return 8 + int(length)
-
-
-def header_of(file: File) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The header of an open file, as from ``read_header``. Data are not read."""
-    start = bytes(file.read(0, min(8, file.size)))
-    length = header_length(file.path, start, file.size, file.refuse)
-    return read_header(file.path, start + file.text(8, length), file.size, file.refuse)
-
-
-def read_header(
-    path: str, text: bytes, size: int, refuse: Refusal = damaged
-) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors of a file by name, in the order of their data, and the header's metadata.
-
-    Args:
-        path: the file's path, for errors.
-        text: the file's first bytes, up to its data.
-        size: the bytes of the whole file.
-        refuse: makes the error for problems.
+def read_header(file: File) -> dict[str, Stored]:
+    """The tensors of a file by name, in the order of their data, which are not read.
 
     Raises:
         DamagedError: the header breaks a rule of the format: the tensors must fill the file without gap or overlap.
     """
+    start = file.read(0, min(8, file.size))
+    length = int.from_bytes(start, "little") if len(start) == 8 else 0
+    if not 2 <= length <= min(LIMIT, file.size - 8):
+        problem = f"its header of {length} bytes does not fit its {file.size} bytes, or the limit of {LIMIT} bytes"
+        raise file.refuse(file.path, [problem])
     try:
-        header = parse_json(text[8:], SPACE)
+        header = parse_json(file.text(8, 8 + length), SPACE)
     except ValueError as error:
-        raise refuse(path, [f"its header is no JSON: {error}"]) from error
+        raise file.refuse(file.path, [f"its header is no JSON: {error}"]) from error
     if not isinstance(header, dict):
-        raise refuse(path, [f"its header is a {type(header).__name__}, not an object"])
+        raise file.refuse(file.path, [f"its header is a {type(header).__name__}, not an object"])
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise refuse(path, ["its __metadata__ is no object of strings"])
-    problems: list[str] = []
-    found = {name: stored for name, row in header.items() if (stored := _stored(name, row, len(text), problems))}
+        raise file.refuse(file.path, ["its __metadata__ is no object of strings"])
+    problems, found = [], {}
+    for name, row in header.items():
+        try:
+            found[name] = _stored(row, 8 + length)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
     ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
-    at = len(text)
+    at = 8 + length
     for name, stored in ordered.items():
         if stored.begin != at:
             kind = "overlaps the tensor before it" if stored.begin < at else "leaves a gap before it"
             problems.append(f"{name}: begins at byte {stored.begin}, not {at}: {kind}")
         at = max(at, stored.end)
-    if not problems and at != size:
-        problems.append(f"its tensors end at byte {at}, and the file at {size}")
+    if not problems and at != file.size:
+        problems.append(f"its tensors end at byte {at}, and the file at {file.size}")
     if problems:
-        raise refuse(path, problems)
-    return ordered, metadata
+        raise file.refuse(file.path, problems)
+    return ordered
 
 
-def _stored(name: str, row: Any, base: int, problems: list[str]) -> Stored | None:
-    """The tensor of one row of a header; None if a problem was added."""
+def _stored(row: Any, base: int) -> Stored:
+    """The tensor of one row of a header; a ValueError says what is wrong with the row."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        problems.append(f"{name}: not an object of dtype, shape and data_offsets")
-        return None
+        raise ValueError("not an object of dtype, shape and data_offsets")
     shape, offsets, dtype = row["shape"], row["data_offsets"], row["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        problems.append(f"{name}: dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
-    elif not is_shape(shape):
-        problems.append(f"{name}: shape {str(shape)[:80]} is no list of sizes of a tensor below {LARGEST} elements")
-    elif not is_shape(offsets) or len(offsets) != 2:
-        problems.append(f"{name}: data_offsets {str(offsets)[:80]} are not two positions")
-    elif offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
-        need = math.prod(shape) * DTYPES[dtype].itemsize
-        problems.append(f"{name}: {dtype}{shape} takes {need} bytes, and has {offsets[1] - offsets[0]}")
-    else:
-        return Stored(DTYPES[dtype], tuple(shape), base + offsets[0], base + offsets[1])
-    return None
+        raise ValueError(f"dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
+    if not is_shape(shape):
+        raise ValueError(f"shape {str(shape)[:80]} is no list of sizes of a tensor below {LARGEST} elements")
+    if not is_shape(offsets) or len(offsets) != 2:
+        raise ValueError(f"data_offsets {str(offsets)[:80]} are not two positions")
+    stored = Stored(tuple(shape), DTYPES[dtype], base + offsets[0])
+    if stored.end != base + offsets[1]:
+        raise ValueError(f"{dtype}{shape} takes {stored.nbytes} bytes, and has {offsets[1] - offsets[0]}")
+    return stored
 
 
 def is_shape(value: Any) -> bool:

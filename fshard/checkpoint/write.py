@@ -3,20 +3,20 @@
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from fshard.checkpoint.manifest import CHUNK, Extent, FileInfo
-from fshard.checkpoint.tensorfile import write_header
-from fshard.sharding.layout import ALIGN, Piece
-from fshard.sharding.spec import Shape
+from fshard.checkpoint.ranges import Slice
+from fshard.checkpoint.tensorfile import TensorMeta, write_header
+from fshard.sharding.layout import ALIGN
 from fshard.state.entries import Entry
 
 SPLIT = 1 << 14
@@ -25,25 +25,6 @@ FILE_BYTES = 1 << 29
 """Bytes of data in a file, about. Data of other devices take host memory while their file is written."""
 BATCH = 8
 """Chunks that a thread hashes and writes at a time."""
-
-
-@dataclass(frozen=True, eq=False)
-class Slice:
-    """A part of a tensor that this rank writes: the elements of a piece, 1-D and contiguous."""
-
-    name: str
-    piece: Piece
-    data: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return self.data.numel() * self.data.element_size()
-
-    def cut(self, begin: int, end: int) -> "Slice":
-        """Its elements ``begin`` to ``end``."""
-        piece = replace(self.piece, start=self.piece.start + begin, stop=self.piece.start + end)
-        return Slice(self.name, piece, self.data[begin:end])
 
 
 def owned(entries: Sequence[Entry], rank: int) -> list[Slice]:
@@ -60,8 +41,7 @@ def owned(entries: Sequence[Entry], rank: int) -> list[Slice]:
         place = entry.holders.index(rank)
         begin, end = 0, count
         if nbytes >= SPLIT and len(load) > 1:
-            step = -(-count // len(load) // ALIGN) * ALIGN
-            begin, end = min(count, place * step), min(count, (place + 1) * step)
+            begin, end = equal_range(count, place, len(load))
         else:
             chosen = load.index(min(load))
             load[chosen] += nbytes
@@ -69,6 +49,12 @@ def owned(entries: Sequence[Entry], rank: int) -> list[Slice]:
         if end > begin:
             out.append(Slice(entry.name, entry.piece, entry.tensor).cut(begin, end))
     return out
+
+
+def equal_range(count: int, place: int, places: int) -> tuple[int, int]:
+    """One of as many equal ranges of ``count`` elements, aligned."""
+    step = -(-count // places // ALIGN) * ALIGN
+    return min(count, place * step), min(count, (place + 1) * step)
 
 
 def packed(slices: Sequence[Slice], limit: int = FILE_BYTES) -> Iterator[list[Slice]]:
@@ -91,35 +77,32 @@ def packed(slices: Sequence[Slice], limit: int = FILE_BYTES) -> Iterator[list[Sl
         yield here
 
 
-def write_files(folder: str, rank: int, slices: Sequence[Slice], limit: int = FILE_BYTES) -> "Written":
-    """Write a rank's slices to files of about ``limit`` bytes, each synced to disk before the next."""
-    written = Written({}, {})
-    with ThreadPoolExecutor(max_workers=hashers() + 1, thread_name_prefix="fshard-write") as pool:
-        for number, part in enumerate(packed(slices, limit)):
+def write_files(folder: str, rank: int, parts: Iterable[Sequence[Slice]]) -> dict[str, Any]:
+    """Write each part to a file, synced to disk before the next; returns the files and the extents of each tensor.
+
+    The result is JSON, with rows as in a manifest.
+    """
+    files: dict[str, Any] = {}
+    extents: dict[str, list[Any]] = {}
+    hashers = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+    with ThreadPoolExecutor(max_workers=hashers + 1, thread_name_prefix="fshard-write") as pool:
+        for number, part in enumerate(parts):
             name = f"rank-{rank:05d}-{number:03d}.safetensors"
-            write_file(folder, name, part, pool, written)
-    return written
+            info, held = write_file(folder, name, part, pool)
+            files[name] = info.row()
+            for tensor, extent in held.items():
+                extents.setdefault(tensor, []).append(extent.row())
+    return {"files": files, "extents": extents}
 
 
-@dataclass(frozen=True)
-class Written:
-    """The files that were written, and their extents by the tensor's name."""
-
-    files: dict[str, FileInfo]
-    extents: dict[str, list[Extent]]
-
-
-def hashers() -> int:
-    """The number of threads that hash."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
-
-
-def write_file(folder: str, name: str, slices: Sequence[Slice], pool: ThreadPoolExecutor, written: Written) -> None:
-    """Write one file and add it to ``written``. A thread writes the chunk that it has just hashed, from the cache."""
+def write_file(
+    folder: str, name: str, slices: Sequence[Slice], pool: ThreadPoolExecutor
+) -> tuple[FileInfo, dict[str, Extent]]:
+    """Write one file; returns it and the extent of each slice. A thread writes what it has just hashed."""
     # Larger elements first, so that each tensor is aligned. On the CPU nothing is copied.
     ordered = [replace(s, data=s.data.cpu()) for s in sorted(slices, key=lambda s: -s.data.element_size())]
-    shapes: dict[str, tuple[torch.dtype, Shape]] = {s.name: (s.data.dtype, (s.data.numel(),)) for s in ordered}
-    header = write_header(shapes, {"format": "pt", "fshard": name})
+    tensors = {s.name: TensorMeta((s.data.numel(),), s.data.dtype) for s in ordered}
+    header = write_header(tensors, {"format": "pt", "fshard": name})
     parts = [memoryview(header), *(raw(s.data) for s in ordered)]
     chunks = list(chunked(parts, CHUNK))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -136,30 +119,24 @@ def write_file(folder: str, name: str, slices: Sequence[Slice], pool: ThreadPool
                 with suppress(Exception):
                     task.result()
         os.close(fd)
-    written.files[name] = FileInfo(sum(map(len, parts)), tuple(digests))
-    at = len(header)
-    for s in ordered:
-        written.extents.setdefault(s.name, []).append(Extent(name, at, s.piece))
-        at += s.nbytes
+    ends = accumulate((s.nbytes for s in ordered), initial=len(header))
+    extents = {s.name: Extent(name, at, s.piece) for s, at in zip(ordered, ends, strict=False)}
+    return FileInfo(sum(map(len, parts)), tuple(digests)), extents
 
 
 def _place(fd: int, start: int, chunks: Sequence[Sequence[memoryview]]) -> list[str]:
     """Hash chunks and write each to its place in a file; returns the hashes."""
     digests, at = [], start
-    for chunk in chunks:
-        digests.append(digest(chunk))
-        write_all(fd, list(chunk), at)
-        at += sum(map(len, chunk))
-    begin_sync(fd, start, at - start)
+    for views in chunks:
+        chunk = views[0] if len(views) == 1 else memoryview(b"".join(views))
+        digests.append(hashlib.sha256(chunk).hexdigest())
+        while chunk:
+            done = os.pwrite(fd, chunk, at)
+            at, chunk = at + done, chunk[done:]
+    begin_sync = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux; elsewhere fsync writes all
+    if begin_sync is not None:
+        begin_sync(fd, ctypes.c_int64(start), ctypes.c_int64(at - start), 2)  # SYNC_FILE_RANGE_WRITE
     return digests
-
-
-def begin_sync(fd: int, start: int, length: int) -> None:
-    """Let the disk begin to write a range of a file (Linux' ``sync_file_range``; elsewhere ``fsync`` writes all)."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    write = 2  # SYNC_FILE_RANGE_WRITE
-    if call is not None:
-        call(fd, ctypes.c_int64(start), ctypes.c_int64(length), write)
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -186,14 +163,6 @@ def chunked(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]
         yield chunk
 
 
-def digest(chunk: Sequence[memoryview]) -> str:
-    """The SHA-256 of consecutive views, in hex."""
-    found = hashlib.sha256()
-    for view in chunk:
-        found.update(view)
-    return found.hexdigest()
-
-
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when it is complete and synced to disk."""
@@ -207,14 +176,3 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def write_all(fd: int, views: list[memoryview], at: int) -> None:
-    """Write consecutive views to a file from byte ``at`` on, in as many calls as it takes."""
-    while views:
-        done = os.pwritev(fd, views[:1000], at)
-        at += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if done:
-            views[0] = views[0][done:]

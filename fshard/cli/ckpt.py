@@ -15,7 +15,7 @@ from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.convert import load_tensor, to_file, to_folder
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder
-from fshard.checkpoint.manifest import Manifest, typed
+from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.problems import empty, printable
 from fshard.checkpoint.read import verify_step
 from fshard.errors import CheckpointError
@@ -107,7 +107,7 @@ def run_show(args: argparse.Namespace) -> int:
     except re.error as error:
         raise CheckpointError(f"--match {args.match!r} is no regular expression: {error}") from error
     rows = [
-        [name, typed(info), info.spec, size_text(info.nbytes), str(len(info.extents))]
+        [name, str(info), info.spec, size_text(info.nbytes), str(len(info.extents))]
         for name, info in manifest.tensors.items()
         if pattern.fullmatch(name)
     ]
@@ -184,7 +184,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def differences(one: str, other: str, values: bool) -> Iterator[str]:
-    """The differences of two steps' folders."""
+    """The differences between the folders of two steps."""
     a, b = read_manifest(one), read_manifest(other)
     for name in ("scalars", "data", "metadata", "schedule"):
         if getattr(a, name) != getattr(b, name):
@@ -193,9 +193,9 @@ def differences(one: str, other: str, values: bool) -> Iterator[str]:
         mine, theirs = a.tensors.get(name), b.tensors.get(name)
         if mine is None or theirs is None:
             where = one if theirs is None else other
-            yield from (f"{name}: {typed(info)} is only in {where}" for info in (mine, theirs) if info)
-        elif typed(mine) != typed(theirs):
-            yield f"{name}: {typed(mine)} and {typed(theirs)}"
+            yield from (f"{name}: {info} is only in {where}" for info in (mine, theirs) if info)
+        elif str(mine) != str(theirs):
+            yield f"{name}: {mine} and {theirs}"
         elif values:
             yield from _values(name, (one, a), (other, b))
 

@@ -5,6 +5,7 @@ Only the directory and the pickle are read here. Nothing is decompressed: PyTorc
 
 import math
 import struct
+import zipfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +17,11 @@ from fshard.checkpoint.tensorfile import DIMS, is_count
 from fshard.interchange.pickles import PERSISTENT, CallRecord, GlobalName, read_pickle
 from fshard.sharding.spec import Shape
 
-SMALL = 1 << 16
+SMALL = 1 << 17
 """The most bytes of an archive's directory and of its pickle; each takes some hundred for a tensor."""
 
-END, END_64, LOCATOR, ENTRY, LOCAL = (
-    struct.Struct("<4s4H2IH"),
-    struct.Struct("<4sQ2H2I4Q"),
-    struct.Struct("<4sIQI"),
-    struct.Struct("<4s6H3I5H2I"),
-    struct.Struct("<4s5H3I2H"),
-)
-"""Records of the zip format: the ends of the directory, the locator of the second, an entry, and a file's header."""
-
-MOVED = 0xFFFFFFFF
-"""Stands for a size or place of 64 bits that is in the extra field."""
+HEAD = struct.Struct("<4s22x2H")
+"""The header of a file in an archive: its signature, and the lengths of the name and of the extra field behind it."""
 
 REBUILD = {GlobalName("torch._utils", "_rebuild_tensor_v2"), GlobalName("torch._utils", "_rebuild_tensor_v3")}
 """The functions that make a tensor of a storage; the second one takes the dtype of an untyped storage."""
@@ -39,17 +31,9 @@ UNTYPED, HOOKS = GlobalName("torch.storage", "UntypedStorage"), GlobalName("coll
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 """The dtypes by name."""
 
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
+KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+STORAGES: dict[str, torch.dtype] = {
+    **{f"{kind}Storage": vars(torch)[f"{kind}Tensor"].dtype for kind in KINDS},
     "ComplexDoubleStorage": torch.complex128,
     "ComplexFloatStorage": torch.complex64,
 }
@@ -72,9 +56,7 @@ class StridedData:
 def find_tensor(file: File, begin: int, length: int) -> tuple[torch.dtype, Shape, StridedData]:
     """The dtype, the shape and the elements of the tensor in an archive, which is a part of a file.
 
-    Raises:
-        ValueError: the bytes are no archive of one tensor as ``torch.save`` writes it.
-        CheckpointError, OSError: the file cannot be read.
+    A ValueError says why the bytes are no archive of one tensor as ``torch.save`` writes it.
     """
     members = _members(file, begin, length)
     at, end = members.get("data.pkl", (0, 0))
@@ -123,73 +105,51 @@ def _known(name: GlobalName) -> bool:
     return name in REBUILD or name in (UNTYPED, HOOKS)
 
 
+class _Window:
+    """A part of a file for ``zipfile``, which reads at most ``SMALL`` bytes of it at a time."""
+
+    def __init__(self, file: File, begin: int, length: int) -> None:
+        self.file, self.begin, self.length, self.at = file, begin, length, 0
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        """Go to a byte."""
+        self.at = at + (0, self.at, self.length)[whence]
+        if not 0 <= self.at <= self.length:
+            raise ValueError(f"its directory points to byte {self.at} of {self.length}")
+        return self.at
+
+    def tell(self) -> int:
+        """The next byte."""
+        return self.at
+
+    def read(self, count: int = -1) -> bytes:
+        """The next bytes."""
+        begin, self.at = self.at, self.length if count < 0 else min(self.at + count, self.length)
+        if self.at - begin > SMALL:
+            raise ValueError(f"its directory has {self.at - begin} bytes, of at most {SMALL}")
+        return bytes(self.file.read(self.begin + begin, self.begin + self.at))
+
+
 def _members(file: File, begin: int, length: int) -> dict[str, tuple[int, int]]:
     """The byte range of each file in an archive, by its name without the archive's own."""
-    at, size = _directory(file, begin, length)
-    text = bytes(file.read(begin + at, begin + at + size))
+    window = _Window(file, begin, length)
+    try:
+        entries = zipfile.ZipFile(window).infolist()
+    except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+        raise ValueError(f"it is no archive: {error}") from error
     out: dict[str, tuple[int, int]] = {}
-    place = 0
-    while place < size:
-        if size - place < ENTRY.size:
-            raise ValueError("its directory ends within an entry")
-        row = ENTRY.unpack_from(text, place)
-        method, (packed, unpacked, names, extras, comment), where = row[4], row[8:13], row[16]
-        head = place + ENTRY.size
-        name = text[head : head + names].decode(errors="replace").partition("/")[2]
-        sizes = [packed, unpacked, where]
-        if MOVED in sizes:
-            sizes = _extra(text[head + names : head + names + extras], sizes)
-        if row[0] != b"PK\1\2" or method or sizes[0] != sizes[1] or name in out:
+    for entry in entries:
+        name = entry.filename.partition("/")[2]
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or name in out:
             raise ValueError(f"{name[:80]!r} in it is compressed, or there twice")
-        out[name] = _data(file, begin, at, sizes[2], sizes[1])
-        place = head + names + extras + comment
+        window.seek(entry.header_offset)
+        head = window.read(HEAD.size)
+        names, extras = HEAD.unpack(head)[1:] if len(head) == HEAD.size else (0, 0)
+        low = entry.header_offset + HEAD.size + names + extras
+        if not head.startswith(b"PK\3\4") or low + entry.file_size > length:
+            raise ValueError(f"{name[:80]!r} in it has {entry.file_size} bytes from byte {low} on")
+        out[name] = (begin + low, begin + low + entry.file_size)
     return out
-
-
-def _directory(file: File, begin: int, length: int) -> tuple[int, int]:
-    """The first byte of an archive's directory, and its length."""
-    end = begin + length
-    if length < END.size:
-        raise ValueError(f"its {length} bytes are no archive")
-    row = END.unpack(file.read(end - END.size, end))
-    size, at = row[5], row[6]
-    if row[0] != b"PK\5\6":
-        raise ValueError("it has no end of a directory where its own end is")
-    if length >= END.size + LOCATOR.size:
-        there = LOCATOR.unpack(file.read(end - END.size - LOCATOR.size, end - END.size))
-        if there[0] == b"PK\6\7":
-            if there[2] > length - END_64.size:
-                raise ValueError("its directory ends outside of it")
-            more = END_64.unpack(file.read(begin + there[2], begin + there[2] + END_64.size))
-            size, at = more[8], more[9]
-    if size > SMALL or at > length or size > length - at:
-        raise ValueError(f"its directory of {size} bytes at byte {at} does not fit, or is over {SMALL} bytes")
-    return at, size
-
-
-def _extra(text: bytes, sizes: list[int]) -> list[int]:
-    """Sizes and a place, with values of 64 bits from the extra field, where the unpacked size comes first."""
-    at = 0
-    while at + 4 <= len(text):
-        kind, length = struct.unpack_from("<2H", text, at)
-        if kind == 1:
-            row = text[at + 4 : at + 4 + length]
-            longs = iter(struct.unpack(f"<{len(row) // 8}Q", row[: len(row) // 8 * 8]))
-            unpacked, packed, where = (next(longs, -1) if n == MOVED else n for n in (sizes[1], sizes[0], sizes[2]))
-            return [packed, unpacked, where]
-        at += 4 + length
-    raise ValueError("a file in it has no size")
-
-
-def _data(file: File, begin: int, end: int, where: int, size: int) -> tuple[int, int]:
-    """The byte range of a file in an archive, which lies before the directory."""
-    if not 0 <= where <= end - LOCAL.size:
-        raise ValueError(f"a file in it begins at byte {where}")
-    row = LOCAL.unpack(file.read(begin + where, begin + where + LOCAL.size))
-    low = where + LOCAL.size + row[9] + row[10]
-    if row[0] != b"PK\3\4" or not 0 <= size <= end - low:
-        raise ValueError(f"a file in it has {size} bytes from byte {low} on")
-    return begin + low, begin + low + size
 
 
 def read_strided(file: File, data: StridedData, shape: Shape, dtype: torch.dtype) -> Tensor:

@@ -16,18 +16,9 @@ SLAB = 4 << 20
 def read_box(
     file: File, begin: int, shape: Sequence[int], offset: Sequence[int], out: Tensor, dtype: torch.dtype
 ) -> None:
-    """Copy a box of a row-major tensor to ``out``, of any dtype and device, with a few MiB of further memory.
+    """Copy the box at ``offset`` of a row-major tensor to ``out``, of any dtype and device, with a few MiB of memory.
 
-    Args:
-        file: the file, which holds the whole tensor.
-        begin: the tensor's first byte.
-        shape: the tensor's shape.
-        offset: the offset of the box, which has the shape of ``out``.
-        out: the tensor to fill.
-        dtype: the tensor's dtype.
-
-    Raises:
-        CheckpointError: the file has become shorter.
+    The tensor lies in the file from byte ``begin`` on, and has this shape and dtype.
     """
     if not out.numel():
         return

@@ -1,6 +1,7 @@
 """Checkpoints to the formats of other libraries, tensor by tensor, and such formats to states; by one process."""
 
 import re
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from fshard import tree
 from fshard.checkpoint.convert import load_tensor
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.manifest import Manifest
+from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file
 from fshard.errors import CheckpointError
 from fshard.interchange.dcp import DcpSource, load_dcp
@@ -19,7 +21,7 @@ from fshard.interchange.hf import load_hf
 from fshard.interchange.hf_files import INDEX, SINGLE, HfFiles, HfWriter
 from fshard.interchange.metadata import FILE, Contents
 from fshard.interchange.optimizer_state import STEP, split_name
-from fshard.interchange.source import TensorMeta, TensorSource
+from fshard.interchange.source import PrefixSource
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim import adamw, sgd
 from fshard.optim.base import Optimizer
@@ -43,18 +45,13 @@ def kind_of(path: str) -> Kind | None:
 
 
 def to_hf(folder: str, manifest: Manifest, out: str, limit: int) -> int:
-    """Write the parameters of a checkpoint as ``save_hf`` does, in files of up to ``limit`` bytes. Returns their bytes.
-
-    Raises:
-        CheckpointError: ``out`` holds weights already, or cannot be written to.
-        DamagedError: the checkpoint differs from what was written.
-    """
+    """Write the parameters of a step as ``save_hf`` does, in files of up to ``limit`` bytes. Returns the bytes."""
     names = [name for name in manifest.tensors if name.startswith("params.")]
     names.sort(key=lambda name: -manifest.tensors[name].dtype.itemsize)
     infos = {name.removeprefix("params."): manifest.tensors[name] for name in names}
-    writer = HfWriter(Path(out), {name: TensorMeta(info.shape, info.dtype) for name, info in infos.items()}, limit)
-    writer.prepare()
+    writer = HfWriter(Path(out), infos, limit)
     try:
+        writer.prepare()
         for name in infos:
             writer.write(name, load_tensor(folder, manifest, f"params.{name}"))
         writer.publish()
@@ -68,10 +65,6 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
 
     Parameters have the key ``model``, the optimizer's buffers and number of updates ``optim.state``. A checkpoint does
     not hold hyper-parameters, so there are no ``param_groups``: a job loads it with ``allow_partial_load=True``.
-
-    Raises:
-        CheckpointError: ``out`` holds a checkpoint already, or cannot be written to.
-        DamagedError: the checkpoint differs from what was written.
     """
     target, file = Path(out), "__0_0.distcp"
     if (target / FILE).exists():
@@ -104,17 +97,20 @@ def to_state(path: str, kind: Kind, mesh: Mesh) -> TrainState:
     if kind == "hf":
         files = HfFiles(path)
         files.check_dense()
-        return load_hf(_plan(files, "", mesh), sgd(0.0), path)
+        return load_hf(_plan(files.tensors, mesh), sgd(0.0), path)
     source = DcpSource(Path(path))
     source.check_dense()
     buffers = {name.rpartition(".")[2] for name in source.tensors if name.startswith("optim.state.")}
     known: dict[str, Optimizer] = {"exp_avg": adamw(0.0), "momentum_buffer": sgd(0.0, momentum=0.9)}
     opt = next((rule for name, rule in known.items() if name in buffers), sgd(0.0))
-    prefix = "model" if any(name.startswith("model.") for name in source.tensors) else ""
-    optimizer = "optim" if buffers - {STEP} else None
-    frozen = _frozen(source, prefix) if optimizer else frozenset()
-    plan = _plan(source, f"{prefix}." if prefix else "", mesh, frozen)
-    return load_dcp(plan, opt, path, model=prefix, optimizer=optimizer)
+    model = "model" if any(name.startswith("model.") for name in source.tensors) else ""
+    tensors = PrefixSource(source, f"{model}." if model else "", None if model else "optim.").tensors
+    trained = None
+    if buffers - {STEP}:
+        states = PrefixSource(source, "optim.state.").tensors
+        trained = {name.rpartition(".")[0] for name in states}
+    plan = _plan(tensors, mesh, trained)
+    return load_dcp(plan, opt, path, model=model, optimizer=None if trained is None else "optim")
 
 
 def _keys(name: str, paths: set[str]) -> tuple[str, ...]:
@@ -128,21 +124,9 @@ def _keys(name: str, paths: set[str]) -> tuple[str, ...]:
     return ("optim", "state", path, buffer)
 
 
-def _frozen(source: TensorSource, prefix: str) -> frozenset[str]:
-    """The tensors of a model without optimizer state: buffers and frozen leaves."""
-    start = f"{prefix}." if prefix else ""
-    names = [name.removeprefix(start) for name in source.tensors if name.startswith(start)]
-    known = {name.removeprefix("optim.state.").rpartition(".")[0] for name in source.tensors}
-    return frozenset(name for name in names if name not in known)
-
-
-def _plan(source: TensorSource, prefix: str, mesh: Mesh, frozen: frozenset[str] = frozenset()) -> Plan:
-    """A plan of the tensors under a prefix, each replicated."""
-    found = {
-        name.removeprefix(prefix): torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        for name, stored in source.tensors.items()
-        if name.startswith(prefix) and (prefix or not name.startswith("optim."))
-    }
-    held = [re.escape(name) for name in found if name in frozen]
-    rules = [Rule("|".join(held), P(), trainable=False)] if held else []
-    return make_plan(tree.nest(found), mesh, [*rules, *([Rule(".*", P())] if len(held) < len(found) else [])])
+def _plan(tensors: Mapping[str, TensorMeta], mesh: Mesh, trained: Container[str] | None = None) -> Plan:
+    """A plan of these tensors, each replicated; all of them train but those that ``trained``, if given, lacks."""
+    leaves = {name: torch.empty(meta.shape, dtype=meta.dtype, device="meta") for name, meta in tensors.items()}
+    frozen = [re.escape(name) for name in leaves if trained is not None and name not in trained]
+    rules = [Rule("|".join(frozen), P(), trainable=False)] if frozen else []
+    return make_plan(tree.nest(leaves), mesh, [*rules, *([Rule(".*", P())] if len(frozen) < len(leaves) else [])])

@@ -14,14 +14,15 @@ from torch import Tensor
 from fshard.arguments import expect
 from fshard.checkpoint.files import File, open_file
 from fshard.checkpoint.problems import printable, unusable
-from fshard.checkpoint.ranges import Block, overlap
+from fshard.checkpoint.ranges import Block, cut_box, overlap
+from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import DamagedError, TreeError
 from fshard.interchange.archive import StridedData, find_tensor, read_strided
 from fshard.interchange.boxes import read_box
 from fshard.interchange.metadata import Chunk, read_metadata
 from fshard.interchange.optimizer_state import load_with_optimizer
 from fshard.interchange.rename import RenameLike
-from fshard.interchange.source import TensorMeta, TensorSource
+from fshard.interchange.source import MemorySource, PrefixSource, TensorSource
 from fshard.optim.base import Optimizer
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
@@ -94,13 +95,23 @@ class DcpSource:
         self.tensors: Mapping[str, TensorMeta] = contents.tensors
         self.chunks, self.others = contents.chunks, contents.others
 
-    def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
-        """Read the parts from each chunk. A chunk that is not in row-major order is read as a whole."""
+    def read(self, name: str, parts: Sequence[tuple[Shape, Tensor]]) -> None:
+        """Read the boxes from each chunk. A chunk that is not in row-major order is read as a whole."""
+        dtype = self.tensors[name].dtype
         for chunk in self.chunks[name]:
-            boxes = [(box, block, out) for block, out in parts if (box := overlap(chunk.block, block)) is not None]
-            if boxes:
+            block, wanted = chunk.block, []
+            for offset, out in parts:
+                if (box := overlap(block, Block(offset, tuple(out.shape), 0))) is not None:
+                    corner = tuple(a - o for a, o in zip(box[0], block.offset, strict=True))
+                    wanted.append((corner, cut_box(out, box, offset)))
+            if wanted:
                 with self._open(chunk.where.file) as file:
-                    self._read(file, name, chunk, boxes)
+                    data = self._find(file, name, chunk)
+                    if data.contiguous(block.shape):
+                        for corner, out in wanted:
+                            read_box(file, data.begin, block.shape, corner, out, dtype)
+                    else:
+                        MemorySource(name, {name: read_strided(file, data, block.shape, dtype)}).read(name, wanted)
 
     def check_dense(self) -> None:
         """Refuse files that consist almost only of holes, before memory is allocated by their sizes."""
@@ -110,19 +121,6 @@ class DcpSource:
 
     def _open(self, name: str) -> AbstractContextManager[File]:
         return open_file(self.name, name, folder_link=True, refuse=unusable)
-
-    def _read(
-        self, file: File, name: str, chunk: Chunk, boxes: Sequence[tuple[tuple[Shape, Shape], Block, Tensor]]
-    ) -> None:
-        data, shape, dtype = self._find(file, name, chunk), chunk.block.shape, self.tensors[name].dtype
-        whole = None if data.contiguous(shape) else read_strided(file, data, shape, dtype)
-        for (low, high), block, out in boxes:
-            into = out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, block.offset, strict=True))]
-            corner = tuple(a - o for a, o in zip(low, chunk.block.offset, strict=True))
-            if whole is None:
-                read_box(file, data.begin, shape, corner, into, dtype)
-            else:
-                into.copy_(whole[tuple(slice(c, c + n) for c, n in zip(corner, into.shape, strict=True))])
 
     def _find(self, file: File, name: str, chunk: Chunk) -> StridedData:
         """A chunk's elements in its file, where the archive and the metadata agree on dtype and shape."""
@@ -140,25 +138,9 @@ class DcpSource:
         return data
 
 
-class Prefixed:
-    """The tensors of a source whose names begin with a prefix, by the rest of their names."""
-
-    def __init__(self, source: TensorSource, prefix: str, without: Sequence[str]) -> None:
-        self.name, self.source, self.prefix = source.name, source, prefix
-        self.tensors: Mapping[str, TensorMeta] = {
-            name.removeprefix(prefix): stored
-            for name, stored in source.tensors.items()
-            if name.startswith(prefix) and not any(name.startswith(other) for other in without)
-        }
-
-    def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
-        """Read under the full name."""
-        self.source.read(self.prefix + name, parts)
-
-
 def _under(source: TensorSource, key: str, other: str | None) -> TensorSource:
     """The tensors under a key of the job's state dict."""
-    found = Prefixed(source, f"{key}." if key else "", [f"{other}."] if other and not key else [])
+    found = PrefixSource(source, f"{key}." if key else "", f"{other}." if other and not key else None)
     if not found.tensors:
         keys = ", ".join(repr(key) for key in dict.fromkeys(name.partition(".")[0] for name in source.tensors))
         raise TreeError(

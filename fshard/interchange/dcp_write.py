@@ -19,13 +19,13 @@ from fshard import tree
 from fshard.arguments import expect
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.ranges import Block, blocks
+from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file
 from fshard.errors import CheckpointError, TreeError, lines
 from fshard.interchange.export_plan import ROLE, compare_arguments, pieces_of_ranks
 from fshard.interchange.metadata import FILE, Chunk, Contents, FileRange
 from fshard.interchange.optimizer_state import STEP, split_name
 from fshard.interchange.rename import RenameLike, apply_rules
-from fshard.interchange.source import TensorMeta
 from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim.base import Optimizer
@@ -96,18 +96,26 @@ def save_dcp(
     expect("save_dcp(state, opt, path)", wants)
     if opt is not None:
         check_optimizer(state.plan, opt)
-    items = _items(state, opt, model, optimizer, rename)
-    values = _values(state, opt, model, optimizer, buffers or {}, rename)
+    names = _renamed(state.plan, rename)
+    items = _items(state, opt, model, optimizer, names)
+    values = _values(state, opt, model, optimizer, buffers or {}, names)
     _write_all(state.plan.mesh, Path(path), items, values, overwrite)
 
 
 def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[Keys, Any], overwrite: bool) -> None:
     """Write all ranks' files, rename them, then write the list. Collective."""
-    given = {"path": folder, "leaves": [(i.keys, i.entry.shape) for i in items], "beside": list(values)}
-    compare_arguments(mesh, "save_dcp", given)
+    leaves = {f"leaf {_name(item.keys)}": item.entry.shape for item in items}
+    compare_arguments(mesh, "save_dcp", {"path": folder, "order": list(leaves), **leaves, "values": list(values)})
     comm, rank = mesh_communicator(mesh, ROLE), mesh.rank
-    first_rank_or_raise(comm, rank, lambda: _prepare(folder, overwrite))
-    held = list(pieces_of_ranks(mesh, [item.entry for item in items]))
+
+    def prepare() -> None:
+        if (folder / FILE).exists() and not overwrite:
+            raise CheckpointError(f"{folder} holds a checkpoint already: write elsewhere, or pass overwrite=True")
+        with file_errors("write to", str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    first_rank_or_raise(comm, rank, prepare)
+    held = pieces_of_ranks(mesh, [item.entry for item in items])
     name, partial = _file(rank), folder / f"{_file(rank)}.partial"
 
     def write() -> list[tuple[int, int]]:
@@ -138,12 +146,10 @@ def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[
 
 
 def _items(
-    state: TrainState, opt: Optimizer | None, model: str, optimizer: str, rename: Sequence[RenameLike]
+    state: TrainState, opt: Optimizer | None, model: str, optimizer: str, names: Mapping[str, str]
 ) -> list[Item]:
     """The state's tensors, with their keys in the job's state dict."""
-    plan = state.plan
-    names = _renamed(plan, rename)
-    out = []
+    plan, out = state.plan, []
     head = (model,) if model else ()
     for entry in entries(settle(state)):
         kind, _, path = entry.name.partition(".")
@@ -174,14 +180,13 @@ def _values(
     model: str,
     optimizer: str,
     buffers: Mapping[str, Any],
-    rename: Sequence[RenameLike],
+    names: Mapping[str, str],
 ) -> dict[Keys, Any]:
     """The other values of the job's state dict by keys: buffers, settings, and numbers of updates."""
     head = (model,) if model else ()
     out: dict[Keys, Any] = {(*head, name): leaf.detach() for name, leaf in tree.paths(buffers)}
     if opt is None:
         return out
-    names = _renamed(state.plan, rename)
     counted = counts(opt)
     for number, group in enumerate(param_groups(state.plan, opt, state.step)):
         for path in group["params"] if counted else ():
@@ -255,10 +260,3 @@ def _file(rank: int) -> str:
 def _name(keys: Keys) -> str:
     """The name of a value in a flattened state dict."""
     return ".".join(map(str, keys))
-
-
-def _prepare(folder: Path, overwrite: bool) -> None:
-    if (folder / FILE).exists() and not overwrite:
-        raise CheckpointError(f"{folder} holds a checkpoint already: write to another folder, or pass overwrite=True")
-    with file_errors("write to", str(folder)):
-        folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError, lines
 from fshard.interchange.export_plan import exchange_pieces
 from fshard.interchange.state_dicts import dotted
-from fshard.interchange.torch_formats import Placements, is_dtensor, joined_mesh, local_part, make_dtensor
+from fshard.interchange.torch_formats import Placements, joined_mesh, local_part, make_dtensor
 from fshard.runtime.comm import enter
 from fshard.sharding.layout import Leaf, Piece
 from fshard.sharding.mesh import Mesh
@@ -77,15 +77,17 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     >>> from_dtensor({"w": w}, plan)  # a plain tensor; under torchrun, from_dtensor(to_dtensor(params, plan), plan)
     {'w': tensor([1., 2., 3., 4.])}
     """
-    given = dict(dotted(params))
-    _check(given, plan)
+    aliases = {alias for leaf in plan.leaves.values() for alias in leaf.aliases}
+    given = plan.check_tree(tree.nest({k: v for k, v in dotted(params) if k not in aliases}), whole=True)
+    pairs = [(value.dtype, plan.leaves[path].dtype, path) for path, value in given.items()]
+    if wrong := [f"{path}: {have}, the plan has {want}" for have, want, path in pairs if have != want]:
+        raise TreeError(lines("params has other dtypes than the plan:", wrong, "Cast the leaves first."))
     mesh = plan.mesh
     enter(mesh, "from_dtensor")
     out: dict[str, Any] = {}
     for path, (group, number) in plan.places().items():
         leaf, value = plan.leaves[path], given[path]
-        whole: Placements = (None,) * len(mesh.sizes)
-        local, placements = local_part(value, path, mesh) if is_dtensor(value) else (value.detach(), whole)
+        local, placements = local_part(value, path, mesh)
         have = [box_of(leaf.shape, placements, mesh, rank) for rank in range(mesh.size)]
         want = [group.piece(number, mesh, rank) for rank in range(mesh.size)]
         flat = local.to(device=mesh.device, dtype=leaf.dtype).reshape(-1)
@@ -113,18 +115,3 @@ def _placements(leaf: Leaf, mesh: Mesh) -> Placements:
     if leaf.shape:
         dims |= {axis: free for axis in axes_of(leaf.at_rest.flat)}
     return tuple(dims.get(axis) for axis in mesh.axis_names)
-
-
-def _check(given: Mapping[str, Any], plan: Plan) -> None:
-    """Check that a tree has the plan's leaves."""
-    wrong = [f"missing    {path}  {list(leaf.shape)}" for path, leaf in plan.leaves.items() if path not in given]
-    known = {name for path, leaf in plan.leaves.items() for name in (path, *leaf.aliases)}
-    wrong += [f"unknown    {path}" for path in given if path not in known]
-    for path, leaf in plan.leaves.items():
-        value = given.get(path)
-        if path in given and not isinstance(value, torch.Tensor):
-            wrong.append(f"no tensor  {path}: {type(value).__name__}")
-        elif value is not None and (tuple(value.shape) != leaf.shape or value.dtype != leaf.dtype):
-            wrong.append(f"misfit     {path}: {value.dtype} {list(value.shape)}, not {leaf.dtype} {list(leaf.shape)}")
-    if wrong:
-        raise TreeError(lines("params is not the plan's tree:", wrong, "Give whole shapes in the plan's dtypes."))

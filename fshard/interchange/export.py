@@ -102,28 +102,31 @@ def export(
     expect("export(state)", [("callback", callback, (Callable, type(None)), "a function (name, tensor), or None")])
     plan, listed, check_alive = export_entries(state, plan, what)
     items = plan_export(plan, listed, to=to, axes=axes, dtype=dtype, rename=rename)
-    stream = _stream(plan, items, check_alive)
     if callback is None:
-        return ((name, tensor) for name, tensor in stream if tensor is not None)
-    failure: BaseException | None = None
-    for name, tensor in stream:
-        if tensor is not None and failure is None:
-            try:
-                callback(name, tensor)
-            except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's part of the stream
-                failure = error
+        return ((name, tensor) for name, tensor in _stream(items, check_alive) if tensor is not None)
+    failure = deliver(items, check_alive, callback)
     comm = mesh_communicator(plan.mesh, ROLE)
     raise_failures(comm, failure, "export failed on other ranks:", "The state is as it was.")
     return None
 
 
-def _stream(
-    plan: Plan, items: Sequence[ExportItem], check_alive: Callable[[], object]
-) -> Iterator[tuple[str, Tensor | None]]:
+def deliver(items: Sequence[ExportItem], check_alive: Callable[[], object], callback: Callback) -> BaseException | None:
+    """Call a function with each leaf that this rank receives, until it fails; returns its failure. Collective."""
+    failure: BaseException | None = None
+    for name, tensor in _stream(items, check_alive):
+        if tensor is not None and failure is None:
+            try:
+                callback(name, tensor)
+            except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's part of the stream
+                failure = error
+    return failure
+
+
+def _stream(items: Sequence[ExportItem], check_alive: Callable[[], object]) -> Iterator[tuple[str, Tensor | None]]:
     """The exported names with their leaves, or None on ranks that do not receive them."""
     for item in items:
         check_alive()
-        yield item.name, fetch(plan.mesh, item)
+        yield item.name, fetch(item)
 
 
 def export_entries(
@@ -145,14 +148,10 @@ def export_entries(
         raise PlanError(
             f"{described(state)} is no state: give plan= with a tree of parameters, and a state for all else"
         )
-    flat = plan.check_tree(state, whole=False)
-    return plan, [param_entry(plan, path, tensor) for path, tensor in flat.items()], lambda: None
-
-
-def param_entry(plan: Plan, path: str, tensor: Tensor) -> Entry:
-    """The entry of one leaf of a tree of local tensors, under its path."""
-    group, number = plan.places()[path]
-    leaf, mesh = group.leaves[number], plan.mesh
-    others = tuple(axis for axis in mesh.axis_names if axis not in leaf.at_rest.axes)
-    flat = tensor.detach().reshape(-1)
-    return Entry(path, leaf.shape, group.piece(number, mesh), flat, mesh.ranks(others), leaf.at_rest)
+    listed, mesh = [], plan.mesh
+    for path, tensor in plan.check_tree(state, whole=False).items():
+        (group, number), leaf = plan.places()[path], plan.leaves[path]
+        holders = mesh.ranks(tuple(axis for axis in mesh.axis_names if axis not in leaf.at_rest.axes))
+        flat = tensor.detach().reshape(-1)
+        listed.append(Entry(path, leaf.shape, group.piece(number, mesh), flat, holders, leaf.at_rest))
+    return plan, listed, lambda: None

@@ -4,21 +4,21 @@ A leaf travels in slabs of bounded size, so beside the leaf itself a rank holds 
 numbers, which piece of each leaf they hold; everything else follows from these, so any layout can be exported.
 """
 
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.ranges import blocks, overlap
+from fshard.checkpoint.ranges import shared
 from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
 from fshard.interchange.optimizer_state import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
-from fshard.runtime.comm import Communicator, all_ranks_or_raise, enter, exchange, mesh_communicator
+from fshard.runtime.comm import Communicator, all_ranks_or_raise, enter, mesh_communicator
+from fshard.runtime.comm.facts import compare, facts_of
 from fshard.runtime.comm.streams import events
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
@@ -40,29 +40,27 @@ class ExportItem:
     Attributes:
         name: its exported name.
         entry: this rank's part.
-        axes: the axes over which it is gathered.
-        have: the piece of each rank along them, in ascending order of rank.
-        root: the position of the rank that receives it; None if all of them do.
-        takes_part: whether this rank sends or receives.
+        ranks: the ranks over which it is gathered.
+        have: the piece of each of them, in ascending order of rank.
+        root: the rank that receives it; None if all of them do.
         dtype: its exported dtype.
         transpose: whether its two dims are swapped.
     """
 
     name: str
     entry: Entry
-    axes: Axes
+    ranks: Ranks
     have: tuple[Piece, ...]
     root: int | None
-    takes_part: bool
     dtype: torch.dtype
     transpose: bool
 
     @property
     def block(self) -> tuple[Shape, Shape]:
         """The offset and shape of the box that the ranks hold together."""
-        dims = range(len(self.entry.shape))
-        low = tuple(min(piece.offset[d] for piece in self.have) for d in dims)
-        high = [max(piece.offset[d] + piece.shape[d] for piece in self.have) for d in dims]
+        low = tuple(map(min, zip(*(piece.offset for piece in self.have), strict=True)))
+        ends = ([o + n for o, n in zip(piece.offset, piece.shape, strict=True)] for piece in self.have)
+        high = map(max, zip(*ends, strict=True))
         return low, tuple(b - a for a, b in zip(low, high, strict=True))
 
     @property
@@ -81,74 +79,47 @@ def plan_export(
     dtype: torch.dtype | None = None,
     rename: Sequence[RenameLike] = (),
 ) -> list[ExportItem]:
-    """The items of an export of these entries, with the arguments of ``export``. Collective.
-
-    Raises:
-        PlanError: an invalid argument, or an abstract mesh.
-        CheckpointError: ranks pass different arguments.
-    """
+    """The items of an export of these entries, with the arguments of ``export``. Collective."""
     mesh = plan.mesh
     wanted = _check(mesh, to, axes, dtype)
     by_name = {entry.name: entry for entry in listed}
     names = apply_rules(rename, by_name, "the state")
-    _check_transposed([by_name[old] for old, transpose in names.values() if transpose])
-    leaves = [(new, turn, by_name[old].shape) for new, (old, turn) in names.items()]
-    compare_arguments(mesh, "export", {"to": to, "axes": wanted, "dtype": dtype, "leaves": leaves})
-    held = pieces_of_ranks(mesh, [by_name[old] for old, _ in names.values()])
-    return [
-        _item(plan, new, by_name[old], pieces, wanted, to, dtype, turn)
-        for (new, (old, turn)), pieces in zip(names.items(), held, strict=True)
-    ]
-
-
-def _item(
-    plan: Plan,
-    name: str,
-    entry: Entry,
-    pieces: Sequence[Piece],
-    wanted: Axes,
-    to: int | None,
-    dtype: torch.dtype | None,
-    transpose: bool,
-) -> ExportItem:
-    """The item of one entry, whose ``pieces`` are those of all ranks."""
-    mesh = plan.mesh
-    local = [axis for axis in _compute_axes(plan, entry) if axis not in wanted]
-    gathered = tuple(axis for axis in mesh.axis_names if axis in entry.spec.axes and axis not in local)
-    members = _positions(Ranks(mesh, gathered))
-    have = tuple(pieces[rank] for rank in members)
-    out = entry.dtype if dtype is None or not entry.dtype.is_floating_point else dtype
-    if to is None:
-        return ExportItem(name, entry, gathered, have, None, True, out, transpose)
-    root = _counterpart(mesh, to, local)
-    position = members.index(root) if root in members else None
-    return ExportItem(name, entry, gathered, have, position, root in members, out, transpose)
-
-
-def _check_transposed(entries: Sequence[Entry]) -> None:
-    wrong = [f"{entry.name}: {list(entry.shape)}" for entry in entries if len(entry.shape) != 2]
-    if wrong:
+    turned = {old: by_name[old].shape for old, transpose in names.values() if transpose}
+    if wrong := [f"{name}: {list(shape)}" for name, shape in turned.items() if len(shape) != 2]:
         raise TreeError(lines("rename= transposes leaves that have not two dims:", wrong, "Make the rules narrower."))
+    shapes = {f"leaf {new}": (by_name[old].shape, transpose) for new, (old, transpose) in names.items()}
+    compare_arguments(mesh, "export", {"to": to, "axes": wanted, "dtype": dtype, "order": list(names), **shapes})
+    pieces = pieces_of_ranks(mesh, [by_name[old] for old, _ in names.values()])
+    out = []
+    for (name, (old, transpose)), held in zip(names.items(), pieces, strict=True):
+        entry = by_name[old]
+        local = [axis for axis in _compute_axes(plan, entry) if axis not in wanted]
+        ranks = Ranks(mesh, tuple(axis for axis in mesh.axis_names if axis in entry.spec.axes and axis not in local))
+        have = tuple(held[rank] for rank in _positions(ranks))
+        root = None if to is None else _counterpart(mesh, to, local)
+        exported = entry.dtype if dtype is None or not entry.dtype.is_floating_point else dtype
+        out.append(ExportItem(name, entry, ranks, have, root, exported, transpose))
+    return out
 
 
-def fetch(mesh: Mesh, item: ExportItem) -> Tensor | None:
+def fetch(item: ExportItem) -> Tensor | None:
     """The leaf of an item, on ranks that receive it. Collective."""
-    ranks = Ranks(mesh, item.axes)
-    comm = ranks.comm  # all ranks make it at the first call, even those that do not take part
-    if not item.takes_part:
+    ranks, root = item.ranks, item.root
+    comm, members = ranks.comm, _positions(ranks)  # all ranks make the communicator, even those that take no part
+    if root is not None and root not in members:
         return None
-    mine = item.entry.tensor.to(mesh.device, item.dtype)
+    mine = item.entry.tensor.to(ranks.mesh.device, item.dtype)
     low, shape = item.block
-    total, receives = math.prod(shape), item.root is None or _positions(ranks)[item.root] == mesh.rank
+    total, receives = math.prod(shape), root is None or root == ranks.mesh.rank
     out = torch.empty(total if receives else 0, dtype=item.dtype, device=mine.device)
     step = max(1, SLAB // item.dtype.itemsize)
     for begin in range(0, total, step):
         end = min(begin + step, total)
         slab = out[begin:end] if receives else None
-        if item.root is None:
+        if root is None:
             _gather_slab(comm, ranks, mine, item, out[begin:end], begin, end)
         else:
-            want = [Piece(low, shape, begin, end if i == item.root else begin) for i in range(ranks.size)]
+            want = [Piece(low, shape, begin, end if rank == root else begin) for rank in members]
             exchange_pieces(ranks, mine, item.have, want, slab)
     if not receives:
         return None
@@ -173,43 +144,25 @@ def _gather_slab(
 def compare_arguments(mesh: Mesh, call: str, given: Mapping[str, Any]) -> None:
     """Raise a CheckpointError on all ranks if they pass different arguments. Collective."""
     enter(mesh, call)
-    texts = {name: str(value) for name, value in given.items()}
-    short = {name: text if len(text) < 80 else _digest(given[name]) for name, text in texts.items()}
-    values = all_ranks_or_raise(mesh_communicator(mesh, ROLE), lambda: short)
-    if any(value != values[0] for value in values):
-        rows = [f"rank {rank}: {str(value)[:200]}" for rank, value in enumerate(values)]
-        remedy = "Give the same on all ranks."
-        raise CheckpointError(lines(f"the arguments of {call} differ between ranks:", rows, remedy))
+    facts = facts_of({f"{call}: {name}": str(value) for name, value in given.items()})
+    compare(mesh_communicator(mesh, ROLE), facts, CheckpointError)
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-
-
-def pieces_of_ranks(mesh: Mesh, listed: Sequence[Entry]) -> Iterator[list[Piece]]:
+def pieces_of_ranks(mesh: Mesh, listed: Sequence[Entry]) -> list[list[Piece]]:
     """For each entry the piece of every rank. Collective, one exchange."""
-    numbers = [n for e in listed for p in (e.piece,) for n in (*p.offset, *p.shape, p.start, p.stop)]
-    row = torch.tensor(numbers, dtype=torch.int64, device=mesh.device)
-    rows = exchange(Ranks(mesh, mesh.axis_names).comm, row).tolist()
-    at = 0
-    for entry in listed:
-        dims = len(entry.piece.shape)
-        cuts = [row[at : at + 2 * dims + 2] for row in rows]
-        yield [Piece(tuple(c[:dims]), tuple(c[dims : 2 * dims]), c[-2], c[-1]) for c in cuts]
-        at += 2 * dims + 2
+    own = [(e.piece.offset, e.piece.shape, e.piece.start, e.piece.stop) for e in listed]
+    ranks = all_ranks_or_raise(mesh_communicator(mesh, ROLE), lambda: own)
+    rows = zip(*ranks, strict=True)
+    return [[Piece(tuple(o), tuple(n), start, stop) for o, n, start, stop in row] for row in rows]
 
 
 def exchange_pieces(
     ranks: Ranks, mine: Tensor, have: Sequence[Piece], want: Sequence[Piece], out: Tensor | None = None
 ) -> Tensor:
-    """The piece that this rank wants, 1-D, by one all-to-all. Collective over ``ranks``.
+    """The piece that this rank wants, 1-D, in ``out`` if it is given, by one all-to-all. Collective over ``ranks``.
 
-    Args:
-        ranks: the ranks that take part; positions are in ascending order of rank.
-        mine: this rank's piece, 1-D.
-        have: the piece of each position. Of equal pieces the receiver takes its own, or any other.
-        want: the piece that each position wants, which may be empty; together ``have`` must hold them.
-        out: the 1-D tensor for the wanted piece; None allocates one.
+    ``have`` and ``want`` are the pieces that each of the ranks, in ascending order, holds and wants; ``mine`` is this
+    rank's, 1-D. Of equal pieces the receiver takes its own, or any other.
     """
     me, count = _positions(ranks).index(ranks.mesh.rank), len(have)
     out = torch.empty(want[me].numel, dtype=mine.dtype, device=mine.device) if out is None else out
@@ -217,9 +170,9 @@ def exchange_pieces(
     places: list[list[Tensor]] = [[] for _ in range(count)]
     for other in range(count):
         if _supplier(have, me, other) == me:
-            sent[other] = [block.within(mine, *box) for block, _, box in _shared(have[me], want[other])]
+            sent[other] = [block.within(mine, *box) for block, _, box in shared(have[me], want[other])]
         if _supplier(have, other, me) == other:
-            places[other] = [block.within(out, *box) for _, block, box in _shared(have[other], want[me])]
+            places[other] = [block.within(out, *box) for _, block, box in shared(have[other], want[me])]
     for place, view in zip(places[me], sent[me], strict=True):  # this rank's own elements are copied directly
         place.copy_(view)
     sent[me] = places[me] = []
@@ -254,12 +207,6 @@ def _supplier(have: Sequence[Piece], holder: int, target: int) -> int:
         return target
     copies = [position for position, piece in enumerate(have) if piece == have[holder]]
     return copies[target % len(copies)]
-
-
-def _shared(have: Piece, want: Piece) -> list[tuple[Any, Any, tuple[Shape, Shape]]]:
-    """The boxes that two pieces share, each with its block in either, in the order of ``have``."""
-    pairs = [(mine, theirs, overlap(mine, theirs)) for mine in blocks(have) for theirs in blocks(want)]
-    return [(mine, theirs, box) for mine, theirs, box in pairs if box is not None]
 
 
 def _check(mesh: Mesh, to: int | None, axes: Axes | Literal["all"], dtype: torch.dtype | None) -> Axes:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from fshard.arguments import Want, expect
+from fshard.arguments import expect
+from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import PlanError
-from fshard.interchange.export import export_entries
-from fshard.interchange.export_plan import ROLE, fetch, plan_export
+from fshard.interchange.export import deliver, export_entries
+from fshard.interchange.export_plan import ROLE, plan_export
 from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
 from fshard.interchange.rename import RenameLike
-from fshard.interchange.source import TensorMeta, load
+from fshard.interchange.source import load
 from fshard.optim.base import Optimizer
 from fshard.runtime.comm import first_rank_or_raise, mesh_communicator
 from fshard.sharding.plan import Plan
@@ -59,11 +60,10 @@ def load_hf(
     >>> fs.load_hf(plan, fs.optim.sgd(0.1), folder, rename=[(r"net\\.(.*)", r"\\1")]).params["w"].sum()
     tensor(6.)
     """
-    wants: list[Want] = [
-        ("plan", plan, Plan, "what fs.make_plan returned"),
-        ("path", path, (str, os.PathLike), "a folder or a file"),
-    ]
-    expect("load_hf(plan, opt, path)", wants)
+    expect(
+        "load_hf(plan, opt, path)",
+        [("plan", plan, Plan, "what fs.make_plan returned"), ("path", path, (str, os.PathLike), "a folder or a file")],
+    )
     return load(plan, opt, HfFiles(path), rename=rename, init=init, seed=seed, cast=cast)
 
 
@@ -109,15 +109,15 @@ def save_hf(
     """
     expect("save_hf(state, path)", [("path", path, (str, os.PathLike), "a folder")])
     limit = size_in_bytes(max_shard_size)
-    settings = _settings(config)
+    settings = config.to_dict() if hasattr(config, "to_dict") else config
+    if settings is not None and not isinstance(settings, Mapping):
+        raise PlanError(f"config={type(settings).__name__} must be a config of transformers, or a dict")
     plan, listed, check_alive = export_entries(state, plan, "params")
     items = plan_export(plan, listed, to=0, axes="all", dtype=dtype, rename=rename)
     items.sort(key=lambda item: -item.dtype.itemsize)  # aligns every element of a file
     tensors = {item.name: TensorMeta(item.shape, item.dtype) for item in items}
     writer = HfWriter(Path(path), tensors, limit, overwrite)
     comm, rank = mesh_communicator(plan.mesh, ROLE), plan.mesh.rank
-    first_rank_or_raise(comm, rank, writer.prepare)
-    failure: Exception | None = None
 
     def publish() -> None:
         if failure is not None:
@@ -125,22 +125,8 @@ def save_hf(
         writer.publish(settings)
 
     try:
-        for item in items:
-            check_alive()
-            tensor = fetch(plan.mesh, item)
-            try:
-                if tensor is not None and failure is None:
-                    writer.write(item.name, tensor)
-            except Exception as error:  # the other ranks wait for this rank's part of the stream
-                failure = error
+        first_rank_or_raise(comm, rank, writer.prepare)
+        failure = deliver(items, check_alive, writer.write)
         first_rank_or_raise(comm, rank, publish)
     finally:
         writer.discard()
-
-
-def _settings(config: Any) -> Any:
-    """The contents of ``config.json``."""
-    found = config.to_dict() if hasattr(config, "to_dict") else config
-    if found is not None and not isinstance(found, Mapping):
-        raise PlanError(f"config={type(config).__name__} must be a config of transformers, or a dict")
-    return None if found is None else dict(found)

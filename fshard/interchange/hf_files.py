@@ -8,54 +8,44 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch import Tensor
 
 from fshard.checkpoint import tensorfile
 from fshard.checkpoint.files import File, file_errors, is_plain_name, open_file
 from fshard.checkpoint.problems import listed, printable, unusable
-from fshard.checkpoint.ranges import Block
 from fshard.checkpoint.strict_json import parse_json
-from fshard.checkpoint.tensorfile import write_header
+from fshard.checkpoint.tensorfile import TensorMeta, write_header
 from fshard.checkpoint.write import new_file, raw
 from fshard.errors import CheckpointError, DamagedError, PlanError, lines
 from fshard.interchange.boxes import read_box
-from fshard.interchange.source import TensorMeta
+from fshard.sharding.spec import Shape
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 class HfFiles:
-    """A source of safetensors files. Links are followed: the Hub's cache consists of them.
-
-    Args:
-        path: a ``.safetensors`` file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
-
-    Raises:
-        CheckpointError: there is no such file, or it has another format; ``DamagedError`` if it is incomplete.
-    """
+    """A source of safetensors files: one, or a folder. Links are followed: the Hub's cache consists of them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = str(path)
-        self._headers: dict[Path, dict[str, tensorfile.Stored]] = {}
         self._sizes: dict[Path, int] = {}
         self.files: dict[str, Path] = {}
-        self.tensors: dict[str, TensorMeta] = {}
+        self.tensors: dict[str, tensorfile.Stored] = {}
         files, weights = _find_files(Path(path))
         for file in files:
             self._add(file)
         if weights is not None:
-            _check_index(Path(path), weights, {name: file.name for name, file in self.files.items()})
+            self._check_index(weights)
 
-    def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
-        """Read the blocks from the file."""
-        file = self.files[name]
-        stored = self._headers[file][name]
-        with _open(file, self._sizes[file]) as opened:
-            for block, out in parts:
-                read_box(opened, stored.begin, stored.shape, block.offset, out, stored.dtype)
+    def read(self, name: str, parts: Sequence[tuple[Shape, Tensor]]) -> None:
+        """Read the boxes from the file."""
+        path, stored = self.files[name], self.tensors[name]
+        with _open(path, self._sizes[path]) as file:
+            for offset, out in parts:
+                read_box(file, stored.begin, stored.shape, offset, out, stored.dtype)
 
     def check_dense(self) -> None:
         """Refuse files that consist almost only of holes, before memory is allocated by their sizes."""
@@ -68,14 +58,28 @@ class HfFiles:
         with _open(file) as opened:
             start = bytes(opened.read(0, min(4, opened.size)))
             if start == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
-                raise _pickle(file)
-            self._headers[file], self._sizes[file] = tensorfile.header_of(opened)[0], opened.size
-        for name, stored in self._headers[file].items():
+                raise CheckpointError(
+                    f"{file} is a pickle, as torch.save writes it, which can run code when it is loaded: fshard reads "
+                    f"none. If you trust it, convert it: "
+                    f"safetensors.torch.save_file(torch.load(file, weights_only=True), ...)"
+                )
+            header, self._sizes[file] = tensorfile.read_header(opened), opened.size
+        for name, stored in header.items():
             if name in self.files:
                 raise DamagedError(
                     f"{printable(name)} is in {self.files[name]} and in {file}: remove the file that does not belong"
                 )
-            self.files[name], self.tensors[name] = file, TensorMeta(stored.shape, stored.dtype)
+            self.files[name], self.tensors[name] = file, stored
+
+    def _check_index(self, weights: Mapping[str, str]) -> None:
+        missing = [name for name in weights if name not in self.files]
+        wrong = [f"{name}: the index says {weights[name]}, which does not hold it" for name in missing]
+        for name, path in self.files.items():
+            if weights.get(name) != path.name:
+                wrong.append(f"{name}: the index says {weights.get(name, 'nothing')}, and it is in {path.name}")
+        if wrong:
+            head = f"the index of {self.name} does not describe its files:"
+            raise DamagedError(lines(head, listed(wrong), "Write the index again."))
 
 
 def _find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -99,18 +103,18 @@ def _incomplete(path: str, problems: Iterable[str]) -> CheckpointError:
     return DamagedError(f"{path} is not a whole safetensors file: {reasons}. Fetch or write it again.")
 
 
-def _pickle(file: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{file} is a pickle, as torch.save writes it, which can run code when it is loaded: fshard reads none. "
-        f"If you trust it, convert it: safetensors.torch.save_file(torch.load(file, weights_only=True), ...)"
-    )
-
-
 def _read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor in the index."""
     path = folder / INDEX
+    if not folder.exists():
+        raise CheckpointError(
+            f"{folder} does not exist: give a folder or a .safetensors file; huggingface_hub.snapshot_download(name) "
+            f"fetches a model of the Hub and returns its folder"
+        )
     if not os.path.lexists(path):
-        raise _no_model(folder)
+        pickles = [file.name for kind in ("*.bin", "*.pt*") for file in sorted(folder.glob(kind))]
+        also = f" It holds {', '.join(pickles)}: pickles, which can run code, are not read." if pickles else ""
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}.{also} Save the model as safetensors.")
     with open_file(str(folder), INDEX, links=True, folder_link=True, refuse=unusable) as file:
         if file.size > tensorfile.LIMIT:
             raise DamagedError(f"{path} is no index: it has {file.size} bytes, of at most {tensorfile.LIMIT}")
@@ -133,51 +137,23 @@ def _read_index(folder: Path) -> dict[str, str]:
     return dict(weights)
 
 
-def _check_index(path: Path, weights: Mapping[str, str], held: Mapping[str, str]) -> None:
-    missing = [name for name in weights if name not in held]
-    wrong = [f"{name}: the index says {weights[name]}, which does not hold it" for name in missing]
-    wrong += [
-        f"{name}: the index says {weights.get(name, 'nothing')}, and it is in {file}"
-        for name, file in held.items()
-        if weights.get(name) != file
-    ]
-    if wrong:
-        head = f"the index of {path} does not describe its files:"
-        raise DamagedError(lines(head, listed(wrong), "Write the index again."))
-
-
-def _no_model(folder: Path) -> CheckpointError:
-    if not folder.exists():
-        return CheckpointError(
-            f"{folder} does not exist: give a folder or a .safetensors file; huggingface_hub.snapshot_download(name) "
-            f"fetches a model of the Hub and returns its folder"
-        )
-    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
-    also = f" It holds {', '.join(pickles)}: pickles, which can run code, are not read." if pickles else ""
-    return CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}.{also} Save the model as safetensors.")
-
-
 class HfWriter:
     """Writes a model's files tensor by tensor, under temporary names until all of them are complete.
 
-    Args:
-        folder: the folder to write to.
-        tensors: the shapes and dtypes by name, in the order in which the tensors will be written.
-        limit: the most bytes of a file with more than one tensor.
-        overwrite: whether ``publish`` may replace weights that are in the folder.
+    Tensors are written in the order of ``tensors``. A file with more than one has at most ``limit`` bytes of data.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, TensorMeta], limit: int, overwrite: bool = False) -> None:
         self.folder, self.overwrite = folder, overwrite
-        self.parts = split_files(tensors, limit)
-        self.names = _names(len(self.parts))
+        parts = split_files(tensors, limit)
+        several = [f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
+        self.files = dict(zip([SINGLE] if len(parts) == 1 else several, parts, strict=True))
+        self.order = [(name, file) for file, part in self.files.items() for name in part]
         self.total = sum(meta.nbytes for meta in tensors.values())
-        self.left: list[str] = []
-        self.file: BinaryIO | None = None
         self.begun: list[Path] = []
 
     def prepare(self) -> None:
-        """Make the folder; raise a CheckpointError if it holds weights that may not be replaced."""
+        """Begin the files; raise a CheckpointError if the folder holds weights that may not be replaced."""
         old = _weights_in(self.folder)
         if old and not self.overwrite:
             remedy = "Write to another folder, or remove them; save_hf(overwrite=True) replaces them."
@@ -185,58 +161,47 @@ class HfWriter:
             raise CheckpointError(lines(f"{self.folder} holds weights already:", names, remedy))
         with file_errors("write to", str(self.folder)):
             self.folder.mkdir(parents=True, exist_ok=True)
+            for file, part in self.files.items():
+                self.begun.append(self._partial(file))
+                self.begun[-1].write_bytes(write_header(part, {"format": "pt"}))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor."""
-        with file_errors("write to", str(self.folder)):
-            file = self.file if self.file is not None and self.left else self._next_file()
-            if self.left.pop(0) != name:
-                raise AssertionError(f"{name} comes out of order")
-            flat = tensor.detach().cpu().contiguous()
-            file.write(raw(flat))
+        expected, file = self.order.pop(0)
+        if name != expected:
+            raise AssertionError(f"{name} comes out of order")
+        flat = tensor.detach().cpu().contiguous()
+        with file_errors("write to", str(self.folder)), open(self._partial(file), "ab") as out:
+            out.write(raw(flat))
 
     def publish(self, config: Mapping[str, Any] | None = None) -> None:
         """Rename all files, add the index and ``config.json``, and remove the weights that they replace."""
+        if self.order:
+            raise AssertionError(f"{self.order} were not written")
+        several = len(self.files) > 1
         with file_errors("write to", str(self.folder)):
             old = _weights_in(self.folder)
-            self._close()
-            for partial, name in zip(self.begun, self.names, strict=True):
-                partial.replace(self.folder / name)
-            if len(self.names) > 1:
-                weights = {name: file for part, file in zip(self.parts, self.names, strict=True) for name in part}
-                index = {"metadata": {"total_size": self.total}, "weight_map": weights}
-                _write_json(self.folder / INDEX, index)
-            for file in old:
-                if file.name not in self.names and not (file.name == INDEX and len(self.names) > 1):
-                    file.unlink()
+            for file in self.files:
+                with open(self._partial(file), "ab") as out:
+                    os.fsync(out.fileno())
+            for file in self.files:
+                self._partial(file).replace(self.folder / file)
+            if several:
+                weights = {name: file for file, part in self.files.items() for name in part}
+                _write_json(self.folder / INDEX, {"metadata": {"total_size": self.total}, "weight_map": weights})
+            for path in old:
+                if path.name not in self.files and not (path.name == INDEX and several):
+                    path.unlink()
             if config is not None:
                 _write_json(self.folder / "config.json", config)
 
     def discard(self) -> None:
         """Remove the files that have no final name."""
-        if self.file is not None:
-            self.file.close()
         for partial in self.begun:
             partial.unlink(missing_ok=True)
 
-    def _next_file(self) -> BinaryIO:
-        self._close()
-        number = len(self.begun)
-        self.left = list(self.parts[number])
-        self.begun.append(self.folder / f"{self.names[number]}.partial")
-        self.file = open(self.begun[-1], "wb")
-        header = {name: (meta.dtype, meta.shape) for name, meta in self.parts[number].items()}
-        self.file.write(write_header(header, {"format": "pt"}))
-        return self.file
-
-    def _close(self) -> None:
-        """Sync and close the file that is being written."""
-        if self.left:
-            raise AssertionError(f"{self.left} were not written")
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
+    def _partial(self, file: str) -> Path:
+        return self.folder / f"{file}.partial"
 
 
 def split_files(tensors: Mapping[str, TensorMeta], limit: int) -> list[dict[str, TensorMeta]]:
@@ -250,11 +215,6 @@ def split_files(tensors: Mapping[str, TensorMeta], limit: int) -> list[dict[str,
         files[-1][name] = meta
         room -= meta.nbytes
     return files
-
-
-def _names(count: int) -> list[str]:
-    """The names of the files of one model."""
-    return [SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -5,8 +5,9 @@ that such files consist of, which become records; any other name is refused. Its
 beside it before any of them is read.
 """
 
+import functools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,10 @@ import torch
 from fshard.checkpoint.files import File, folder_at, is_plain_name, plain_file
 from fshard.checkpoint.problems import printable, unusable
 from fshard.checkpoint.ranges import Block
-from fshard.checkpoint.tensorfile import DIMS, is_count, is_shape
+from fshard.checkpoint.tensorfile import DIMS, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError, DamagedError, lines
 from fshard.interchange.archive import DTYPES
 from fshard.interchange.pickles import CallRecord, GlobalName, UnknownNameError, read_pickle
-from fshard.interchange.source import TensorMeta
 from fshard.sharding.spec import Shape
 
 FILE = ".metadata"
@@ -84,19 +84,22 @@ class Contents:
 
 
 def read_metadata(folder: Path) -> Contents:
-    """The contents of a folder by its ``.metadata``, compared with the files beside it.
-
-    Raises:
-        CheckpointError: the file does not exist, or contains a name that is refused.
-        DamagedError: the file is incomplete, or does not fit the others.
-    """
+    """The contents of a folder by its ``.metadata``, compared with the files beside it."""
     path = str(folder / FILE)
     problems: list[str] = []
     try:
         with folder_at(str(folder), links=True) as at:
+
+            @functools.cache
+            def size_of(name: str) -> int:
+                """The size of a regular file in the folder; -1 for any other name."""
+                with suppress(CheckpointError, OSError), plain_file(str(folder), name, at, refuse=unusable) as file:
+                    return file.size
+                return -1
+
             with plain_file(str(folder), FILE, at, refuse=_unreadable) as file:
                 top = _unpickled(file)
-            places = _places(top.get("storage_data"), FileSizes(str(folder), at), problems)
+            places = _places(top.get("storage_data"), size_of, problems)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}: {HINT}") from error
     contents = _contents(top.get("state_dict_metadata"), places, problems)
@@ -143,57 +146,42 @@ def kind_of(value: Any) -> str:
     return value.of.name if isinstance(value, CallRecord) else type(value).__name__
 
 
-class FileSizes:
-    """The sizes of the regular files in an open folder; -1 for any other name."""
-
-    def __init__(self, path: str, at: int) -> None:
-        self.path, self.at = path, at
-        self.known: dict[str, int] = {}
-
-    def of(self, name: str) -> int:
-        """The size of a file."""
-        if name not in self.known:
-            self.known[name] = -1
-            with suppress(CheckpointError, OSError), plain_file(self.path, name, self.at, refuse=unusable) as file:
-                self.known[name] = file.size
-        return self.known[name]
-
-
 def place_of(name: str, offset: Shape | None) -> str:
     """The key of a chunk: a text, since chosen tuples of numbers can all have the same hash."""
     return f"{name}\0{offset}"
 
 
-def _places(data: Any, sizes: FileSizes, problems: list[str]) -> dict[str, FileRange]:
+def _places(data: Any, size_of: Callable[[str], int], problems: list[str]) -> dict[str, FileRange]:
     """The place of each chunk, by name and offset, and of each other value."""
     out: dict[str, FileRange] = {}
     for index, info in (data if isinstance(data, dict) else {}).items():
-        if not isinstance(index, CallRecord) or not isinstance(info, CallRecord):
-            problems.append(f"storage_data holds {kind_of(index)}: {kind_of(info)}")
-        elif isinstance(found := _place(index, info, sizes), str):
-            problems.append(found)
-        elif found[0] in out:
-            problems.append(f"{index.get('fqn')}: the chunk at {_shape(index.get('offset'))} lies in two places")
-        else:
-            out[found[0]] = found[1]
+        try:
+            key, where = _place(index, info, size_of)
+            if key in out:
+                raise ValueError(f"{index.get('fqn')}: the chunk at {_shape(index.get('offset'))} lies in two places")
+            out[key] = where
+        except ValueError as error:
+            problems.append(str(error))
         if len(problems) >= MOST:
             break
     return out
 
 
-def _place(index: CallRecord, info: CallRecord, sizes: FileSizes) -> tuple[str, FileRange] | str:
-    """The key and the place of a chunk or another value, or the problem with it."""
+def _place(index: Any, info: Any, size_of: Callable[[str], int]) -> tuple[str, FileRange]:
+    """The key and the place of a chunk or another value; a ValueError says what is wrong with it."""
+    if not isinstance(index, CallRecord) or not isinstance(info, CallRecord):
+        raise ValueError(f"storage_data holds {kind_of(index)}: {kind_of(info)}")
     name, offset = index.get("fqn"), _shape(index.get("offset"))
     file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     misplaced = offset is None and index.get("offset") is not None
     if not isinstance(name, str) or not isinstance(file, str) or misplaced:
-        return f"storage_data: {shown(name)} at {shown(index.get('offset'))} in {shown(file)}"
+        raise ValueError(f"storage_data: {shown(name)} at {shown(index.get('offset'))} in {shown(file)}")
     if not is_plain_name(file):
-        return f"{name}: lies in {file!r}, but only files in the folder itself are read"
-    if info.get("transform_descriptors"):
-        return f"{name}: was transformed by {shown(info.get('transform_descriptors'))}, which fshard cannot undo"
-    if not is_count(begin) or not is_count(length) or begin + length > sizes.of(file):
-        return f"{name}: bytes {shown(begin)} to +{shown(length)} of {file}, which has {sizes.of(file)}"
+        raise ValueError(f"{name}: lies in {file!r}, but only files in the folder itself are read")
+    if transform := info.get("transform_descriptors"):
+        raise ValueError(f"{name}: was transformed by {shown(transform)}, which fshard cannot undo")
+    if not is_count(begin) or not is_count(length) or begin + length > size_of(file):
+        raise ValueError(f"{name}: bytes {shown(begin)} to +{shown(length)} of {file}, which has {size_of(file)}")
     return place_of(name, offset), FileRange(file, begin, length)
 
 
@@ -202,70 +190,55 @@ def _contents(listed: Any, places: dict[str, FileRange], problems: list[str]) ->
     out = Contents()
     for name, what in (listed if isinstance(listed, dict) else {}).items():
         kind = kind_of(what)
-        if not isinstance(name, str):
-            problems.append(f"state_dict_metadata holds a {kind_of(name)}")
-        elif kind == "BytesStorageMetadata" and place_of(name, None) in places:
-            out.others[name] = places[place_of(name, None)]
-        elif kind == "TensorStorageMetadata":
-            found = _tensor(name, what, places, problems)
-            if found is not None:
-                out.tensors[name], out.chunks[name] = found
-        else:
-            problems.append(f"{name!r}: a {kind} that lies nowhere")
+        try:
+            if not isinstance(name, str):
+                raise ValueError(f"state_dict_metadata holds a {kind_of(name)}")
+            if kind == "BytesStorageMetadata" and place_of(name, None) in places:
+                out.others[name] = places[place_of(name, None)]
+            elif kind == "TensorStorageMetadata":
+                out.tensors[name], out.chunks[name] = _tensor(name, what, places)
+            else:
+                raise ValueError(f"{name!r}: a {kind} that lies nowhere")
+        except ValueError as error:
+            problems.append(str(error))
         if len(problems) >= MOST:
             break
-    if not out.tensors:
+    if not out.tensors and not problems:
         problems.append("it lists no tensor")
     return out
 
 
-def _tensor(
-    name: str, what: CallRecord, places: dict[str, FileRange], problems: list[str]
-) -> tuple[TensorMeta, tuple[Chunk, ...]] | None:
-    """One tensor, which its chunks must fill; None after a problem."""
-    shape, rows, of = _shape(what.get("size")), what.get("chunks"), _dtype_name(what.get("properties"))
+def _tensor(name: str, what: CallRecord, places: dict[str, FileRange]) -> tuple[TensorMeta, tuple[Chunk, ...]]:
+    """One tensor, which its chunks must fill; a ValueError says what is wrong with it."""
+    shape, rows, properties = _shape(what.get("size")), what.get("chunks"), what.get("properties")
+    state = properties.state if isinstance(properties, CallRecord) else None
+    of = state[0] if isinstance(state, tuple) and state else None
     dtype = DTYPES.get(of.name) if isinstance(of, GlobalName) and of.module == "torch" else None
     if dtype is None or shape is None or not isinstance(rows, list):
-        problems.append(f"{name}: dtype {shown(of)}, size {shown(what.get('size'))}, chunks in a {kind_of(rows)}")
-        return None
-    before = len(problems)
-    chunks = []
-    for row in rows:
-        chunks.append(_chunk(name, shape, row, places, problems))
-        if len(problems) >= MOST:
-            return None
-    held = tuple(chunk for chunk in chunks if chunk is not None)
-    if len(problems) == before and not filled(shape, [chunk.block for chunk in held]):
-        problems.append(f"{name}: its {len(held)} chunks do not fill {list(shape)} without gap or overlap")
-    return TensorMeta(shape, dtype), held
+        raise ValueError(f"{name}: dtype {shown(of)}, size {shown(what.get('size'))}, chunks in a {kind_of(rows)}")
+    chunks = tuple(chunk for row in rows if (chunk := _chunk(name, shape, row, places)) is not None)
+    if not filled(shape, [chunk.block for chunk in chunks]):
+        raise ValueError(f"{name}: its {len(chunks)} chunks do not fill {list(shape)} without gap or overlap")
+    return TensorMeta(shape, dtype), chunks
 
 
-def _dtype_name(properties: Any) -> Any:
-    """The first value in the state of a ``TensorProperties``."""
-    state = properties.state if isinstance(properties, CallRecord) else None
-    return state[0] if isinstance(state, tuple) and state else None
-
-
-def _chunk(name: str, shape: Shape, row: Any, places: dict[str, FileRange], problems: list[str]) -> Chunk | None:
-    """One chunk of a tensor; None if it is empty or a problem was added."""
-    given = [row.get(key) for key in ("offsets", "sizes")] if isinstance(row, CallRecord) else []
-    offset, sizes = map(_shape, given) if given else (None, None)
-    dims = len(shape)
+def _chunk(name: str, shape: Shape, row: Any, places: dict[str, FileRange]) -> Chunk | None:
+    """One chunk of a tensor; None for that of a rank that had nothing to write."""
+    given = [row.get(key) for key in ("offsets", "sizes")] if isinstance(row, CallRecord) else [None, None]
+    offset, sizes = map(_shape, given)
     if (
         offset is None
         or sizes is None
-        or not len(offset) == len(sizes) == dims
+        or not len(offset) == len(sizes) == len(shape)
         or any(o + n > m for o, n, m in zip(offset, sizes, shape, strict=True))
     ):
-        told = [shown(value) for value in given] or kind_of(row)
-        problems.append(f"{name}: a chunk of offset and size {told} in {list(shape)}")
-    elif 0 in sizes:
-        pass  # the chunk of a rank that had nothing to write
-    elif (where := places.get(place_of(name, offset))) is None:
-        problems.append(f"{name}: the chunk at {list(offset)} lies nowhere")
-    else:
-        return Chunk(Block(offset, sizes, 0), where)
-    return None
+        raise ValueError(f"{name}: a chunk of offset and size {list(map(shown, given))} in {list(shape)}")
+    if 0 in sizes:
+        return None
+    where = places.get(place_of(name, offset))
+    if where is None:
+        raise ValueError(f"{name}: the chunk at {list(offset)} lies nowhere")
+    return Chunk(Block(offset, sizes, 0), where)
 
 
 def filled(shape: Shape, parts: Sequence[Block]) -> bool:

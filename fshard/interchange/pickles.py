@@ -42,10 +42,6 @@ class CallRecord:
         """A field of its state; None if the state has none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
-    def build(self, state: Any) -> None:
-        """Add its state."""
-        self.state = state
-
 
 class UnknownNameError(ValueError):
     """A pickle contains a name that its reader does not know."""
@@ -56,10 +52,6 @@ def read_pickle(text: bytes | bytearray, known: Callable[[GlobalName], bool]) ->
 
     Keys of dicts are strings or call records, which are equal only to themselves. Values may share parts and contain
     themselves: readers must look only where they expect something, and never print or compare a whole value.
-
-    Args:
-        text: the bytes of exactly one pickle.
-        known: whether a name is allowed.
 
     Raises:
         UnknownNameError: a name is not allowed.
@@ -108,12 +100,10 @@ class _Machine:
 
     def take(self, count: int) -> bytes | bytearray:
         """The next bytes."""
-        end = self.at + count
-        if end > len(self.text):
-            raise ValueError(f"it ends before byte {end}")
-        part = self.text[self.at : end]
-        self.at = end
-        return part
+        begin, self.at = self.at, self.at + count
+        if self.at > len(self.text):
+            raise ValueError(f"it ends before byte {self.at}")
+        return self.text[begin : self.at]
 
     def number(self, count: int) -> int:
         """An unsigned integer of ``count`` bytes."""
@@ -124,9 +114,7 @@ class _Machine:
         end = self.text.find(b"\n", self.at, self.at + 200)
         if end < 0:
             raise ValueError(f"no line ends after byte {self.at}")
-        line = self.text[self.at : end].decode()
-        self.at = end + 1
-        return line
+        return self.take(end + 1 - self.at)[:-1].decode()
 
     def mark(self) -> None:
         """Begin a list of values, which counts as a container."""
@@ -135,56 +123,10 @@ class _Machine:
         self.marks.append(self.stack)
         self.stack = []
 
-    def end(self) -> None:
-        """Pop the result."""
-        self.value, self.done = self.stack.pop(), True
-
     def marked(self) -> list[Any]:
         """Pop the values since the last mark, and the mark."""
-        items = self.stack
-        self.stack = self.marks.pop()
+        items, self.stack = self.stack, self.marks.pop()
         return items
-
-    def name(self, module: Any, name: Any) -> GlobalName:
-        """An allowed name."""
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError(f"a name before byte {self.at} is not made of two strings")
-        found = GlobalName(module, name)
-        if not self.known(found):
-            raise UnknownNameError(f"{module[:100]}.{name[:100]}")
-        return self.names.setdefault(found, found)
-
-    def recall(self, key: int) -> None:
-        """Push an entry of the memo."""
-        if key not in self.memo:
-            raise ValueError(f"the memo has no entry {key} at byte {self.at}")
-        self.stack.append(self.memo[key])
-
-    def build(self) -> None:
-        """Add the state to a call record that has none."""
-        state = self.stack.pop()
-        made = self.stack[-1]
-        if not isinstance(made, CallRecord) or made.of == PERSISTENT or made.state is not None:
-            raise ValueError(f"the state before byte {self.at} is for a value that cannot have one")
-        made.build(state)
-
-    def extend(self, items: list[Any]) -> None:
-        """Append to a list."""
-        target = self.stack[-1]
-        if not isinstance(target, list):
-            raise ValueError(f"the items before byte {self.at} are for no list")
-        target.extend(items)
-
-    def update(self, items: list[Any]) -> None:
-        """Add keys and values to a dict."""
-        target = self.stack[-1]
-        if not isinstance(target, dict) or len(items) % 2:
-            raise ValueError(f"the items before byte {self.at} are for no dict")
-        for at in range(0, len(items), 2):
-            key = items[at]
-            if not isinstance(key, str | CallRecord) or key in target:
-                raise ValueError(f"a key before byte {self.at} is no string, or there twice")
-            target[key] = items[at + 1]
 
     def last(self, count: int) -> list[Any]:
         """Pop the last values."""
@@ -193,6 +135,55 @@ class _Machine:
         items = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return items
+
+    def end(self) -> None:
+        """Pop the result."""
+        self.value, self.done = self.stack.pop(), True
+
+    def name(self, module: Any, name: Any) -> None:
+        """Push a name, if it is allowed."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError(f"a name before byte {self.at} is not made of two strings")
+        found = GlobalName(module, name)
+        if not self.known(found):
+            raise UnknownNameError(f"{module[:100]}.{name[:100]}")
+        self.stack.append(self.names.setdefault(found, found))
+
+    def recall(self, key: int) -> None:
+        """Push an entry of the memo."""
+        if key not in self.memo:
+            raise ValueError(f"the memo has no entry {key} at byte {self.at}")
+        self.stack.append(self.memo[key])
+
+    def call(self) -> None:
+        """Push the record of a call that is not made."""
+        of, args = self.last(2)
+        if not isinstance(of, GlobalName) or not isinstance(args, tuple):
+            raise ValueError(f"the call before byte {self.at} is of no name with arguments")
+        self.hold(CallRecord(of, args))
+
+    def build(self) -> None:
+        """Add the state to a call record that has none."""
+        state, made = self.stack.pop(), self.stack[-1]
+        if not isinstance(made, CallRecord) or made.of == PERSISTENT or made.state is not None:
+            raise ValueError(f"the state before byte {self.at} is for a value that cannot have one")
+        made.state = state
+
+    def extend(self, items: list[Any]) -> None:
+        """Append to a list."""
+        if not isinstance(self.stack[-1], list):
+            raise ValueError(f"the items before byte {self.at} are for no list")
+        self.stack[-1].extend(items)
+
+    def update(self, items: list[Any]) -> None:
+        """Add keys and values to a dict."""
+        target = self.stack[-1]
+        if not isinstance(target, dict) or len(items) % 2:
+            raise ValueError(f"the items before byte {self.at} are for no dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, str | CallRecord) or key in target:
+                raise ValueError(f"a key before byte {self.at} is no string, or there twice")
+            target[key] = value
 
 
 Step = Callable[[_Machine], Any]
@@ -213,18 +204,6 @@ def _long(m: _Machine) -> None:
     if count > DIGITS:
         raise ValueError(f"a number of {count} bytes at byte {m.at}, of at most {DIGITS}")
     m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
-
-
-def _push_name(m: _Machine) -> None:
-    module, name = m.last(2)
-    m.stack.append(m.name(module, name))
-
-
-def _call(m: _Machine) -> None:
-    of, args = m.last(2)
-    if not isinstance(of, GlobalName) or not isinstance(args, tuple):
-        raise ValueError(f"the call before byte {m.at} is of no name with arguments")
-    m.hold(CallRecord(of, args))
 
 
 def _text(count: int) -> Step:
@@ -267,10 +246,10 @@ STEPS: dict[int, Step] = {
     ord("r"): _store(4),
     ord("h"): lambda m: m.recall(m.number(1)),
     ord("j"): lambda m: m.recall(m.number(4)),
-    ord("c"): lambda m: m.stack.append(m.name(m.line(), m.line())),
-    0x93: _push_name,
-    ord("R"): _call,
-    0x81: _call,
+    ord("c"): lambda m: m.name(m.line(), m.line()),
+    0x93: lambda m: m.name(*m.last(2)),
+    ord("R"): _Machine.call,
+    0x81: _Machine.call,
     ord("b"): _Machine.build,
     ord("Q"): lambda m: m.hold(CallRecord(PERSISTENT, (m.stack.pop(),))),
 }

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
-from fshard.patterns import bad_regex
+from fshard.patterns import bad_regex, first_matches
 
 
 @dataclass(frozen=True)
@@ -61,34 +62,27 @@ def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) ->
         TreeError: two names become one.
     """
     expect("rename=", [("rules", rules, (list, tuple), "a list of (pattern, new name) or fs.Rename(...)")])
-    full = [_as_rule(rule, number) for number, rule in enumerate(rules)]
-    names = list(names)
-    used: set[int] = set()
+    full: list[Rename] = []
+    for number, pair in enumerate(rules):
+        rule: Any = Rename(*pair) if isinstance(pair, tuple) and len(pair) in (2, 3) else pair
+        if not isinstance(rule, Rename):
+            raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.Rename(...)")
+        full.append(rule)
+    hits = first_matches([rule.pattern for rule in full], names)
     out: dict[str, tuple[str, bool]] = {}
     clashes = []
-    for name in names:
-        number = next((i for i, rule in enumerate(full) if re.fullmatch(rule.pattern, name)), None)
-        if number is not None:
-            used.add(number)
-        new = name if number is None else full[number].of(name)
-        if new is None:
-            continue
+    for name, hit in hits.items():
+        used = None if hit is None else full[hit[0]]
+        new = name if used is None else used.of(name)
         if new in out:
             clashes.append(f"{new}: from {out[new][0]} and from {name}")
-            continue
-        out[new] = (name, number is not None and full[number].transpose)
-    idle = [f"rename[{i}] {rule.pattern!r}" for i, rule in enumerate(full) if i not in used]
+        elif new is not None:
+            out[new] = (name, used is not None and used.transpose)
+    numbers = {hit[0] for hit in hits.values() if hit is not None}
+    idle = [f"rename[{i}] {rule.pattern!r}" for i, rule in enumerate(full) if i not in numbers]
     if idle:
-        remedy = f"Patterns must match a whole name, such as {next(iter(names), '')!r}; earlier rules win."
+        remedy = f"Patterns must match a whole name, such as {next(iter(hits), '')!r}; earlier rules win."
         raise PlanError(lines(f"rename rules that decide no name of {what}:", idle, remedy))
     if clashes:
         raise TreeError(lines(f"rename= gives tensors of {what} the same name:", clashes, "Make the rules narrower."))
     return out
-
-
-def _as_rule(rule: RenameLike, number: int) -> Rename:
-    if isinstance(rule, tuple) and len(rule) in (2, 3):
-        rule = Rename(*rule)
-    if not isinstance(rule, Rename):
-        raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.Rename(...)")
-    return rule

@@ -4,8 +4,7 @@ A rank reads only the boxes that its pieces consist of. Names, shapes and dtypes
 tensor is read, and all misfits come in one report.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,30 +12,18 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint.problems import printable
-from fshard.checkpoint.ranges import Block, blocks
+from fshard.checkpoint.ranges import blocks
+from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import TreeError, lines
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
-from fshard.sharding.layout import Leaf, Piece
+from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
 from fshard.state.entries import Entry, entries
 from fshard.state.init import Inits, fresh_values, initializers, start
 from fshard.state.train_state import TrainState
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """The shape and dtype of a tensor."""
-
-    shape: Shape
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorSource(Protocol):
@@ -50,8 +37,8 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorMeta]:
         """The tensors by name."""
 
-    def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
-        """Copy each block of a tensor to the tensor beside it, which has the block's shape."""
+    def read(self, name: str, parts: Sequence[tuple[Shape, Tensor]]) -> None:
+        """Fill tensors with boxes of the named tensor, each given by its offset and the tensor to fill."""
 
 
 @dataclass(frozen=True)
@@ -66,57 +53,31 @@ class MemorySource:
         """Their shapes and dtypes."""
         return {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.held.items()}
 
-    def read(self, name: str, parts: Sequence[tuple[Block, Tensor]]) -> None:
+    def read(self, name: str, parts: Sequence[tuple[Shape, Tensor]]) -> None:
         """Copy."""
-        for block, out in parts:
-            index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.shape, strict=True))
-            out.copy_(self.held[name].detach()[index])
+        for offset, out in parts:
+            out.copy_(self.held[name].detach()[tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))])
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The source's tensors for a leaf.
+class PrefixSource:
+    """The tensors of a source whose names begin with a prefix, by the rest of their names."""
 
-    Attributes:
-        name: the tensor's name in the source.
-        transpose: whether its two dims are swapped.
-        again: other tensors of the source that must be equal, with the same flag: those of tied leaves.
-    """
+    def __init__(self, source: TensorSource, prefix: str, without: str | None = None) -> None:
+        self.name, self.source, self.prefix = source.name, source, prefix
+        self.tensors = {
+            name.removeprefix(prefix): meta
+            for name, meta in source.tensors.items()
+            if name.startswith(prefix) and (without is None or not name.startswith(without))
+        }
 
-    name: str
-    transpose: bool
-    again: tuple[tuple[str, bool], ...] = ()
+    def read(self, name: str, parts: Sequence[tuple[Shape, Tensor]]) -> None:
+        """Read under the full name."""
+        self.source.read(self.prefix + name, parts)
 
 
-def originate(
-    plan: Plan, source: TensorSource, rename: Sequence[RenameLike], *, fresh: Sequence[str] = (), cast: bool = False
-) -> dict[str, Origin]:
-    """The origin of each leaf of the plan; leaves in ``fresh`` may be missing.
-
-    Raises:
-        PlanError: a rule that matches no name.
-        TreeError: tensors are missing, unexpected, of another shape or dtype; all in one report.
-    """
-    given = apply_rules(rename, source.tensors, source.name)
-    paths = {name: path for path, leaf in plan.leaves.items() for name in (path, *leaf.aliases)}
-    out, wrong = {}, []
-    for path, leaf in plan.leaves.items():
-        found = [given[name] for name in (path, *leaf.aliases) if name in given]
-        if found:
-            out[path] = Origin(*found[0], again=tuple(found[1:]))
-            wrong += [text for old in found for text in _misfits(leaf, source.tensors[old[0]], *old, cast)]
-        elif path not in fresh:
-            wrong.append(f"missing     {path}  {list(leaf.shape)}")
-    wrong += [f"unexpected  {_both(old, new)}" for new, (old, _) in given.items() if new not in paths]
-    if wrong:
-        head = f"{source.name} holds {len(source.tensors)} tensors, which are not the plan's {len(plan.leaves)} leaves:"
-        remedy = (
-            "Give rename=[(pattern, path)] rules from its names to the plan's paths, (pattern, None) for tensors to "
-            "leave out, init=[(pattern, initializer)] for leaves that are new, cast=True to round."
-        )
-        wrong = [printable(row) for row in wrong]
-        raise TreeError(lines(head, sorted(wrong, key=lambda line: line.split(" ")[0]), remedy))
-    return out
+Origin = Sequence[tuple[str, bool]]
+"""The names of a leaf's tensors in a source, each with whether its two dims are swapped: the first is read, and the
+others, those of tied leaves, must be equal to it."""
 
 
 def load(
@@ -134,14 +95,18 @@ def load(
     """A state whose parameters come from a source, with the arguments of ``load_hf``. Local.
 
     Each rank reads only its own part. The optimizer's state is new, unless ``fill`` is given: it is called with each
-    entry of that state, and the origins of the leaves.
+    entry of that state, and the origins of the leaves, which are empty for new leaves.
     """
-    inits = initializers(plan, init, _absent(plan, source, rename)) if init else {}
-    origins = originate(plan, source, rename, fresh=tuple(inits), cast=cast)
+    names = apply_rules(rename, source.tensors, source.name)
+    origins = {
+        path: [names[name] for name in (path, *leaf.aliases) if name in names] for path, leaf in plan.leaves.items()
+    }
+    inits = initializers(plan, init, [path for path, origin in origins.items() if not origin]) if init else {}
+    _check_fit(plan, source, names, origins, inits, cast)
 
     def value(path: str, piece: Piece) -> Tensor:
         leaf, device = plan.leaves[path], plan.mesh.device
-        if path not in origins:
+        if not origins[path]:
             return fresh_values(inits[path], fold(seed, path), leaf.shape, piece, device)
         out = torch.empty(piece.numel, dtype=leaf.dtype, device=device)
         read_piece(source, piece, out, origins[path])
@@ -155,55 +120,72 @@ def load(
     return state
 
 
+def _check_fit(
+    plan: Plan,
+    source: TensorSource,
+    names: Mapping[str, tuple[str, bool]],
+    origins: Mapping[str, Origin],
+    fresh: Container[str],
+    cast: bool,
+) -> None:
+    """Raise a TreeError that lists all tensors that are missing, unexpected, or of another shape or dtype."""
+    wrong = []
+    for path, leaf in plan.leaves.items():
+        if not origins[path] and path not in fresh:
+            wrong.append(f"missing     {path}  {list(leaf.shape)}")
+        for name, transpose in origins[path]:
+            meta = source.tensors[name]
+            problem = misfit(meta, leaf.shape, leaf.dtype, transpose, cast, "the plan has")
+            if transpose and len(meta.shape) != 2:
+                problem = f"{list(meta.shape)} cannot be transposed, which takes two dims"
+            if problem is not None:
+                wrong.append(f"mismatched  {_both(name, path)}: {problem}")
+    known = {name for path, leaf in plan.leaves.items() for name in (path, *leaf.aliases)}
+    wrong += [f"unexpected  {_both(old, new)}" for new, (old, _) in names.items() if new not in known]
+    if wrong:
+        head = f"{source.name} holds {len(source.tensors)} tensors, which are not the plan's {len(plan.leaves)} leaves:"
+        remedy = (
+            "Give rename=[(pattern, path)] rules from its names to the plan's paths, (pattern, None) for tensors to "
+            "leave out, init=[(pattern, initializer)] for leaves that are new, cast=True to round."
+        )
+        rows = sorted(map(printable, wrong), key=lambda line: line.split(" ")[0])
+        raise TreeError(lines(head, rows, remedy))
+
+
+def misfit(meta: TensorMeta, shape: Shape, dtype: torch.dtype, transpose: bool, cast: bool, owner: str) -> str | None:
+    """Why a source's tensor cannot be read into one of this shape and dtype; None if it can."""
+    have = meta.shape[::-1] if transpose else meta.shape
+    if have != shape:
+        return f"{list(have)}, {owner} {list(shape)}"
+    if meta.dtype == dtype:
+        return None
+    if meta.dtype.is_floating_point and dtype.is_floating_point:
+        a, b = torch.finfo(meta.dtype), torch.finfo(dtype)
+        if cast or (b.eps <= a.eps and b.max >= a.max and b.smallest_normal <= a.smallest_normal):
+            return None
+    names = [str(dtype).removeprefix("torch.") for dtype in (meta.dtype, dtype)]
+    return f"{names[0]} would be rounded to {names[1]}"
+
+
 def read_piece(source: TensorSource, piece: Piece, out: Tensor, origin: Origin) -> None:
     """Read a piece of a leaf; raises a TreeError if the source has unequal tensors for it."""
-    _read(source, piece, out, origin.name, origin.transpose)
-    for name, transpose in origin.again:
+    _read(source, piece, out, *origin[0])
+    for name, transpose in origin[1:]:
         other = torch.empty_like(out)
         _read(source, piece, other, name, transpose)
         if not torch.equal(other, out):
             raise TreeError(
-                f"{source.name} holds other values in {name} than in {origin.name}, and the model ties them to one "
+                f"{source.name} holds other values in {name} than in {origin[0][0]}, and the model ties them to one "
                 f"leaf: leave one out with rename=[({name!r}, None)], or untie the model"
             )
 
 
 def _read(source: TensorSource, piece: Piece, out: Tensor, name: str, transpose: bool) -> None:
-    parts = [(block, out[block.at : block.at + block.numel].view(block.shape)) for block in blocks(piece)]
+    parts = [(block.offset, out[block.at : block.at + block.numel].view(block.shape)) for block in blocks(piece)]
     if transpose:
-        parts = [(Block(block.offset[::-1], block.shape[::-1], 0), part.t()) for block, part in parts]
+        parts = [(offset[::-1], part.t()) for offset, part in parts]
     if parts:
         source.read(name, parts)
-
-
-def _absent(plan: Plan, source: TensorSource, rename: Sequence[RenameLike]) -> list[str]:
-    given = apply_rules(rename, source.tensors, source.name)
-    return [p for p, leaf in plan.leaves.items() if not any(name in given for name in (p, *leaf.aliases))]
-
-
-def _misfits(leaf: Leaf, stored: TensorMeta, name: str, transpose: bool, cast: bool) -> list[str]:
-    """Why a tensor does not fit a leaf."""
-    shape, where = stored.shape, _both(name, leaf.path)
-    if transpose:
-        if len(shape) != 2:
-            return [f"mismatched  {where}: {list(shape)} cannot be transposed, which takes two dims"]
-        shape = shape[::-1]
-    if shape != leaf.shape:
-        return [f"mismatched  {where}: {list(shape)}, the plan has {list(leaf.shape)}"]
-    if not fits(stored.dtype, leaf.dtype, cast):
-        names = [str(dtype).removeprefix("torch.") for dtype in (stored.dtype, leaf.dtype)]
-        return [f"mismatched  {where}: {names[0]} would be rounded to {names[1]}"]
-    return []
-
-
-def fits(have: torch.dtype, want: torch.dtype, cast: bool) -> bool:
-    """Whether a dtype converts to another without rounding, or between floats with ``cast``."""
-    if have == want:
-        return True
-    if not (have.is_floating_point and want.is_floating_point):
-        return False
-    a, b = torch.finfo(have), torch.finfo(want)
-    return cast or (b.eps <= a.eps and b.max >= a.max and b.smallest_normal <= a.smallest_normal)
 
 
 def _both(old: str, new: str) -> str:

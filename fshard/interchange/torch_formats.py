@@ -57,17 +57,12 @@ def make_dtensor(local: Tensor, mesh: "DeviceMesh", placements: Placements, shap
     return made
 
 
-def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
-
-
 def local_part(value: Any, path: str, mesh: Mesh) -> tuple[Tensor, Placements]:
-    """This rank's part of a DTensor and its placements; the whole tensor where ``Placements`` cannot describe it."""
-    from torch.distributed.tensor import Replicate, Shard
+    """This rank's part of a DTensor and its placements; all of a plain tensor, or where no placements describe it."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    if not isinstance(value, DTensor):
+        return value.detach(), (None,) * len(mesh.sizes)
     theirs = value.device_mesh
     if tuple(theirs.mesh.shape) != mesh.sizes or theirs.mesh.flatten().tolist() != list(range(mesh.size)):
         raise TreeError(
@@ -82,12 +77,7 @@ def local_part(value: Any, path: str, mesh: Mesh) -> tuple[Tensor, Placements]:
 
 
 def dump_metadata(contents: Contents, paths: Mapping[str, Sequence[Any]]) -> bytes:
-    """The ``.metadata`` of a folder with these contents.
-
-    Args:
-        contents: what the folder holds.
-        paths: by name the keys that lead to a value in the nested state dict.
-    """
+    """The ``.metadata`` of a folder; ``paths`` gives by name the keys of a value in the nested state dict."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,

@@ -13,8 +13,8 @@ from fshard.checkpoint.folder import CheckpointFolder, read_manifest, step_folde
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.read import read_into
 from fshard.checkpoint.restore import Request, prepare
-from fshard.checkpoint.save import complete, head_of, written_row
-from fshard.checkpoint.write import owned, write_files
+from fshard.checkpoint.save import complete, head_of
+from fshard.checkpoint.write import owned, packed, write_files
 from fshard.state.entries import Entry, entries
 from fshard.state.train_state import TrainState
 
@@ -59,7 +59,7 @@ def save_all(root: str, ranks: Sequence[TrainState], limit: int = 1 << 29, user:
     """What the ranks of a job do in a save, without the exchange."""
     folder = CheckpointFolder(str(root))
     path = folder.begin(ranks[0].step, False)
-    rows = [written_row(write_files(path, rank, owned(entries(s), rank), limit)) for rank, s in enumerate(ranks)]
+    rows = [write_files(path, rank, packed(owned(entries(s), rank), limit)) for rank, s in enumerate(ranks)]
     manifest = complete(head_of(ranks[0], user or NOTHING), rows)
     folder.commit(path, ranks[0].step, manifest.dump())
     folder.close()

@@ -15,10 +15,13 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.checkpoint import ranges
+from fshard.checkpoint.files import open_file
 from fshard.checkpoint.folder import read_manifest, step_folder
 from fshard.checkpoint.manifest import parse
-from fshard.checkpoint.read import Target, plan_reads
-from fshard.checkpoint.write import Slice, owned, packed
+from fshard.checkpoint.ranges import Slice
+from fshard.checkpoint.read import plan_reads
+from fshard.checkpoint.tensorfile import read_header
+from fshard.checkpoint.write import owned, packed
 from fshard.sharding.layout import Piece
 from fshard.state.entries import entries
 from tests.checkpoint.played import restore_all, save_all, states, taken, values, whole_params
@@ -138,9 +141,9 @@ def test_a_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
     params = whole_params(leaves)
     manifest = save_all(str(tmp_path), states(params, [(".*", fs.fsdp("data"))], (2, 1), OPT))
     plan = states(params, [(".*", fs.fsdp("data"))], (8, 1), OPT)[3]
-    wants = [Target(e.name, e.piece, e.tensor) for e in entries(plan)]
+    wants = [Slice(e.name, e.piece, e.tensor) for e in entries(plan)]
     jobs = plan_reads(manifest, wants)
-    needed = sum(want.tensor.numel() * 4 for want in wants)
+    needed = sum(want.data.numel() * 4 for want in wants)
     read = sum(job.end - job.begin for job in jobs)
     spans = [(job.file, job.begin) for job in jobs]
     assert needed <= read <= needed + 2 * len(leaves) * (1 << 20) < manifest.nbytes / 2
@@ -172,17 +175,15 @@ def test_a_manifest_is_json_that_people_can_read(tmp_path: Path) -> None:
     assert manifest.seal == text["sha256"]
 
 
-def test_the_safetensors_library_is_read() -> None:
-    from fshard.checkpoint.tensorfile import read_header
-
+def test_the_safetensors_library_is_read(tmp_path: Path) -> None:
     tensors = {"b": torch.arange(6).view(2, 3), "a": torch.zeros(3, dtype=torch.bfloat16), "e": torch.zeros(0, 4)}
     text = safetensors.torch.save(tensors, {"note": "x"})
-    start = 8 + int.from_bytes(text[:8], "little")
-    found, metadata = read_header("file", text[:start], len(text))
+    (tmp_path / "file").write_bytes(text)
+    with open_file(str(tmp_path), "file") as file:
+        found = read_header(file)
     assert {name: (s.dtype, s.shape) for name, s in found.items()} == {
         name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()
     }
-    assert metadata == {"note": "x"}
     assert torch.frombuffer(bytearray(text[found["b"].begin : found["b"].end]), dtype=torch.int64).tolist() == [
         *range(6)
     ]

@@ -42,7 +42,7 @@ def dtensors(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
             back = fs.from_dtensor(tree_, plan)
             for path, leaf in tree.paths(state.params):
                 torch.testing.assert_close(back[path], leaf, rtol=0, atol=0 if path != "s" else 1e-6)
-        with pytest.raises(TreeError, match="unknown    x"):
+        with pytest.raises(TreeError, match="unknown  x"):
             fs.from_dtensor({**placed, "x": placed["b"]}, plan)
         with pytest.raises(TreeError, match="a DTensor; use fs.from_dtensor"):
             fs.from_state_dict(plan, OPT, placed)
