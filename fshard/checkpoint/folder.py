@@ -7,7 +7,6 @@ ends in any way, so temporary folders that a writer finds belong to dead jobs. R
 """
 
 import ctypes
-import errno
 import fcntl
 import os
 import re
@@ -178,7 +177,7 @@ class CheckpointFolder:
             if status.st_uid == os.geteuid():
                 os.fchmod(fd, 0o600)
             deadline = time.monotonic() + PATIENCE
-            while not _locked(fd):
+            while not _lock(fd):
                 if time.monotonic() > deadline:
                     holder = printable(os.pread(fd, 200, 0).decode(errors="replace").strip())
                     raise CheckpointError(
@@ -209,14 +208,12 @@ def _to_trash(final: str) -> str:
     return path
 
 
-def _locked(fd: int) -> bool:
+def _lock(fd: int) -> bool:
     """Try to take the lock; returns whether it was free."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
+    except (BlockingIOError, PermissionError):
+        return False
     return True
 
 

@@ -15,7 +15,6 @@ from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.convert import load_tensor, to_file, to_folder
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder
-from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.problems import empty, printable
 from fshard.checkpoint.read import verify_step
 from fshard.errors import CheckpointError
@@ -190,24 +189,19 @@ def differences(one: str, other: str, values: bool) -> Iterator[str]:
         if getattr(a, name) != getattr(b, name):
             yield f"{name}: {json.dumps(getattr(a, name))} and {json.dumps(getattr(b, name))}"
     for name in dict.fromkeys([*a.tensors, *b.tensors]):
-        mine, theirs = a.tensors.get(name), b.tensors.get(name)
-        if mine is None or theirs is None:
-            where = one if theirs is None else other
-            yield from (f"{name}: {info} is only in {where}" for info in (mine, theirs) if info)
-        elif str(mine) != str(theirs):
-            yield f"{name}: {mine} and {theirs}"
+        if name not in b.tensors:
+            yield f"{name}: {a.tensors[name]} is only in {one}"
+        elif name not in a.tensors:
+            yield f"{name}: {b.tensors[name]} is only in {other}"
+        elif str(a.tensors[name]) != str(b.tensors[name]):
+            yield f"{name}: {a.tensors[name]} and {b.tensors[name]}"
         elif values:
-            yield from _values(name, (one, a), (other, b))
-
-
-def _values(name: str, one: tuple[str, Manifest], other: tuple[str, Manifest]) -> Iterator[str]:
-    """Whether a tensor has the same bits in two steps."""
-    x, y = load_tensor(*one, name), load_tensor(*other, name)
-    wrong = x.view(-1).view(torch.uint8) != y.view(-1).view(torch.uint8)
-    if wrong.any():
-        off = int(wrong.view(x.numel(), -1).any(1).sum())
-        far = (x.double() - y.double()).abs().max().item()
-        yield f"{name}: {off} of {x.numel()} elements differ, by {far:.3g} at most"
+            x, y = load_tensor(one, a, name), load_tensor(other, b, name)
+            wrong = x.view(-1).view(torch.uint8) != y.view(-1).view(torch.uint8)
+            if wrong.any():
+                off = int(wrong.view(x.numel(), -1).any(1).sum())
+                far = (x.double() - y.double()).abs().max().item()
+                yield f"{name}: {off} of {x.numel()} elements differ, by {far:.3g} at most"
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -260,7 +260,7 @@ def _numbered(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]
 
 
 def _torch_group(opt: Optimizer, lr: float, hyper: Any) -> dict[str, Any]:
-    """The settings of a group, as torch's equivalent optimizer of the installed version writes them."""
+    """The settings of a group, as the installed torch writes them."""
     twin = _twin(opt, [torch.nn.Parameter(torch.empty(0))], lr, hyper)
     if twin is not None:
         return {key: value for key, value in twin.state_dict()["param_groups"][0].items() if key != "params"}
