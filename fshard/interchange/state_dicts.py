@@ -234,11 +234,14 @@ def _by_name(plan: Plan, optim: Mapping[str, Any]) -> dict[str, Any]:
         lost = [key for key in state if key not in names]
         if lost:
             raise TreeError(f"optim's state has parameters {lost}, and its param_groups hold {len(names)}")
-    out: dict[str, Any] = {}
-    for key, row in state.items():
-        numbers = {k: v for k, v in row.items() if type(v) in (int, float)} if isinstance(row, Mapping) else {}
-        out[names[key]] = {**row, **{k: torch.tensor(float(v)) for k, v in numbers.items()}} if numbers else row
-    return out
+    return {
+        names[key]: {what: _as_tensor(value) for what, value in row.items()} if isinstance(row, Mapping) else row
+        for key, row in state.items()
+    }
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.tensor(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _numbered(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
