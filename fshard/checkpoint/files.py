@@ -105,7 +105,7 @@ def folder_at(path: str, *, links: bool = False) -> Iterator[int]:
 def plain_file(
     folder: str, name: str, at: int, size: int | None = None, *, links: bool = False, refuse: Refusal = damaged
 ) -> Iterator[File]:
-    """An open regular file of the open folder ``at``, which must have ``size`` bytes; with ``links`` also through one.
+    """An open regular file of the open folder ``at``, of ``size`` bytes if given; links are refused unless ``links``.
 
     Raises:
         CheckpointError: the file is missing, has another size, or is not a regular file.
