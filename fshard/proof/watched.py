@@ -113,8 +113,8 @@ class Watched(TrainStep):
                 f"compares copies of leaves along them"
             )
 
-    def _check_state(self, state: TrainState) -> None:
-        super()._check_state(state)
+    def _accept(self, state: TrainState) -> None:
+        super()._accept(state)
         self.at = state.step, state.count
 
     def _conclude(self, state: TrainState, update: Update, outcome: Outcome) -> tuple[TrainState, Metrics]:

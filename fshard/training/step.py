@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.trace import idle_leaves, trace
 from fshard.runtime.execution.update import Pending, Shards, Update, gradients_of, partly_updated
-from fshard.runtime.memory.optimizer_layout import most_bytes, optimizer_layout, update_slices
+from fshard.runtime.memory.optimizer_layout import BufferLayout, most_bytes, optimizer_layout, update_slices
 from fshard.runtime.steps.consensus import Verdict, scalar, widened
 from fshard.runtime.steps.decide import Decisions, not_finite
 from fshard.runtime.steps.failures import refuse_transforms
@@ -140,7 +140,7 @@ class TrainStep:
         return result
 
     def _make(self, state: TrainState, batch: Any, shield: Shield, stop: bool) -> tuple[TrainState, Metrics]:
-        self._check_state(state)
+        self._accept(state)
         update = self._update(state)
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(self._request(state, batch, update, shield, stop))
@@ -313,22 +313,26 @@ class TrainStep:
         """
         return idle_leaves(self._runner.finder.seen)
 
-    def _check_state(self, state: TrainState) -> None:
+    def _accept(self, state: TrainState) -> None:
+        """Refuse a state that does not fit, and go by what it says of leaves that began late."""
         state.check_plan(self.plan)
         layouts = state.shards().layouts
         if layouts is not self._layouts:
-            for group, kept in self._kept.items():
-                if layouts[group] != kept:
-                    raise TreeError(
-                        f"the state holds {list(layouts[group])} for the optimizer, {self.opt!r} keeps {list(kept)}, "
-                        "or not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this "
-                        "optimizer"
-                    )
+            self._check_layouts(layouts)
             self._layouts = layouts
         if state.late != self._since:
             check_late(self.opt, state.late)
-            self._since, slices = state.late, update_slices(self.plan, self._rule, self.options.clip.number, state.late)
+            slices = update_slices(self.plan, self._rule, self.options.clip.number, state.late)
             self._decide = replace(self._decide, grads=replace(self._decide.grads, update_slices=slices, views={}))
+            self._since = state.late
+
+    def _check_layouts(self, layouts: Sequence[Mapping[str, BufferLayout]]) -> None:
+        for group, kept in self._kept.items():
+            if layouts[group] != kept:
+                raise TreeError(
+                    f"the state holds {list(layouts[group])} for the optimizer, {self.opt!r} keeps {list(kept)}, "
+                    "or not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
+                )
 
     def _rounding(self, state: TrainState) -> Rounding | None:
         return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None

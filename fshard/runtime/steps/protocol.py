@@ -104,13 +104,11 @@ class Runner:
             found = self.finder.look(batch)
             if programs.train and found is not None and not found.weighted:
                 check_even(batch, programs.accumulate)
-            auto = programs.undecided(found) if found is not None else None
-            if auto is None:
+            if found is None or (auto := programs.undecided(found)) is None:
                 return Ready(given, self._prepared(found), parts, facts)
         except BaseException as error:
             self._decline(batch, error)
             raise
-        assert found is not None
         # All ranks are here, with the same program, or none goes on.
         intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
         agree(programs.comms.control, self.call, intent, batch, False, None, facts)
