@@ -18,7 +18,7 @@ from peers import CLIP, Fshard, Peer, Torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard.runtime.steps.consensus import tally, vote
+from fshard.runtime.steps.consensus import consensus, tally
 
 LAYERS, PER_LAYER = 12, 12
 SIZE = Size(depth=LAYERS, width=32, tokens=4, vocabulary=32)
@@ -69,7 +69,7 @@ def finish_torch(peer: Torch, batch: Tensor) -> float:
 
 
 def finish_fshard(peer: Fshard, batch: Tensor) -> float:
-    """Seconds of norm, vote and update.
+    """Seconds of norm, consensus and update.
 
     A step takes the norm at its end and leaves the update to the next one. To have both alone the norm, which reads
     gradients that are still there, is taken a second time, by the library's own functions, and the update called for.
@@ -81,7 +81,7 @@ def finish_fshard(peer: Fshard, batch: Tensor) -> float:
     begin = time.perf_counter()
     norms = [(gradients.shares[group], norm) for group, norm in gradients.all_norms().items()]
     mine = tally(norms, (), [(torch.tensor(1.0), 1.0)], (), False, False)
-    verdict = vote(runner.programs.comms.control, mine, runner.parts, 1, runner.parts)
+    verdict = consensus(runner.programs.comms.control, mine, runner.parts, 1, runner.parts)
     decide.scales(peer.state.step, verdict.norm, verdict.scale, verdict)
     fs.settle(peer.state).finished()
     return time.perf_counter() - begin

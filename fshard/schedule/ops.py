@@ -10,7 +10,7 @@ free            group    the memory of the gathered parameters may be reused
 forward         unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
 backward        unit     the gradient of a call is computed; ``root``: everything outside of units is over, the
                          outer gradient too where there is one
-consensus                the norm, and the vote of all ranks; the last op of a train step
+consensus                losses, norms and failures of all ranks; the last op of a train step
 ==============  =======  =================================================================================
 
 And two ops for each kind of transfer of a group (``transfers.py``): its name starts it, ``wait`` and its name ends it.

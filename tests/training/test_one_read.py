@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.runtime.steps.consensus import MEANS, read, tally, vote
+from fshard.runtime.steps.consensus import MEANS, consensus, read, tally
 from tests.shared.workers import Pools
 
 AUX = ["one", "two", "three"]
@@ -85,4 +85,4 @@ def test_any_number_of_means_is_averaged(count: int) -> None:
 def averaged(mine: Any) -> Any:
     """On a played rank: the verdict."""
     mesh = fs.make_mesh((2,), ("any",))
-    return vote(mesh.transport.communicator("control", mesh.axis_names), mine, 2, 1, 2.0)
+    return consensus(mesh.transport.communicator("control", mesh.axis_names), mine, 2, 1, 2.0)

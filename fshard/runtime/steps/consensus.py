@@ -141,7 +141,7 @@ def read(values: Sequence[Tensor | float]) -> Iterator[float]:
     return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
 
 
-def vote(comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0) -> Verdict:
+def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0) -> Verdict:
     """Exchange the tallies of all ranks.
 
     Args:

@@ -28,7 +28,7 @@ from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.trace import Found
-from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, tally, vote
+from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
 from fshard.runtime.steps.failures import raise_failure, report, request, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
@@ -218,16 +218,16 @@ class Runner:
         if isinstance(executor, OnDemand):
             self._check_found(ran)
         with together(self.programs.comms):
-            outcome = executor.consensus(lambda: self._vote(ran))
+            outcome = executor.consensus(lambda: self._decided(ran))
         if isinstance(executor, OnDemand):
             self._learn(agreed, executor, ran.weighted)
         return outcome
 
-    def _vote(self, ran: Ran) -> Outcome:
+    def _decided(self, ran: Ran) -> Outcome:
         ran, mine = self._tally(ran) if ran.status == OK else (ran, Tally(ran.status))
         copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / ran.agreed.ready.request.loss_scale
         rules = ran.agreed.ready.request.rules
-        verdict = vote(self.programs.comms.control, mine, self.parts, copies, divided, rules)
+        verdict = consensus(self.programs.comms.control, mine, self.parts, copies, divided, rules)
         return Outcome(verdict, ran.losses, ran.aux, ran.agreed.uneven, divided, ran.failure, ran.left)
 
     def _tally(self, ran: Ran) -> tuple[Ran, Tally]:
