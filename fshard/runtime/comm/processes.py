@@ -143,7 +143,7 @@ class ProcessTransport:
     def _make(self, role: str, axes: Axes) -> Communicator:
         backend = "gloo" if role.startswith(("control", "checkpoint")) and self.backend != "fake" else self.backend
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
-        # A step whose program fails goes on to the consensus; a save that fails in its thread is reported by the next call.
+        # A failed step goes on to its consensus; a save that fails in its thread is reported by the next call.
         fatal = role != COLLECTIVES and not role.startswith("checkpoint")
         if self.backend != "fake":
             # Not by the names of axes: the ranks of two meshes can meet on it, and be told how the meshes differ.
