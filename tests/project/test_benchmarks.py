@@ -1,6 +1,8 @@
 """What the benchmarks compute with their numbers, and that the peers in other runtimes train the same model."""
 
+import ast
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -29,6 +31,15 @@ def bench() -> Iterator[SimpleNamespace]:
         sys.path.remove(str(FOLDER))
         for name in {name for name in set(sys.modules) - before if (FOLDER / f"{name}.py").exists()}:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_takes_from_the_library_is_there(script: Path) -> None:
+    nodes = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.ImportFrom)]
+    for node in [node for node in nodes if (node.module or "").split(".")[0] == "fshard"]:
+        module = importlib.import_module(str(node.module))
+        for name in [alias.name for alias in node.names]:
+            assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), f"{node.module}.{name}"
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_each_round(bench: Any) -> None:
