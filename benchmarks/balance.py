@@ -35,7 +35,8 @@ from torch import Tensor
 from worker import minimum_bytes
 
 import fshard as fs
-from fshard.runtime.comm import Communicator, Done
+from fshard.runtime.comm import Communicator
+from fshard.runtime.comm.communicator import Done
 from fshard.sharding.mesh import Axes, Mesh
 
 TARGET = 1.10

@@ -15,11 +15,10 @@ The spec says where, the schedule says when, the runtime does it::
     checkpoint/     train states on disk: complete or not at all, restored onto any mesh
     cli/            the command ``fshard ckpt``: list, verify and convert them
     interchange/    states from and to the formats of other libraries, leaf by leaf
-    training/       train and evaluation steps, their metrics, the training loop
+    training/       train and evaluation steps, their metrics, buffers that change, the training loop
     proof/          fs.verify: a step compared with plain PyTorch
     transform/      losses of shards for torch.func, and tools on them
-    buffers         buffers that change, through steps and over ranks
-    lora            low-rank adapters beside frozen weights
+    lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes
     view/           pictures of schedules
 """
@@ -36,8 +35,7 @@ from fshard.model.remat import remat
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
-from fshard.runtime.engine.batch import Microbatches
-from fshard.runtime.engine.loss import Mean
+from fshard.runtime.engine import Mean, Microbatches
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.policy import Policy, keep
 from fshard.schedule.schedule import Schedule
@@ -59,7 +57,6 @@ from fshard.version import VERSION
 
 if TYPE_CHECKING:
     from fshard import lora, parallel, view
-    from fshard.buffers import Whole, sync_buffers
     from fshard.checkpoint.checkpointer import Checkpointer, Restored
     from fshard.interchange.dcp import load_dcp
     from fshard.interchange.dcp_write import save_dcp
@@ -72,6 +69,7 @@ if TYPE_CHECKING:
     from fshard.played.virtual import VirtualMesh, virtual_mesh
     from fshard.proof.report import Verified, VerifyError
     from fshard.proof.verify import verify
+    from fshard.training.buffers import Whole, sync_buffers
     from fshard.training.elastic import Preempted, Preemption, train_loop
     from fshard.transform.grad import value_and_grad
     from fshard.transform.loss import sharded_loss
@@ -84,7 +82,7 @@ __version__ = VERSION
 
 _LATER = (
     ("fshard", "lora parallel view"),
-    ("fshard.buffers", "Whole sync_buffers"),
+    ("fshard.training.buffers", "Whole sync_buffers"),
     ("fshard.checkpoint.checkpointer", "Checkpointer Restored"),
     ("fshard.training.elastic", "Preempted Preemption train_loop"),
     ("fshard.interchange.dcp", "load_dcp"),

@@ -5,6 +5,7 @@ that the caller writes ``raise errors.unknown_axis(...)`` and the traceback star
 one kind are reported together: builders take all of them and list each on a line of its own.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -13,19 +14,19 @@ class ShardError(Exception):
 
 
 class PlanError(ShardError, ValueError):
-    """A mesh, a spec, a rule or a plan that cannot be."""
+    """An invalid argument, mesh, spec, rule or plan."""
 
 
 class TreeError(ShardError, ValueError):
-    """A tree whose paths, shapes or dtypes are not the ones the plan has."""
+    """A tree whose paths, shapes or dtypes differ from those of the plan."""
 
 
 class BatchError(ShardError, ValueError):
-    """A batch that the step cannot take."""
+    """A batch that the step cannot use."""
 
 
 class LossError(ShardError, TypeError):
-    """A loss function that returns something no gradient can start from."""
+    """A loss function returned something that has no gradient."""
 
 
 class UnitError(ShardError, RuntimeError):
@@ -33,7 +34,7 @@ class UnitError(ShardError, RuntimeError):
 
 
 class ScheduleError(ShardError, RuntimeError):
-    """A schedule that breaks its own rules, or that a rank left."""
+    """A schedule breaks its rules, or a rank left it."""
 
 
 class CommError(ShardError, RuntimeError):
@@ -45,27 +46,27 @@ class PeerError(ShardError, RuntimeError):
 
 
 class DonatedError(ShardError, RuntimeError):
-    """A state, or a tensor of it, that was given to a step and no longer exists."""
+    """A state, or a tensor of it, was used after it was donated to a step, which reused its memory."""
 
 
 class StateError(ShardError, RuntimeError):
-    """A state whose last update failed half-way, or that lacks what other ranks have updated: see ``fs.settle``."""
+    """A state whose last update failed half-way, or that lacks what other ranks have updated; see ``fs.settle``."""
 
 
 class AxisError(ShardError, NameError):
-    """An axis that the mesh does not have, or that no mesh in scope has."""
+    """The mesh has no such axis, or no mesh is in scope."""
 
 
 class CollectiveError(ShardError, ValueError):
-    """Arguments that a collective cannot take, or that ranks do not agree on."""
+    """Arguments that a collective cannot use, or that differ between ranks."""
 
 
 class ReplicationError(ShardError, ValueError):
-    """Values that differ between ranks where they were said to be equal."""
+    """Values differ between ranks where they must be equal."""
 
 
 class TransformError(ShardError, RuntimeError):
-    """A transform that a collective has no right answer under."""
+    """A collective or a step was called under a transform that it does not support."""
 
 
 class NonFiniteError(ShardError, ArithmeticError):
@@ -73,15 +74,15 @@ class NonFiniteError(ShardError, ArithmeticError):
 
 
 class RematError(ShardError, RuntimeError):
-    """A function that cannot be computed again: it would give something else, or lose a gradient."""
+    """A function cannot be recomputed: it would return other values, or lose a gradient."""
 
 
 class CheckpointError(ShardError, RuntimeError):
-    """A checkpoint that cannot be written or read. The files on disk are as they were before the call."""
+    """A checkpoint cannot be written or read. The files on disk are as they were before the call."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose bytes differ from those that were written, or that is malformed."""
+    """A checkpoint is malformed, or its bytes differ from those that were written."""
 
 
 class CheckpointWarning(UserWarning):
@@ -93,7 +94,7 @@ class KeyReuseError(ShardError, RuntimeError):
 
 
 MOST = 100
-"""Problems that one message lists."""
+"""The number of problems that one message lists."""
 
 
 def lines(head: str, problems: Iterable[str], remedy: str) -> str:
@@ -104,24 +105,24 @@ def lines(head: str, problems: Iterable[str], remedy: str) -> str:
 
 
 def bad_arguments(name: str, problems: Iterable[str]) -> PlanError:
-    """Arguments out of range: ``name`` is what was called, each problem names an argument, its value and its range."""
-    return PlanError(lines(f"{name}(...) cannot be built:", problems, "Give arguments inside these bounds."))
+    """Arguments out of range. Each problem names an argument of the function ``name``, its value and its range."""
+    return PlanError(lines(f"{name}(...): invalid arguments:", problems, "Give arguments within these bounds."))
 
 
 def bad_rate(lr: object, step: int, value: object) -> PlanError:
-    """A learning rate that no update can use, or an update number that does not exist."""
+    """An invalid learning rate or update number."""
     if step < 1:
         return PlanError(f"step = {step}: updates count from 1. Pass the number of the update that is being made.")
     return PlanError(
-        f"the learning rate of update {step} is {value!r}, from {lr!r}: it must be a finite Python number >= 0. "
-        f"Schedules are called with the step, an int that is 0 for the first update; here {step - 1}."
+        f"the learning rate of update {step} is {value!r}, from {lr!r}: give a finite Python number >= 0. "
+        f"A schedule is called with the number of updates made before, an int; here {step - 1}."
     )
 
 
 def not_elementwise(name: str, reason: str) -> PlanError:
     """A class of ``torch.optim`` that cannot run on pieces of leaves."""
     return PlanError(
-        f"fs.optim.from_torch({name}): its rule is not elementwise, so it has no meaning on flat shards: {reason}. Use "
+        f"fs.optim.from_torch({name}): its rule is not elementwise, so it cannot run on flat shards: {reason}. Use "
         f'fs.optim.muon or fs.optim.adafactor on leaves with fs.Rule(..., align="leaf"), or an elementwise class'
     )
 
@@ -133,10 +134,10 @@ def wrong_leaves(what: str, problems: Iterable[str], remedy: str = "") -> TreeEr
 
 
 def buffers_changed(paths: Iterable[str]) -> UnitError:
-    """Buffers that a call changed although it was not asked to return them."""
+    """A call changed buffers that it was not asked to return."""
     return UnitError(
         lines(
-            "the call changed buffers, which a pure function must return and not write:",
+            "the call changed buffers in place, but a pure function must return them:",
             paths,
             "Call apply(params, ..., buffers=buffers), which returns (output, new_buffers), or split the module in "
             "eval mode.",
@@ -145,24 +146,24 @@ def buffers_changed(paths: Iterable[str]) -> UnitError:
 
 
 def unmade_buffers(paths: Iterable[str]) -> UnitError:
-    """A call that would read buffers without values."""
-    head = "the module's buffers are on the meta device, and hold no values:"
+    """A call would read buffers that have no values."""
+    head = "the module has buffers on the meta device, which hold no values:"
     remedy = "Make the module under fs.empty_weights(), which keeps buffers real, or call apply(..., buffers=)."
     return UnitError(lines(head, paths, remedy))
 
 
 def bad_unit_pattern(pattern: object) -> PlanError:
-    """Something in ``units=`` that is neither a path pattern nor a module class."""
+    """An item of ``units=`` is neither a path pattern nor a module class."""
     kind = type(pattern).__name__
     return PlanError(f"units: {pattern!r} is of type {kind}; give globs ('blocks.*') or subclasses of nn.Module")
 
 
 def not_a_module(given: object) -> PlanError:
-    """What ``fs.split`` got is no module."""
+    """``fs.split`` was called with something other than a module."""
     hint = f": make one, {given.__name__}(...)" if isinstance(given, type) else ""
     what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
     return PlanError(
-        f"fs.split takes an nn.Module, and got {what}{hint}; fs.make_plan takes a tree of tensors as it is"
+        f"fs.split takes an nn.Module, and got {what}{hint}; pass a tree of tensors directly to fs.make_plan"
     )
 
 
@@ -170,42 +171,40 @@ def no_such_unit(patterns: Iterable[object], modules: Iterable[tuple[str, str]],
     """Patterns in ``units=`` that match no submodule; ``modules`` are the (path, class name) pairs that exist."""
     missing = ", ".join(pattern.__name__ if isinstance(pattern, type) else repr(pattern) for pattern in patterns)
     remedy = "Give a path or a class from this list. The whole module cannot be a unit of itself."
-    return PlanError(lines(f"units: {missing} matches no submodule{hint}. What exists:", _exist(modules), remedy))
+    return PlanError(lines(f"units: {missing} matches no submodule{hint}. The module has:", _exist(modules), remedy))
 
 
 def no_blocks(modules: Iterable[tuple[str, str]]) -> PlanError:
     """``units="auto"`` for a module without repeated blocks."""
-    head = "units='auto' takes what nn.ModuleLists and nn.Sequentials hold, and this module has none. What it has:"
-    remedy = "Name the units, units=(path or class, ...), or give none: then all parameters stay gathered together."
+    head = "units='auto' finds no unit: it takes children of nn.ModuleLists and nn.Sequentials. The module has:"
+    remedy = "Name the units, units=(path or class, ...), or leave units= out to gather all parameters together."
     return PlanError(lines(head, _exist(modules), remedy))
 
 
 def _exist(modules: Iterable[tuple[str, str]]) -> list[str]:
-    counts: dict[str, int] = {}
-    for path, kind in modules:
-        alike = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        counts[f"{alike}: {kind}"] = counts.get(f"{alike}: {kind}", 0) + 1
+    parts = ((path.split("."), kind) for path, kind in modules)
+    counts = Counter(f"{'.'.join('*' if part.isdigit() else part for part in path)}: {kind}" for path, kind in parts)
     exist = [f"{line} ({count} times)" if count > 1 else line for line, count in counts.items()]
-    return exist or ["nothing: the module has no submodules"]
+    return exist or ["no submodules"]
 
 
 def nested_units(pairs: Iterable[tuple[str, str]]) -> PlanError:
     """Units that contain other units: (outer path, inner path) pairs."""
     rows = (f"{outer} contains {inner}" for outer, inner in pairs)
-    return PlanError(lines("units cannot lie inside of each other:", rows, "Choose the outer or the inner ones."))
+    return PlanError(lines("units cannot contain each other:", rows, "Choose the outer or the inner ones."))
 
 
 def uncallable_unit(kinds: Mapping[str, str]) -> PlanError:
     """Units without a forward, such as module lists: class name by path."""
     problems = (f"{path}: {kind}; its children are {path}.*" for path, kind in kinds.items())
-    return PlanError(lines("units must be callable, but these have no forward:", problems, "Choose their children."))
+    return PlanError(lines("units must be callable, and these have no forward:", problems, "Choose their children."))
 
 
 def cannot_copy(problems: Iterable[str]) -> UnitError:
     """A module whose structure cannot be copied."""
     return UnitError(
         lines(
-            "the module cannot be split, since its structure cannot be copied:",
+            "the module cannot be split, because its structure cannot be copied:",
             problems,
             "Remove these attributes, give their class a __deepcopy__, or write the model as functions with fs.unit.",
         )
@@ -214,60 +213,61 @@ def cannot_copy(problems: Iterable[str]) -> UnitError:
 
 def bad_policy(problems: Iterable[str]) -> PlanError:
     """A policy with values of the wrong type or out of range."""
-    remedy = "pass values of the types and ranges that its docstring names"
-    return PlanError(lines("this policy cannot be:", problems, remedy))
+    return PlanError(lines("invalid policy:", problems, "Give values of the types and ranges in its docstring."))
 
 
 def bad_costs(problems: Iterable[str]) -> PlanError:
-    """Costs that no op can have."""
-    return PlanError(lines("these costs cannot be:", problems, "give seconds and bytes a second of ops that exist"))
+    """Costs with values out of range, or of unknown ops."""
+    return PlanError(lines("invalid costs:", problems, "Give seconds, and bytes a second, of ops that exist."))
 
 
 def memory_too_small(budget: int, least: str, policy: str, items: Sequence[str]) -> PlanError:
-    """A limit on memory that no schedule keeps."""
+    """A limit on memory that every schedule exceeds."""
     most = " Most of it is:" if items else ""
-    head = f"memory={budget} bytes are too few for any schedule: the least is {least}, with {policy}.{most}"
+    head = f"memory={budget} bytes is too small for every schedule: the smallest takes {least}, with {policy}.{most}"
     return PlanError(lines(head, items, "Allow that much, use smaller units, more ranks or a smaller batch."))
 
 
 def unknown_rates(missing: Sequence[str]) -> PlanError:
-    """A choice of schedule without numbers, where none can be measured."""
+    """A choice of schedule before its inputs were given or measured."""
     given = ", ".join(f"{name}=..." for name in missing)
     return PlanError(
-        f"schedule='auto' measures {' and '.join(missing)} at the first step, and there was none: make a step "
-        f"first, or give the numbers: schedule=fs.Auto({given})"
+        f"schedule='auto' needs {' and '.join(missing)}, which the first step measures, and no step was made: make a "
+        f"step first, or give the numbers: schedule=fs.Auto({given})"
     )
 
 
 def no_unit_to_keep(patterns: Iterable[str], units: Sequence[str]) -> PlanError:
-    """Patterns of ``fs.keep`` that no unit of the program has a name for."""
+    """Patterns of ``fs.keep`` that match no unit of the program."""
     some = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "") or "none at all"
     rows = [f"{pattern!r} matches none" for pattern in patterns]
-    return PlanError(lines(f"fs.keep names units that this program never calls; it calls {some}:", rows, "drop them"))
+    return PlanError(
+        lines(f"fs.keep names units that this program never calls; it calls {some}:", rows, "Remove them.")
+    )
 
 
 def bad_program(problems: Iterable[str]) -> PlanError:
-    """A program, its groups and the number of microbatches that no schedule can be built from."""
-    remedy = "a program names each call once, in order, and reads groups by their position among the groups"
+    """A program, groups or a number of microbatches that no schedule can be built from."""
+    remedy = "Name each call once, in order, and name groups by their position among the groups."
     return PlanError(lines("no schedule can be built from this program:", problems, remedy))
 
 
 def broken_lifetime(item: str, at: int, op: str, problem: str) -> ScheduleError:
-    """Ops that begin or end a lifetime of an arena item out of turn."""
-    remedy = "fshard.schedule.check shows which rule the ops break"
+    """An op begins or ends the lifetime of an arena item out of order."""
+    remedy = "call fshard.schedule.check, which shows the rule that the ops break"
     return ScheduleError(f"{item} at op {at}, '{op}': {problem}; {remedy}")
 
 
 def broken_schedule(problem: str, excerpt: Iterable[str]) -> ScheduleError:
     """An op that breaks a rule, among its neighbours."""
-    remedy = "build the schedule anew from its program, or undo what was changed in its text"
+    remedy = "Build the schedule again from its program, or undo the changes to its text."
     return ScheduleError(lines(f"this schedule cannot run: {problem}", excerpt, remedy))
 
 
 def unreadable_schedule(number: int, line: str, problem: str) -> ScheduleError:
-    """A line that is no part of a schedule's text form."""
+    """A malformed line of a schedule's text."""
     head = f"line {number} of the schedule's text, {line!r}: {problem}"
-    return ScheduleError(f"{head}; parse takes what str(schedule) gives")
+    return ScheduleError(f"{head}; give parse the text of str(schedule)")
 
 
 def missing_extra(what: str, library: str, extra: str) -> ImportError:
@@ -276,15 +276,15 @@ def missing_extra(what: str, library: str, extra: str) -> ImportError:
 
 
 def no_processes() -> PlanError:
-    """Something collective on an abstract mesh."""
+    """A collective call on an abstract mesh."""
     return PlanError(
         "an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...). A virtual mesh is abstract "
-        "outside of mesh.run(fn), which takes a forward together with its backward"
+        "outside of mesh.run(fn): make a forward and its backward in one fn"
     )
 
 
 def left_in_backward() -> ScheduleError:
-    """A program that left its schedule when a part of its own step's updates was made."""
+    """A program left its schedule after a part of the step's updates was made."""
     return ScheduleError(
         "the program left its schedule during a step with update='in_backward', after parameters were updated, so the "
         "step cannot be run again: restore the state from a checkpoint, and use update='deferred' for programs whose "
@@ -293,107 +293,107 @@ def left_in_backward() -> ScheduleError:
 
 
 def weighted_in_backward() -> LossError:
-    """An fs.Mean where updates cannot wait for its global count."""
+    """A loss that is an ``fs.Mean``, with updates before its global count is known."""
     return LossError(
-        "the loss is an fs.Mean, whose gradient must be divided by the count over all ranks and microbatches, which "
-        "update='in_backward' does not wait for: use update='deferred', or return a plain mean"
+        "the loss is an fs.Mean, but update='in_backward' updates before the count over all ranks and microbatches is "
+        "known: use update='deferred', or return a plain mean"
     )
 
 
 def written_outside(paths: Sequence[str]) -> UnitError:
-    """Code between units that writes to parameters in place."""
-    remedy = "Parameters change by the optimizer alone: compute new values instead, or return them as aux."
+    """Code between units wrote to parameters in place."""
+    remedy = "Only the optimizer changes parameters: compute new values instead, or return them as aux."
     return UnitError(lines("the program wrote in place to parameters:", paths, remedy))
 
 
 def foreign_params() -> UnitError:
-    """Parameters that some other step handed out."""
+    """A program uses parameters that belong to another step."""
     return UnitError(
-        "the program reads parameters of another step: use params only inside the loss function that they were given to"
+        "the program reads parameters of another step: use params only inside the loss function that receives them"
     )
 
 
 def different_microbatches() -> LossError:
-    """Microbatches of one step that return different kinds of things."""
+    """The loss function returned different types for microbatches of one step."""
     return LossError(
-        "the loss function returned different things for two microbatches of a step: it must return fs.Mean for all or "
-        "for none of them, and auxiliary values with the same keys"
+        "the loss function returned different types for two microbatches of one step: return an fs.Mean for all or for "
+        "none of them, and auxiliary values with the same keys"
     )
 
 
 def unlike_losses(kinds: Sequence[tuple[bool, int, int]]) -> LossError:
-    """Ranks whose functions return different kinds of things."""
+    """The function returned different types on different ranks."""
     rows = [
-        f"rank {rank}: {'an fs.Mean' if weighted else 'no fs.Mean'} for a loss, and {means} other numbers to average"
+        f"rank {rank}: {'an fs.Mean' if weighted else 'a tensor'} as the loss, and {means} other numbers to average"
         f"{f', whose names hash to {names:08x}' if means else ''}"
         for rank, (weighted, means, names) in enumerate(kinds)
     ]
-    remedy = "Return the same, by the same names, on every rank; nothing was updated and the state can be used again."
-    return LossError(lines("the function returned different things on different ranks:", rows, remedy))
+    remedy = "Return the same types and names on every rank. Nothing was updated, and the state can be used again."
+    return LossError(lines("the function returned different types on different ranks:", rows, remedy))
 
 
 def unlike_skips(said: Sequence[int]) -> LossError:
-    """Ranks whose ``skip=`` disagrees."""
+    """``skip=`` returned different decisions on different ranks."""
     rows = [f"rank {rank}: {'skip' if skip else 'make'} the step" for rank, skip in enumerate(said)]
     remedy = "Decide by metrics.loss, metrics.grad_norm or an fs.Mean in aux, which are equal on all ranks."
-    return LossError(lines("skip= says different things of one step:", rows, remedy))
+    return LossError(lines("skip= returned different decisions for one step:", rows, remedy))
 
 
 def unknown_axis(axis: object, names: Sequence[str]) -> AxisError:
-    """Something that is not the name of an axis of this mesh."""
+    """A value that is not the name of an axis of this mesh."""
     have = ", ".join(map(repr, names))
     if not isinstance(axis, str):
         return AxisError(
-            f"axis={axis!r} is no name of a mesh axis; give one of {have}, or a tuple of them. To reduce over a dim of "
-            f"the tensor, or over the batch of torch.vmap, use an ordinary reduction, such as x.sum(0) after the vmap"
+            f"axis={axis!r} is not the name of a mesh axis: give one of {have}, or a tuple of them. To reduce over a "
+            f"dim of the tensor or the batch of torch.vmap, use an ordinary reduction, such as x.sum(0) after the vmap"
         )
-    return AxisError(f"axis {axis!r} is not in the mesh, whose axes are {have}; vmap's dims have no names")
+    return AxisError(f"axis {axis!r} is not in the mesh: give one of {have}; dims of torch.vmap have no names")
 
 
 def unbound_axis(axis: object) -> AxisError:
-    """An axis where no mesh is in scope."""
+    """An axis name was used where no mesh is in scope."""
     return AxisError(
-        f"no mesh is in scope, so axis {axis!r} means nothing here: call this inside of a function that fs.shard_map "
+        f"no mesh is in scope that defines axis {axis!r}: call this inside of a function that fs.shard_map "
         f"or a train step runs, or under fs.collectives.use_mesh(mesh), or pass mesh="
     )
 
 
 def wrapped(what: str) -> TransformError:
-    """A tensor of a transform that got to where only data may come."""
+    """A tensor wrapped by a transform was given to a function of plain data."""
     return TransformError(
-        f"{what} was given a tensor that a transform of torch.func holds, where only its data makes sense: call the "
+        f"{what} takes plain data, and was given a tensor that a transform of torch.func wraps: call the "
         f"differentiable form, without _start, or call it outside of the transform"
     )
 
 
 def untraceable(what: str) -> TransformError:
-    """A collective that is being traced into a graph, where its result would become a constant."""
+    """A collective was traced into a graph, where its result would become a constant."""
     return TransformError(
-        f"{what} cannot be traced into a graph, where it would run once and never again (torch.func.linearize, make_fx "
-        f"and torch.jit.trace do this): use torch.func.jvp or vjp instead of linearize"
+        f"{what} cannot be traced into a graph, where its result would become a constant (torch.func.linearize, "
+        f"make_fx and torch.jit.trace do this): use torch.func.jvp or vjp instead of linearize"
     )
 
 
 def no_derivative() -> TransformError:
-    """The derivative of a maximum over ranks."""
+    """A derivative of ``pmax`` was requested."""
     return TransformError(
-        "pmax has no derivative: pass pmax(x.detach(), axis) where it is a constant, as in a softmax, or take the "
+        "pmax has no derivative: use pmax(x.detach(), axis) where it is a constant, as in a softmax, or take the "
         "maximum of all_gather(x, axis), which has one"
     )
 
 
 def step_transformed(what: str) -> TransformError:
-    """A step inside of a transform."""
+    """A step was called inside of a transform."""
     return TransformError(
-        f"{what} was called inside of a transform of torch.func: it reuses the memory of the state that it is given, "
-        f"which no transform can follow. Transform fs.sharded_loss(loss_fn, plan) or fs.value_and_grad(loss_fn, plan) "
+        f"{what} was called inside of a transform of torch.func, which cannot follow it, because it reuses the memory "
+        f"of its state. Transform fs.sharded_loss(loss_fn, plan) or fs.value_and_grad(loss_fn, plan) "
         f"instead, and update with fs.differentiable(opt, plan)"
     )
 
 
 def half_updated(cause: str) -> StateError:
-    """An optimizer that failed after it had written to parameters or to its state."""
+    """An optimizer failed after it had written to parameters or to its state."""
     return StateError(
-        f"the optimizer failed in the middle of an update, which is half done on this rank ({cause}): this state "
-        f"cannot be used any more. Restore the last checkpoint, and let the update rule compute before it writes"
+        f"the optimizer failed in the middle of an update, so this state is half updated on this rank and cannot "
+        f"be used ({cause}): restore the last checkpoint, and let the update rule compute before it writes"
     )

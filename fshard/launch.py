@@ -8,7 +8,8 @@ import torch
 
 from fshard.played.cooperative import playing
 from fshard.played.transport import VirtualTransport
-from fshard.runtime.comm import ProcessTransport, SingleRankTransport, join
+from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.runtime.comm.processes import ProcessTransport, join
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 

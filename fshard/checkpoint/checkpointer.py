@@ -16,13 +16,7 @@ from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError, TreeError
 from fshard.optim.base import Optimizer
 from fshard.played.transport import VirtualTransport
-from fshard.runtime.comm import (
-    Communicator,
-    each_rank_or_raise,
-    enter,
-    first_rank_or_raise,
-    mesh_communicator,
-)
+from fshard.runtime.comm import Communicator, each_rank_or_raise, enter, first_rank_or_raise, mesh_communicator
 from fshard.runtime.comm.facts import compare
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan

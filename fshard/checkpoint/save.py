@@ -14,8 +14,7 @@ from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsisten
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.write import packed, write_files
 from fshard.errors import CheckpointError, CommError, lines
-from fshard.runtime.comm import Communicator, all_ranks_or_raise, first_rank_or_raise
-from fshard.runtime.comm.facts import Facts
+from fshard.runtime.comm import Communicator, Facts, all_ranks_or_raise, first_rank_or_raise
 from fshard.state.entries import entries, scalars
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from fshard.errors import no_processes
-from fshard.runtime.comm import COLLECTIVES, Communicator, ProcessTransport, SingleRankTransport
+from fshard.runtime.comm import Communicator
+from fshard.runtime.comm.communicator import COLLECTIVES, SingleRankTransport
+from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.mesh import Axes, Mesh
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from fshard.arguments import described, expect, kind
 from fshard.collectives.ranks import Ranks
 from fshard.errors import AxisError, unbound_axis, unknown_axis
-from fshard.runtime.comm import COLLECTIVES
+from fshard.runtime.comm.communicator import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 
 AxisName = str | tuple[str, ...]

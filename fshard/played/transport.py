@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fshard.errors import CommError
 from fshard.played.cooperative import RankThread, Scheduler, playing
-from fshard.runtime.comm.communicator import Communicator, Events, Handle, SingleRank, Sizes, sum_rows
+from fshard.runtime.comm import Communicator, Handle
+from fshard.runtime.comm.communicator import Events, SingleRank, Sizes, sum_rows
 from fshard.sharding.mesh import Axes, Mesh
 
 Part = dict[str, Any]

@@ -16,8 +16,7 @@ from fshard.optim.around import CARRIED
 from fshard.proof.plain import PlainResult
 from fshard.proof.report import Row, Tolerance, gap, number_row
 from fshard.proof.watched import Watched
-from fshard.runtime.comm import Communicator
-from fshard.runtime.comm.exchange import exchange_bytes
+from fshard.runtime.comm import Communicator, exchange_bytes
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries, gradients

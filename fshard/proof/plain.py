@@ -18,11 +18,8 @@ from fshard.model.remat import exact
 from fshard.model.unit import Slot, Unit, attach
 from fshard.proof.report import Difference, Tolerance, gap
 from fshard.proof.watched import Output, tensors_of
-from fshard.runtime.comm import Communicator, exchange, raise_failures
-from fshard.runtime.comm.exchange import exchange_bytes
-from fshard.runtime.engine.batch import microbatches
-from fshard.runtime.engine.loss import check_differentiable, number, read_loss
-from fshard.runtime.engine.rng import seeded
+from fshard.runtime.comm import Communicator, exchange, exchange_bytes, raise_failures
+from fshard.runtime.engine import check_differentiable, microbatches, number, read_loss, seeded
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves
 from fshard.state.train_state import TrainState

@@ -9,8 +9,9 @@ import torch
 
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
+from fshard.runtime.comm import Facts, digest
 from fshard.runtime.comm.copies import Copy
-from fshard.runtime.comm.facts import Facts, Tiers, digest
+from fshard.runtime.comm.facts import Tiers
 from fshard.sharding.facts import Texts, sampled, text, texts, walk
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan

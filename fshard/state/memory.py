@@ -11,8 +11,7 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
 from fshard.runtime.execution.update import Pending, Shard, Shards
-from fshard.runtime.memory.memory_spaces import memory_space
-from fshard.runtime.memory.optimizer_layout import BufferLayout
+from fshard.runtime.memory import BufferLayout, memory_space
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 

@@ -16,11 +16,12 @@ from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind, cutting
 from fshard.errors import CommError, LossError, PeerError, ScheduleError, UnitError, lines, unlike_losses
 from fshard.model.remat import exact
-from fshard.runtime.comm import Communicator, announce, exchange, exchange_text, mesh_communicator
+from fshard.runtime.comm import Communicator, Facts, announce, digest, exchange, exchange_text, mesh_communicator
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.facts import Facts, digest, settle
-from fshard.runtime.engine.batch import check_device, leading_dims
-from fshard.runtime.engine.loss import Loss, Mean, fingerprint, means_of, read_loss
+from fshard.runtime.comm.facts import settle
+from fshard.runtime.engine import Mean, fingerprint, leading_dims, means_of, read_loss
+from fshard.runtime.engine.batch import check_device
+from fshard.runtime.engine.loss import Loss
 from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
 from fshard.runtime.steps.failures import raise_failure

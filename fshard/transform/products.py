@@ -20,7 +20,7 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError
 from fshard.model.random import fold_in
 from fshard.model.remat import exact
-from fshard.runtime.engine.loss import read_loss
+from fshard.runtime.engine import read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import gather_all
 from fshard.transform.loss import LossFn, sharded_loss

@@ -15,8 +15,7 @@ from fshard import tree
 from fshard.arguments import expect
 from fshard.errors import BatchError, PlanError, lines
 from fshard.model.remat import exact
-from fshard.runtime.engine.batch import leading_dims
-from fshard.runtime.engine.loss import read_loss
+from fshard.runtime.engine import leading_dims, read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform.gather import gather_all
 from fshard.transform.loss import LossFn, check_loss

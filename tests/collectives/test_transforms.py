@@ -195,8 +195,12 @@ def largest(x: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "unknown axis": ("axis 'b' is not in the mesh, whose axes are 'a'", AxisError, lambda x: c.psum(x, "b")),
-    "a dim of vmap": (r"axis=0 is no name .* torch\.vmap", AxisError, lambda x: torch.vmap(lambda v: c.psum(v, 0))(x)),
+    "unknown axis": ("axis 'b' is not in the mesh: give one of 'a'", AxisError, lambda x: c.psum(x, "b")),
+    "a dim of vmap": (
+        r"axis=0 is not the name .* torch\.vmap",
+        AxisError,
+        lambda x: torch.vmap(lambda v: c.psum(v, 0))(x),
+    ),
     "a vmap axis too": ("axis 'batch' is not in the mesh", AxisError, lambda x: c.psum(x, ("a", "batch"))),
     "an axis twice": ("none twice", AxisError, lambda x: c.psum(x, ("a", "a"))),
     "no axis": ("at least one", AxisError, lambda x: c.psum(x, ())),

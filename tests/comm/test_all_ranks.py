@@ -8,13 +8,13 @@ import pytest
 import fshard as fs
 from fshard.errors import DamagedError, PlanError, StateError
 from fshard.runtime.comm import (
-    SingleRank,
     all_ranks_or_raise,
     each_rank_or_raise,
     first_rank_or_raise,
     mesh_communicator,
     raise_failures,
 )
+from fshard.runtime.comm.communicator import SingleRank
 from tests.shared.workers import Pools
 
 Body = Callable[[], Any]

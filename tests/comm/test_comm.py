@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fshard as fs
-from fshard.runtime.comm import GlooCommunicator, HostCommunicator, SingleRank, exchange, exchange_text
+from fshard.runtime.comm import exchange, exchange_text
+from fshard.runtime.comm.communicator import SingleRank
+from fshard.runtime.comm.gloo import GlooCommunicator
+from fshard.runtime.comm.host import HostCommunicator
 from tests.shared.bad import Raised, attempt
 from tests.shared.workers import Pool, Pools, WorkerError
 

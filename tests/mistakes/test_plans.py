@@ -23,19 +23,19 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "units regex",
         lambda: fs.split(NET, units=(r"blocks\..*",)),
         errors.PlanError,
-        "no regular expressions: write 'blocks.*'. What exists:",
+        "no regular expressions: write 'blocks.*'. The module has:",
     ),
     (
         "units regex2",
         lambda: fs.split(NET, units=(r"blocks\.\d+",)),
         errors.PlanError,
-        "no regular expressions: write 'blocks.*'. What exists:",
+        "no regular expressions: write 'blocks.*'. The module has:",
     ),
     (
         "units typo",
         lambda: fs.split(NET, units=("block.*",)),
         errors.PlanError,
-        "no submodule; the closest is 'blocks.*'. What exists:",
+        "no submodule; the closest is 'blocks.*'. The module has:",
     ),
     (
         "units deep",
@@ -47,7 +47,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "units weight",
         lambda: fs.split(NET, units=("blocks.*.weight",)),
         errors.PlanError,
-        "are modules, no parameters: write 'blocks.*'. What exists:",
+        "are modules, no parameters: write 'blocks.*'. The module has:",
     ),
     (
         "units module inst",
@@ -213,7 +213,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "psum bad axis",
         lambda: c.psum(torch.ones(2), "data", mesh=MESH),
         errors.AxisError,
-        "the mesh, whose axes are 'shard'; vmap's dims have no names",
+        "the mesh: give one of 'shard'; dims of torch.vmap have no names",
     ),
     (
         "psum mesh pos",

@@ -60,7 +60,9 @@ def test_blocks_are_found(name: str) -> None:
 
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), _mlp(), _model(a=_mlp(), b=nn.Linear(2, 2)), nn.LSTM(2, 2)])
 def test_nothing_to_find_is_an_error(module: nn.Module) -> None:
-    with pytest.raises(PlanError, match=r"'auto' takes what nn\.ModuleLists(?s:.*)Name the units"):
+    with pytest.raises(
+        PlanError, match=r"'auto' finds no unit: it takes children of nn\.ModuleLists(?s:.*)Name the units"
+    ):
         fs.split(module, units="auto")
 
 
@@ -70,7 +72,7 @@ def test_a_submodule_may_be_called_auto() -> None:
 
 BAD: list[tuple[Any, Any, str]] = [
     (nn.Linear, (), r"takes an nn.Module, and got the class Linear: make one, Linear\(...\)"),
-    ({"w": torch.ones(2)}, (), r"got a dict; fs.make_plan takes a tree of tensors as it is"),
+    ({"w": torch.ones(2)}, (), r"got a dict; pass a tree of tensors directly to fs.make_plan"),
     (None, (), "got a NoneType"),
     (nn.Linear(2, 2), 5, r"5 is of type int; give globs"),
     (nn.Linear(2, 2), [5], r"5 is of type int; give globs"),

@@ -1,1 +1,1 @@
-"""Optimizers, their schedules and states, and LoRA."""
+"""Optimizers, their schedules and states."""

@@ -127,7 +127,7 @@ def test_all_problems_are_in_one_report(make: Any, name: str, problems: list[str
     with pytest.raises(PlanError) as caught:
         make()
     head, *body = str(caught.value).splitlines()
-    assert head == f"{name}(...) cannot be built:"
+    assert head == f"{name}(...): invalid arguments:"
     assert len(body) == len(problems) + 1
     for line, problem in zip(body, problems, strict=False):
         assert problem in line

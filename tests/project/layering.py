@@ -22,7 +22,7 @@ LAYERS = (
     ("interchange",),
     ("cli",),
     ("training",),
-    ("launch", "lora", "buffers"),
+    ("launch", "lora"),
     ("transform",),
     ("proof",),
     ("",),

@@ -80,7 +80,7 @@ def test_a_limit_that_nothing_keeps() -> None:
     with pytest.raises(PlanError) as caught:
         choose(task(), fs.Auto(memory=least - 1), FAST)
     text = str(caught.value)
-    assert f"memory={least - 1} bytes are too few" in text and "prefetch=0 reduces=1" in text
+    assert f"memory={least - 1} bytes is too small" in text and "prefetch=0 reduces=1" in text
     assert "u7: gathered parameters, 1.0 MiB" in text
 
 
@@ -197,7 +197,7 @@ def refused() -> list[str]:
 
 def test_a_limit_that_cannot_be_kept_is_refused_on_all_ranks(pool: Pools) -> None:
     ranks = pool(2).run(refused)
-    assert ranks[0] == ranks[1] and len(ranks[0]) == 2 and "memory=1000 bytes are too few" in ranks[0][0]
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 2 and "memory=1000 bytes is too small" in ranks[0][0]
 
 
 def broken_on_one() -> str:

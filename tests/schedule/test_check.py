@@ -152,7 +152,7 @@ def test_the_message_shows_the_op_among_its_neighbours() -> None:
         "       13 free                blocks.1\n"
         "       14 reduce_scatter      blocks.1\n"
         "       15 backward            blocks.0\n"
-        "build the schedule anew from its program, or undo what was changed in its text"
+        "Build the schedule again from its program, or undo the changes to its text."
     )
 
 

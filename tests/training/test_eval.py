@@ -249,5 +249,5 @@ def test_results_that_have_no_common_mean(pool: Pools, kind: str) -> None:
     assert first == second and isinstance(first[1], float)
     mine = 2 if kind == "names" else 1
     assert (
-        f"rank 0: no fs.Mean for a loss, and {mine} other numbers to average" in first[0] and "and 2 other" in first[0]
+        f"rank 0: a tensor as the loss, and {mine} other numbers to average" in first[0] and "and 2 other" in first[0]
     )

@@ -1,8 +1,8 @@
-"""Communication. The only folder whose modules import torch.distributed.
+"""Communication between ranks. Only modules of this room import torch.distributed.
 
-A *transport* joins the ranks of a mesh; a *communicator* serves one role over some of its axes, so that gathers,
-reduces and control messages never queue behind each other. Every collective is asynchronous: it returns a
-*handle*, and ``handle.wait()`` makes the result safe to read for the work that follows.
+A *transport* joins the ranks of a mesh. A *communicator* of it serves one role over some axes, so that gathers,
+reductions and control messages never queue behind each other. Its collectives are asynchronous: each returns a
+*handle*, and after ``handle.wait()`` the work that follows may read the result.
 """
 
 from fshard.runtime.comm.all_ranks import (
@@ -13,45 +13,29 @@ from fshard.runtime.comm.all_ranks import (
     raise_failures,
 )
 from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter
-from fshard.runtime.comm.communicator import (
-    COLLECTIVES,
-    Communicator,
-    Done,
-    Events,
-    Handle,
-    SingleRank,
-    SingleRankTransport,
-    Transport,
-)
+from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, Done, Handle, SingleRankTransport
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
-from fshard.runtime.comm.gloo import GlooCommunicator
-from fshard.runtime.comm.host import HostCommunicator
-from fshard.runtime.comm.nccl import NcclCommunicator
-from fshard.runtime.comm.processes import ProcessTransport, join
+from fshard.runtime.comm.facts import Facts, digest
+from fshard.runtime.comm.processes import ProcessTransport
 
 __all__ = [
-    "COLLECTIVES",
     "CALL_SITE_BYTES",
-    "SingleRank",
-    "Done",
-    "GlooCommunicator",
-    "Handle",
-    "HostCommunicator",
+    "COLLECTIVES",
     "Communicator",
-    "SingleRankTransport",
-    "Events",
-    "NcclCommunicator",
+    "Done",
+    "Facts",
+    "Handle",
     "ProcessTransport",
-    "Transport",
+    "SingleRankTransport",
     "all_ranks_or_raise",
     "announce",
+    "digest",
     "each_rank_or_raise",
     "enter",
     "exchange",
     "exchange_bytes",
     "exchange_text",
     "first_rank_or_raise",
-    "join",
     "mesh_communicator",
     "raise_failures",
 ]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Communicator, exchange, exchange_bytes
+from fshard.runtime.comm.communicator import Communicator
+from fshard.runtime.comm.exchange import exchange, exchange_bytes
 
 BLOCK = 1 << 16
 """Elements that are hashed, or compared, at once."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from fshard.errors import ReplicationError, ShardError, lines
-from fshard.runtime.comm import Communicator, exchange, exchange_bytes
+from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.copies import Copy, unequal_copies
+from fshard.runtime.comm.exchange import exchange, exchange_bytes
 from fshard.sharding.facts import Texts
 
 Tiers = Sequence[Mapping[str, str]]

@@ -1,1 +1,26 @@
-"""Running a program's units on slots: the engine, what the loss function is given, and recomputation."""
+"""Running a program's units on slots: the engine, batches and losses of the loss function, and recomputation."""
+
+from fshard.runtime.engine.batch import Microbatches, leading_dims, microbatches
+from fshard.runtime.engine.engine import Engine
+from fshard.runtime.engine.loss import Mean, as_means, check_differentiable, fingerprint, means_of, number, read_loss
+from fshard.runtime.engine.proxies import Mispredicted
+from fshard.runtime.engine.remat import Remat, read_remat
+from fshard.runtime.engine.rng import seeded
+
+__all__ = [
+    "Engine",
+    "Mean",
+    "Microbatches",
+    "Mispredicted",
+    "Remat",
+    "as_means",
+    "check_differentiable",
+    "fingerprint",
+    "leading_dims",
+    "means_of",
+    "microbatches",
+    "number",
+    "read_loss",
+    "read_remat",
+    "seeded",
+]

@@ -32,7 +32,7 @@ from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
 from fshard.runtime.engine.units import Called, Reads, Units, bare
 from fshard.runtime.graphs import Compiled
-from fshard.runtime.memory.slots import Slots
+from fshard.runtime.memory import Slots
 from fshard.sharding.plan import ROOT, Plan
 
 Sink = Callable[[int, list[int], list[Tensor | None]], None]

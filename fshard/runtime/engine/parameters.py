@@ -10,7 +10,7 @@ from fshard.errors import written_outside
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import slot_of
 from fshard.runtime.engine.proxies import Proxy, make_proxy
-from fshard.runtime.memory.slots import Slots
+from fshard.runtime.memory import Slots
 from fshard.sharding.plan import Plan
 
 

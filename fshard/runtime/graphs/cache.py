@@ -13,7 +13,7 @@ from fshard.errors import TransformError
 from fshard.model.buffers import Watch
 from fshard.model.remat import autocast_state
 from fshard.model.unit import Unit
-from fshard.runtime.engine.remat import Remat
+from fshard.runtime.engine import Remat
 from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.partition import lazy

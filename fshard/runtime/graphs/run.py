@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import UnitError
-from fshard.runtime.engine.proxies import Mispredicted
+from fshard.runtime.engine import Mispredicted
 from fshard.runtime.graphs.compare import strays
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, pattern_of, resolved
 

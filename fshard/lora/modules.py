@@ -16,6 +16,9 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 A, B = "_lora_a", "_lora_b"
 """The suffixes that name the adapters of a weight."""
 
+PATHS = r".*_lora_[ab]"
+"""The paths of all adapters, for rules: a hand-written function's tree is frozen and trained by them."""
+
 Kind = type[nn.Module]
 
 

@@ -1,0 +1,1 @@
+"""Low-rank adapters: in trees, in models, and merged into their weights."""
