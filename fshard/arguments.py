@@ -1,4 +1,4 @@
-"""Arguments of the wrong type: what was given, and what to give, instead of an AttributeError from somewhere inside."""
+"""Checks of arguments: an error at the call, instead of an AttributeError from inside."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +10,11 @@ Want = tuple[str, Any, Any, str]
 
 
 def expect(call: str, wants: Iterable[Want], error: type[ShardError] = PlanError) -> None:
-    """Refuse arguments of other types than these, all in one report.
+    """Refuse arguments of the wrong type, all in one report.
 
     Args:
         call: how the function is called.
-        wants: its arguments.
+        wants: its arguments: name, value, type, and what to give instead.
         error: what to raise.
 
     Raises:
@@ -25,7 +25,7 @@ def expect(call: str, wants: Iterable[Want], error: type[ShardError] = PlanError
     wrong = [(name, given, remedy) for name, given, kinds, remedy in wants if not _is(given, kinds)]
     if wrong:
         problems = [f"{name} is {described(given)}: give {remedy}" for name, given, remedy in wrong]
-        raise error(lines(f"{call} takes other arguments:", problems, "The docstring tells more."))
+        raise error(lines(f"{call}: arguments of the wrong type:", problems, "See its docstring."))
 
 
 def described(value: Any) -> str:
@@ -52,11 +52,11 @@ def kind(value: Any) -> str:
 
 
 def alike(rows: Iterable[tuple[str, str]], names: int = 3) -> list[str]:
-    """The lines of a report on leaves: what is true of many of them stands there once, and names the first.
+    """The lines of a report on leaves. Leaves with the same problem share a line, which names the first of them.
 
     Args:
-        rows: pairs of a leaf and what is wrong with it, with the characters that part the two.
-        names: how many leaves are named, if there are more than one beyond.
+        rows: pairs of a leaf and its problem, which begins with the characters between the two.
+        names: how many leaves a line names, if more than one would follow.
 
     >>> alike([(f"w{i}", ": too long") for i in range(5)] + [("b", ": too short")])
     ['w0, w1, w2 and 2 others: too long', 'b: too short']
@@ -89,7 +89,7 @@ def size_text(count: float) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """An exception in a line or more, for those who did not raise it.
+    """An exception in words, for ranks that did not raise it.
 
     >>> raised(ValueError("no")), raised(KeyboardInterrupt())
     ('ValueError: no', 'KeyboardInterrupt')

@@ -1,4 +1,4 @@
-"""Patterns that are written in one language and meant in the other: globs of modules, regular expressions of leaves."""
+"""Patterns written in the wrong language: globs name modules, regular expressions name leaves."""
 
 import difflib
 import fnmatch
@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def bad_regex(pattern: object) -> str | None:
-    """Why something is no regular expression, and what was meant if it is a glob; None if it is one.
+    """Why a value is not a regular expression, and what was meant if it is a glob; None if it is one.
 
     >>> bad_regex("*.weight")
-    "'*.weight' is a glob, and no regular expression: write r'.*\\\\.weight'"
+    "'*.weight' is a glob, not a regular expression: write r'.*\\\\.weight'"
     >>> bad_regex(r".*\\.weight"), bad_regex(3)
     (None, '3 is not a regular expression, which is a str')
     """
@@ -20,13 +20,13 @@ def bad_regex(pattern: object) -> str | None:
         re.compile(pattern)
     except re.error as error:
         if "*" in pattern and (meant := regex_of(pattern)) != pattern:
-            return f"{pattern!r} is a glob, and no regular expression: write r'{meant}'"
+            return f"{pattern!r} is a glob, not a regular expression: write r'{meant}'"
         return f"{pattern!r} is not a regular expression: {error}"
     return None
 
 
 def bad_regexes(patterns: Iterable[object]) -> list[str]:
-    """What ``bad_regex`` says of each of these that is no regular expression."""
+    """The problems that ``bad_regex`` finds."""
     return [problem for pattern in patterns if (problem := bad_regex(pattern))]
 
 
@@ -87,15 +87,15 @@ def glob_meant(pattern: str, modules: Collection[str]) -> str:
     without the name of a parameter at its end, or one that is spelled another way; or nothing.
 
     >>> glob_meant(r"blocks\\.\\d+", ["blocks.0", "blocks.1"])
-    "; these are globs, no regular expressions: write 'blocks.*'"
+    "; these are globs, not regular expressions: write 'blocks.*'"
     """
     plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\(.*\)|(?<=\\\.)\.[*+]", "*", pattern).replace("\\.", ".")
     plain = plain.removesuffix("$").removeprefix("^")
     if plain != pattern and any(glob_matches(plain, path) for path in modules):
-        return f"; these are globs, no regular expressions: write {plain!r}"
+        return f"; these are globs, not regular expressions: write {plain!r}"
     above = pattern.rpartition(".")[0]
     if pattern.endswith((".weight", ".bias")) and any(glob_matches(above, path) for path in modules):
-        return f"; units are modules, no parameters: write {above!r}"
+        return f"; units are modules, not parameters: write {above!r}"
     return closest(pattern, [".".join("*" if p.isdigit() else p for p in path.split(".")) for path in modules])
 
 

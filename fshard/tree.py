@@ -187,7 +187,7 @@ def spread(prefix: Tree, tree: Tree) -> list[Any]:
     try:
         found = list(optree.broadcast_prefix(prefix, tree, none_is_leaf=True))
     except ValueError as error:
-        raise TreeError(f"a tree of this structure is no prefix of the other: {error}") from error
+        raise TreeError(f"a tree of this structure is not a prefix of the other: {error}") from error
     return _repeated(found, flatten(tree)[1], lambda one, path: one)
 
 

@@ -104,7 +104,7 @@ def run_show(args: argparse.Namespace) -> int:
     try:
         pattern = re.compile(args.match)
     except re.error as error:
-        raise CheckpointError(f"--match {args.match!r} is no regular expression: {error}") from error
+        raise CheckpointError(f"--match {args.match!r} is not a regular expression: {error}") from error
     rows = [
         [name, str(info), info.spec, size_text(info.nbytes), str(len(info.extents))]
         for name, info in manifest.tensors.items()

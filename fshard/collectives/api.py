@@ -95,8 +95,7 @@ def pmax(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
             return build.number(leaf, "pmax")
         if leaf.is_complex():
             raise CollectiveError("pmax of complex numbers: they have no order; take their real part or absolute value")
-        result: Tensor = linear.Max.apply(leaf, group)  # type: ignore[no-untyped-call]
-        return result
+        return linear.apply(leaf, linear.Max(group))
 
     return tree.map(largest, x)
 
@@ -187,7 +186,13 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False, 
     [tensor(2), tensor(20)]
     """
     group = resolve(axis, mesh)
-    return _map("psum_scatter", x, lambda leaf: build.scatter(leaf, group, dim, tiled))
+
+    def scatter(leaf: Tensor) -> Tensor:
+        op = build.scatter_op(leaf, group, dim, tiled, "psum_scatter")
+        out = applied(leaf, op)
+        return out if tiled else out.squeeze(op.dim)
+
+    return _map("psum_scatter", x, scatter)
 
 
 @untraced
@@ -217,7 +222,12 @@ def all_to_all(
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     group = resolve(axis, mesh)
-    return _map("all_to_all", x, lambda leaf: build.exchange(leaf, group, split_dim, concat_dim, tiled))
+
+    def exchange(leaf: Tensor) -> Tensor:
+        op = build.exchange_op(leaf, group, split_dim, concat_dim, tiled, "all_to_all")
+        return build.exchange(leaf, op, tiled)
+
+    return _map("all_to_all", x, exchange)
 
 
 @untraced
@@ -279,6 +289,7 @@ def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: 
     return _map("ppermute", x, lambda leaf: applied(leaf, op))
 
 
+@untraced
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     """This rank's position along an axis (``jax.lax.axis_index``), an int. Varying.
 
@@ -290,9 +301,10 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     >>> mesh.run(lambda: (axis_index("shard", mesh=mesh), axis_size("shard", mesh=mesh)))
     [(0, 2), (1, 2)]
     """
-    return _index(axis, mesh)
+    return resolve(axis, mesh).index
 
 
+@untraced
 def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     """The number of ranks along an axis (``jax.lax.axis_size``), an int. Invariant.
 
@@ -303,16 +315,6 @@ def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     >>> axis_size(("replica", "shard"), mesh=fs.abstract_mesh((2, 4), ("replica", "shard")))
     8
     """
-    return _size(axis, mesh)
-
-
-@untraced
-def _index(axis: AxisName, mesh: Mesh | None) -> int:
-    return resolve(axis, mesh).index
-
-
-@untraced
-def _size(axis: AxisName, mesh: Mesh | None) -> int:
     return resolve(axis, mesh).size
 
 

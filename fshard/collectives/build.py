@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fshard.arguments import kind
-from fshard.collectives.linear import Collect, Collective, Exchange, Gather, Permute, Ragged, Scatter
+from fshard.collectives.linear import Collect, Exchange, Gather, Permute, Ragged, Scatter
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, lines
@@ -24,37 +24,35 @@ def untraced(fn: Callable[Args, Result]) -> Callable[Args, Result]:
 
 def gather(x: Tensor, group: Ranks, dim: int, tiled: bool, invariant: bool) -> Tensor:
     """All ranks' tensors, stacked or concatenated."""
-    if not tiled:
-        at = dim_of(x, dim, "all_gather", 1)
-        x = x.unsqueeze(x.dim() + 1 + at)
-        return applied(x, gather_op(group, at, invariant))
-    return applied(x, gather_op(group, dim_of(x, dim, "all_gather"), invariant))
-
-
-def gather_op(group: Ranks, dim: int, invariant: bool) -> Collective:
-    """Gather along a dim."""
-    return Collect(group, dim) if invariant else Gather(group, dim)
-
-
-def scatter(x: Tensor, group: Ranks, dim: int, tiled: bool) -> Tensor:
-    """This rank's slice of the sum."""
-    check_addable(x, "psum_scatter")
-    at = dim_of(x, dim, "psum_scatter")
-    check_divides(x, at, group, tiled, "psum_scatter")
-    out = applied(x, Scatter(group, at))
-    return out if tiled else out.squeeze(at)
-
-
-def exchange(x: Tensor, group: Ranks, split: int, concat: int, tiled: bool) -> Tensor:
-    """Cut along one dim, join along another."""
-    at = dim_of(x, split, "all_to_all")
-    check_divides(x, at, group, tiled, "all_to_all")
-    to = dim_of(x, concat, "all_to_all")
+    kind_of = Collect if invariant else Gather
     if tiled:
-        return applied(x, Exchange(group, at, to))
+        return applied(x, kind_of(group, dim_of(x, dim, "all_gather")))
+    at = dim_of(x, dim, "all_gather", 1)
+    return applied(x.unsqueeze(x.dim() + 1 + at), kind_of(group, at))
+
+
+def scatter_op(x: Tensor, group: Ranks, dim: int, tiled: bool, what: str) -> Scatter:
+    """This rank's slice of the sum."""
+    check_addable(x, what)
+    at = dim_of(x, dim, what)
+    check_divides(x, at, group, tiled, what)
+    return Scatter(group, at)
+
+
+def exchange_op(x: Tensor, group: Ranks, split: int, concat: int, tiled: bool, what: str) -> Exchange:
+    """Cut along one dim, join along another."""
+    at = dim_of(x, split, what)
+    check_divides(x, at, group, tiled, what)
+    return Exchange(group, at, dim_of(x, concat, what))
+
+
+def exchange(x: Tensor, op: Exchange, tiled: bool) -> Tensor:
+    """Cut along one dim, join along another, which is a new one if not ``tiled``."""
+    if tiled:
+        return applied(x, op)
     # The result loses the split dim and gains a new one, so it has as many dims as x.
-    front = x.movedim(at, 0).unsqueeze(x.dim() + to + 1)
-    return applied(front, Exchange(group, -front.dim(), to)).squeeze(0)
+    front = x.movedim(op.split, 0).unsqueeze(x.dim() + op.concat + 1)
+    return applied(front, Exchange(op.group, -front.dim(), op.concat)).squeeze(0)
 
 
 def ragged(x: Tensor, group: Ranks, send: Sequence[int], receive: Sequence[int]) -> Tensor:

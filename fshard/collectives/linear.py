@@ -42,6 +42,8 @@ Shape = tuple[int, ...]
 class Collective(ABC):
     """A linear map of the values of a group's ranks."""
 
+    name = "shard_map"
+    """The function that users call, for errors."""
     group: Ranks
 
     @abstractmethod
@@ -52,13 +54,17 @@ class Collective(ABC):
     def transpose(self) -> "Collective":
         """Its adjoint."""
 
+    def pushforward(self) -> "Collective":
+        """The map of tangents: a linear map is its own derivative."""
+        return self
+
     def shape(self, shape: Shape) -> Shape:
         """The shape of its result."""
         return shape
 
     def begin(self, x: Tensor) -> raw.Finish:
         """Start it on data; a fake tensor gives a fake result."""
-        check_plain(x, type(self).__name__)
+        check_plain(x, self.name)
         if is_fake(x):
             self.group.foresee()
             return lambda: x.new_empty(self.shape(tuple(x.shape)))
@@ -86,8 +92,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        """A linear map is its own derivative."""
-        return apply(tangent, ctx.op)
+        return apply(tangent, ctx.op.pushforward())
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, op: Collective) -> tuple[Tensor, int]:
@@ -105,6 +110,8 @@ def apply(x: Tensor, op: Collective) -> Tensor:
 class Sum(Collective):
     """The sum over ranks."""
 
+    name = "psum"
+
     def start(self, x: Tensor) -> raw.Finish:
         return raw.sum_all(self.group, x)
 
@@ -116,6 +123,8 @@ class Sum(Collective):
 @dataclass(frozen=True)
 class Vary(Collective):
     """The copies of one value as separate values."""
+
+    name = "pvary"
 
     def start(self, x: Tensor) -> raw.Finish:
         return x.clone
@@ -129,6 +138,7 @@ class Vary(Collective):
 class Gather(Collective):
     """The tensors of all ranks, concatenated along a dim."""
 
+    name = "all_gather"
     dim: int
 
     def start(self, x: Tensor) -> raw.Finish:
@@ -147,6 +157,7 @@ class Gather(Collective):
 class Scatter(Collective):
     """This rank's slice along a dim of the sum over ranks."""
 
+    name = "psum_scatter"
     dim: int
 
     def start(self, x: Tensor) -> raw.Finish:
@@ -171,6 +182,7 @@ class Collect(Gather):
 class Cut(Collective):
     """This rank's slice along a dim."""
 
+    name = "cut"
     dim: int
 
     def start(self, x: Tensor) -> raw.Finish:
@@ -187,6 +199,7 @@ class Cut(Collective):
 class Exchange(Collective):
     """Slices along one dim, one for each rank, concatenated along another dim where they arrive."""
 
+    name = "all_to_all"
     split: int
     concat: int
 
@@ -205,6 +218,7 @@ class Exchange(Collective):
 class Ragged(Collective):
     """Rows, along the dim before the last one, to ranks in unequal numbers."""
 
+    name = "ragged_all_to_all"
     send: tuple[int, ...]
     receive: tuple[int, ...]
 
@@ -223,6 +237,7 @@ class Ragged(Collective):
 class Permute(Collective):
     """Each target gets the tensor of its source, other ranks zeros."""
 
+    name = "ppermute"
     pairs: tuple[tuple[int, int], ...]
 
     def start(self, x: Tensor) -> raw.Finish:
@@ -278,33 +293,20 @@ class Spread(Collective):
         return Once(self.group)
 
 
-class Max(torch.autograd.Function):
-    """The maximum over ranks. It has no derivative: the rank of the maximum is unknown here."""
+@dataclass(frozen=True)
+class Max(Collective):
+    """The maximum over ranks. It is not linear, and has no derivative: the rank of the maximum is unknown here."""
 
-    @staticmethod
-    def forward(x: Tensor, group: Ranks) -> Tensor:
-        check_plain(x, "pmax")
-        if is_fake(x):
-            group.foresee()
-            return x.clone()
-        return raw.max_all(group, x)()
+    name = "pmax"
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keeps nothing."""
+    def start(self, x: Tensor) -> raw.Finish:
+        return raw.max_all(self.group, x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def transpose(self) -> Collective:
         raise no_derivative()
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+    def pushforward(self) -> Collective:
         raise no_derivative()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, group: Ranks) -> tuple[Tensor, int]:
-        """One collective for the whole batch."""
-        return Max.apply(x.movedim(in_dims[0], 0), group), 0  # type: ignore[no-untyped-call]
 
 
 def check_plain(x: Tensor, what: str) -> None:

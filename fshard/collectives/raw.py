@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.collectives.ranks import Ranks
+from fshard.runtime.comm import Handle
 from fshard.runtime.comm.streams import events
 
 Finish = Callable[[], Tensor]
@@ -26,12 +27,7 @@ def gather(group: Ranks, x: Tensor) -> Finish:
     if x.numel() == 0:
         return lambda: x.new_empty((group.size, *x.shape))
     handle = group.comm.all_gather(_bytes(out), _bytes(flat), events(x.device))
-
-    def finish() -> Tensor:
-        handle.wait()
-        return _by_group(group, out).view(group.size, *x.shape)
-
-    return finish
+    return _after(handle, lambda: _by_group(group, out).view(group.size, *x.shape))
 
 
 def exchange(group: Ranks, rows: Tensor) -> Finish:
@@ -41,12 +37,7 @@ def exchange(group: Ranks, rows: Tensor) -> Finish:
     if rows.numel() == 0:
         return lambda: out
     handle = group.comm.all_to_all(_bytes(out), _bytes(flat), None, None, events(rows.device))
-
-    def finish() -> Tensor:
-        handle.wait()
-        return _by_group(group, out)
-
-    return finish
+    return _after(handle, lambda: _by_group(group, out))
 
 
 def ragged(group: Ranks, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Finish:
@@ -62,13 +53,12 @@ def ragged(group: Ranks, rows: Tensor, send: Sequence[int], receive: Sequence[in
     out = flat.new_empty(sum(arriving))
     handle = group.comm.all_to_all(out, flat, arriving, sizes, events(rows.device))
 
-    def finish() -> Tensor:
-        handle.wait()
+    def result() -> Tensor:
         parts = torch.split(out, arriving)
         ordered = out if group.order is None else torch.cat([parts[at] for at in place])
         return ordered.view(rows.dtype).view(shape)
 
-    return finish
+    return _after(handle, result)
 
 
 def permute(group: Ranks, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish:
@@ -88,12 +78,7 @@ def permute(group: Ranks, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish
     if flat.numel() == 0:
         return lambda: x.clone()
     handle = group.comm.all_to_all(arriving, flat if any(send) else flat[:0], receive, send, events(x.device))
-
-    def finish() -> Tensor:
-        handle.wait()
-        return out.view(x.dtype).view(x.shape)
-
-    return finish
+    return _after(handle, lambda: out.view(x.dtype).view(x.shape))
 
 
 def scatter_sum(group: Ranks, rows: Tensor) -> Finish:
@@ -110,12 +95,7 @@ def scatter_sum(group: Ranks, rows: Tensor) -> Finish:
     handle = group.comm.reduce_scatter(
         out.view(-1), flat.view(-1), torch.empty_like(flat).view(-1), False, events(rows.device)
     )
-
-    def finish() -> Tensor:
-        handle.wait()
-        return out
-
-    return finish
+    return _after(handle, lambda: out)
 
 
 def sum_all(group: Ranks, x: Tensor) -> Finish:
@@ -134,6 +114,14 @@ def max_all(group: Ranks, x: Tensor) -> Finish:
         return lambda: rows().amax(0)
     arriving = exchange(group, _chunks(group, x))
     return lambda: gather(group, arriving().amax(0))().reshape(-1)[: x.numel()].view(x.shape)
+
+
+def _after(handle: Handle, result: Finish) -> Finish:
+    def finish() -> Tensor:
+        handle.wait()
+        return result()
+
+    return finish
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fshard.arguments import kind
 from fshard.collectives import build
 from fshard.collectives.build import untraced
-from fshard.collectives.linear import Collective, Exchange, Linear, Scatter, Sum, Vary, apply, check_plain
+from fshard.collectives.linear import Collective, Gather, Linear, Sum, Vary, apply, check_plain
 from fshard.collectives.raw import Finish
 from fshard.collectives.scope import AxisName, resolve
 from fshard.errors import CollectiveError
@@ -36,30 +36,14 @@ class InFlight:
     version: int
     finish: Finish | None
 
-    def take(self) -> "_Started":
-        """The rest of the collective, once.
-
-        Raises:
-            CollectiveError: it was taken before, or the tensor has been written to since.
-        """
+    def run(self, x: Tensor) -> Tensor:
+        """The result for ``x``, the tensor that it was started with. Raises CollectiveError the second time."""
         if self.finish is None:
             raise CollectiveError("done: the result of this collective was taken before; keep the tensor")
         if self.x._version != self.version:
             raise CollectiveError("done: the tensor was written to while it was on its way; write to a copy")
-        started, self.finish = _Started(self.op, self.finish), None
-        return started
-
-
-@dataclass(frozen=True)
-class _Started:
-    """A collective whose data part is under way, as the operation of ``Finished``."""
-
-    op: Collective
-    finish: Finish
-
-    def run(self, x: Tensor) -> Tensor:
-        """The result for the tensor that it was started with."""
-        return self.finish()
+        finish, self.finish = self.finish, None
+        return finish()
 
 
 class Finished(Linear):
@@ -85,7 +69,7 @@ def done(flying: InFlight) -> Tensor:
     """
     if not isinstance(flying, InFlight):
         raise CollectiveError(f"done takes what one of the _start functions returned, not {kind(flying)}")
-    result: Tensor = Finished.apply(flying.x, flying.take())  # type: ignore[no-untyped-call]
+    result: Tensor = Finished.apply(flying.x, flying)  # type: ignore[no-untyped-call]
     implicit = flying.op.group.implicit and isinstance(flying.op, Sum)
     return apply(result, Vary(flying.op.group)) if implicit else result
 
@@ -112,7 +96,7 @@ def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | No
     >>> mesh.run(lambda: done(all_gather_start(torch.tensor([mesh.rank]), "shard", mesh=mesh)))
     [tensor([0, 1]), tensor([0, 1])]
     """
-    return _start(x, build.gather_op(resolve(axis, mesh), build.dim_of(x, dim, "all_gather_start"), False))
+    return _start(x, Gather(resolve(axis, mesh), build.dim_of(x, dim, "all_gather_start")))
 
 
 @untraced
@@ -124,10 +108,7 @@ def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | 
     >>> mesh.run(lambda: done(psum_scatter_start(torch.arange(4), "shard", mesh=mesh)))
     [tensor([0, 2]), tensor([4, 6])]
     """
-    group, at = resolve(axis, mesh), build.dim_of(x, dim, "psum_scatter_start")
-    build.check_addable(x, "psum_scatter_start")
-    build.check_divides(x, at, group, True, "psum_scatter_start")
-    return _start(x, Scatter(group, at))
+    return _start(x, build.scatter_op(x, resolve(axis, mesh), dim, True, "psum_scatter_start"))
 
 
 @untraced
@@ -141,9 +122,7 @@ def all_to_all_start(
     >>> mesh.run(lambda: done(all_to_all_start(torch.arange(2) + 10 * mesh.rank, "shard", 0, 0, mesh=mesh)))
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
-    group, at = resolve(axis, mesh), build.dim_of(x, split_dim, "all_to_all_start")
-    build.check_divides(x, at, group, True, "all_to_all_start")
-    return _start(x, Exchange(group, at, build.dim_of(x, concat_dim, "all_to_all_start")))
+    return _start(x, build.exchange_op(x, resolve(axis, mesh), split_dim, concat_dim, True, "all_to_all_start"))
 
 
 @untraced
@@ -159,7 +138,7 @@ def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *
 
 
 def _start(x: Tensor, op: Collective) -> InFlight:
-    what = f"{type(op).__name__.lower()}_start"
+    what = f"{op.name}_start"
     check_plain(build.tensor(x, what), what)
     with torch.no_grad():
         return InFlight(op, x, x._version, op.begin(x.detach()))

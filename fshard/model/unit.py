@@ -117,7 +117,7 @@ def unit(fn: Callable[..., Any]) -> Unit:
         return fn
     if isinstance(fn, type):
         wanted = "a function (params, *args); modules become units by fs.split(module, units=...)"
-        raise PlanError(f"fs.unit(fn) takes other arguments: fn is {described(fn)}: give {wanted}")
+        raise PlanError(f"fs.unit(fn): fn is {described(fn)}: give {wanted}")
     expect("fs.unit(fn)", [("fn", fn, Callable, "a function (params, *args)")])
     made = Unit("", fn)
     names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(fn, name)]

@@ -94,7 +94,7 @@ class Job:
         return part
 
 
-class Whole(torch.autograd.Function):
+class OnAllRanks(torch.autograd.Function):
     """A job as a differentiable function of global tensors."""
 
     @staticmethod
@@ -118,7 +118,7 @@ class Whole(torch.autograd.Function):
         xs = ctx.saved_tensors
         moved = [i for i, x in enumerate(xs) if ctx.needs_input_grad[i + 1] and _differentiable(x)]
         job = ctx.job.pullback(moved, ctx.results)
-        found = Whole.apply(job, *xs, *(grads[i] for i in ctx.results))  # type: ignore[no-untyped-call]
+        found = OnAllRanks.apply(job, *xs, *(grads[i] for i in ctx.results))  # type: ignore[no-untyped-call]
         out: list[Tensor | None] = [None] * (len(xs) + 1)
         for at, grad in zip(moved, found, strict=True):
             out[at + 1] = grad
@@ -130,7 +130,7 @@ class Whole(torch.autograd.Function):
         xs = ctx.saved_tensors
         moved = [i for i, t in enumerate(tangents) if t is not None and _differentiable(xs[i])]
         job = ctx.job.pushforward(moved, ctx.results)
-        found = Whole.apply(job, *xs, *(tangents[i] for i in moved))  # type: ignore[no-untyped-call]
+        found = OnAllRanks.apply(job, *xs, *(tangents[i] for i in moved))  # type: ignore[no-untyped-call]
         out: list[Tensor | None] = [None] * len(ctx.job.outputs())
         for at, tangent in zip(ctx.results, found, strict=True):
             out[at] = tangent
@@ -142,11 +142,11 @@ class Whole(torch.autograd.Function):
         dims = in_dims[1:]
         front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, dims, strict=True)]
         batched = job.batched([dim is not None for dim in dims], info.randomness)
-        out = Whole.apply(batched, *front)  # type: ignore[no-untyped-call]
+        out = OnAllRanks.apply(batched, *front)  # type: ignore[no-untyped-call]
         return out, (0,) * len(out)
 
 
-def whole(mesh: VirtualMesh, spmd: Callable[..., Any], inputs: Specs, xs: Sequence[Tensor]) -> Any:
+def on_all_ranks(mesh: VirtualMesh, spmd: Callable[..., Any], inputs: Specs, xs: Sequence[Tensor]) -> Any:
     """A function of slices as one of global tensors.
 
     Args:
@@ -166,7 +166,7 @@ def whole(mesh: VirtualMesh, spmd: Callable[..., Any], inputs: Specs, xs: Sequen
         return tuple(tensors)
 
     job = Job(mesh, fn, inputs, lambda: kept[0], randomness())
-    results = Whole.apply(job, *xs)  # type: ignore[no-untyped-call]
+    results = OnAllRanks.apply(job, *xs)  # type: ignore[no-untyped-call]
     restore_randomness(kept[2])
     return kept[1](list(results))
 

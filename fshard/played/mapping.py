@@ -18,7 +18,7 @@ from fshard.collectives.ties import ties_of
 from fshard.errors import AxisError, CollectiveError, TreeError
 from fshard.model.remat import exact
 from fshard.played.capture import check_captured
-from fshard.played.controller import whole
+from fshard.played.controller import on_all_ranks
 from fshard.played.transport import VirtualTransport
 from fshard.played.virtual import VirtualMesh
 from fshard.sharding.mesh import Mesh
@@ -128,7 +128,7 @@ class Mapped:
             mine = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return self.local(mine, specs, structure)
 
-        return whole(self.mesh, spmd, in_specs, tensors)
+        return on_all_ranks(self.mesh, spmd, in_specs, tensors)
 
     def local(self, leaves: list[Any], specs: list[P], structure: Any) -> tuple[list[Tensor], tuple[P, ...], Any]:
         """Run it on this rank.
@@ -207,8 +207,8 @@ def _specs_of(specs: Tree, values: Tree, what: str, root: str) -> list[P]:
         found = tree.spread(specs, values)
     except TreeError as error:
         raise TreeError(
-            f"shard_map: {what}={specs!r} is no prefix of the structure of {root}: {_short(error)}. Give one fs.P for "
-            f"all, a tuple with one entry for each, and for a dict or list one spec or one of the same structure"
+            f"shard_map: {what}={specs!r} is not a prefix of the structure of {root}: {_short(error)}. Give one fs.P "
+            f"for all, a tuple with one entry for each, and for a dict or list one spec or one of the same structure"
         ) from error
     leaves, names = tree.leaves(values), tree.names(values, root)
     for leaf, spec, name in zip(leaves, found, names, strict=True):

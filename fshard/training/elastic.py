@@ -171,18 +171,15 @@ def _restored(
     step: TrainStep, source: "Batches", checkpoints: Checkpointer | None, fallback: bool
 ) -> TrainState | None:
     """The state of the newest checkpoint, with the batches where it was saved; None if there is none."""
-    if checkpoints is None or not _exists(checkpoints, step):
+    if checkpoints is None:
+        return None
+    mesh = step.plan.mesh
+    enter(mesh, "train_loop")
+    if first_rank_or_raise(mesh_communicator(mesh), mesh.rank, checkpoints.latest) is None:
         return None
     state = checkpoints.restore(step.plan, step.opt, fallback=fallback)
     source.restore(checkpoints.restored.data if checkpoints.restored else None)
     return state
-
-
-def _exists(checkpoints: Checkpointer, step: TrainStep) -> bool:
-    """Whether rank 0 sees a checkpoint. Collective; equal on all ranks."""
-    mesh = step.plan.mesh
-    enter(mesh, "train_loop")
-    return first_rank_or_raise(mesh_communicator(mesh), mesh.rank, checkpoints.latest) is not None
 
 
 class Batches:

@@ -147,7 +147,7 @@ def test_what_is_not_there(tmp_path: Path, run_folder: Path, capsys: pytest.Capt
         assert status == 2 and not out and "holds no checkpoint: check the path" in error
     for argv, says in (
         (["show", run_folder, "--step", 9], "holds no step 9; it holds 0, 3"),
-        (["show", run_folder, "--match", "("], "no regular expression"),
+        (["show", run_folder, "--match", "("], "not a regular expression"),
         (["convert", run_folder, tmp_path / "x", "--ranks", 0], "--ranks 0: give 1 or more"),
     ):
         status, _, error = fshard(capsys, *argv)

@@ -23,13 +23,13 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "units regex",
         lambda: fs.split(NET, units=(r"blocks\..*",)),
         errors.PlanError,
-        "no regular expressions: write 'blocks.*'. The module has:",
+        "not regular expressions: write 'blocks.*'. The module has:",
     ),
     (
         "units regex2",
         lambda: fs.split(NET, units=(r"blocks\.\d+",)),
         errors.PlanError,
-        "no regular expressions: write 'blocks.*'. The module has:",
+        "not regular expressions: write 'blocks.*'. The module has:",
     ),
     (
         "units typo",
@@ -47,7 +47,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "units weight",
         lambda: fs.split(NET, units=("blocks.*.weight",)),
         errors.PlanError,
-        "are modules, no parameters: write 'blocks.*'. The module has:",
+        "are modules, not parameters: write 'blocks.*'. The module has:",
     ),
     (
         "units module inst",
@@ -59,13 +59,13 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "rules glob",
         lambda: fs.make_plan(MODEL, MESH, [("blocks.*.weight", P()), ("*", fs.fsdp("shard"))]),
         errors.PlanError,
-        "'*' is a glob, and no regular expression: write r'.*'",
+        "'*' is a glob, not a regular expression: write r'.*'",
     ),
     (
         "rules glob2",
         lambda: fs.make_plan(MODEL, MESH, [("*.weight", fs.fsdp("shard")), (".*", P())]),
         errors.PlanError,
-        "is a glob, and no regular expression: write r'.*\\.weight'",
+        "is a glob, not a regular expression: write r'.*\\.weight'",
     ),
     (
         "rules partial",
@@ -316,7 +316,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "lora glob",
         lambda: fs.lora.wrap(MODEL, "*.weight"),
         errors.PlanError,
-        "is a glob, and no regular expression: write r'.*\\.weight'",
+        "is a glob, not a regular expression: write r'.*\\.weight'",
     ),
     (
         "lora rank",
@@ -342,7 +342,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         errors.TreeError,
         "These are whole tensors: give fs.shard(params, plan), this r",
     ),
-    ("split cls", lambda: fs.split(Net), errors.PlanError, "Net(...); fs.make_plan takes a tree of tensors as it is"),
+    ("split cls", lambda: fs.split(Net), errors.PlanError, "Net(...); pass a tree of tensors directly to fs.make_plan"),
     (
         "replicated no batch",
         lambda: fs.make_plan(MODEL, fs.abstract_mesh((2, 2), ("data", "shard")), RULES),

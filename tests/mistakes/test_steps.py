@@ -275,7 +275,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "masked glob",
         lambda: fs.init_state(PLAN, fs.optim.masked(OPT, "*.weight")),
         errors.PlanError,
-        "is a glob, and no regular expression: write r'.*\\.weight'",
+        "is a glob, not a regular expression: write r'.*\\.weight'",
     ),
     (
         "from_torch str",

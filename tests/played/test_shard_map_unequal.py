@@ -147,7 +147,11 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         r"out_specs has 1 entries, and there are 2 result",
     ),
     (lambda: fs.shard_map(lambda x: x, MESH, P("i"), (P("i"),))(X), TreeError, r"a tuple of 1 specs, and the result"),
-    (lambda: fs.shard_map(lambda x: x, MESH, [P("i")], P("i"))(X), TreeError, r"is no prefix of the structure of args"),
+    (
+        lambda: fs.shard_map(lambda x: x, MESH, [P("i")], P("i"))(X),
+        TreeError,
+        r"is not a prefix of the structure of args",
+    ),
     (
         lambda: fs.shard_map(lambda x: x["b"], MESH, ({"a": P("i")},), P("i"))({"b": X}),
         TreeError,
