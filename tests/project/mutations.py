@@ -80,7 +80,10 @@ MUTATIONS = [
         "graphs/test_compare.py",
     ),
     Mutation(
-        "buffers.py", "apply(row, Sum(ranks)) / ranks.size", "apply(row, Sum(ranks))", "training/test_buffers_synced.py"
+        "training/buffers.py",
+        "apply(row, Sum(ranks)) / ranks.size",
+        "apply(row, Sum(ranks))",
+        "training/test_buffers_synced.py",
     ),
     # models, optimizers, states
     Mutation("model/philox.py", "(k0 + _WEYL[0]) & _MASK", "(k0 + _WEYL[1]) & _MASK", "model/test_philox.py"),
