@@ -12,6 +12,14 @@ STAMP  := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 export OMP_NUM_THREADS ?= 1
+# The tests start many processes: without compiled files each of them would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Runs tests beside the checks of style and types, whose output comes last; fails if either does.
+define beside_lint
+log=$$(mktemp); $(MAKE) --no-print-directory lint >$$log 2>&1 & lint=$$!; \
+  $(1); status=$$?; wait $$lint || status=1; cat $$log; rm -f $$log; exit $$status
+endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -28,11 +36,12 @@ bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as
 	@status=0; for name in $(BENCH); do \
 	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || status=1; done; exit $$status
 
-test: lint  ## Check style and types, then run the tests: six minutes on two cores.
-	$(PYTEST) $(ARGS)
+test: $(STAMP)  ## Check style and types, and run the tests: six minutes on two cores.
+	@$(call beside_lint,$(PYTEST) $(ARGS))
 
-quick: lint  ## Check style and types, then run the short tests that start no process: a minute; ROOM=schedule for one room.
-	$(PYTEST) -m "not slow and not processes and not long" $(if $(ROOM),tests/$(ROOM) $(wildcard fshard/$(ROOM))) $(ARGS)
+quick: $(STAMP)  ## Check style and types, and run the short tests that start no process: a minute; ROOM=schedule for one room.
+	@$(call beside_lint,$(PYTEST) -m "not slow and not processes and not long" \
+	  $(if $(ROOM),tests/$(ROOM) $(wildcard fshard/$(ROOM))) $(ARGS))
 
 parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: half an hour.
 	$(PYTEST) -m slow $(ARGS)

@@ -1,5 +1,6 @@
 """What all tests share: one thread for torch, no deadlines for examples, and the pools of gloo processes."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,6 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for the tests is no garbage, and each collection would look at all of it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from fshard.runtime.comm.communicator import SingleRank
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from tests.shared.bad import Raised, attempt
-from tests.shared.workers import Pool, Pools, WorkerError
+from tests.shared.workers import Pool, Pools, WorkerError, await_files
 
 pytestmark = pytest.mark.processes
 
@@ -299,7 +299,7 @@ def bereft(kind: str, what: str, numel: int, how: str, report: str) -> None:
         "all-reduce": lambda: comm.all_reduce(buffer),
     }
     if mesh.rank == 1:
-        _leave(how, calls[what])
+        _leave(how, calls[what], report, mesh.size)
         return
     _write_down(lambda: [calls[what]().wait() for _ in range(2)], f"{report}{mesh.rank}")
 
@@ -314,17 +314,17 @@ def step_without_peer(kind: str, how: str, report: str) -> None:
     step = fs.make_train_step(lambda p, b: (p["w"] * b).sum(), rule, plan)
     state, _ = step(fs.init_state(plan, rule, params=params), torch.ones(1))
     if mesh.rank == 1:
-        _leave(how, lambda: None)
+        _leave(how, lambda: None, report, mesh.size)
         return
     _write_down(lambda: step(state, torch.ones(1)), f"{report}{mesh.rank}")
 
 
-def _leave(how: str, begin: Callable[[], Any]) -> None:
-    """Never come, or come and die at once, by a signal that no process can handle."""
+def _leave(how: str, begin: Callable[[], Any], report: str, world: int) -> None:
+    """Stay away until the others have told, or come and die at once, by a signal that no process can handle."""
     if how == "killed":
         begin()
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(2 * TIMEOUT)
+    await_files([f"{report}{rank}" for rank in range(world) if rank != 1], LONG)
 
 
 def _write_down(call: Callable[[], Any], report: str) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ import torch.distributed as dist
 from tests.shared.workers import Pool, Pools, WorkerError
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    """Pools of this module's own: most tests here end them, and others would start with cold ranks."""
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 def rank_and_sum(offset: int) -> tuple[int, int, int, float]:

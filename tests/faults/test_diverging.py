@@ -6,7 +6,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fshard as fs
 from tests.faults.program import Fault, batch, make_loss, start
 from tests.shared.bad import Raised, attempt, weights
-from tests.shared.workers import Pool, Pools, WorkerError
+from tests.shared.workers import Pool, Pools, WorkerError, await_files
 
 pytestmark = pytest.mark.processes
 
@@ -25,13 +25,13 @@ TIMEOUT, LONG = 3.0, 25.0
 """Seconds that ranks wait for one that hangs; and for others, which are found out at once."""
 
 
-def _leaves(how: str) -> None:
+def _leaves(how: str, others: Sequence[str]) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exits":
         os._exit(5)
     if how == "hangs":
-        time.sleep(2.5 * TIMEOUT)
+        await_files(others, LONG)  # a rank that hangs does so for longer than anyone waits for it
         os._exit(5)
     sys.exit(5)
 
@@ -50,7 +50,7 @@ def leaving(kind: str, how: str, where: str, report: str) -> None:
         run = route.runs[at]
 
         def leave() -> None:
-            _leaves(how)
+            _leaves(how, [f"{report}{rank}" for rank in range(mesh.size) if rank != 1])
             run()
 
         route.runs[at] = leave

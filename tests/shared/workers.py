@@ -10,6 +10,7 @@ Any failure ends the pool, since its ranks may be out of step; the next run star
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -199,6 +200,15 @@ class Pools:
             pool.close()
 
 
+def await_files(paths: Sequence[str], seconds: float) -> None:
+    """Wait until these files have something in them, for so many seconds at most."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(os.path.exists(path) and os.path.getsize(path) for path in paths):
+            return
+        time.sleep(0.05)
+
+
 def _cause(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
@@ -216,6 +226,7 @@ def _serve(rank: int, world: int, folder: Path, tasks: Connection, life: Connect
     """What a rank does: meet the others, then run tasks until the parent hangs up."""
     # Ctrl-C reaches the whole process group; the parent ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what the fork server imported is no garbage, and each collection would look at all of it
     threading.Thread(target=_outlive_nobody, args=(life,), daemon=True, name="lifeline").start()
     with open(folder / f"rank{rank}.log", "w") as log:
         faulthandler.enable(file=log)

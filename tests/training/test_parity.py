@@ -14,7 +14,7 @@ import pytest
 
 import fshard as fs
 from fshard.schedule.policy import Keep
-from tests.shared import pairwise, parity, reference, zoo
+from tests.shared import parity, reference, zoo
 from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
@@ -103,36 +103,6 @@ IN_BACKWARD = list(
 )
 UPDATED_IN_BACKWARD = ("gpt", "twice", "skipping", "conv", "adapted")
 
-OPTIONS: dict[str, Sequence[Any]] = {
-    "name": sorted(zoo.EXAMPLES | zoo.TRICKY),
-    "world": WORLDS,
-    "prefetch": range(4),
-    "reshard": (True, False, fs.keep(last=1), fs.keep(last=2)),
-    "reduces": (1, 2, 4),
-    "opt": ("sgd", "adamw"),
-    "clip": (False, True),
-    "accumulate": (1, 2),
-    "accumulation": ("sharded", "full"),
-    "update": ("deferred", "in_backward"),
-    "donate": (True, False),
-    "debug": (False, True),
-    "replicas": (False, True),
-}
-"""All that a run is made of. The default tests run every pair of these values, the slow ones most of the product."""
-
-
-def _allowed(row: pairwise.Row) -> bool:
-    """Whether there is such a run; of what a row lacks, any value may follow."""
-    if row.get("accumulation") == "full" and row.get("accumulate") == 1:
-        return False
-    if row.get("replicas") and row.get("world") not in (None, 4):
-        return False
-    in_backward = row.get("update") == "in_backward"
-    return not in_backward or (not row.get("clip") and row.get("name", "gpt") in UPDATED_IN_BACKWARD)
-
-
-PAIRWISE = pairwise.rows(OPTIONS, _allowed)
-
 
 def train(name: str, configs: Sequence[Config], axes: tuple[tuple[int, ...], tuple[str, ...]], steps: int) -> list[Run]:
     """On a rank: train an example under each configuration."""
@@ -165,7 +135,7 @@ def _expected(name: str, opt: str, clip: bool, steps: int) -> Run:
     return reference.train(example, opt, example.clip if clip else None, steps)
 
 
-def _check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT) -> None:
+def check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT) -> None:
     ranks = pool(world).run(train, name, configs, axes, steps, timeout=110.0)
     problems: list[str] = []
     first: dict[tuple[str, bool, int, str], Run] = {}
@@ -184,30 +154,6 @@ def test_clipping_bites(name: str) -> None:
     assert max(_expected(name, "sgd", True, FEWER).norms) > example.clip
 
 
-def _row(row: pairwise.Row) -> tuple[Config, Any]:
-    """The configuration of a row, and its mesh."""
-    left = {option: value for option, value in row.items() if option not in ("name", "world", "replicas")}
-    return Config(**left), REPLICAS if row["replicas"] else FLAT
-
-
-def test_the_rows_have_every_pair_of_options() -> None:
-    """But those that no run can have."""
-    got = {frozenset(pair) for row in PAIRWISE for pair in itertools.combinations(row.items(), 2)}
-    every = {
-        frozenset(((a, x), (b, y)))
-        for (a, some), (b, others) in itertools.combinations(OPTIONS.items(), 2)
-        for x, y in itertools.product(some, others)
-    }
-    assert got == {pair for pair in every if _allowed(dict(pair))}
-    assert len(PAIRWISE) < 100
-
-
-@pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: f"{row['name']}-{row['world']}")
-def test_every_pair_of_options_equals_one_process(pool: Pools, row: pairwise.Row) -> None:
-    config, axes = _row(row)
-    _check(pool, row["world"], row["name"], [config], axes, FEWER)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_schedules_change_no_bit_of_any_program(pool: Pools, name: str) -> None:
     base = Config("adamw", clip=True, accumulate=2)
@@ -215,25 +161,25 @@ def test_schedules_change_no_bit_of_any_program(pool: Pools, name: str) -> None:
         replace(base, prefetch=0, reshard=fs.keep(last=1), reduces=4),
         replace(base, prefetch=3, reshard=False, donate=False, debug=True),
     ]
-    _check(pool, 2, name, [base, others[PROGRAMS.index(name) % 2]], steps=FEWER)
+    check(pool, 2, name, [base, others[PROGRAMS.index(name) % 2]], steps=FEWER)
 
 
 def test_schedules_change_no_bit(pool: Pools) -> None:
-    _check(pool, 2, "gpt", SOME, steps=FEWER)
+    check(pool, 2, "gpt", SOME, steps=FEWER)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
 def test_every_schedule_equals_one_process(pool: Pools, world: int, opt: str) -> None:
-    _check(pool, world, "gpt", [config for config in EVERY if config.opt == opt], steps=STEPS if world != 3 else SHORT)
+    check(pool, world, "gpt", [config for config in EVERY if config.opt == opt], steps=STEPS if world != 3 else SHORT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_every_program_under_some_schedules(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, SOME)
+    check(pool, world, name, SOME)
 
 
 @pytest.mark.slow
@@ -241,24 +187,24 @@ def test_every_program_under_some_schedules(pool: Pools, world: int, name: str) 
 @pytest.mark.parametrize("opt", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_under_every_schedule(pool: Pools, name: str, opt: str, world: int) -> None:
-    _check(pool, world, name, [config for config in EVERY if config.opt == opt], steps=STEPS)
+    check(pool, world, name, [config for config in EVERY if config.opt == opt], steps=STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted(zoo.TRICKY))
 def test_hard_programs_equal_one_process(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, FEW)
+    check(pool, world, name, FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 4), ("conv", 4), ("skipping", 4)])
 def test_replicas_of_shards_equal_one_process(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, SOME, REPLICAS)
+    check(pool, world, name, SOME, REPLICAS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", UPDATED_IN_BACKWARD)
 def test_update_in_backward_equals_one_process(pool: Pools, world: int, name: str) -> None:
-    _check(pool, world, name, IN_BACKWARD)
+    check(pool, world, name, IN_BACKWARD)
