@@ -10,7 +10,7 @@ change is bound again as long as its version counter and the original's say that
 """
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -101,13 +101,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.written: set[int] = set()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "batch_norm" in getattr(func, "__name__", ""):
             # All spellings with this argument have it sixth; F.batch_norm's default is False.

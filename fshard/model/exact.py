@@ -3,14 +3,14 @@
 Some formulas for derivatives read a result that PyTorch takes for a constant, such as the mean of a layer norm or the
 factors of a linear solve. The first derivative is right; a derivative of it is silently wrong. The ``jvp`` of a custom
 ``torch.autograd.Function`` has the same fault under a second ``jvp``. A few operators have a wrong forward derivative,
-or none. All of them are computed in other operators (``formulas``), or with forward derivatives taken by two reverse
-ones, which are right: the pullback of a pullback is the pushforward.
+or none. All of them are computed in other operators, or with forward derivatives taken by two reverse ones, which are
+right: the pullback of a pullback is the pushforward.
 
 ``tests/model/test_derivatives.py`` compares operators in every order of derivatives with reverse over reverse, and so
 finds the rows of the table below.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,9 +20,163 @@ from torch._C import _functorch
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from fshard.model import formulas
-
 Op = Callable[..., Any]
+Maybe = Tensor | None
+
+
+# Operators written in others, under their own names: ``RULES`` says when they are used.
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Maybe = None,
+    bias: Maybe = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    return native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
+
+
+def native_layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Maybe, bias: Maybe, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, mean, scale = _normalized(input, tuple(range(-len(normalized_shape), 0)), eps)
+    return _affine(out, weight, bias).to(input.dtype), mean, scale
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Maybe = None,
+    running_var: Maybe = None,
+    weight: Maybe = None,
+    bias: Maybe = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    return _norm(F.batch_norm, (0,), input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def native_batch_norm(
+    input: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    running_mean: Maybe,
+    running_var: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not training:
+        return torch.native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    out = batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    _, mean, scale = _normalized(input, (0, *range(2, input.dim())), eps)
+    return out, mean.flatten(), scale.flatten()
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Maybe = None,
+    running_var: Maybe = None,
+    weight: Maybe = None,
+    bias: Maybe = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    return _norm(F.instance_norm, (), input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _weighted((input - target).square(), *args, **kwargs)
+
+
+def huber_loss(
+    input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Maybe = None
+) -> Tensor:
+    apart = (input - target).abs()
+    each = torch.where(apart <= delta, 0.5 * apart.square(), delta * (apart - 0.5 * delta))
+    return _weighted(each if weight is None else each * weight, reduction=reduction)
+
+
+def soft_margin_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _weighted(torch.log1p(torch.exp(-target * input)), *args, **kwargs)
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    first, second = input.chunk(2, dim)
+    return first * second.sigmoid()
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """``F.scaled_dot_product_attention`` in single operators: the fused ones have first derivatives only."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def raw(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A norm of torch.nn.functional with the order of arguments of that in torch."""
+    return lambda input, weight, bias, mean, var, *args, **kwargs: norm(input, mean, var, weight, bias, *args, **kwargs)
+
+
+def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(dims, keepdim=True)
+    centred = wide - mean
+    scale = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    return centred * scale, mean, scale
+
+
+def _affine(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _norm(
+    own: Callable[..., Tensor],
+    dims: tuple[int, ...],
+    input: Tensor,
+    mean: Maybe,
+    var: Maybe,
+    weight: Maybe,
+    bias: Maybe,
+    training: bool,
+    *rest: float,
+) -> Tensor:
+    """A norm of channels by the statistics of these dims and all spatial ones; ``own`` is PyTorch's function."""
+    if not training:
+        return own(input, mean, var, weight, bias, training, *rest)
+    if mean is not None or var is not None:  # PyTorch's own writes them
+        own(input, mean, var, None, None, True, *rest)
+    out, _, _ = _normalized(input, (*dims, *range(2, input.dim())), rest[1])
+    shape = (1, -1, *(1,) * (input.dim() - 2))
+    return _affine(out, *(None if x is None else x.view(shape) for x in (weight, bias))).to(input.dtype)
+
+
+def _weighted(
+    each: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Maybe = None,
+) -> Tensor:
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    each = each if weight is None else each * weight
+    if reduction == "none":
+        return each
+    if reduction == "sum":
+        return each.sum()
+    return each.mean() if weight is None else each.sum() / weight.expand_as(each).sum()
 
 
 class Transforms(NamedTuple):
@@ -53,32 +207,32 @@ def _second(under: Transforms) -> bool:
 
 RULES: Mapping[Op, Rule] = {
     # Formulas that take statistics, or factors of a matrix, for constants.
-    F.layer_norm: Rule(_third, formulas.layer_norm),
-    torch.layer_norm: Rule(_third, formulas.layer_norm),
-    torch.native_layer_norm: Rule(_third, formulas.native_layer_norm),
-    F.batch_norm: Rule(_third, formulas.batch_norm),
-    torch.batch_norm: Rule(_third, formulas.raw(formulas.batch_norm)),
-    torch.native_batch_norm: Rule(_third, formulas.native_batch_norm),
-    F.instance_norm: Rule(_third, formulas.instance_norm),
-    torch.instance_norm: Rule(_third, formulas.raw(formulas.instance_norm)),
+    F.layer_norm: Rule(_third, layer_norm),
+    torch.layer_norm: Rule(_third, layer_norm),
+    torch.native_layer_norm: Rule(_third, native_layer_norm),
+    F.batch_norm: Rule(_third, batch_norm),
+    torch.batch_norm: Rule(_third, raw(batch_norm)),
+    torch.native_batch_norm: Rule(_third, native_batch_norm),
+    F.instance_norm: Rule(_third, instance_norm),
+    torch.instance_norm: Rule(_third, raw(instance_norm)),
     **{getattr(space, name): Rule(_nested) for space in (torch, Tensor) for name in ("det", "logdet", "slogdet")},
     **{
         getattr(torch.linalg, name): Rule(_nested)
         for name in ("det", "slogdet", "solve", "solve_ex", "tensorsolve", "householder_product", "eig", "eigvals")
     },
     # No forward derivative, or none of the gradient.
-    F.mse_loss: Rule(_forward, formulas.mse_loss),
-    F.huber_loss: Rule(_forward, formulas.huber_loss),
-    F.soft_margin_loss: Rule(_forward, formulas.soft_margin_loss),
-    F.glu: Rule(_forward, formulas.glu),
+    F.mse_loss: Rule(_forward, mse_loss),
+    F.huber_loss: Rule(_forward, huber_loss),
+    F.soft_margin_loss: Rule(_forward, soft_margin_loss),
+    F.glu: Rule(_forward, glu),
     F.grid_sample: Rule(_forward),
     torch.grid_sampler: Rule(_forward),
-    F.scaled_dot_product_attention: Rule(_second, formulas.attention),
+    F.scaled_dot_product_attention: Rule(_second, attention),
     # A wrong forward derivative, and a wrong second one.
     torch.cholesky_inverse: Rule(_forward),
     torch.scatter_reduce: Rule(_forward),
     torch.Tensor.scatter_reduce: Rule(_forward),
-    torch._weight_norm: Rule(_second, formulas.weight_norm),
+    torch._weight_norm: Rule(_second, weight_norm),
 }
 """Operators whose derivatives are wrong or missing in PyTorch 2.11 to 2.13."""
 

@@ -41,15 +41,10 @@ def fold(seed: int, path: str) -> int:
 
 
 def philox(key: Key, counter: Tensor, stream: int = 0) -> Words:
-    """Philox4x32-10 on a tensor of counters.
+    """Philox4x32-10: four words in ``[0, 2**32)``, int64, of the shape of ``counter`` broadcast with the key.
 
-    Args:
-        key: 64 bits.
-        counter: int64, any shape: words 0 and 1 of the 128-bit counter (word 0 is the low half).
-        stream: 64 bits: words 2 and 3 of the counter.
-
-    Returns:
-        Four int64 tensors, of the shape of ``counter`` (broadcast with the key), holding words in ``[0, 2**32)``.
+    ``counter`` is int64: words 0 and 1 of the 128-bit counter (word 0 is the low half). ``stream``, 64 bits, is words 2
+    and 3.
 
     >>> [hex(word.item()) for word in philox(0, torch.zeros(1, dtype=torch.int64))]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']

@@ -14,9 +14,10 @@ from fshard.interchange.export_plan import pieces_of_ranks
 from fshard.interchange.optimizer_state import split_name
 from fshard.optim.around import CARRIED
 from fshard.proof.plain import PlainResult
-from fshard.proof.report import Row, Tolerance, gap, number_row
+from fshard.proof.report import Row, Tolerance, number_row
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import Communicator, exchange_bytes
+from fshard.runtime.graphs.compare import gap
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, entries, gradients

@@ -16,10 +16,11 @@ from fshard.collectives.ranks import Ranks
 from fshard.model.casting import make_casting
 from fshard.model.remat import exact
 from fshard.model.unit import Slot, Unit, attach
-from fshard.proof.report import Difference, Tolerance, gap
+from fshard.proof.report import Difference, Tolerance
 from fshard.proof.watched import Output, tensors_of
 from fshard.runtime.comm import Communicator, exchange, exchange_bytes, raise_failures
 from fshard.runtime.engine import check_differentiable, microbatches, number, read_loss, seeded
+from fshard.runtime.graphs.compare import gap
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves
 from fshard.state.train_state import TrainState

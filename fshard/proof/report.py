@@ -1,13 +1,12 @@
 """The result of a verification: rows of a table, and the error that names the differences."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fshard.errors import ShardError, lines
+from fshard.runtime.graphs.compare import gap
 
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest difference that is allowed, relative to the largest magnitude in the tensor: sums over ranks and
@@ -37,25 +36,15 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
-
-    Attributes:
-        name: "loss", "grad_norm", or an entry such as ``grad.head.weight``, ``params.head.weight``.
-        plain: the number in plain PyTorch, or the norm of a tensor.
-        sharded: the same in the step.
-        difference: the largest difference of an element.
-        limit: the largest difference that counts as equal.
-        unit: the unit of the leaf.
-        note: another problem with it.
-    """
+    """One comparison of "loss", "grad_norm", or an entry such as ``grad.head.weight``, ``params.head.weight``."""
 
     name: str
-    plain: float
-    sharded: float
-    difference: float
-    limit: float
+    plain: float  # the number in plain PyTorch, or the norm of a tensor
+    sharded: float  # the same in the step
+    difference: float  # the largest of an element
+    limit: float  # the largest difference that counts as equal
     unit: str = ""
-    note: str = ""
+    note: str = ""  # another problem with it
 
     @property
     def right(self) -> bool:
@@ -137,17 +126,3 @@ def number_row(name: str, plain: float, sharded: float, tolerance: Tolerance, dt
     """A row of two numbers."""
     difference, _ = gap(*(torch.tensor(x, dtype=torch.float64, device="cpu") for x in (plain, sharded)))
     return Row(name, plain, sharded, difference, tolerance.limit(abs(plain), dtypes))
-
-
-def gap(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors' elements, and the largest magnitude of the second; nan equals nan."""
-    if one.shape != other.shape:
-        return math.inf, 0.0
-    if not one.numel():
-        return 0.0, 0.0
-    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    a, b = one.detach().to(wide), other.detach().to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    far = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    size = torch.where(b.abs().isfinite(), b.abs(), 0.0)
-    return float(far.max()), float(size.max())

@@ -75,11 +75,8 @@ class RecordingEngine(Engine):
 class Watched(TrainStep):
     """A copy of a step, with its graphs, that does not donate the state and keeps gradients and outputs.
 
-    Attributes:
-        outputs: the outputs of units.
-        seen: the verdict of all ranks.
-        divided: the divisor of gradients.
-        kept: the sums of gradients by group id; empty with ``update="in_backward"``.
+    After a step it holds the verdict of all ranks (``seen``), the divisor of gradients (``divided``) and, but for
+    ``update="in_backward"``, the sums of gradients by group id (``kept``).
     """
 
     def __init__(self, step: TrainStep) -> None:

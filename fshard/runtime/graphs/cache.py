@@ -39,16 +39,13 @@ DEMANDED = "as it is: its steps were gathered on demand"
 class Cache:
     """The graphs of a train step, shared by all its programs.
 
-    Attributes:
-        graphs: by key, the graphs and their surroundings; a text says why calls with this key have none.
-        count: the number of graphs made.
-        report: for each unit, the graphs of its calls, and the reasons of calls without one.
+    A text in the place of a graph says why calls with a key, or of a unit, have none.
     """
 
     compiler: Compiler
     graphs: dict[Hashable, list[tuple[Surroundings, Graph | str]]] = field(default_factory=dict)
     count: int = 0
-    report: dict[str, dict[Graph | str, None]] = field(default_factory=dict)
+    report: dict[str, dict[Graph | str, None]] = field(default_factory=dict)  # for each unit, what its calls run
 
     def graph(self, key: Hashable, source: Source) -> tuple[Surroundings, Graph | str]:
         """The graph of a call, or the reason why it has none; and the surroundings that this depends on."""
@@ -128,38 +125,23 @@ class Site:
     found: dict[Key, list[Form]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Graphs:
-    """The graphs of one program, bound to its engine's leaves.
+    """The graphs of one program, bound to its engine's leaves."""
 
-    Args:
-        cache: the graphs of all programs.
-        plan: gives leaves their groups.
-        host: the engine.
-        claim: asks for the right to write flat gradients.
-        grads: by group, the views of its flat gradient.
-        readers: by group, how many differentiated calls read it; code outside of units counts as many.
-        inner: units that the program differentiates itself.
-        anchored: whether the loss depends on tensors other than parameters.
-        remat: which units are recomputed in their backward.
-    """
+    cache: Cache
+    plan: Plan
+    host: Host
+    claim: Claim
+    grads: dict[int, list[Tensor]]  # by group, the views of its flat gradient
+    readers: Mapping[int, int]  # by group, how many differentiated calls read it; code outside of units is several
+    inner: frozenset[str]  # units that the program differentiates itself
+    anchored: bool  # whether the loss depends on tensors other than parameters
+    remat: Remat
+    sites: dict[str, Site] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        cache: Cache,
-        plan: Plan,
-        host: Host,
-        claim: Claim,
-        grads: Mapping[int, list[Tensor]],
-        readers: Mapping[int, int],
-        inner: frozenset[str],
-        anchored: bool,
-        remat: Remat,
-    ) -> None:
-        self.cache, self.host, self.claim, self.grads = cache, host, claim, dict(grads)
-        self.places = {path: (group.id, number) for path, (group, number) in plan.places().items()}
-        self.readers, self.inner, self.anchored = readers, inner, anchored
-        self.remat = remat
-        self.sites: dict[str, Site] = {}
+    def __post_init__(self) -> None:
+        self.places = {path: (group.id, number) for path, (group, number) in self.plan.places().items()}
 
     def call(
         self, unit: Unit, name: str, index: int, params: Any, leaves: list[Tensor], paths: Sequence[str], args: Any

@@ -92,10 +92,8 @@ class Writer:
 def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> Code:
     """Write a graph's functions.
 
-    Args:
-        halves: the graph.
-        own: the numbers of the leaves that are not shared and require grad, in the order of the flat gradients.
-        saved: the names of what the forward of another trace of this unit saved; None for this trace's own.
+    ``own`` are the numbers of the leaves that are not shared and require grad, in the order of the flat gradients;
+    ``saved`` the names of what the forward of another trace of this unit saved, None for this trace's own.
     """
     saved = _names(halves.saved) if saved is None else saved
     joint, writer = halves.joint, Writer(halves.joint.module)
@@ -117,8 +115,7 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
     space = dict(writer.names)
     exec(compile(text, "<unit graph>", "exec"), space)
     shares = watched(halves.saved, joint.inputs, joint.outputs)
-    views, forward, backward, targets, direct = (space[name] for name in FUNCTIONS)
-    return Code(views, forward, backward, targets, direct, text, "fx", shares)
+    return Code(**{name: space[name] for name in FUNCTIONS}, text=text, backend="fx", watched=shares)
 
 
 def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:

@@ -134,11 +134,6 @@ def resolved(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     return grads
 
 
-def pattern_of(grads: Sequence[Tensor | None]) -> Tangents:
-    """The strides of incoming gradients, on which a backward depends; None for absent gradients."""
-    return tuple([None if grad is None else grad.stride() for grad in grads])
-
-
 def match(code: Code, joint: Joint, edges: Sequence[Place]) -> Variant:
     """Assign the parts of gradients to the edges of an autograd node."""
     free = list(range(len(joint.places)))

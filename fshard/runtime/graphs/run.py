@@ -10,7 +10,7 @@ from fshard import tree
 from fshard.errors import UnitError
 from fshard.runtime.engine import Mispredicted
 from fshard.runtime.graphs.compare import strays
-from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, pattern_of, resolved
+from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, resolved
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
 """``claim([(group, whole)])``: whether the caller may write these groups' flat gradients, instead of adding to them.
@@ -141,7 +141,7 @@ class Call:
         self.watched.clear()
         graph = self.bound.graph
         grads = resolved(grads)
-        pattern = pattern_of(grads)
+        pattern = tuple([None if grad is None else grad.stride() for grad in grads])
         if pattern not in graph.variants and (new := graph.learn(pattern)) is not None:
             if strays(graph, new, self.bound.params(self.host.epoch), saved, grads):
                 graph.refuse("a backward for gradients of other strides gives other numbers", pattern)

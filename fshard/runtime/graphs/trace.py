@@ -79,11 +79,9 @@ def exact(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A call ``fn(params, *args, **kwargs)`` to trace.
+    """A call ``fn(params, *args, **kwargs)`` to trace: structures of trees, and their leaves.
 
     Attributes:
-        params, args: the structures of the parameter tree and of ``(args, kwargs)``.
-        leaves: the leaves of the parameters.
         shared: the numbers of the leaves whose gradient autograd sums, because other calls read them too.
         values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, ``Same`` for a repeated one, other values
             themselves.
@@ -132,16 +130,10 @@ Tangents = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True)
 class Result:
-    """How a unit's result is made of its graph's outputs.
-
-    Attributes:
-        spec: the structure of the result.
-        leaves: for each of its leaves ``("out", number)``, ``("in", number of an input)`` or ``("value", it)``.
-        outputs: the meta of each output of the graph; ``requires_grad`` says whether it is differentiable.
-    """
+    """How a unit's result is made of its graph's outputs, which are differentiable if they require grad."""
 
     spec: Any
-    leaves: tuple[tuple[str, Any], ...]
+    leaves: tuple[tuple[str, Any], ...]  # each ``("out", number)``, ``("in", number of an input)`` or ``("value", it)``
     outputs: tuple[Meta, ...]
 
     @property
