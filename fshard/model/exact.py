@@ -253,7 +253,6 @@ class Exact(TorchFunctionMode):
         self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator, or its replacement."""
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is None:

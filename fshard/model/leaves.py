@@ -117,16 +117,17 @@ def _read(name: str, node: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return lines, leaves
 
 
-def find_places(module: nn.Module, kind: str, aliases: Mapping[str, str]) -> dict[str, list[Place]]:
-    """By canonical path, the places of a module's ``"_parameters"`` or ``"_buffers"``; aliases are further paths."""
+def find_places(module: nn.Module, kind: str) -> dict[str, list[Place]]:
+    """By first path, the places of each of a module's ``"_parameters"`` or ``"_buffers"``."""
+    first: dict[int, str] = {}
     found: dict[str, dict[tuple[int, str], Place]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         entries = getattr(owner, kind)
         for name, value in entries.items():
             if value is not None:
-                path = f"{prefix}.{name}" if prefix else name
+                path = first.setdefault(id(value), f"{prefix}.{name}" if prefix else name)
                 # A module that is reached by two paths has one dict.
-                found.setdefault(aliases.get(path, path), {})[id(entries), name] = entries, name
+                found.setdefault(path, {})[id(entries), name] = entries, name
     return {path: list(places.values()) for path, places in found.items()}
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import walk_tb
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -135,7 +134,6 @@ class Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute, and keep nothing."""
         if not call.watched:
             return _own(call(*tensors), tensors)
         detached = [tensor.detach() for tensor in tensors]
@@ -144,7 +142,6 @@ class Remat(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the inputs."""
         ctx.call, ctx.places = inputs[0], [i for i, out in enumerate(output) if _floating(out)]
         ctx.count = len(output)
         ctx.save_for_backward(*inputs[1:])
@@ -154,14 +151,12 @@ class Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The vjp of the call, recomputed."""
         tensors = ctx.saved_tensors
         found = ctx.call.derived(_vjp, tensors, ctx.places, [grads[i] for i in ctx.places])
         return None, *map(found.get, range(len(tensors)))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The jvp of the call, recomputed."""
         tensors = ctx.saved_tensors
         pairs = zip(tensors, tangents, strict=True)
         given = [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs if _floating(x)]
@@ -180,7 +175,10 @@ def _exact() -> Iterator[Exact]:
         with Exact(by_reverse) as mode:
             yield mode
     except RuntimeError as error:
-        if _functorch.peek_interpreter_stack() is not None and _in_checkpoint(error.__traceback__):
+        # Whether torch.utils.checkpoint itself raised: the innermost frames are its own, or those of its hooks.
+        files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)][-3:]
+        in_checkpoint = any(file.endswith("checkpoint.py") and "torch" in file for file in files)
+        if in_checkpoint and _functorch.peek_interpreter_stack() is not None:
             raise TransformError(
                 "torch.utils.checkpoint was called under a transform of torch.func, which forbids the hooks that it "
                 "needs: call fs.remat(fn)(*args) in its place, which works under every transform, or fn itself: "
@@ -188,12 +186,6 @@ def _exact() -> Iterator[Exact]:
                 "model.gradient_checkpointing_disable().)"
             ) from error
         raise
-
-
-def _in_checkpoint(traceback: TracebackType | None) -> bool:
-    """Whether torch.utils.checkpoint itself raised: the innermost frames are its own, or those of its hooks."""
-    files = [frame.f_code.co_filename for frame, _ in walk_tb(traceback)][-3:]
-    return any(file.endswith("checkpoint.py") and "torch" in file for file in files)
 
 
 def by_reverse(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,7 +255,6 @@ class NoCaptures(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check an operator's arguments, then run it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, list | tuple) else (value,):

@@ -26,7 +26,6 @@ class Reuse(TorchFunctionMode):
         self.seen: dict[tuple[int, ...], list[tuple[Any, str]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a draw, and call the function."""
         if func is self.draw and torch._C._current_graph_task_id() == -1:
             self._record(args[0], args[1])
         return func(*args, **(kwargs or {}))

@@ -144,20 +144,14 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     every = dict(module.named_parameters(remove_duplicate=False))
     out = ignored(every, [ignore] if isinstance(ignore, str) else ignore)
     params, aliases = tied((path, leaf) for path, leaf in every.items() if path not in out)
-    buffers, buffer_aliases = tied(module.named_buffers(remove_duplicate=False))
+    buffers, _ = tied(module.named_buffers(remove_duplicate=False))
     twin = private_copy(module, params.values(), [*buffers.values(), *out.values()])
     for owner, _, name in (path.rpartition(".") for path in out):
         # Plain attributes, which all instances share. A module that is reached by two paths is one.
         below = twin.get_submodule(owner)
         if name in below._parameters:
             vars(below)[name] = below._parameters.pop(name)
-    body = _body(
-        twin,
-        LeafOrder("params", params, {path: leaf.shape for path, leaf in params.items()}),
-        LeafOrder("buffers", buffers),
-        (aliases, buffer_aliases),
-        names,
-    )
+    order = LeafOrder("params", params, {path: leaf.shape for path, leaf in params.items()})
     return Model(
         params=tree.nest({path: leaf.detach() for path, leaf in params.items()}),
         buffers=tree.nest(buffers),
@@ -165,7 +159,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         aliases=aliases,
         frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
         inits={path: init for path, init in deduce(module).items() if path not in out},
-        _body=body,
+        _body=_body(twin, order, LeafOrder("buffers", buffers), names),
         ignored=tree.nest(tied(out.items())[0]),
         _unmade=tuple(path for path, buffer in buffers.items() if buffer.device.type == "meta"),
     )
@@ -175,16 +169,10 @@ def _again(module: nn.Module, kept: Mapping[str, Any]) -> Model:
     return replace(split(module, units=kept["units"]), **kept)
 
 
-def _body(
-    twin: nn.Module,
-    params: LeafOrder,
-    buffers: LeafOrder,
-    aliases: tuple[Mapping[str, str], Mapping[str, str]],
-    units: Sequence[str],
-) -> Body:
+def _body(twin: nn.Module, params: LeafOrder, buffers: LeafOrder, units: Sequence[str]) -> Body:
     """The whole module as a pure function, with shells in the place of units."""
-    places = find_places(twin, "_buffers", aliases[1])
-    leaves, states = _numbers(find_places(twin, "_parameters", aliases[0]), params), _numbers(places, buffers)
+    places = find_places(twin, "_buffers")
+    leaves, states = _numbers(find_places(twin, "_parameters"), params), _numbers(places, buffers)
     modules = {name: twin.get_submodule(name) for name in units}
     shells = {id(unit): _shell(name, unit, twin, leaves, states) for name, unit in modules.items()}
     tracker = Tracker(twin, [places[path] for path in buffers.paths])
@@ -193,28 +181,27 @@ def _body(
 
 def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, states: Numbers) -> Shell:
     """A unit: its own pure function, and its leaves among those of the whole model."""
-    own = find_places(module, "_parameters", tied(module.named_parameters(remove_duplicate=False))[1])
-    held = find_places(module, "_buffers", tied(module.named_buffers(remove_duplicate=False))[1])
+    own, held = find_places(module, "_parameters"), find_places(module, "_buffers")
     params, buffers = LeafOrder(f"params of {name}", own), LeafOrder(f"buffers of {name}", held)
     template = Template(module, twin, _numbers(own, params), _numbers(held, buffers), {})
     body = Body(template, params, buffers, Tracker(module, [held[path] for path in buffers.paths]), name)
     stateful = bool(buffers.paths)
+
+    def number(numbers: Numbers, places: Sequence[Place]) -> int:
+        entries, name = places[0]
+        return numbers[id(entries), name]
+
     return Shell(
         # Later calls of a unit without buffers need not find its leaves and its instance.
         unit=Unit(name, _function(body), None if stateful else body.prepared, stateful),
-        params=(params, tuple(_number(own[path], leaves) for path in params.paths)),
-        buffers={path: _number(held[path], states) for path in buffers.paths},
+        params=(params, tuple(number(leaves, own[path]) for path in params.paths)),
+        buffers={path: number(states, held[path]) for path in buffers.paths},
         views=template.views,
     )
 
 
 def _numbers(places: Mapping[str, Sequence[Place]], order: LeafOrder) -> Numbers:
     return {(id(entries), name): i for i, path in enumerate(order.paths) for entries, name in places[path]}
-
-
-def _number(places: Sequence[Place], numbers: Numbers) -> int:
-    entries, name = places[0]
-    return numbers[id(entries), name]
 
 
 def _function(body: Body) -> Callable[..., Any]:

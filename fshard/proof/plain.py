@@ -104,12 +104,13 @@ def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
 
 
 class PlainUnits:
-    """Runs units as ordinary functions, with the plan's casts, and reports the number and the result of each call."""
+    """Runs units as ordinary functions, with the plan's casts, and finds the first output that differs."""
 
-    def __init__(self, plan: Plan, hear: Callable[[int, Any], None]) -> None:
-        self.plan, self.hear = plan, hear
+    def __init__(self, task: Task) -> None:
+        self.task, self.plan = task, (plan := task.plan)
         self.inside = self.listening = False
         self.count = 0
+        self.first: Difference | None = None
         self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,13 +122,13 @@ class PlainUnits:
             result = unit.fn(params, *args, **kwargs)
         finally:
             self.inside = False
-        self.hear(self.count, result)
+        self.first = self.first or _compared(self.task, self.count, tensors_of(result))
         self.count += 1
         return result
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Report calls inside of this context: later calls, such as in a backward, compute an output again."""
+        """Compare calls inside of this context: later calls, such as in a backward, compute an output again."""
         self.listening = True
         try:
             yield
@@ -146,14 +147,7 @@ def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
     trained = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
     places, sums = task.plan.places(), dict[str, Tensor]()
     total, count, weighted = 0.0, 0.0, False
-    first: Difference | None = None
-
-    def hear(call: int, result: Any) -> None:
-        nonlocal first
-        first = first or _compared(task, call, tensors_of(result))
-
-    units = PlainUnits(task.plan, hear)
-    mesh = task.plan.mesh
+    units, mesh = PlainUnits(task), task.plan.mesh
     part = mesh.index(task.plan.data_axes)
     torch.clear_autocast_cache()
     with seeded(task.state.seed, task.state.step, part, mesh.device):
@@ -170,6 +164,7 @@ def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
                 if grad is not None:
                     group = places[path][0]
                     sums[path] = sums.get(path, 0) + grad.resolve_conj().to(group.reduce_dtype).to(group.dtype)
+    first = units.first
     if first is None and units.count != len(task.outputs):
         told = f"{len(task.outputs)} calls of units in the step, {units.count} in plain PyTorch"
         first = Difference(0, units.count, mesh.rank, "(the program)", told)

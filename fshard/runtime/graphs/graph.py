@@ -155,7 +155,7 @@ def compile_graph(source: Source, result: Result, compiler: Compiler, number: in
     arguments = [x for node in joint.graph.nodes for x in (*node.args, *node.kwargs.values())]
     own = [i for i, leaf in enumerate(source.leaves) if i not in source.shared and leaf.requires_grad]
     code = compiler(halves, own, None)
-    graph = Graph(
+    return Graph(
         source=source,
         result=result,
         compiler=compiler,
@@ -165,7 +165,6 @@ def compile_graph(source: Source, result: Result, compiler: Compiler, number: in
         own=tuple(own),
         saved=tuple(node.name for node in halves.saved),
         generators=tuple(dict.fromkeys(x for x in arguments if isinstance(x, torch.Generator))),
+        variants={result.tangents: match(code, joint, joint.places)},
         waiting=[result.tangents],
     )
-    graph.variants[result.tangents] = match(code, joint, graph.edges)
-    return graph

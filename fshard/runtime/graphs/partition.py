@@ -106,15 +106,9 @@ def _storages(nodes: Iterable[fx.Node]) -> set[int]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node returns one tensor, a view of its argument."""
-    if node.op != "call_function" or not isinstance(value(node), Tensor):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable:
-        return False
-    if node.target in RESHAPES:
-        return True
-    alias = schema.arguments[0].alias_info if schema.arguments else None
-    return alias is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+    op = node.target
+    views = isinstance(op, torch._ops.OpOverload) and (op.is_view or op in RESHAPES)
+    return views and isinstance(value(node), Tensor)
 
 
 def is_pure(node: fx.Node) -> bool:

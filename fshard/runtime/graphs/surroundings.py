@@ -176,9 +176,8 @@ class _Walk:
             self.visit(kind, kind.__name__)
             for name in (self.reads.names & table.keys()) - MACHINERY:
                 self.visit(table[name], f"{kind.__name__}.{name}")
-            for hooks in [table.get("_forward_hooks"), table.get("_forward_pre_hooks")]:
-                for hook in (hooks or {}).values():
-                    self.visit(hook, f"a hook of {kind.__name__}")
+            for hook in {**table.get("_forward_hooks", {}), **table.get("_forward_pre_hooks", {})}.values():
+                self.visit(hook, f"a hook of {kind.__name__}")
 
     def name(self, thing: Any) -> str:
         """The name of an object in the generated code."""
@@ -201,7 +200,7 @@ class _Walk:
     def read(self, thing: Any, attribute: str, label: str) -> None:
         """Add an attribute."""
         self.entries[f"{self.name(thing)}.{attribute}"] = label, False
-        self.visit(getattr(thing, attribute.partition("(")[0]), label)
+        self.visit(getattr(thing, attribute), label)
 
     def keep(self, container: Any, label: str) -> None:
         """Add the values of a container."""
@@ -274,7 +273,7 @@ class _Walk:
         if isinstance(value, nn.Module):
             for name in value._modules:
                 self.item(value._modules, name, f"{label}.{name}")
-        self.visit(type(value), type(value).__name__)
+        self.visit(kind, kind.__name__)
 
 
 def _module(space: Mapping[str, Any]) -> str:

@@ -217,7 +217,6 @@ class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses tensors with data. The fake mode would print them in its error, which fails under jvp."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on fake tensors."""
         for x in tree.leaves((args, kwargs or {})):
             if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and func not in MAKERS:
                 raise Untraceable(
