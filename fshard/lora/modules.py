@@ -46,13 +46,10 @@ def linear(weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, x: Tensor,
 def adapt(
     module: nn.Module, weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]], scale: float, made: dict[Any, Kind]
 ) -> None:
-    """Give weights of a module adapters. The module changes its class; its parameters stay where they are.
+    """Give weights of a module that has no other user adapters, by name.
 
-    Args:
-        module: a module that has no other user.
-        weights: by name, the adapters of each weight.
-        scale: the factor of ``b @ a``.
-        made: the classes made so far, so that equal modules share one class.
+    The module changes its class; its parameters stay where they are. ``made`` holds the classes made so far, so that
+    equal modules share one class.
     """
     for name, (a, b) in weights.items():
         module._parameters[name + A], module._parameters[name + B] = a, b

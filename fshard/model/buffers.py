@@ -134,13 +134,8 @@ def _plain() -> bool:
 
 
 def _keepable(original: Tensor, clone: Tensor) -> bool:
-    return (
-        clone.nbytes >= _LARGE
-        and not clone.requires_grad
-        and type(clone) is type(original) is Tensor
-        and not original.is_inference()
-        and _plain()
-    )
+    large = clone.nbytes >= _LARGE and not clone.requires_grad
+    return large and type(clone) is type(original) is Tensor and not original.is_inference() and _plain()
 
 
 def _batched(tensor: Any) -> bool:

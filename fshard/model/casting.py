@@ -12,10 +12,7 @@ from fshard.model.precision import Precision
 
 
 class Casting:
-    """Makes the casts of one engine's units. A unit inside of a unit is part of the outer one.
-
-    Units whose leaves have several precisions have the default one.
-    """
+    """Makes the casts of one engine's units. A unit inside of a unit is part of the outer one."""
 
     def __init__(self, default: Precision, leaves: Mapping[str, Precision]) -> None:
         self.default, self.leaves = default, leaves

@@ -15,11 +15,7 @@ AUTO = "auto"
 
 
 def chosen(module: nn.Module, units: Pattern | Iterable[Pattern]) -> tuple[str, ...]:
-    """The paths of the units, each module under its first path, in the order of registration.
-
-    Raises:
-        PlanError: a pattern is malformed or matches nothing, a unit cannot be called, or lies inside of another one.
-    """
+    """The paths of the units, each module under its first path, in the order of registration."""
     if isinstance(units, str) and units == AUTO:
         return repeated(module)
     patterns = list(units) if isinstance(units, Iterable) and not isinstance(units, (str, type)) else [units]

@@ -29,11 +29,9 @@ class LeafOrder:
         self._sorted = [place[path] for path in sorted_paths]
 
     def leaves(self, given: Mapping[str, Any]) -> list[Any]:
-        """The leaves of a tree in the order of ``paths``.
+        """The leaves of a tree in the order of ``paths``, or a ``TreeError`` that says how it does not fit.
 
-        Raises:
-            TreeError: leaves are missing, unknown, misshapen or no tensors. A tensor with a slot may hold a part of a
-                leaf: the whole leaf's shape counts.
+        A tensor with a slot may hold a part of a leaf: the whole leaf's shape counts.
         """
         found = self.read(given)
         if found is not None and all([issubclass(kind, Tensor) for kind in set(map(type, found))]):
@@ -146,11 +144,7 @@ def tied(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
 
 
 def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters that ``ignore=`` takes out of a model's leaves, under all of their paths.
-
-    Raises:
-        PlanError: a pattern is malformed or matches no parameter, or a matched parameter is trainable.
-    """
+    """The parameters that ``ignore=`` takes out of a model's leaves, under all of their paths. None is trainable."""
     expect("fs.split(module)", [("ignore", patterns, Iterable, "a regular expression, or a list of them")])
     found: set[int] = set()
     problems = []

@@ -53,11 +53,7 @@ def empty_weights() -> Iterator[None]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse compiled modules, whose code a copy would not run, and hooks that no step would call.
-
-    Raises:
-        PlanError: ``torch.compile`` has made a module; a parameter or a buffer has hooks.
-    """
+    """Refuse compiled modules, whose code a copy would not run, and hooks of tensors, which no step would call."""
     compiled = [
         f"{path or 'the module itself'}: {type(below._orig_mod).__name__}, compiled"
         for path, below in module.named_modules()

@@ -91,11 +91,8 @@ class _Object:
 
     def clean(self) -> bool:
         now = self.entries
-        return (
-            len(now) == len(self.kept)
-            and all(map(operator.is_, now.values(), self.values))
-            and all([matches(now[key], was) for key, (was, _) in self.containers.items()])
-        )
+        same = len(now) == len(self.kept) and all(map(operator.is_, now.values(), self.values))
+        return same and all([matches(now[key], was) for key, (was, _) in self.containers.items()])
 
     def changed(self) -> Iterator[tuple[str, Any]]:
         for key, now in self.entries.items():

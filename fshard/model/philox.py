@@ -24,14 +24,7 @@ _BLOCK = 1 << 15  # counters at once: the working set of the rounds stays in a c
 
 
 def fold(seed: int, path: str) -> int:
-    """The key of one named draw: 64 bits that are the same on every machine and in every version.
-
-    Args:
-        seed: any integer.
-        path: the name of the draw, for example the path of a leaf.
-
-    Returns:
-        An integer in ``[0, 2**64)``.
+    """The key of one named draw, such as of a leaf: 64 bits, the same on every machine and in every version.
 
     >>> fold(0, "head.weight") == fold(0, "head.weight") != fold(1, "head.weight")
     True

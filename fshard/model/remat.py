@@ -84,19 +84,12 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
 
 @dataclass
 class Recomputed:
-    """One call of a function, as a function of its tensors alone.
-
-    Attributes:
-        fn: from tensors to a tuple of tensors.
-        watched: whether tensors that it reads beside its arguments are refused; the first forward checks.
-        autocast: the state of autocast at the call, which the backward restores.
-        reverse: whether its forward derivative is taken by two reverse ones.
-    """
+    """One call of a function, as a function of its tensors alone."""
 
     fn: Flat
-    watched: bool
-    autocast: Autocast
-    reverse: bool = False
+    watched: bool  # whether tensors that it reads beside its arguments are refused; the first forward checks
+    autocast: Autocast  # the state at the call, which the backward restores
+    reverse: bool = False  # whether its forward derivative is taken by two reverse ones
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with _autocast(self.autocast), exact():
@@ -105,11 +98,8 @@ class Recomputed:
     def derived(self, rule: Rule, tensors: Sequence[Tensor], places: Sequence[int], more: Any) -> dict[int, Tensor]:
         """By the number of a tensor or a result, a derivative of this call, which its own backward recomputes too.
 
-        Args:
-            rule: computes it, from the call as a function of its floating-point tensors alone, these, and ``more``.
-            tensors: the tensors of the call.
-            places: the numbers of the floating-point results.
-            more: the gradients of these, or the tangents of the floating-point tensors.
+        ``rule`` computes it, from the call as a function of its floating-point tensors alone, these, and ``more``: the
+        gradients of the floating-point results at ``places``, or the tangents of the floating-point tensors.
         """
         wanted, count = [i for i, tensor in enumerate(tensors) if _floating(tensor)], len(tensors)
 

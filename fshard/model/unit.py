@@ -31,20 +31,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """The mark of an engine's parameter tensor.
+    """The mark of an engine's parameter tensor. The engine runs the calls of units that receive the tensor.
 
-    Attributes:
-        engine: runs the calls of units that receive the tensor.
-        path: the leaf's path in the whole parameter tree.
-        casting: casts inputs and results of units; None if nothing is cast.
-        shape: the whole leaf's shape, whatever part of it the tensor holds; None if it is unknown.
-        instances: by their maker, the copies of modules that hold the tensor; they live as long as the tensor.
+    By their maker, ``instances`` are the copies of modules that hold the tensor; they live as long as the tensor.
     """
 
     engine: Engine
-    path: str
-    casting: Casting | None = None
-    shape: tuple[int, ...] | None = None
+    path: str  # of the leaf in the whole parameter tree
+    casting: Casting | None = None  # of inputs and results of units
+    shape: tuple[int, ...] | None = None  # the whole leaf's, whatever part of it the tensor holds; None if unknown
     instances: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 

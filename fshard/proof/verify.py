@@ -91,14 +91,10 @@ def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolera
     plain = run_plainly(Task(fn, plan, state, batch, accumulate, watched.divided, outputs, tolerance, comm))
     first = earliest(comm, plain.first)
     rows = Comparison(watched, state, following, metrics, plain, tolerance, comm).rows()
-    notes = []
-    if metrics.skipped:
-        notes.append("the step was skipped: its gradients were not compared")
-    elif not watched.kept:
-        notes.append(
-            "update='in_backward' keeps no gradients: updates are compared with those of plain PyTorch's gradients"
-        )
-    return Verified(tuple(rows), len(outputs), first, tuple(notes))
+    note = "the step was skipped: its gradients were not compared"
+    if not metrics.skipped:
+        note = "update='in_backward' keeps no gradients: updates are compared with those of plain PyTorch's gradients"
+    return Verified(tuple(rows), len(outputs), first, () if watched.kept and not metrics.skipped else (note,))
 
 
 @contextmanager

@@ -25,27 +25,16 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """A graph as functions. ``P`` is the result of ``views``; ``R`` holds the tensors that ``forward`` saved.
+    """A graph as functions. ``P`` is the result of ``views``; ``R`` holds the tensors that ``forward`` saved."""
 
-    Attributes:
-        views: ``views(leaves) -> P``: the leaves, and the views of them that the graph uses.
-        forward: ``forward(P, *inputs) -> (outputs, R)``.
-        backward: ``backward(P, R, *tangents) -> (parts, gradients of leaves)``.
-        targets: ``targets(views of the flat gradient) -> G``.
-        direct: ``direct(P, R, G, *tangents) -> parts``: gradients go into the flat gradient.
-        text: the source of all of them.
-        backend: ``"fx"`` or ``"inductor"``.
-        watched: the numbers of the inputs and of the outputs whose memory ``R`` shares.
-    """
-
-    views: Run
-    forward: Run
-    backward: Run
-    targets: Run
-    direct: Run
-    text: str
-    backend: str
-    watched: tuple[tuple[int, ...], tuple[int, ...]]
+    views: Run  # (leaves) -> P: the leaves, and the views of them that the graph uses
+    forward: Run  # (P, *inputs) -> (outputs, R)
+    backward: Run  # (P, R, *tangents) -> (parts, gradients of leaves)
+    targets: Run  # (views of the flat gradient) -> G
+    direct: Run  # (P, R, G, *tangents) -> parts: gradients go into the flat gradient
+    text: str  # the source of all of them
+    backend: str  # "fx" or "inductor"
+    watched: tuple[tuple[int, ...], tuple[int, ...]]  # the inputs and the outputs whose memory R shares, by number
 
 
 class Writer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,30 +50,20 @@ class Variant:
 
 @dataclass(eq=False)
 class Graph:
-    """A compiled unit, traced from ``source``. ``code`` and ``saved`` (names of tensors) are those of the first trace.
-
-    Attributes:
-        number: counts graphs in the order of compilation.
-        edges: the edges of its autograd node.
-        own: the numbers of the leaves whose whole gradient it computes.
-        generators: the random generators that it names; torch's default ones are not among them.
-        variants: the backwards by pattern of gradients; None where that of the first trace serves.
-        waiting: the patterns for which it has not been compared with the unit yet.
-        refused: why it is no longer used; empty if it is.
-    """
+    """A compiled unit. ``code`` and ``saved``, names of tensors, are those of its first trace."""
 
     source: Source
     result: Result
     compiler: Compiler
-    number: int
+    number: int  # counts graphs in the order of compilation
     code: Code
-    edges: tuple[Place, ...]
-    own: tuple[int, ...]
+    edges: tuple[Place, ...]  # of its autograd node
+    own: tuple[int, ...]  # the numbers of the leaves whose whole gradient it computes
     saved: tuple[str, ...]
-    generators: tuple[torch.Generator, ...]
-    variants: dict[Tangents, Variant | None] = field(default_factory=dict)
-    waiting: list[Tangents] = field(default_factory=list)
-    refused: str = ""
+    generators: tuple[torch.Generator, ...]  # that it names; torch's default ones are not among them
+    variants: dict[Tangents, Variant | None]  # the backwards; None where that of the first trace serves
+    waiting: list[Tangents]  # the patterns for which it has not been compared with the unit yet
+    refused: str = ""  # why it is no longer used
 
     def __post_init__(self) -> None:
         self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)

@@ -39,11 +39,7 @@ def value(node: fx.Node) -> Any:
 
 
 def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
-    """Tidy a graph up and cut it. The backward computes again what the policy does not keep; None keeps all.
-
-    Raises:
-        Untraceable: the graph writes to its arguments, communicates, or draws random numbers in its backward.
-    """
+    """Tidy a graph up and cut it, or raise ``Untraceable``. The backward recomputes what the policy does not keep."""
     _check_ops(joint)
     _tidy(joint.graph)
     joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not is_pure(node))

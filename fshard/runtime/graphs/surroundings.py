@@ -52,11 +52,7 @@ WRAPPERS: dict[type, tuple[str, ...]] = {
 
 @dataclass
 class Reads:
-    """The code that ran in a trace.
-
-    Attributes:
-        codes: by code, the globals that it ran with.
-    """
+    """The code that ran in a trace, each with the globals that it ran with."""
 
     codes: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)
 
@@ -88,11 +84,7 @@ def recorded() -> Iterator[Reads]:
 
 
 class Surroundings:
-    """The values that a unit's function reads, as they were in its trace; ``Untraceable`` if there are too many.
-
-    Attributes:
-        same: returns whether all are the same objects as in the trace.
-    """
+    """The values that a unit's function reads, as they were in its trace; ``Untraceable`` if there are too many."""
 
     def __init__(self, fn: Any, reads: Reads) -> None:
         self.reads = reads
@@ -104,7 +96,7 @@ class Surroundings:
         text += "        return False\n"
         text += f"def read():\n    return [{', '.join(self.entries)}]\n"
         exec(compile(text, "<surroundings of a unit>", "exec"), self.space)
-        self.same: Callable[[], bool] = self.space["same"]
+        self.same: Callable[[], bool] = self.space["same"]  # whether all are the same objects as in the trace
         self._note(self.space["read"]())
 
     def _note(self, values: list[Any]) -> None:

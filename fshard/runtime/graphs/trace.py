@@ -81,22 +81,17 @@ def exact(value: Any) -> tuple[Any, ...]:
 class Source:
     """A call ``fn(params, *args, **kwargs)`` to trace: structures of trees, and their leaves.
 
-    Attributes:
-        shared: the numbers of the leaves whose gradient autograd sums, because other calls read them too.
-        values: the leaves of ``(args, kwargs)``: a ``Meta`` for each tensor, ``Same`` for a repeated one, other values
-            themselves.
-        grad: whether gradients are enabled.
-        policy: which results are kept for the backward; None keeps what autograd keeps.
+    Of the arguments, ``values`` holds a ``Meta`` for each tensor and ``Same`` for a repeated one.
     """
 
     fn: Callable[..., Any]
     params: Any
     args: Any
     leaves: tuple[Meta, ...]
-    shared: frozenset[int]
+    shared: frozenset[int]  # the leaves whose gradient autograd sums, because other calls read them too
     values: tuple[Any, ...]
-    grad: bool
-    policy: SavePolicy | None = None
+    grad: bool  # whether gradients are enabled
+    policy: SavePolicy | None = None  # which results are kept for the backward; None keeps what autograd keeps
 
     @property
     def key(self) -> tuple[Any, ...]:
