@@ -53,9 +53,16 @@ class LeafOrder:
 
     @functools.cached_property
     def _reader(self) -> Callable[[Any], list[Any] | None]:
-        lines, leaves = _read("t", self._nested)
-        space: dict[str, Any] = {}
-        exec("\n ".join(["def read(t):", *lines, f"return [{', '.join(leaves)}]"]), space)
+        levels: list[dict[str, tuple[str, int]]] = []
+        leaves = _read("t", self._nested, levels)
+        lines = ["def read(t):", "if type(t) is not dict: return None", "size = len(t)"]
+        for level in levels:  # what is no dict must not be asked for a key
+            values = ", ".join([value for value, _ in level.values()])
+            lines += [f"{', '.join(level)}, = dicts = {values},", "if set(map(type, dicts)) != kinds: return None"]
+            lines += ["size += sum(map(len, dicts))"]
+        size = len(self._nested) + sum([size for level in levels for _, size in level.values()])
+        space: dict[str, Any] = {"kinds": {dict}}
+        exec("\n ".join([*lines, f"return [{', '.join(leaves)}] if size == {size} else None"]), space)
         reader: Callable[[Any], list[Any] | None] = space["read"]
         return reader
 
@@ -100,19 +107,21 @@ def _instead(given: Any) -> str:
     return ""
 
 
-def _read(name: str, node: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Source that reads a dict called ``name`` and the dicts in it, and expressions for the leaves, in order."""
-    lines = [f"if type({name}) is not dict or len({name}) != {len(node)}: return None"]
+def _read(name: str, node: Mapping[str, Any], levels: list[dict[str, tuple[str, int]]], depth: int = 0) -> list[str]:
+    """Expressions for the leaves in a dict called ``name``, in order.
+
+    ``levels`` gets by depth the names of the dicts in it, with expressions for them and their lengths.
+    """
     leaves: list[str] = []
     for number, (key, below) in enumerate(node.items()):
+        value = f"{name}[{key!r}]"
         if not isinstance(below, dict):
-            leaves.append(f"{name}[{key!r}]")
+            leaves.append(value)
             continue
-        inner = f"{name}_{number}"
-        more, found = _read(inner, below)
-        lines += [f"{inner} = {name}[{key!r}]", *more]
-        leaves += found
-    return lines, leaves
+        levels += [{}] if depth == len(levels) else []
+        levels[depth][f"{name}_{number}"] = value, len(below)
+        leaves += _read(f"{name}_{number}", below, levels, depth + 1)
+    return leaves
 
 
 def find_places(module: nn.Module, kind: str) -> dict[str, list[Place]]:

@@ -88,7 +88,7 @@ class Template:
             _part(module, self._number, params, buffers, shells, self._outside) for module in self._originals
         ]
         self.flag = Flag()
-        self._hooks, self._tables = tables(self.flag)
+        self._hooks, self._tables, self._children = tables(self.flag)
         self.shared = Shared(root)
         self._lay_out()
 
@@ -104,15 +104,32 @@ class Template:
             for part, found in zip(self._parts, entries, strict=True)
         ]
         self.views: Sequence[View] = views
-        self.scene = Scene(views, sum(sizes))
+        hidden = self._hidden()
+        self.scene = Scene(views, sizes, hidden)
         below: dict[int, tuple[Sequence[int], Scene]] = {}
         for i, part in enumerate(self._parts):
             if part.shell is not None:
-                numbers = [self._number[id(module)] for module in self._originals[i].modules()]
+                numbers = self._inside(i)
                 unit = part.shell.views
                 seen = [replace(views[n], path=unit[k].path) for k, n in enumerate(numbers)]
-                below[i] = numbers, Scene(seen, sum(sizes[n] for n in numbers))
+                within = [k for k, n in enumerate(numbers) if n in hidden]
+                below[i] = numbers, Scene(seen, [sizes[n] for n in numbers], within)
         self._below = below
+
+    def _inside(self, number: int) -> list[int]:
+        """The numbers of a module and those in it."""
+        return [self._number[id(module)] for module in self._originals[number].modules()]
+
+    def _hidden(self) -> set[int]:
+        """The numbers of modules of units that code outside can reach by the table of the unit's children alone."""
+        if any(part.referring for part in self._parts):
+            return set()
+        parents: dict[int, set[int]] = {}
+        for i, part in enumerate(self._parts):
+            for _, child in part.children:
+                parents.setdefault(child, set()).add(i)
+        units = [self._inside(i) for i, part in enumerate(self._parts) if part.shell is not None]
+        return {n for numbers in units for n in numbers[1:] if parents[n] <= set(numbers)}
 
     def make(self, leaves: Sequence[Any]) -> Instance:
         """An instance that holds these tensors, and no buffers yet."""
@@ -139,7 +156,8 @@ class Template:
         hooks, tables = self._hooks, self._tables
         table = part.attributes.copy()
         table["_parameters"] = tables([(name, None if i < 0 else leaves[i]) for name, i in part.params])
-        table["_modules"] = tables([(name, None if i < 0 else modules[i]) for name, i in part.children])
+        children = self._children if part.shell is not None else tables
+        table["_modules"] = children([(name, None if i < 0 else modules[i]) for name, i in part.children])
         table["_buffers"] = dict.fromkeys([name for name, _ in part.buffers])
         for name in HOOKS:
             table[name] = hooks() if not table[name] else _filled(hooks(), table[name])

@@ -9,7 +9,6 @@ argument of the unit (``Given``).
 
 import enum
 import functools
-import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,32 +84,44 @@ class LeafPath(str):
 
 
 class Flag:
-    """Whether a table of any instance of a template was ever written to."""
+    """What was ever done to the tables of any instance of a template.
 
-    __slots__ = ("raised",)
+    Attributes:
+        raised: whether one was written to.
+        opened: whether the children of a unit's stand-in were read.
+    """
+
+    __slots__ = ("opened", "raised")
 
     def __init__(self) -> None:
-        self.raised = False
+        self.raised = self.opened = False
 
 
 WRITES = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update")
 """The methods of dicts that write."""
 
+READS = "__eq__ __ne__ __getitem__ __iter__ __or__ __ror__ __repr__ copy get items values".split()
+"""The methods of dicts that show values. ``dict(x)`` and ``{**x}`` copy a dict past its methods unless it has its own
+``__iter__``."""
 
-def tables(flag: Flag) -> tuple[type[OrderedDict[Any, Any]], type[dict[Any, Any]]]:
-    """Classes of dicts that raise a flag when they are written to: for hooks, and for parts of modules."""
 
-    def raising(write: Callable[..., Any]) -> Callable[..., Any]:
-        def raised(self: Any, *args: Any, **kwargs: Any) -> Any:
-            flag.raised = True
-            return write(self, *args, **kwargs)
+def tables(flag: Flag) -> tuple[type[OrderedDict[Any, Any]], type[dict[Any, Any]], type[dict[Any, Any]]]:
+    """Classes of dicts that raise a flag when they are written to: for hooks, for parts of modules, and for the
+    children of a unit's stand-in, where reads are told too."""
 
-        return raised
+    def telling(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            setattr(flag, what, True)
+            return method(self, *args, **kwargs)
 
-    def watched(base: type[Any]) -> type[Any]:
-        return type(base.__name__, (base,), {"__slots__": ()} | {name: raising(getattr(base, name)) for name in WRITES})
+        return told
 
-    return watched(OrderedDict), watched(dict)
+    def watched(base: type[Any], reads: Sequence[str] = ()) -> type[Any]:
+        told = {name: telling("raised", getattr(base, name)) for name in WRITES}
+        told |= {name: telling("opened", getattr(base, name)) for name in reads}
+        return type(base.__name__, (base,), {"__slots__": (), **told})
+
+    return watched(OrderedDict), watched(dict), watched(dict, READS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +171,37 @@ class Scene:
 
     Args:
         views: of each module.
-        size: the sum of the lengths of their dicts and their tables of buffers.
+        sizes: of each module, the sum of the lengths of its dict and its table of buffers.
+        hidden: the numbers of modules that nothing leads to but the children of a unit's stand-in.
     """
 
-    def __init__(self, views: Sequence[View], size: int) -> None:
-        self.views, self.size = views, size
+    def __init__(self, views: Sequence[View], sizes: Sequence[int], hidden: Iterable[int] = ()) -> None:
+        self.views, self.sizes, self.size, self.hidden = views, sizes, sum(sizes), frozenset(hidden)
         self.reads = [seen.read for seen in views]
         self.kept = [x for seen in views for x in seen.kept]
         self.holding = [(i, name, was) for i, seen in enumerate(views) for name, was in seen.holding]
 
     @functools.cached_property
     def comparison(self) -> CodeType:
-        """The code of a ``Glance``, which compares attribute by attribute: a loop would take three times as long."""
-        numbers = itertools.count()
-        terms = [f"m{i}[{name!r}] is x{next(numbers)}" for i, seen in enumerate(self.views) for name in seen.names]
-        sizes = "+".join(f"len(m{i})+len(b{i})" for i in range(len(self.views)))
-        test = " and ".join(["not flag.raised", f"{sizes} == size", *terms, "(not holding or all(map(same, holding)))"])
+        """The code of a ``Glance``, which compares attribute by attribute: a loop would take three times as long.
+
+        Modules that are hidden are compared from the first time that one of them was read.
+        """
+        hidden = f"(not flag.opened or {self._comparison(self.hidden)})" if self.hidden else "True"
+        shown = self._comparison([i for i in range(len(self.views)) if i not in self.hidden])
+        test = f"not flag.raised and {shown} and {hidden} and (not holding or all(map(same, holding)))"
         body = f"  try:\n    return {test}\n  except KeyError:\n    return False\n"
         return compile(f"def glance():\n{body}", "<attributes of modules>", "exec")
+
+    def _comparison(self, numbers: Iterable[int]) -> str:
+        """An expression that compares the attributes of some modules."""
+        sizes = "+".join([f"len(m{i})+len(b{i})" for i in numbers])
+        terms = [f"{sizes} == {sum([self.sizes[i] for i in numbers])}"]
+        for i in numbers:
+            for k, (name, value) in enumerate(zip(self.views[i].names, self.views[i].kept, strict=True)):
+                literal = value is None or value is True or value is False
+                terms.append(f"m{i}[{name!r}] is {value if literal else f'x{i}_{k}'}")
+        return " and ".join(terms)
 
     def glance(self, modules: Sequence[nn.Module], flag: Flag, more: Sequence[More]) -> Glance:
         """A check of unwritten modules that is quick enough for every call.
@@ -187,11 +211,11 @@ class Scene:
             flag: says whether tables were written to. Once it is raised, the check fails.
             more: attributes that the instance does not share.
         """
-        space: dict[str, Any] = {"flag": flag, "size": self.size, "same": _same_container}
+        space: dict[str, Any] = {"flag": flag, "same": _same_container}
         space["holding"] = [(modules[i].__dict__, name, was) for i, name, was in (*self.holding, *more)]
         for i, module in enumerate(modules):
             space |= {f"m{i}": module.__dict__, f"b{i}": module._buffers}
-        space |= {f"x{i}": value for i, value in enumerate(self.kept)}
+        space |= {f"x{i}_{k}": value for i, seen in enumerate(self.views) for k, value in enumerate(seen.kept)}
         exec(self.comparison, space)
         made: Glance = space["glance"]
         return made
@@ -276,7 +300,7 @@ class Surface:
             view(seen.path, entries, seen.known - set(entries) - BASE) if seen.path in touched else seen
             for seen, entries in zip(self.scene.views, self._entries, strict=True)
         ]
-        self.scene = Scene(views, sum(len(entries) + len(entries["_buffers"]) for entries in self._entries))
+        self.scene = Scene(views, [len(entries) + len(entries["_buffers"]) for entries in self._entries])
         self._begun = [
             (spot, x, version(x)) for spot in writes for x in inside(self._at(spot)) if isinstance(x, Tensor)
         ]

@@ -30,7 +30,7 @@ from fshard.runtime.engine.batch import Written
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
-from fshard.runtime.engine.units import Called, Reads, Units, bare
+from fshard.runtime.engine.units import GRAD, VERSION, Called, Reads, Units, bare
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory import Slots
 from fshard.sharding.plan import ROOT, Plan
@@ -120,7 +120,7 @@ class Engine:
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
         self.executor = None
-        for leaf in self.slots.trained:
+        for leaf in self.slots.trained if not bare(self.slots.trained) else ():
             leaf.grad = None
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,10 +151,10 @@ class Engine:
         inputs = _tensors((args, kwargs) if kwargs else args)
         watched = [*inputs, *leaves]
         try:
-            versions = [x._version for x in watched]
+            versions = list(map(VERSION, watched))
         except RuntimeError:  # tensors of inference mode have none
             watched = [x for x in watched if not x.is_inference()]
-            versions = [x._version for x in watched]
+            versions = list(map(VERSION, watched))
         self.inside, self.passed = name, inputs
         try:
             result = function(*args, **kwargs)
@@ -166,7 +166,7 @@ class Engine:
             raise
         finally:
             self.inside, self.passed = "", ()
-        if versions != [x._version for x in watched]:
+        if versions != list(map(VERSION, watched)):
             raise reads.written(name, watched, versions)
         self._mark(Mark(self, name, index), reads, _tensors(result), inputs)
         return result
@@ -269,7 +269,7 @@ class Engine:
             self.executor.settle()
 
     def _collect(self, group: int, numbers: list[int], leaves: list[Tensor]) -> None:
-        self.sink(group, numbers, [leaf.grad for leaf in leaves])
+        self.sink(group, numbers, list(map(GRAD, leaves)))
         for leaf in leaves:
             leaf.grad = None
 

@@ -23,7 +23,7 @@ class Reads:
     """Which leaves a unit reads: their paths in the order of its flat leaves, and by group.
 
     Attributes:
-        sinks: of the groups that are trained, the numbers of these leaves, and the leaves.
+        sinks: of the groups that are trained, the numbers of these leaves in ascending order, and the leaves.
     """
 
     def __init__(self, paths: Sequence[str], plan: Plan, slots: Slots) -> None:
@@ -33,7 +33,7 @@ class Reads:
         for path in dict.fromkeys(paths):  # a leaf that is given twice has one gradient
             group, number = places[path]
             self.groups.setdefault(group.id, []).append(number)
-        trained = [(g, numbers) for g, numbers in self.groups.items() if plan.groups[g].trainable]
+        trained = [(g, sorted(numbers)) for g, numbers in self.groups.items() if plan.groups[g].trainable]
         self.sinks = [(g, numbers, [slots.groups[g].leaves[n] for n in numbers]) for g, numbers in trained]
 
     def told(self, unit: str, plan: Plan) -> str:
@@ -152,13 +152,15 @@ class Units:
         return name
 
 
-_GRAD = operator.attrgetter("grad")
+GRAD, VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
+"""Read an attribute of each tensor by ``map``, without a loop in Python."""
+
 _NONE = frozenset((None,))
 
 
 def bare(leaves: Sequence[Tensor]) -> bool:
     """Whether no leaf has a gradient. All leaves are asked several times a step."""
-    return _NONE.issuperset(map(_GRAD, leaves))
+    return _NONE.issuperset(map(GRAD, leaves))
 
 
 def _prefix(paths: Sequence[str]) -> str:

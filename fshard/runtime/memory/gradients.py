@@ -170,7 +170,7 @@ class FlatGradients:
 
 def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
     """Write the first gradients of a group. Leaves that have none get zeros."""
-    if len(numbers) == len(slots.leaves) and all([grad is not None for grad in grads]):
+    if len(numbers) == len(slots.leaves) and type(None) not in map(type, grads):
         views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
         torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
         if slots.gaps:
