@@ -84,12 +84,7 @@ class LeafPath(str):
 
 
 class Flag:
-    """What was ever done to the tables of any instance of a template.
-
-    Attributes:
-        raised: whether one was written to.
-        opened: whether the children of a unit's stand-in were read.
-    """
+    """Whether a table of any instance was ever written to (raised), and the children of a stand-in read (opened)."""
 
     __slots__ = ("opened", "raised")
 
@@ -183,10 +178,7 @@ class Scene:
 
     @functools.cached_property
     def comparison(self) -> CodeType:
-        """The code of a ``Glance``, which compares attribute by attribute: a loop would take three times as long.
-
-        Modules that are hidden are compared from the first time that one of them was read.
-        """
+        """The code of a ``Glance``: attribute by attribute, in a third of a loop's time; hidden modules once one is read."""
         hidden = f"(not flag.opened or {self._comparison(self.hidden)})" if self.hidden else "True"
         shown = self._comparison([i for i in range(len(self.views)) if i not in self.hidden])
         test = f"not flag.raised and {shown} and {hidden} and (not holding or all(map(same, holding)))"
