@@ -178,7 +178,7 @@ class Scene:
 
     @functools.cached_property
     def comparison(self) -> CodeType:
-        """The code of a ``Glance``: attribute by attribute, in a third of a loop's time; hidden modules once one is read."""
+        """The code of a ``Glance``: attribute by attribute, in a third of a loop's time; hidden ones when read."""
         hidden = f"(not flag.opened or {self._comparison(self.hidden)})" if self.hidden else "True"
         shown = self._comparison([i for i in range(len(self.views)) if i not in self.hidden])
         test = f"not flag.raised and {shown} and {hidden} and (not holding or all(map(same, holding)))"
