@@ -116,7 +116,8 @@ def test_what_asks_the_store_runs_with_a_deadline() -> None:
         if not grown:
             break
         dangerous |= grown
-    entries = {"communicator", "cut", "abandon", "close", "join", "_drop", "_made", "_joined", "_destroy"}
+    entries = {"communicator", "abort", "abort_all", "close", "join", "_drop", "_made", "_joined", "_destroy"}
+    assert entries <= functions.keys()
     assert not entries & dangerous, entries & dangerous
     assert {"_make", "_group", "_base", "_init", "destroy"} <= dangerous
     for file, other in sources().items():

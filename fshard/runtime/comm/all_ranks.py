@@ -1,4 +1,4 @@
-"""All ranks or none: local work whose results every rank learns, and whose failure on one rank is raised on all."""
+"""Local work with one outcome for all ranks: every rank gets all results, or all ranks raise."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ TEXT = 1 << 14
 KINDS = {
     kind.__name__: kind for kind in (CheckpointError, DamagedError, DonatedError, PlanError, StateError, TreeError)
 }
-"""Errors that keep their class on the other ranks. All others arrive as a CheckpointError that names their class."""
+"""Errors that keep their class on other ranks. Other classes become a CheckpointError that names them."""
 
 
 def mesh_communicator(mesh: Mesh, role: str = "control") -> Communicator:
-    """The communicator of a role over all axes of a mesh. Collective at its first call.
+    """The communicator of a role over the whole mesh. Collective at its first call.
 
     Raises:
         PlanError: the mesh is abstract.
@@ -50,7 +50,7 @@ def all_ranks_or_raise(comm: Communicator, body: Callable[[], T]) -> list[T]:
     """Run a local function on every rank and return the results of all, or raise one error on all. Collective.
 
     Args:
-        comm: the communicator over all ranks.
+        comm: over all ranks.
         body: a function that does not communicate and returns a value of JSON.
 
     Raises:
@@ -64,7 +64,7 @@ def all_ranks_or_raise(comm: Communicator, body: Callable[[], T]) -> list[T]:
 
 
 def each_rank_or_raise(comm: Communicator, body: Callable[[], T]) -> T:
-    """As ``all_ranks_or_raise``, but return this rank's own result, of any type. Collective."""
+    """Like ``all_ranks_or_raise``, but return only this rank's result, of any type. Collective."""
     value, failure = _attempt(body)
     _results(comm, None, failure)
     own: T = value
@@ -72,9 +72,9 @@ def each_rank_or_raise(comm: Communicator, body: Callable[[], T]) -> T:
 
 
 def first_rank_or_raise(comm: Communicator, rank: int, body: Callable[[], T]) -> T:
-    """Run a local function on rank 0 and return its result on every rank. Collective; raises as all_ranks_or_raise."""
-    first: T = all_ranks_or_raise(comm, body if rank == 0 else _nothing)[0]  # type: ignore[assignment]
-    return first
+    """Run a local function on rank 0 and return its result on all. Collective; raises like ``all_ranks_or_raise``."""
+    found: list[T | None] = all_ranks_or_raise(comm, body if rank == 0 else lambda: None)
+    return found[0]  # type: ignore[return-value]  # of rank 0
 
 
 def raise_failures(
@@ -88,8 +88,8 @@ def raise_failures(
     """Raise this rank's failure, or a PeerError that quotes the failures of other ranks. Collective.
 
     Args:
-        comm: the communicator over all ranks.
-        failure: what this rank raised, if it failed.
+        comm: over all ranks.
+        failure: the exception of this rank, if it failed.
         head: the first line of the PeerError.
         remedy: its last line.
         causes: the ranks to quote; by default all that failed.
@@ -109,12 +109,8 @@ def raise_failures(
         raise PeerError(lines(head, [f"rank {rank}: {texts[rank]}" for rank in ranks], remedy)) from failure
 
 
-def _nothing() -> None:
-    """What ranks other than rank 0 run."""
-
-
 def _attempt(body: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """The result of a function and what it raised, Ctrl-C too: the other ranks wait for this rank's report."""
+    """The result of a function, or its exception, even Ctrl-C: the other ranks wait for this rank's report."""
     try:
         return body(), None
     except BaseException as error:
@@ -122,7 +118,7 @@ def _attempt(body: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def _results(comm: Communicator, value: Any, failure: BaseException | None) -> list[Any]:
-    """The results of all ranks, or one error."""
+    """The results of all ranks; raises if any failed."""
     if comm.size == 1:
         if failure is not None:
             raise failure
@@ -138,7 +134,7 @@ def _results(comm: Communicator, value: Any, failure: BaseException | None) -> l
 
 
 def _read(text: bytes) -> dict[str, Any]:
-    """The report of a rank."""
+    """A rank's report, decoded."""
     try:
         report = json.loads(text)
     except ValueError:  # also of bytes that are not UTF-8
@@ -152,7 +148,7 @@ def _read(text: bytes) -> dict[str, Any]:
 
 
 def _common_error(failed: dict[int, dict[str, str]], ranks: int) -> Exception:
-    """One error for the failures of some ranks."""
+    """One error for all failures, the same on all ranks."""
     kinds = {report["kind"] for report in failed.values()}
     kind = KINDS.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
     texts = {rank: r["text"] if r["kind"] in KINDS else f"{r['kind']}: {r['text']}" for rank, r in failed.items()}

@@ -1,11 +1,11 @@
-"""Calls that may never return, such as those to the store of a host that is frozen, and the time that they are given.
+"""Calls with a deadline, for functions that may never return.
 
-PyTorch's store has no timeout of its own where its host is frozen or cut off: ``check`` and ``get`` never return, and
-``wait`` returns neither. So every call that may ask it runs in a thread of its own. A thread that never ends is a
-daemon: it holds nothing back when the process ends.
+PyTorch's store has no timeout if its host is frozen or cut off: then ``check``, ``get`` and ``wait`` never return. So
+every call of a store runs in a daemon thread, which does not keep the process alive when it ends.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
@@ -16,33 +16,30 @@ T = TypeVar("T")
 
 
 def bounded(body: Callable[[], T], seconds: float, what: str) -> T:
-    """What a function returns or raises, if it does so in time.
+    """Return what a function returns, or raise what it raises, if it ends in time.
 
     Args:
-        body: the function. It runs in another thread, which goes on when the time is over.
+        body: the function. It runs in another thread, which continues after a timeout.
         seconds: how long to wait.
-        what: what it does, for the error.
+        what: what the function does, for the error.
 
     Raises:
-        TimeoutError: the time is over.
+        TimeoutError: it did not end in time.
     """
-    done: list[tuple[T | None, BaseException | None]] = []
+    outcome: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)
-            done.append((body(), None))
+            outcome.set_result(body())
         except BaseException as error:  # raised by the thread that waits
-            done.append((None, error))
+            outcome.set_exception(error)
 
     thread = HelperThread(run, what)
     thread.start()
     thread.join(seconds)
-    if not done:
+    if not outcome.done():
         raise TimeoutError(f"timed out after {seconds:g} s: {what} did not end")
-    value, error = done[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # what the body returned
+    return outcome.result()

@@ -1,4 +1,4 @@
-"""What a thread is calling, and where in the user's code: read from its stack, so that it costs nothing before."""
+"""The library call that a thread is in, and the user's line that made it: read from the stack when it is needed."""
 
 import os
 import sys
@@ -20,11 +20,11 @@ CALLS = {
     "make_train_step": "fs.make_train_step",
     "make_eval_step": "fs.make_eval_step",
 }
-"""What errors call a function, by its qualified name; any other one is called by its own name."""
+"""Names in errors by qualified name. Other functions keep their own name."""
 
 
 class HelperThread(threading.Thread):
-    """A daemon that does something for a thread that waits for it, and that is where that thread is."""
+    """A daemon thread that works for a waiting thread. Its call site is that of the waiting thread."""
 
     def __init__(self, body: Callable[[], None], what: str) -> None:
         super().__init__(target=body, name=f"fshard: {what}", daemon=True)
@@ -35,10 +35,10 @@ def call_site(thread: int | None = None) -> str:
     """The calls of the library that a thread is in, innermost first, each with the line of the user that made it.
 
     Args:
-        thread: its identity; None for the current one.
+        thread: its identity; None for the current thread.
 
     Returns:
-        Such as ``"fs.psum, model.py:12, in train step, train.py:38"``.
+        A text such as ``"fs.psum, model.py:12, in train step, train.py:38"``.
     """
     ident = threading.get_ident() if thread is None else thread
     found = {one.ident: one for one in threading.enumerate()}.get(ident)
@@ -49,8 +49,8 @@ def call_site(thread: int | None = None) -> str:
 
 
 def _calls(frame: FrameType | None) -> Iterator[str]:
-    """Each way from a line of the user into the library, the innermost one first."""
-    inside: list[str] = []  # qualified names of the frames of the library that lie together
+    """Each call from a line of the user into the library, innermost first."""
+    inside: list[str] = []  # qualified names of adjacent frames of the library
     innermost = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -64,7 +64,7 @@ def _calls(frame: FrameType | None) -> Iterator[str]:
 
 
 def _name(inside: list[str]) -> str:
-    """What the user called: the outermost frame that has a name here, else the outermost one."""
+    """The function that the user called: the outermost frame that is in ``CALLS``, else the outermost frame."""
     outer = inside[::-1]
     known = next((CALLS[name] for name in outer if name in CALLS), "")
     return known or f"fs.{outer[0].removesuffix('.__call__')}"

@@ -1,4 +1,4 @@
-"""The first exchange of every collective call: it tells ranks at once that they are at different ones."""
+"""The first exchange of every collective call of the library. It detects ranks that are at different calls."""
 
 from collections.abc import Sequence
 from zlib import crc32
@@ -12,31 +12,31 @@ from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.sharding.mesh import Mesh
 
 WIDTH = 12
-"""Numbers of a row: which call it is, and what else a call compares. All calls' rows are as long, and no other message
-is, so that a row is only ever compared with a row."""
+"""Numbers of a row: the call, and further values that it compares. All rows have this length, and no other message has
+it, so a row is compared only with rows."""
 
 CALL_SITE_BYTES = 512
-"""Bytes of a text that says where a rank is."""
+"""Bytes of a call site in an exchange."""
 
 
 def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[list[int]]:
-    """Compare which call each rank is at, before anything else is sent. Collective.
+    """Compare the calls that ranks are at, before anything else is sent. Collective.
 
     Args:
         comm: the control communicator over the whole mesh.
-        call: which call this is.
-        values: what else ranks tell each other, at most ``WIDTH - 1`` numbers.
+        call: names this call.
+        values: further numbers to exchange, at most ``WIDTH - 1``.
 
     Returns:
         The values of each rank.
 
     Raises:
-        ScheduleError: ranks are at different calls, on all of them alike.
+        ScheduleError: ranks are at different calls. All ranks raise it.
     """
     if comm.size == 1:
         return [list(values)]
     row = [crc32(call.encode()), *values, *[0] * (WIDTH - 1 - len(values))]
-    with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
+    with torch._C._DisableFuncTorch():  # an active transform would wrap the tensors
         rows = exchange(comm, torch.tensor(row, device="cpu")).tolist()
         if any(other[0] != row[0] for other in rows):
             raise different_calls(exchange_text(comm, call_site(), CALL_SITE_BYTES))
@@ -47,13 +47,13 @@ def enter(mesh: Mesh, call: str) -> None:
     """Announce a collective call that has no exchange of its own on the control communicator. Collective.
 
     Raises:
-        ScheduleError: ranks are at different calls, on all of them alike.
+        ScheduleError: ranks are at different calls. All ranks raise it.
     """
     if mesh.size > 1 and mesh.transport is not None:
         try:
             announce(mesh.transport.communicator("control", mesh.axis_names), call)
         except ScheduleError:
-            mesh.transport.abort(COLLECTIVES)  # as ranks do that are at a step: all begin with new communicators
+            mesh.transport.abort(COLLECTIVES)  # as ranks at a step do: all continue with new communicators
             raise
 
 

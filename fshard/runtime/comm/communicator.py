@@ -1,4 +1,4 @@
-"""What a communicator is, and the communicator of one rank."""
+"""The protocols of communicators and transports, and their implementations for one rank."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,38 +12,37 @@ from fshard.runtime.comm.streams import Event
 from fshard.sharding.mesh import Axes
 
 COLLECTIVES = "collectives"
-"""The role of the communicators of what users call: it never queues behind what a step has under way."""
+"""The role of the communicators of user-called collectives, which never queue behind those of a step."""
 
 Events = Iterable[Event | None]
 Sizes = list[int] | None
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Make its result safe to read. Raises ``CommError`` if it failed or timed out."""
+        """Wait until the result is safe to read. Raises ``CommError`` if the collective failed or timed out."""
 
 
 class Communicator(Protocol):
-    """One communicator. All tensors are contiguous; ``after`` holds the events that must be passed first."""
+    """One communicator. All tensors are contiguous; the collective waits for the events in ``after``."""
 
     @property
     def size(self) -> int:
-        """The number of ranks that it joins."""
+        """The number of ranks."""
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
-        """``out`` = the shards of all ranks, one after the other. Its adjoint is ``reduce_scatter``."""
+        """``out`` = the concatenated shards of all ranks. Its adjoint is ``reduce_scatter``."""
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
-        """``out`` = this rank's chunk of the sum over ranks, added to what it holds if ``add``.
+        """``out`` = this rank's chunk of the sum over ranks, plus its own value if ``add``.
 
-        ``full`` may be of a lower precision than ``out``; the sum is taken in that of ``out``.
-        ``full`` and ``stage`` may be overwritten.
+        The sum is in the dtype of ``out``; ``full`` may have a shorter one. ``full`` and ``stage`` may be overwritten.
         """
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
-        """``buffer`` = its sum over ranks."""
+        """``buffer`` = the sum of the buffers of all ranks."""
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Chunk ``i`` of ``full`` goes to rank ``i``; chunk ``i`` of ``out`` came from it.
@@ -53,32 +52,32 @@ class Communicator(Protocol):
 
 
 class Transport(Protocol):
-    """What joins the ranks of a mesh."""
+    """Makes the communicators of a mesh."""
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
-        """The communicator of a role (``gather``, ``reduce``, ...) over these axes; made once, collectively."""
+        """The communicator of a role (``gather``, ``reduce``, ...) over these axes. Collective at its first call."""
 
     def abort(self, role: str, reason: str = ...) -> None:
-        """Let peers that wait for this rank in a communicator of this role know that it will not come."""
+        """Close the communicators of a role: peers that wait for this rank there get an error at once."""
 
     def abort_all(self, reason: str) -> None:
-        """Let all peers know that this rank is out of step for good."""
+        """Close all communicators for good: this rank cannot continue. Peers that wait for it get the reason."""
 
     def close(self, reason: str = "") -> None:
-        """Leave. Collective, unless there is a reason, which peers that wait for this rank are told."""
+        """Leave. Collective without a reason; with one, peers that wait for this rank get it."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """The handle of something that is already there."""
+    """The handle of a result that is already there."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class SingleRank:
-    """The communicator of one rank: collectives are copies."""
+    """The communicator of one rank: collectives copy."""
 
     size: int = 1
 
@@ -93,7 +92,7 @@ class SingleRank:
         return Done()
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
-        """Nothing: the sum over one rank."""
+        """Does nothing: the sum over one rank."""
         return Done()
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
@@ -107,36 +106,33 @@ class SingleRankTransport:
     """A world of one rank, without a process group."""
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
-        """Every communicator of one rank is alike."""
+        """The communicator of one rank."""
         return SingleRank()
 
     def abort(self, role: str, reason: str = "") -> None:
-        """Nobody waits."""
+        """Does nothing: no peer waits."""
 
     def abort_all(self, reason: str) -> None:
-        """Nobody waits."""
+        """Does nothing: no peer waits."""
 
     def close(self, reason: str = "") -> None:
-        """Nothing was joined."""
+        """Does nothing."""
 
 
 def sum_rows(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
-    """``out`` = (its value if ``add``, plus) the rows added in order, in the dtype of ``out``.
-
-    ``out`` may be the first row, or the second.
-    """
-    coming = iter(rows)
+    """``out`` = the sum of the rows in order, plus its own value if ``add``. ``out`` may be the first or second row."""
+    rest = iter(rows)
     if not add:
-        first, second = next(coming), next(coming, None)
+        first, second = next(rest), next(rest, None)
         if second is not None and first.dtype == out.dtype:
             torch.add(first, second, out=out)
         else:
             out.copy_(first)
-            coming = chain([second] if second is not None else [], coming)
-    for row in coming:
+            rest = chain([second] if second is not None else [], rest)
+    for row in rest:
         out.add_(row)
 
 
 def chunks(flat: Tensor, parts: int, sizes: Sizes) -> Sequence[Tensor]:
-    """The chunks of an all-to-all, one behind the other."""
+    """The chunks of an all-to-all."""
     return torch.split(flat, sizes) if sizes is not None else flat.view(parts, -1).unbind()

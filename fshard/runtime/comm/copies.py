@@ -1,5 +1,4 @@
-"""Tensors of which several ranks hold copies: compared by a hash of their bits, and element by element where that
-differs."""
+"""Tensors of which several ranks hold copies, compared by a hash of their bits, and by element if hashes differ."""
 
 import json
 import zlib
@@ -13,28 +12,28 @@ from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_bytes
 
 BLOCK = 1 << 16
-"""Elements that are hashed, or compared, at once."""
+"""Elements that are hashed or compared at once."""
 
 GOLDEN = -7046029254386353131
-"""2**64 over the golden ratio: multiples of it are spread evenly."""
+"""2**64 divided by the golden ratio: its multiples are spread evenly."""
 
 MOST = 16
-"""Unequal tensors whose elements are looked at."""
+"""Most unequal tensors whose elements are compared."""
 
 RELATIVE = 1e-3
-"""Copies that are not exact differ by less than this part of their largest element."""
+"""Inexact copies may differ by this part of their largest element."""
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """What a rank holds of a tensor, as other ranks do.
+    """A part of a tensor of which other ranks hold copies.
 
     Attributes:
         name: the same on all ranks.
-        holders: the ranks that hold this very part.
+        holders: the ranks that hold this part.
         tensor: the part, 1-D and contiguous.
         exact: whether bits must be equal, or values up to rounding.
-        first: the number of its first element in what it is a part of, for errors.
+        first: the number of its first element in the whole tensor, for errors.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Copy:
 
 
 def bits(tensor: Tensor) -> int:
-    """A hash of a tensor's bits, made where it lies: 64 bits that differ for any change of one element.
+    """A 64-bit hash of a tensor's bits, computed on its device. Any change of one element changes it.
 
     >>> bits(torch.tensor([1.0, 2.0])) == bits(torch.tensor([1.0, 2.0])), bits(torch.zeros(2)) == bits(torch.zeros(3))
     (True, False)
@@ -76,7 +75,7 @@ def _blocks(flat: Tensor) -> list[Tensor]:
 
 
 def unequal_copies(comm: Communicator, copies: Sequence[Copy]) -> list[tuple[str, dict[int, str]]]:
-    """The copies that differ, each with a name and the values by rank; the same on all ranks. Collective.
+    """The names of differing copies, and their values by rank; the same on all ranks. Collective.
 
     Args:
         comm: the control communicator over the whole mesh.
@@ -92,7 +91,7 @@ def unequal_copies(comm: Communicator, copies: Sequence[Copy]) -> list[tuple[str
 
 
 def _named(comm: Communicator, copies: Sequence[Copy], hashes: Sequence[int]) -> list[tuple[str, dict[int, str]]]:
-    """Which copies differ, where their hashes together do. Collective."""
+    """The copies that differ, if the combined hashes do. Collective."""
     own = {copy.name: copy for copy in copies}
     pairs = zip(copies, hashes, strict=True)
     said = {copy.name: [number, copy.holders, len(copy.tensor), copy.first, copy.loose] for copy, number in pairs}
@@ -111,7 +110,7 @@ def _named(comm: Communicator, copies: Sequence[Copy], hashes: Sequence[int]) ->
 
 
 def _apart(rows: Sequence[Mapping[str, int]]) -> bool:
-    """Whether ranks that hold the same part have different hashes of it."""
+    """Whether ranks have different hashes of the same part."""
     found: dict[str, int] = {}
     return any(found.setdefault(key, number) != number for row in rows for key, number in row.items())
 
@@ -119,7 +118,7 @@ def _apart(rows: Sequence[Mapping[str, int]]) -> bool:
 def _look(
     comm: Communicator, name: str, copy: Copy | None, firsts: Mapping[tuple[int, ...], int], size: int, loose: bool
 ) -> list[tuple[str, dict[int, str]]]:
-    """The first element in which copies differ, among all ranks that hold the same part. Ranks without one look on."""
+    """The first element in which copies of a part differ. Collective, also for ranks without the part."""
     held = copy.tensor.detach() if copy is not None else torch.empty(0)
     real = held.abs() if held.is_complex() else held
     for begin in range(0, size, BLOCK):

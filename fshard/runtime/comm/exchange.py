@@ -1,4 +1,4 @@
-"""Small messages to all ranks."""
+"""Small messages from each rank to all ranks."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from fshard.runtime.comm.communicator import Communicator
 
 
 def exchange(comm: Communicator, row: Tensor) -> Tensor:
-    """The rows of all ranks of a control communicator, ``(ranks, n)``: small, synchronous, the same on all of them."""
+    """The rows of all ranks of a control communicator, ``(ranks, n)``. Synchronous; the result is the same on all."""
     if comm.size == 1:
         return row.view(1, -1)
     rows = row.new_empty(comm.size * row.numel())
@@ -17,19 +17,12 @@ def exchange(comm: Communicator, row: Tensor) -> Tensor:
     return rows.view(comm.size, row.numel())
 
 
-def exchange_text(comm: Communicator, text: str, width: int = 2048) -> Sequence[str]:
-    """The texts of all ranks, each cut to ``width`` bytes."""
-    data = text.encode()[:width].ljust(width, b"\0")
-    rows = exchange(comm, torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-
 SMALL = 1024
 """Bytes that the first message of ``exchange_bytes`` holds."""
 
 
 def exchange_bytes(comm: Communicator, data: bytes) -> Sequence[bytes]:
-    """The bytes that each rank brings, of any lengths: one all-gather, and another one where any are long."""
+    """The bytes of each rank, of any lengths: one all-gather, and a second one if any rank's are long."""
     head = len(data).to_bytes(8, "little") + data[: SMALL - 8]
     first = [bytes(row.tolist()) for row in exchange(comm, _padded(head, SMALL))]
     sizes = [int.from_bytes(row[:8], "little") for row in first]
@@ -42,6 +35,11 @@ def exchange_bytes(comm: Communicator, data: bytes) -> Sequence[bytes]:
             for part, row, size in zip(found, more, sizes, strict=True)
         ]
     return found
+
+
+def exchange_text(comm: Communicator, text: str, width: int = 2048) -> Sequence[str]:
+    """The texts of all ranks, each cut to ``width`` bytes."""
+    return [row.decode(errors="replace") for row in exchange_bytes(comm, text.encode()[:width])]
 
 
 def _padded(data: bytes, size: int) -> Tensor:

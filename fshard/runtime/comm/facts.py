@@ -1,4 +1,4 @@
-"""What must be equal on all ranks: compared by one number, and named by item, rank and value where it differs."""
+"""Values that must be equal on all ranks. One number compares them; an error names differences by item and rank."""
 
 import hashlib
 import json
@@ -15,40 +15,35 @@ from fshard.runtime.comm.exchange import exchange, exchange_bytes
 from fshard.sharding.facts import Texts
 
 Tiers = Sequence[Mapping[str, str]]
-"""Texts by name. What follows from others stands in a later tier, which is told only where the earlier ones agree."""
+"""Texts by name. Items that follow from others are in a later tier, which is reported only if earlier tiers agree."""
 
 WIDTH = 400
 """Characters of a value that an error shows."""
 
 
-def nothing() -> tuple[()]:
-    """Nothing to compare."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says of itself before a step, a save or a restore.
+    """What a rank compares with other ranks before a step, a save or a restore.
 
     Attributes:
         number: equal on two ranks if their items are.
-        items: the items, asked for only if numbers differ.
-        copies: gives the tensors of which other ranks hold copies, compared if numbers agree; None on all ranks where
-            they are not compared.
+        items: returns the items; called only if numbers differ.
+        copies: returns the tensors of which other ranks hold copies, compared if numbers agree; None on all ranks to
+            leave them out.
     """
 
     number: int = 0
-    items: Callable[[], Tiers] = nothing
+    items: Callable[[], Tiers] = tuple
     copies: Callable[[], Sequence[Copy]] | None = None
 
 
 def facts_of(*tiers: Mapping[str, str]) -> Facts:
-    """Facts that are there already."""
+    """The facts of given items."""
     return Facts(digest([sorted(tier.items()) for tier in tiers]), lambda: tiers)
 
 
 def compare(comm: Communicator, facts: Facts, error: type[ShardError] = ReplicationError) -> None:
-    """Compare facts on their own. Collective.
+    """Compare facts. Collective.
 
     Raises:
         ReplicationError: or ``error``: they differ; on all ranks alike.
@@ -60,13 +55,7 @@ def compare(comm: Communicator, facts: Facts, error: type[ShardError] = Replicat
 def settle(
     comm: Communicator, numbers: Sequence[int], facts: Facts, error: type[ShardError] = ReplicationError
 ) -> None:
-    """Compare facts whose numbers all ranks know. Collective if there is more to be said.
-
-    Args:
-        comm: the control communicator over the whole mesh.
-        numbers: the number of each rank's facts.
-        facts: this rank's.
-        error: what to raise.
+    """Compare facts whose numbers were exchanged. Collective if numbers differ or copies are compared.
 
     Raises:
         ReplicationError: or ``error``: they differ; on all ranks alike.
@@ -90,13 +79,13 @@ COPIES = (
 
 
 def _by_tier(rows: Sequence[Sequence[Texts]]) -> Iterable[list[Texts]]:
-    """The rows of all ranks, tier by tier."""
+    """The rows of all ranks, one tier after the other."""
     most = max(map(len, rows))
     return ([row[i] if i < len(row) else {} for row in rows] for i in range(most))
 
 
 def differences(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """What differs between ranks, a line an item.
+    """The items that differ between ranks, one line each.
 
     >>> differences([{"seed": "0", "lr": "0.1"}, {"seed": "1", "lr": "0.1"}])
     ['seed: rank 0: 0, rank 1: 1']
@@ -107,7 +96,7 @@ def differences(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def by_rank(values: Mapping[int, str]) -> str:
-    """Values by rank, ranks of one value together.
+    """Values by rank; ranks with equal values are listed together.
 
     >>> by_rank({0: "a", 1: "a", 2: "b", 3: "a"})
     'ranks 0, 1, 3: a, rank 2: b'
@@ -126,5 +115,5 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def digest(value: object) -> int:
-    """62 bits that differ where the value's repr differs: the same on every rank and in every process."""
+    """62 bits of a hash of the value's repr: the same on every rank and in every process."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2

@@ -1,8 +1,8 @@
 """Failure notes in the store of the job: why a rank left, and what it waits for. Only this module asks a live store.
 
-gloo shows peers a closed connection and no more; and ranks that wait on different communicators cannot tell each
-other. The store may be on a host that is frozen or cut off, and then a question to it never ends: it is asked with a
-deadline, and a process whose question was not answered in time asks no more. Errors then come without notes.
+Over gloo, peers see a closed connection but no reason, and ranks that wait on different communicators cannot reach each
+other. The store may be on a host that is frozen or cut off, and then its calls never return. So each call has a
+deadline, and after the first one that misses it the process does not call the store again: errors then have no notes.
 """
 
 import time
@@ -16,10 +16,10 @@ from fshard.runtime.comm.bounded import bounded
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Seconds that the store gets to answer."""
+"""Seconds for an answer of the store."""
 
 GATHERING = 1.5
-"""Seconds that other ranks get to say what they were calling."""
+"""Seconds for other ranks to leave their notes."""
 
 MOST = 32
 """Ranks whose notes one error quotes."""
@@ -36,15 +36,15 @@ class FailureNotes:
         self.silent = False
 
     def leave(self, key: str, reason: str) -> None:
-        """Leave a note. Where the store is gone, nobody reads it."""
+        """Leave a note, if the store answers."""
         self._ask(lambda store: store.set(f"fshard/left/{key}", reason), None)
 
     def reason_of(self, key: str) -> str:
-        """The note that was left; empty if there is none, or no answer."""
+        """The note of a key; empty if there is none, or no answer."""
         return self._ask(lambda store: _read(store, f"fshard/left/{key}"), "")
 
     def collect(self, keys: Sequence[str], seconds: float) -> list[str]:
-        """The notes of these keys, for which their ranks get some time; empty for those that did not come."""
+        """The notes of these keys, waiting for at most some seconds; empty for those that are missing then."""
         deadline, found = time.monotonic() + seconds, [""] * len(keys)
         while not self.silent:
             for at, key in enumerate(keys):
@@ -69,5 +69,5 @@ def _read(store: Any, key: str) -> str:
 
 
 def _store() -> Any:
-    c10d: Any = dist  # whose default store is not among the names that it exports
+    c10d: Any = dist  # its default store is not exported
     return c10d.distributed_c10d._get_default_store()

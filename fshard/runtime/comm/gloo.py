@@ -7,7 +7,7 @@ fewest bytes, no copies, and the same sum in every run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from threading import get_ident
@@ -23,25 +23,25 @@ from fshard.runtime.comm.pending import Pending, naming_errors
 from fshard.runtime.comm.watchdog import Watchdog
 
 TURNS, KINDS = 1 << 20, 1 << 11
-"""Tags are 31 bits: of a running number, and of what the message is."""
+"""Values of a tag's two parts, 31 bits together: a running number, and the kind of the message."""
 
 PIECE = 4 << 20
-"""Bytes of a message at most, where the receiver adds: one piece is added while the next arrives."""
+"""Most bytes of a message that the receiver adds up: it adds one piece while the next arrives."""
 
 
 @dataclass(eq=False)
 class GlooCommunicator:
     """A gloo communicator.
 
-    Each message has a tag of its own, the same on both sides since all ranks issue a communicator's collectives in one
-    order; so no message is taken for another, whichever arrives first. Which collective it is of and how long it is are
-    in the tag too: a rank that has come to another one waits in vain, instead of taking data that were not meant.
+    Each message has its own tag, which both sides compute alike, since all ranks issue a communicator's collectives in
+    one order. The tag contains a running number, the collective and the length. So messages cannot be confused, in
+    whatever order they arrive, and a rank that is at another collective times out and does not receive wrong data.
 
     Attributes:
-        watchdog: sees the waits that last.
+        watchdog: sees long waits.
         ranks: the rank in the mesh of each position, for errors.
-        fatal: whether no rank can go on when a wait has failed.
-        key: names it in the notes that ranks leave.
+        fatal: whether no rank can continue after a failed wait.
+        key: names the communicator in failure notes.
         closed: why it can no longer be used.
     """
 
@@ -56,7 +56,7 @@ class GlooCommunicator:
     closed: str = ""
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
-        """The peers' shards are received where they belong."""
+        """Receive the peers' shards at their places in ``out``."""
         with self._naming("all-gather") as describe:
             rows, tag, me, peers = out.view(self.size, -1), self._tag("g", shard), self.group.rank(), self._peers()
             works = [(peer, self.group.send([shard], peer, tag)) for peer in peers]
@@ -65,7 +65,7 @@ class GlooCommunicator:
         return MessageHandle(describe, works, (out, shard), self)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
-        """The peers' rows of this rank's chunk are received in ``stage`` and added by ``wait``."""
+        """Receive the peers' rows of this rank's chunk in ``stage``; ``wait`` adds them."""
         parts, works = [], []
         with self._naming("reduce-scatter") as describe:
             sent, me, peers = full.view(self.size, -1), self.group.rank(), self._peers()
@@ -84,7 +84,7 @@ class GlooCommunicator:
             return RingHandle(Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe), self)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
-        """Each chunk is received where it belongs; empty ones are not sent."""
+        """Receive each chunk at its place in ``out``. Empty chunks are not sent."""
         to, into = chunks(full, self.size, send), chunks(out, self.size, receive)
         with self._naming("all-to-all") as describe:
             tag, me = self._tag("a", out[:0]), self.group.rank()
@@ -94,13 +94,13 @@ class GlooCommunicator:
         return MessageHandle(describe, works, (out, full), self)
 
     def close(self, reason: str = "") -> None:
-        """Let go of the communicator. Its connections close when it is destroyed and no message is under way."""
+        """Release the process group. Its connections close when it is destroyed and no message is in flight."""
         if reason and self.key and not self.closed:
             self.watchdog.notes.leave(f"{self.key}/{self.group.rank()}", reason)
         self.closed, self.group = reason or "the mesh was closed", None
 
     def unreachable(self) -> list[int]:
-        """The ranks whose connections are closed: sending them anything fails at once."""
+        """The ranks whose connections are closed: sending to them fails at once."""
         out = []
         for peer in self._peers():
             try:
@@ -117,52 +117,50 @@ class GlooCommunicator:
         try:
             with naming_errors(describe):
                 yield describe
-        except CommError as error:  # a peer has closed its connections before this rank came
+        except CommError as error:  # a peer had closed its connections before
             left = {peer: reason for peer in self._peers() if (reason := self.reason(peer))}
             told = "; ".join(f"rank {self.ranks[peer]} gave up: {reason}" for peer, reason in left.items())
             raise CommError(f"{error}; {told}" if told else str(error)) from error
 
+    def explaining(self) -> AbstractContextManager[None]:
+        """Errors inside quote what each rank was calling."""
+        return self.watchdog.explaining(self.ranks, self.fatal)
+
     def reason(self, peer: int) -> str:
-        """Why a peer has given up this communicator; empty if it has not, or did not say."""
+        """Why a peer has closed this communicator; empty if it has not, or left no note."""
         return self.watchdog.notes.reason_of(f"{self.key}/{peer}") if self.key else ""
 
     def _tag(self, call: str, part: Tensor) -> int:
         return next(self.numbers) % TURNS * KINDS + crc32(f"{call}{part.nbytes}".encode()) % KINDS
 
     def _peers(self) -> list[int]:
-        """The other ranks, the next one first, so that not all begin with the same."""
+        """The other ranks, the next one first, so that ranks do not all begin with the same peer."""
         me = self.group.rank()
         return [(me + step) % self.size for step in range(1, self.size)]
 
 
 @dataclass(frozen=True)
 class RingHandle:
-    """A sum by gloo's ring, which does not say which rank it has lost."""
+    """The handle of a sum by gloo's ring, whose errors do not name the lost rank."""
 
     work: Pending
     comm: GlooCommunicator
 
     def wait(self) -> None:
         """Wait as long as the communicator's timeout."""
-        try:
-            self._wait()
-        except CommError as error:
-            self.comm.watchdog.explain(error, self.comm.ranks, self.comm.fatal)
-            raise
-
-    def _wait(self) -> None:
-        try:
-            with self.comm.watchdog.waiting(self.work.describe):
-                self.work.wait()
-        except CommError as error:
-            lost = " and ".join(f"rank {rank}" for rank in self.comm.unreachable())
-            told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.comm.ranks)} did not come"
-            raise CommError(f"{error} ({told})") from error
+        with self.comm.explaining():
+            try:
+                with self.comm.watchdog.waiting(self.work.describe):
+                    self.work.wait()
+            except CommError as error:
+                lost = " and ".join(f"rank {rank}" for rank in self.comm.unreachable())
+                told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.comm.ranks)} did not come"
+                raise CommError(f"{error} ({told})") from error
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of rows, some of which are still to arrive."""
+    """A sum of rows, some of which are still in flight."""
 
     out: Tensor
     rows: Sequence[Tensor]
@@ -170,7 +168,7 @@ class Sum:
     add: bool
 
     def finish(self, wait: Callable[[int, Any], None]) -> None:
-        """Add in the order of ranks, each row as it arrives. ``out`` may be the first received row."""
+        """Add the rows in the order of ranks, each when it has arrived. ``out`` may be the first received row."""
         sum_rows(self.out, self._arriving(wait), self.add)
 
     def _arriving(self, wait: Callable[[int, Any], None]) -> Iterator[Tensor]:
@@ -182,36 +180,29 @@ class Sum:
 
 @dataclass(frozen=True)
 class MessageHandle:
-    """The messages of one collective: sums to make of what arrives, and what else is to be waited for.
+    """The handle of a collective that is made of messages: ``sums`` to compute, and other ``works`` to wait for.
 
-    gloo knows addresses only: ``held`` keeps the tensors behind them.
+    gloo knows only addresses, so ``tensors`` keeps the memory behind them.
     """
 
     describe: str
     works: list[tuple[int, Any]]
-    held: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     comm: GlooCommunicator
     sums: Sequence[Sum] = ()
 
     def wait(self) -> None:
-        """Wait, for each message as long as the communicator's timeout."""
-        try:
-            self._finish()
-        except CommError as error:
-            self.comm.watchdog.explain(error, self.comm.ranks, self.comm.fatal)
-            raise
-
-    def _finish(self) -> None:
-        try:
-            for part in self.sums:
-                part.finish(self._wait)
-            for peer, work in self.works:
-                self._wait(peer, work)
-        finally:
-            # They keep connections open, also in the traceback of an error.
-            self.works.clear()
-            for part in self.sums:
-                part.arrivals.clear()
+        """Wait for each message, at most as long as the communicator's timeout."""
+        with self.comm.explaining():
+            try:
+                for part in self.sums:
+                    part.finish(self._wait)
+                for peer, work in self.works:
+                    self._wait(peer, work)
+            finally:  # these keep connections open, even in the traceback of an error
+                self.works.clear()
+                for part in self.sums:
+                    part.arrivals.clear()
 
     def _wait(self, peer: int, work: Any) -> None:
         rank, waits, me = self.comm.ranks[peer], self.comm.watchdog.waits, get_ident()
@@ -220,7 +211,7 @@ class MessageHandle:
                 waits[me] = self.describe, rank
                 work.wait()
         except CommError as error:
-            # Whom it has lost itself: a rank that gives up closes its connections, as one that dies does.
+            # The peer may have lost another rank: a rank that gives up closes its connections, like one that dies.
             reason = self.comm.reason(peer)
             raise CommError(f"{error}; it gave up: {reason}" if reason else str(error)) from error
         finally:

@@ -1,8 +1,8 @@
-"""Communicators between the ranks of one host: through memory that they share (``mail.py``).
+"""Communicators between the ranks of one host, through shared memory (``shared_memory.py``).
 
-Against gloo on the loopback interface this saves the system calls, the copies into and out of the kernel, and gloo's
-threads. NCCL and MPI do the same between the processes of a host. All is done by the caller: a copy when a collective
-is issued, another, or the sum, when it is waited for.
+Compared with gloo on the loopback interface this saves system calls, copies into and out of the kernel, and gloo's
+threads. NCCL and MPI do the same between processes of a host. The calling thread does all the work: a copy when it
+issues a collective, and another copy, or the sum, when it waits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,6 @@ from itertools import count
 
 from torch import Tensor
 
-from fshard.errors import CommError
 from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks, sum_rows
 from fshard.runtime.comm.links import Link
 from fshard.runtime.comm.pending import naming_errors
@@ -24,12 +23,12 @@ class HostCommunicator:
     """A communicator of ranks on one host.
 
     Args:
-        name: for errors.
+        name: the name in errors.
         rank: this rank's position.
-        links: to the other ranks, by position; None at this one's own.
+        links: to the other ranks, by position; None at this rank's own.
         ranks: the rank in the mesh of each position, for errors.
-        watchdog: sees the waits that last, and says how long a rank waits for a peer.
-        fatal: whether no rank can go on when a wait has failed.
+        watchdog: sees long waits, and has the timeout.
+        fatal: whether no rank can continue after a failed wait.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class HostCommunicator:
         self.order = [(rank + step) % self.size for step in range(1, self.size)]
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
-        """Each rank copies the peers' shards to their places."""
+        """Copy the peers' shards to their places in ``out``."""
         rows, number, describe = out.view(self.size, -1), next(self.numbers), f"all-gather on {self.name}"
 
         def finish() -> None:
@@ -62,7 +61,7 @@ class HostCommunicator:
         return HostHandle(self, describe, finish)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
-        """Each rank adds its chunk of all ranks' tensors, in their order. ``stage`` is not needed."""
+        """Add this rank's chunks of all ranks' tensors, in rank order. ``stage`` is not used."""
         number, describe = next(self.numbers), f"reduce-scatter on {self.name}"
         rows = full.view(self.size, -1).unbind()
         with self.failing(describe):
@@ -70,14 +69,14 @@ class HostCommunicator:
         return HostHandle(self, describe, lambda: sum_rows(out, self._rows(number, b"s", rows[self.rank]), add))
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
-        """Each rank adds all ranks' buffers, in their order."""
+        """Add all ranks' buffers, in rank order."""
         flat, number, describe = buffer.view(-1), next(self.numbers), f"all-reduce on {self.name}"
         with self.failing(describe):
             self.memory.publish(number, b"r", dict.fromkeys(self.order, flat))
         return HostHandle(self, describe, lambda: sum_rows(flat, self._rows(number, b"r", flat.clone()), False))
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
-        """Each rank copies what peers have for it."""
+        """Copy the peers' chunks for this rank."""
         number, describe = next(self.numbers), f"all-to-all on {self.name}"
         to, into = chunks(full, self.size, send), chunks(out, self.size, receive)
         parts = {at: to[at] for at in self.order if to[at].numel()}
@@ -95,37 +94,36 @@ class HostCommunicator:
         return HostHandle(self, describe, finish)
 
     def close(self, reason: str = "") -> None:
-        """Close the links, and tell peers why."""
+        """Close the links, and send peers the reason."""
         self.memory.close(reason)
 
     def _rows(self, number: int, call: bytes, mine: Tensor) -> Iterator[Tensor]:
-        """The parts of all ranks, in their order. They are valid until the last one was taken."""
+        """The parts of all ranks, in rank order. They are valid until the iterator ends."""
         with ExitStack() as parts:
             for at in range(self.size):
                 yield mine if at == self.rank else parts.enter_context(self.memory.part(at, number, call, mine))
 
     @contextmanager
     def failing(self, describe: str) -> Iterator[None]:
-        """A communicator that fails is closed, so that peers that wait for this rank fail too, not time out."""
-        try:
-            with naming_errors(describe):
-                yield
-        except BaseException as error:  # whatever it was, the parts that are left would not be taken
-            self.close(f"{type(error).__name__}: {error}")
-            if isinstance(error, CommError):
-                self.watchdog.explain(error, self.ranks, self.fatal)
-            raise
+        """Close a communicator that fails, so that peers that wait for this rank fail, too, and do not time out."""
+        with self.watchdog.explaining(self.ranks, self.fatal):
+            try:
+                with naming_errors(describe):
+                    yield
+            except BaseException as error:  # after any error the remaining parts would not be read
+                self.close(f"{type(error).__name__}: {error}")
+                raise
 
 
 @dataclass(frozen=True)
 class HostHandle:
-    """The handle of a collective whose rest is done by ``wait``."""
+    """The handle of a collective that ``wait`` finishes."""
 
     comm: HostCommunicator
     describe: str
     finish: Callable[[], None]
 
     def wait(self) -> None:
-        """Take what peers have published, as soon as they have."""
+        """Wait for the parts of peers, and copy or add them."""
         with self.comm.failing(self.describe):
             self.finish()

@@ -1,12 +1,12 @@
-"""Links between processes of one host: sockets that carry short messages and memory.
+"""Links between processes of one host: sockets for short messages and shared memory.
 
-A link is a Unix socket that keeps messages apart. Memory is announced over it as a file descriptor of an anonymous
-file, so it has no name that could be left behind, and goes when the last process that maps it goes. A peer that dies
-closes its links: whoever waits for it learns so at once.
+A link is a Unix socket that preserves message boundaries. Memory is sent over it as the file descriptor of an anonymous
+file. Such a file has no name that could be left behind, and is freed when the last process that maps it ends. A peer
+that dies closes its links, so ranks that wait for it get an error at once.
 
-An abstract Unix socket has no permissions: any process of the network namespace may connect. The kernel says of which
-user the other end is, so those of other users are turned away before a byte of theirs is read, and a connection that
-says nothing holds up nobody.
+An abstract Unix socket has no permissions: any process of the network namespace can connect. The kernel identifies the
+user of the other end, so connections of other users are closed before a byte is read. A silent connection delays no
+rank.
 """
 
 import array
@@ -27,25 +27,25 @@ import torch
 from torch import Tensor
 
 ATTEMPT = 20.0
-"""Seconds that setting up all links of a communicator may take."""
+"""Seconds for making all links of a communicator."""
 
 LONGEST = 1 << 16
-"""Bytes of a message at most."""
+"""Most bytes of a message."""
 
 WAITING = 128
-"""Connections that may be open before they have said who they are, beside one for each peer; the oldest goes first."""
+"""Most unidentified connections, beside one for each peer. The oldest is closed first."""
 
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4) | getattr(fcntl, "F_SEAL_SEAL", 1)
-"""What memory must promise before it is mapped: a file that shrinks under a map ends the process that reads it."""
+"""Seals that memory must have before it is mapped: reading a file that was shrunk ends the process."""
 
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of a peer."""
 
 
 def host_key() -> str:
-    """Equal for two processes that can open links to each other, empty where there are none.
+    """Equal for two processes that can open links to each other; empty if links are not supported.
 
-    Links live in a network namespace: two containers of one host are as far apart as two hosts.
+    Links exist within a network namespace: two containers of one host are like two hosts.
     """
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return ""
@@ -66,7 +66,7 @@ class Link:
         self.ready.register(end, select.POLLIN)
 
     def send(self, message: bytes, files: Sequence[int] = ()) -> bool:
-        """Send a message, with files. False if the link is full of messages that the peer has not read."""
+        """Send a message with files. False if the link is full of unread messages."""
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
         try:
             self.end.sendmsg([message], extra)
@@ -75,7 +75,7 @@ class Link:
         return True
 
     def receive(self, seconds: float) -> tuple[bytes, list[int]] | None:
-        """The next message and its files; None if there is none in time.
+        """The next message and its files; None if none arrives in time.
 
         Raises:
             OSError: the peer is gone.
@@ -84,7 +84,7 @@ class Link:
             return None
         try:
             message, extra, _, _ = self._next()
-        except ConnectionResetError:  # the peer left without reading all; what it sent before is still there
+        except ConnectionResetError:  # the peer left without reading all; its earlier messages are still there
             message, extra, _, _ = self._next()
         files = array.array("i")
         for level, kind, data in extra:
@@ -99,12 +99,12 @@ class Link:
         return self.end.recvmsg(LONGEST, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
 
     def close(self) -> None:
-        """Close this end. The peer learns of it."""
+        """Close this end, which the peer detects."""
         self.end.close()
 
 
 class Rendezvous:
-    """Where the peers of one communicator find this process. ``address`` is for them alone."""
+    """The socket at which the peers of one communicator connect to this process. Only they know its ``address``."""
 
     def __init__(self) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -122,7 +122,7 @@ class Rendezvous:
 
         Args:
             me: this process's position.
-            addresses: of all doors, by position.
+            addresses: of all ranks, by position.
 
         Raises:
             OSError: a peer could not be reached.
@@ -131,15 +131,15 @@ class Rendezvous:
         deadline = time.monotonic() + ATTEMPT
         try:
             for position in range(me):
-                links[position] = self._call(addresses[position], me, deadline)
-            self._answer(links, me, deadline)
+                links[position] = self._dial(addresses[position], me, deadline)
+            self._accept(links, me, deadline)
         except BaseException:
             close_links(links)
             raise
         return links
 
-    def _call(self, address: str, me: int, deadline: float) -> Link:
-        """A link to a peer that is to answer."""
+    def _dial(self, address: str, me: int, deadline: float) -> Link:
+        """Connect to a peer that accepts."""
         name, _, secret = address.partition(" ")
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -153,8 +153,8 @@ class Rendezvous:
             raise
         return Link(end)
 
-    def _answer(self, links: list[Link | None], me: int, deadline: float) -> None:
-        """Fill in the links to the peers after this one, who call. All that call are listened to at once."""
+    def _accept(self, links: list[Link | None], me: int, deadline: float) -> None:
+        """Accept the connections of the peers after this one, all at once, and fill in their links."""
         self.listener.setblocking(False)
         ready = select.poll()
         ready.register(self.listener, select.POLLIN)
@@ -162,7 +162,7 @@ class Rendezvous:
         try:
             while None in links[me + 1 :]:
                 events = ready.poll(1000 * max(0.0, deadline - time.monotonic()))
-                if time.monotonic() > deadline:  # also where strangers never stop calling
+                if time.monotonic() > deadline:  # also if strangers never stop connecting
                     gone = [position for position in range(me + 1, len(links)) if links[position] is None]
                     raise TimeoutError(f"no link to the ranks at positions {gone} after {ATTEMPT:g} s")
                 for number, _ in events:
@@ -170,7 +170,7 @@ class Rendezvous:
                         self._admit(ready, waiting, len(links))
                         continue
                     end = waiting.pop(number, None)
-                    if end is None:  # it was sent away meanwhile
+                    if end is None:  # it was closed meanwhile
                         continue
                     ready.unregister(number)
                     position = self._position(end, links, me)
@@ -183,7 +183,7 @@ class Rendezvous:
                 end.close()
 
     def _admit(self, ready: select.poll, waiting: dict[int, socket.socket], peers: int) -> None:
-        """Let in who is of this user; the one that has waited longest goes where too many are silent."""
+        """Accept a connection of this user; close the oldest one if too many are unidentified."""
         with suppress(BlockingIOError, ConnectionAbortedError):
             end, _ = self.listener.accept()
             if user_of(end) != os.getuid():
@@ -198,7 +198,7 @@ class Rendezvous:
                 waiting.pop(oldest).close()
 
     def _position(self, end: socket.socket, links: Sequence[Link | None], me: int) -> int | None:
-        """Which peer is at the other end; None if it does not know the secret, or is expected no more."""
+        """The position of the peer at the other end; None if it does not know the secret or is already connected."""
         try:
             secret, _, text = end.recv(LONGEST).decode(errors="replace").partition(" ")
         except OSError:
@@ -209,12 +209,12 @@ class Rendezvous:
         return position if me < position < len(links) and links[position] is None else None
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Accept no further connections."""
         self.listener.close()
 
 
 def make_memory(size: int) -> tuple[Tensor, int]:
-    """New memory that can be shared, as bytes, and the file descriptor by which peers map it. Its size is for good."""
+    """New shared memory of a fixed size, as bytes, and the file descriptor by which peers map it."""
     file = os.memfd_create("fshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size)
@@ -229,7 +229,7 @@ def map_memory(file: int) -> Tensor:
     """The memory behind a peer's file descriptor, as bytes. It stays mapped as long as the tensor lives.
 
     Raises:
-        OSError: it is no memory whose size is for good.
+        OSError: it is not memory of a fixed size.
     """
     try:
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
@@ -246,20 +246,20 @@ def _mapped(file: int, size: int) -> Tensor:
 
 
 def close_files(files: Sequence[int]) -> None:
-    """Close descriptors that a message brought."""
+    """Close the descriptors of a message."""
     for file in files:
         with suppress(OSError):
             os.close(file)
 
 
 def close_links(links: Sequence[Link | None]) -> None:
-    """Close links that nobody is to use."""
+    """Close links."""
     for link in links:
         if link is not None:
             link.close()
 
 
 def user_of(end: socket.socket) -> int:
-    """The user at the other end, as the kernel knows."""
+    """The user of the other end, from the kernel."""
     data = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return int(CREDENTIALS.unpack(data)[1])

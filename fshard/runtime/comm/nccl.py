@@ -13,7 +13,7 @@ from fshard.runtime.comm.streams import Stream
 
 @dataclass(frozen=True)
 class NcclCommunicator:
-    """An NCCL communicator with a stream of its own. Not yet measured on hardware."""
+    """An NCCL communicator with its own stream. Not yet measured on hardware."""
 
     name: str
     size: int
@@ -26,9 +26,9 @@ class NcclCommunicator:
             return Pending(all_gather(out, shard, self.group), f"all-gather on {self.name}")
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
-        """NCCL reduce-scatter on this communicator's stream; by way of ``stage`` if it adds.
+        """NCCL reduce-scatter on this communicator's stream, into ``stage`` if it adds to ``out``.
 
-        NCCL adds in the dtype that travels. Where that is not the dtype of ``out``, rows travel and are added here.
+        NCCL adds in the dtype of ``full``. If ``out`` has another one, ranks exchange rows and add them here.
         """
         describe = f"reduce-scatter on {self.name}"
         if full.dtype != out.dtype:

@@ -1,4 +1,4 @@
-"""c10d collectives under way."""
+"""c10d collectives in flight."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,33 +11,33 @@ from torch import Tensor
 
 from fshard.errors import CommError
 
-PLACE = re.compile(r"^\[/[^]]*\] ")
-"""Where in its own source gloo raises."""
+SOURCE = re.compile(r"^\[/[^]]*\] ")
+"""gloo's own file and line at the start of its errors."""
 
 
 @contextmanager
 def naming_errors(describe: str, rank: int | None = None) -> Iterator[str]:
-    """Errors of the transport become a ``CommError`` that says which collective failed, and with which rank."""
+    """Turn errors of the transport into a ``CommError`` that names the collective and the rank."""
     try:
         yield describe
     except CommError:
         raise
     except (RuntimeError, OSError) as error:
-        text = PLACE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
+        text = SOURCE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
         peer = "" if rank is None else f"rank {rank} is gone, stuck, or at another collective: "
         raise CommError(f"{describe} failed: {peer}{text}") from error
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A c10d collective under way, and what turns what arrived into the result."""
+    """A c10d collective in flight, and a function that computes the result from the received data."""
 
     work: Any
     describe: str
     finish: Callable[[], object] | None = None
 
     def wait(self) -> None:
-        """Wait as long as the communicator's timeout, then finish."""
+        """Wait at most as long as the communicator's timeout, then finish."""
         with naming_errors(self.describe):
             self.work.wait()
         if self.finish is not None:

@@ -1,4 +1,4 @@
-"""The ranks of a torch.distributed job: joining it, and the communicators between them."""
+"""The transport between processes of a torch.distributed job, and joining the job."""
 
 import datetime
 import os
@@ -25,26 +25,26 @@ from fshard.runtime.comm.watchdog import Watchdog
 from fshard.sharding.mesh import Axes, Mesh
 
 GRACE = 1.5
-"""Seconds beyond the timeout that what has timeouts of its own inside gets to report them."""
+"""Seconds beyond the timeout for inner timeouts to be reported."""
 
 DROPPING, PARTING = 1.0, 5.0
-"""Seconds to close connections: after a failure, and at the end."""
+"""Seconds for closing connections: after a failure, and at the end."""
 
 STORE = (
     "the store of the job, on the host of rank 0 or of torchrun's first agent, cannot be reached, or ranks did not come"
 )
-"""What errors of the store mean."""
+"""The cause of errors of the store."""
 
 
 class ProcessTransport:
-    """The ranks of a torch.distributed job. All ranks make communicators in the same order, each at its first call.
+    """Joins the ranks of a torch.distributed job. All ranks make communicators in the same order, at their first call.
 
     Args:
-        mesh: the mesh as this rank sees it.
+        mesh: this rank's view of the mesh.
         backend: ``"gloo"``, ``"nccl"`` or ``"fake"``. Control messages never go over NCCL.
         timeout: how long a rank waits for others.
-        owned: whether to destroy the default process group at the end.
-        shared_memory: whether ranks of one host may use it in place of gloo.
+        owned: whether ``close`` destroys the default process group.
+        shared_memory: whether ranks of one host use shared memory in place of gloo.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ProcessTransport:
         return self.comms[role, axes]
 
     def abort(self, role: str, reason: str = "the step failed") -> None:
-        """Close the communicators of a role, so that peers that wait for this rank in one learn that it will not come.
+        """Close the communicators of a role, so that peers that wait for this rank there get an error.
 
-        Every rank does so, each when it will: the next call of ``communicator`` makes new ones. Not over NCCL, whose
-        communicators time out.
+        Every rank does so sooner or later; the next call of ``communicator`` makes new ones. NCCL communicators are not
+        closed: they time out.
         """
         gone = [
             key
@@ -84,7 +84,7 @@ class ProcessTransport:
         self._drop([self.comms.pop(key) for key in gone], reason)
 
     def abort_all(self, reason: str) -> None:
-        """Close everything at once: this rank and its peers are out of step for good, and none shall wait."""
+        """Close all communicators for good, so that no peer waits for this rank."""
         self.lost = self.lost or reason
         self._drop([*self.comms.values(), self.base], reason)
 
@@ -101,7 +101,7 @@ class ProcessTransport:
                 bounded(dist.destroy_process_group, PARTING, "leaving the process group")
 
     def _drop(self, comms: Sequence[Communicator | None], reason: str) -> None:
-        """Close communicators: first those whose peers learn of it by a message, then those that need the store."""
+        """Close communicators: first those that send peers a message, then those that leave a note in the store."""
         for comm in comms:
             if isinstance(comm, HostCommunicator):
                 comm.close(reason)
@@ -114,7 +114,7 @@ class ProcessTransport:
         self._destroy(gone, DROPPING)
 
     def _destroy(self, groups: list[Any], seconds: float) -> None:
-        """Let go of process groups. Their connections close with the last reference."""
+        """Destroy process groups. Their connections close with the last reference."""
 
         def destroy() -> None:
             while groups:
@@ -125,30 +125,30 @@ class ProcessTransport:
                 bounded(destroy, seconds, "closing connections")
 
     def _made(self, role: str, axes: Axes) -> Communicator:
-        """A new communicator, made within the timeout: its parts ask the store, whose host may be gone."""
+        """A new communicator, made within the timeout, since the host of the store may be gone."""
         self.watchdog.start()
         what = f"the communicator {role}({'+'.join(axes)})"
         try:
             with naming_errors(f"making {what}"), self.watchdog.waiting(what):
                 return bounded(lambda: self._make(role, axes), self.watchdog.timeout + GRACE, f"making {what}")
         except ScheduleError:
-            self.abort(COLLECTIVES)  # as ranks do that are at a step
+            self.abort(COLLECTIVES)  # as ranks at a step do
             raise
         except CommError as error:
             if isinstance(error.__cause__, dist.DistNetworkError | dist.DistStoreError):
                 raise CommError(f"{error} ({STORE})") from error
-            self.watchdog.explain(error, range(self.mesh.size), fatal=True)
-            raise
+            with self.watchdog.explaining(range(self.mesh.size), fatal=True):
+                raise
 
     def _make(self, role: str, axes: Axes) -> Communicator:
         backend = "gloo" if role.startswith(("control", "checkpoint")) and self.backend != "fake" else self.backend
         name, size, parts = f"{role}({'+'.join(axes)})", self.mesh.axis_size(axes), self.mesh.partition(axes)
-        # A failed step goes on to its consensus; a save that fails in its thread is reported by the next call.
+        # A step whose program fails still reaches its consensus; the next call reports a save that fails in its thread.
         fatal = role != COLLECTIVES and not role.startswith("checkpoint")
         if self.backend != "fake":
-            # Not by the names of axes: the ranks of two meshes can meet on it, and be told how the meshes differ.
+            # Without names of axes: ranks of two meshes can then exchange messages and report how the meshes differ.
             announce(self._base(), f"making the communicator {role} of {parts}")
-        links, linked = self._meet(parts) if backend == "gloo" and self.shared_memory else (None, set())
+        links, linked = self._connect(parts) if backend == "gloo" and self.shared_memory else (None, set())
         group: Any = None
         for ranks in parts:
             if ranks not in linked:
@@ -161,15 +161,15 @@ class ProcessTransport:
         return GlooCommunicator(name, size, group, self.watchdog, mine, fatal, group.group_name)
 
     def _group(self, ranks: Sequence[int], backend: str) -> Any:
-        """A process group; None for ranks that are not in it, which must ask for it all the same."""
+        """A process group; None for ranks outside of it, which must make the call, too."""
         group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
         if self.mesh.rank not in ranks:
             return None
         self.groups.append(group)
         return group
 
-    def _meet(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[Link | None] | None, set[tuple[int, ...]]]:
-        """Links to the ranks of this rank's part, if all of it is on one host; and all parts for which that holds."""
+    def _connect(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[Link | None] | None, set[tuple[int, ...]]]:
+        """Links to the ranks of this rank's part if all are on one host; and all parts of which that is true."""
         base = self._base()
         near = {ranks for ranks in parts if self.hosts[ranks[0]] and len({self.hosts[r] for r in ranks}) == 1}
         if not near:
@@ -184,7 +184,7 @@ class ProcessTransport:
         return links, near
 
     def _links(self, base: Communicator, ranks: tuple[int, ...]) -> list[Link | None] | None:
-        """Links to these ranks; None if one cannot be made, since then all of them talk over gloo. Collective."""
+        """Links to these ranks; None if one cannot be made: then all of them use gloo. Collective."""
         rendezvous = Rendezvous()
         addresses = exchange_text(base, rendezvous.address, 64)
         try:
@@ -200,7 +200,7 @@ class ProcessTransport:
             rendezvous.close()
 
     def _base(self) -> Communicator:
-        """Over all ranks, by gloo: where they tell each other where they are."""
+        """The communicator over all ranks, by gloo, on which ranks exchange their hosts and calls."""
         if self.base is None:
             size = self.mesh.size
             group = self._group(range(size), "gloo")
@@ -211,7 +211,7 @@ class ProcessTransport:
 
 
 def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
-    """Join the job that torchrun's environment names, or take the process group that is there.
+    """Join the job that torchrun's environment names, or use the existing process group.
 
     Returns:
         ``(rank, world, device, backend, whether it was made here)``, or None without torchrun and process group.
@@ -228,7 +228,7 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
     else:
         owned = False
     backend = str(dist.get_backend())
-    if backend == "undefined":  # one for each device type: CUDA tensors go by NCCL, others by gloo
+    if backend == "undefined":  # one backend for each device type: NCCL for CUDA tensors, gloo for others
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend not in ("gloo", "nccl", "fake"):
         raise PlanError(f"the process group's backend is {backend!r}; fshard runs on gloo and nccl, and times on fake")
@@ -238,7 +238,7 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
 
 
 def _joined(backend: str, timeout: datetime.timedelta) -> None:
-    """Join within the timeout, or say so. (A store whose host is frozen never answers.)"""
+    """Join within the timeout. (A store whose host is frozen never answers.)"""
     try:
         bounded(lambda: _init(backend, timeout), timeout.total_seconds() + GRACE, "the start of all ranks")
     except TimeoutError as error:
@@ -249,16 +249,13 @@ def _joined(backend: str, timeout: datetime.timedelta) -> None:
 
 
 def _init(backend: str, timeout: datetime.timedelta) -> None:
-    """Join the process group that the environment names.
-
-    The store of torchrun's agent outlives the ranks that it starts again: every start has keys of its own.
-    """
+    """Join the process group that the environment names, with separate keys in the store for each start."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    c10d: Any = dist  # whose stores are not among the names that it exports
+    c10d: Any = dist  # its stores are not exported
     store = c10d.TCPStore(address, port, is_master=False, timeout=timeout)
     prefix = c10d.PrefixStore(f"fshard/{start_name(store, rank, world, timeout.total_seconds())}", store)
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=world, timeout=timeout)

@@ -1,7 +1,7 @@
-"""Parts of collectives, handed from rank to rank of one host through memory that they share.
+"""The shared-memory transport between ranks of one host: parts of collectives in memory that peers map.
 
-What a rank has to give it copies once into memory of its own, and says so in a short message to each peer. A peer reads
-it there, straight to where it is wanted or into a sum, and answers that it was read; then the memory is used again.
+A rank copies its parts once into its own memory, and announces them in a short message to each peer. A peer reads them
+there, directly to their destination or into a sum, and answers that it has read them; then the memory is used again.
 """
 
 import ctypes
@@ -21,30 +21,30 @@ from fshard.runtime.comm.links import Link, close_files, make_memory, map_memory
 from fshard.runtime.comm.watchdog import Watchdog
 
 HEAD = struct.Struct("=ccqqqq")
-"""Kind of the message, which collective it is of, its number, number of the memory, and from which byte to which."""
+"""A message: its kind, the collective and its number, the number of the memory, its first byte and its end."""
 
 READY, READ, GONE = b"+", b"-", b"!"
-"""A rank's part of a collective is there; it was read; the rank leaves, and says why."""
+"""Kinds: a part of a collective is ready; it was read; the rank leaves, for a reason."""
 
 CALLS = {b"g": "all-gather", b"s": "reduce-scatter", b"r": "all-reduce", b"a": "all-to-all"}
-"""The collectives, as messages name them: ranks whose collectives differ must not take each other's data."""
+"""The collectives in messages: ranks at different collectives must not read each other's data."""
 
 INLINE = 4096
-"""Bytes that travel in the message itself, which is quicker than by way of memory."""
+"""Parts of at most this many bytes are sent in the message, which is faster than through memory."""
 
 PAGE, LINE = 4096, 64
 """Memory is made in whole pages; parts begin at multiples of a cache line."""
 
 
 @dataclass
-class Own:
-    """Memory that this rank writes.
+class OwnMemory:
+    """Shared memory that this rank writes.
 
     Attributes:
         data: the memory.
-        file: its file, until all peers know it; then -1.
-        known: the peers that do. A collective may be with some of them alone, so others learn of it later.
-        readers: how many peers have not read what is in it.
+        file: its file descriptor, until all peers have it; then -1.
+        known: the peers that have it. A collective may involve only some peers, so others get it later.
+        readers: the number of peers that have not yet read it.
     """
 
     data: Tensor
@@ -55,7 +55,7 @@ class Own:
 
 @dataclass
 class Peer:
-    """A peer: its rank, link and memory, what it has announced by the number of the collective, and why it left."""
+    """A peer: its rank, link and memory, its announced parts by the number of the collective, and why it left."""
 
     rank: int
     link: Link
@@ -70,23 +70,23 @@ class SharedMemory:
     Args:
         links: by position; None at this rank's own.
         ranks: by position, for errors.
-        watchdog: sees the waits that last, and says how long a rank waits for a peer.
+        watchdog: sees long waits, and has the timeout.
     """
 
     def __init__(self, links: Sequence[Link | None], ranks: Sequence[int], watchdog: Watchdog) -> None:
         pairs = enumerate(zip(ranks, links, strict=True))
         self.peers = {at: Peer(rank, link) for at, (rank, link) in pairs if link is not None}
         self.watchdog, self.timeout = watchdog, watchdog.timeout
-        self.own: list[Own] = []
+        self.own: list[OwnMemory] = []
         self.closed = ""
 
     def publish(self, number: int, call: bytes, parts: Mapping[int, Tensor]) -> None:
         """Let each peer read its part of a collective.
 
         Args:
-            number: the collective's, the same on all ranks and never used again.
-            call: which collective it is.
-            parts: 1-D, contiguous, by peer; one tensor may be the part of several. They may be overwritten on return.
+            number: of the collective, the same on all ranks and never reused.
+            call: the kind of collective.
+            parts: 1-D, contiguous, by peer; peers may share a tensor. They may be overwritten on return.
 
         Raises:
             OSError: a peer is gone, or takes too long.
@@ -119,10 +119,10 @@ class SharedMemory:
 
     @contextmanager
     def part(self, at: int, number: int, call: bytes, like: Tensor) -> Iterator[Tensor]:
-        """A peer's part of a collective, once it is there, as long as ``like``. It is over with the context.
+        """Wait for a peer's part of a collective, of the length of ``like``. It is valid inside of the context.
 
         Raises:
-            OSError: the peer is gone, takes too long, or has come to another collective.
+            OSError: the peer is gone, takes too long, or is at another collective.
         """
         self._check_open()
         peer = self.peers[at]
@@ -136,11 +136,11 @@ class SharedMemory:
             )
         yield data.view(like.dtype)
         if slot >= 0:
-            with suppress(ConnectionError):  # a peer that has left does not want its memory back
+            with suppress(ConnectionError):  # a peer that has left needs no answer
                 self._send(at, HEAD.pack(READ, call, number, slot, 0, 0))
 
     def _await(self, peer: Peer, number: int, call: bytes) -> None:
-        """Take messages of a peer until its part of a collective is there."""
+        """Handle messages of a peer until its part of a collective is ready."""
         deadline = time.monotonic() + self.timeout
         waits, me = self.watchdog.waits, get_ident()
         waits[me] = CALLS[call], peer.rank
@@ -152,7 +152,7 @@ class SharedMemory:
             del waits[me]
 
     def close(self, reason: str = "") -> None:
-        """Close all links; peers that wait for this rank learn of it, and why."""
+        """Close all links; peers that wait for this rank get the reason."""
         text = HEAD.pack(GONE, b"-", 0, 0, 0, 0) + reason.encode(errors="replace")[:INLINE]
         for peer in self.peers.values():
             if reason and not self.closed:
@@ -170,15 +170,15 @@ class SharedMemory:
             raise ConnectionError(f"it is closed: {self.closed}")
 
     def _memory(self, size: int) -> int:
-        """The number of memory that nobody reads."""
+        """The number of memory without readers."""
         fits = [slot for slot, own in enumerate(self.own) if not own.readers and own.data.nbytes >= size]
         if fits:
             return min(fits, key=lambda slot: self.own[slot].data.nbytes)
-        self.own.append(Own(*make_memory(-(-size // PAGE) * PAGE)))
+        self.own.append(OwnMemory(*make_memory(-(-size // PAGE) * PAGE)))
         return len(self.own) - 1
 
     def _send(self, at: int, message: bytes, files: Sequence[int] = ()) -> None:
-        """Send. While the link is full, read what peers send: they may be waiting for just that."""
+        """Send. While the link is full, read messages of peers, which may be waiting for that."""
         to = self.peers[at]
         if self._sent(to, message, files):
             return
@@ -195,7 +195,7 @@ class SharedMemory:
         try:
             return peer.link.send(message, files)
         except OSError as error:
-            while self._take(peer, 0.0):  # it may have said why it left
+            while self._take(peer, 0.0):  # it may have sent why it left
                 pass
             raise ConnectionError(f"rank {peer.rank} cannot be reached: {error}") from error
 
@@ -206,7 +206,7 @@ class SharedMemory:
         try:
             received = peer.link.receive(max(0.0, seconds))
         except OSError as error:
-            self._check_open()  # another thread may have closed it, and knows why
+            self._check_open()  # if another thread has closed it, raise its reason
             peer.gone = str(error)
             raise ConnectionError(f"rank {peer.rank} {error}") from error
         if received is None:
@@ -224,7 +224,7 @@ class SharedMemory:
         return True
 
     def _handle(self, peer: Peer, message: bytes, files: Sequence[int]) -> None:
-        """What a message says. What it cannot say is an error, since a peer that lost count would spoil memory."""
+        """Act on a message. An invalid one is an error, since its sender could corrupt memory."""
         kind, call, number, slot, begin, end = HEAD.unpack_from(message)
         if kind == GONE:
             raise ConnectionError(f"gave up: {message[HEAD.size :].decode(errors='replace')}")

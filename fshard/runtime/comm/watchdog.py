@@ -1,9 +1,9 @@
-"""Who waits for whom: a thread that looks at the waits of a process, and needs no other rank for it.
+"""A watchdog thread for waits. It needs no other rank.
 
-A wait for another rank notes itself in a table, for the price of a tuple. The thread sees those that last: after some
-seconds it tells the other ranks, by a note in the store, what its rank is calling and where; after ten it says in one
-line who waits for whom. An error quotes the notes of all ranks. A wait that has not ended well after its time ends the
-process, with the error: nothing that hangs is left hanging.
+A wait for another rank registers itself in a table, which costs a tuple. For a wait that lasts some seconds, the thread
+leaves a note in the store with this rank's call and line; after ten seconds it prints one line that says which rank
+waits for which. Errors quote the notes of all ranks. If a wait lasts well beyond its timeout, the thread prints the
+error and ends the process.
 """
 
 import os
@@ -19,50 +19,50 @@ from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
 
 LONG = 10.0
-"""Seconds after which a line says who waits for whom."""
+"""Seconds of a wait after which a line is printed."""
 
 LAST = 4.5
-"""Seconds that a wait may last beyond its timeout before the process ends."""
+"""Seconds of a wait beyond its timeout after which the process ends."""
 
 STATUS = 70
-"""The exit status of a process that ended itself since a wait did not."""
+"""The exit status of a process that the watchdog has ended."""
 
 ASKED = "what each rank was calling:"
 """Ends the first line of an error that has been explained."""
 
 STUCK = ("imed out", "another collective", "different calls")
-"""What texts of errors hold where ranks may be at different calls."""
+"""Parts of error texts which say that ranks may be at different calls."""
 
 
 Wait = tuple[str, int]
-"""A wait that is under way: a collective, and the rank that is waited for, -1 where it is not known."""
+"""A collective that waits, and the rank that it waits for, -1 if unknown."""
 
 
 @dataclass
 class Seen:
-    """A wait, and how long it has lasted as far as the thread has seen."""
+    """A wait, and for how long the thread has seen it."""
 
     wait: Wait
     seconds: float = 0.0
 
 
 class Watchdog:
-    """Looks at the waits of one rank.
+    """Watches the waits of one rank.
 
     Args:
         rank: this one, in its mesh.
         timeout: seconds that a wait may take.
-        lose: tells the other ranks that this one is out of step for good.
-        out: where lines are written; standard error unless it is given.
+        abort_all: tells the other ranks that this one cannot continue.
+        out: the file for printed lines; None for standard error.
 
     Attributes:
-        notes: where ranks leave notes.
-        name: of the mesh, equal on its ranks, so that notes of others are not taken for theirs.
-        waits: what each thread waits for, by its identity. A wait puts itself there, and takes itself away.
+        notes: the failure notes of the job.
+        name: of the mesh, equal on its ranks, so that meshes do not share notes.
+        waits: the wait of each thread, by its identity. Waits add and remove themselves.
     """
 
-    def __init__(self, rank: int, timeout: float, lose: Callable[[str], None], out: TextIO | None = None) -> None:
-        self.rank, self.timeout, self.lose, self.out = rank, timeout, lose, out
+    def __init__(self, rank: int, timeout: float, abort_all: Callable[[str], None], out: TextIO | None = None) -> None:
+        self.rank, self.timeout, self.abort_all, self.out = rank, timeout, abort_all, out
         self.notes, self.name = FailureNotes(), "start"
         self.waits: dict[int, Wait] = {}
         self.seen: dict[int, Seen] = {}
@@ -73,7 +73,7 @@ class Watchdog:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, if it is not there yet."""
+        """Start the thread, if it does not run."""
         if self.thread is None and not self.closed.is_set():
             self.thread = threading.Thread(target=self._run, name="fshard: who waits for whom", daemon=True)
             self.thread.start()
@@ -84,7 +84,7 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, what: str, rank: int = -1) -> Iterator[None]:
-        """Note a wait as long as the context lasts."""
+        """Register a wait for the duration of the context."""
         me = threading.get_ident()
         before, self.waits[me] = self.waits.get(me), (what, rank)
         try:
@@ -95,31 +95,37 @@ class Watchdog:
             else:
                 self.waits[me] = before
 
-    def explain(self, error: CommError, ranks: Sequence[int], fatal: bool) -> None:
-        """Say what each rank was calling, where an error may come from ranks that are at different calls.
+    @contextmanager
+    def explaining(self, ranks: Sequence[int], fatal: bool) -> Iterator[None]:
+        """Add what each rank was calling to errors inside, if ranks may be at different calls.
 
         Args:
-            error: of a wait of this thread.
-            ranks: those that were to take part.
-            fatal: whether no rank can go on, so that all of them shall learn of it before they are asked.
+            ranks: those that take part.
+            fatal: whether no rank can continue after an error; then all connections are closed first.
 
         Raises:
-            CommError: the error, with that.
+            CommError: the error, with the calls of the ranks.
         """
-        if ASKED in str(error):
-            return
+        try:
+            yield
+        except CommError as error:
+            if ASKED not in str(error):
+                self._explain(error, ranks, fatal)
+            raise
+
+    def _explain(self, error: CommError, ranks: Sequence[int], fatal: bool) -> None:
         own, stuck = call_site(), any(word in str(error) for word in STUCK)
         self.failed = True
         if fatal and stuck:
-            self.lose(f"{type(error).__name__}: {error} (at {own})")
+            self.abort_all(f"{type(error).__name__}: {error} (at {own})")
         self._tell(own)
         others = [rank for rank in ranks if rank != self.rank][: MOST - 1]
         notes = self.notes.collect([self._key(rank) for rank in others], GATHERING if stuck else 0.0)
         if not stuck and not any(notes):
-            return  # a rank has ended: the others need not wait for what it cannot say
+            return  # a rank has ended, and cannot leave a note: no need to wait for one
         told = {self.rank: own, **dict(zip(others, notes, strict=True))}
-        silent = "the store that would tell does not answer" if self.notes.silent else "frozen, gone or elsewhere"
-        rows = [f"rank {rank}: {told[rank] or f'it did not say: {silent}'}" for rank in sorted(told)]
+        why = "the store does not answer" if self.notes.silent else "it is frozen, gone or elsewhere"
+        rows = [f"rank {rank}: {told[rank] or f'no answer: {why}'}" for rank in sorted(told)]
         remedy = "All ranks must make the same calls of the library in one order."
         raise CommError(lines(f"{error}; {ASKED}", rows, remedy)) from error
 
@@ -137,7 +143,7 @@ class Watchdog:
                 self._tell("")
 
     def _look(self, thread: int, seen: Seen) -> None:
-        """A wait that lasts one tick more."""
+        """Act on a wait that has lasted one tick more."""
         before, seen.seconds = seen.seconds, seen.seconds + self.tick
         if before < self.early <= seen.seconds:
             self._tell(call_site(thread))

@@ -1,19 +1,19 @@
-"""Buffers whose memory comes and goes, while they and the views of them stay.
+"""Allocating and freeing the memory of buffers, while the buffers and their views stay.
 
-Gradients are there in the backward alone, when activations go. On a device, a buffer goes back to the caching allocator
-after the compute stream has waited for whatever used it, so the allocator's own order by stream is enough.
+Gradients have memory only in the backward, which frees activations. On a device, a buffer is returned to the caching
+allocator after the compute stream has waited for the last use, so the allocator's order by stream is sufficient.
 """
 
 from torch import Tensor
 
 
 def allocate(buffer: Tensor) -> None:
-    """Give a buffer memory, if it has none now. Views of it can be used from here on; what it holds is undefined."""
+    """Give a buffer memory, if it has none. It and its views can then be used; their values are undefined."""
     storage = buffer.untyped_storage()
     if storage.nbytes() < buffer.nbytes:
         storage.resize_(buffer.nbytes)
 
 
 def deallocate(buffer: Tensor) -> None:
-    """Take a buffer's memory away. Neither it nor a view of it may be used until it is allocated again."""
+    """Free a buffer's memory. It and its views may not be used until it is allocated again."""
     buffer.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""Gradients while a step runs: from what autograd makes of leaves to flat gradients, and their norms."""
+"""Gradients while a step runs: from the gradients of leaves to flat gradients, and their norms."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from fshard.sharding.plan import Plan
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Where the gradient of a trainable group lies on its path. They may be one tensor.
+    """The buffers of the gradient of a trainable group, along its path. They may be one tensor.
 
     Attributes:
         slots: the group's memory in the arena, with the flat gradient and its staging.
         shard: the gradient shard.
-        own: what this rank updates of it, on the device.
-        home: the same where the update reads it: on the device, or in host memory.
-        late: whether the first sum of a shard is made in the staging.
+        own: the part of it that this rank updates, on the device.
+        home: the same part where the update reads it: on the device or in host memory.
+        late: whether the first sum of a shard is computed in the staging.
     """
 
     slots: GroupSlots
@@ -31,25 +31,24 @@ class GradientBuffers:
     late: bool = False
 
     @property
-    def leaves_device(self) -> bool:
-        """Whether it is updated on the host."""
+    def offloaded(self) -> bool:
+        """Whether the update reads it in host memory."""
         return self.home is not self.own
 
 
 @dataclass
 class FlatGradients:
-    """Takes the gradients of leaves, and knows which groups have any, and their norms.
+    """Collects the gradients of leaves, and tracks which groups have any, and their norms.
 
     Attributes:
         plan: the plan.
         buffers: those of trainable groups, by group id.
         offload: copies to and from host memory.
-        accumulated: what is added to the gradients of this step before their norms are taken, and times what, by group
-            id.
-        touched: the groups whose flat gradient holds something.
-        summed: those whose shard does.
-        waiting: gradients of leaves that are not in a flat gradient yet, and the numbers of the leaves, by group id.
-        norms: of shards, by group id; those that an update uses up are taken before it.
+        accumulated: gradients of earlier steps and their factors, by group id: added before norms are taken.
+        touched: the groups whose flat gradient has values.
+        summed: the groups whose shard has values.
+        waiting: numbers and gradients of leaves that are not yet in the flat gradient, by group id.
+        norms: of shards, by group id. Those of gradients that an update overwrites are taken before it.
     """
 
     plan: Plan
@@ -65,16 +64,16 @@ class FlatGradients:
         self.shares = {g.id: share_of(g, self.plan.mesh) for g in self.plan.groups if g.trainable}
 
     def start(self, accumulated: Mapping[int, tuple[Tensor, float]]) -> None:
-        """Begin a step: forget what was there."""
+        """Begin a step: discard all gradients."""
         self.accumulated = accumulated
         for held in (self.touched, self.summed, self.waiting, self.norms):
             held.clear()
 
     def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
-        """Put gradients of some leaves of a group into its flat gradient; what is missing is zero.
+        """Add gradients of some leaves of a group to its flat gradient. Missing gradients are zero.
 
-        The first ones of a group that is to be reduced wait for that, or for others to be added to, as they are: until
-        then a reduction before theirs may end, which makes room.
+        The first gradients of a group with a reduction stay outside of the flat gradient until it begins, or until
+        others are added: an earlier reduction may end before, which frees memory.
         """
         slots = self.buffers[group].slots
         if group not in self.touched:
@@ -90,13 +89,13 @@ class FlatGradients:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
     def claim(self, groups: Sequence[tuple[int, bool]]) -> bool:
-        """Ask for the right to write flat gradients instead of adding to them.
+        """Ask to write flat gradients directly in place of adding to them.
 
         Args:
-            groups: by id, and whether all leaves of it will be written. What will not be is zero on return.
+            groups: group ids, and whether all leaves of the group will be written; other leaves are zero on return.
 
         Returns:
-            Whether none of them holds anything yet. If one does, nothing has happened.
+            Whether none of the groups has gradients yet. If one has, nothing is changed.
         """
         if not self.touched.isdisjoint([group for group, _ in groups]):
             return False
@@ -111,14 +110,14 @@ class FlatGradients:
         return True
 
     def flatten(self, slots: GroupSlots) -> None:
-        """Bring the gradients that wait into the flat gradient."""
+        """Move waiting gradients into the flat gradient."""
         numbers, grads = self.waiting.pop(slots.group.id, ((), ()))
         if numbers:
             slots.claim_grad()
             _fill(slots, numbers, grads)
 
     def take(self, slots: GroupSlots) -> Tensor:
-        """The flat gradient, complete: zero where no unit touched it. The next one of the group begins anew."""
+        """The complete flat gradient: zero where no unit has one. The group's next gradient starts from zero."""
         grad = slots.claim_grad()
         if slots.group.id not in self.touched:
             grad.zero_()
@@ -132,7 +131,7 @@ class FlatGradients:
             self._zero_untouched(group)
         for group, (accumulated, factor) in self.accumulated.items():
             buffers = self.buffers[group]
-            if buffers.leaves_device:
+            if buffers.offloaded:
                 self.offload.settle(buffers.slots.group)
                 self.norms.pop(group, None)
             buffers.home.add_(accumulated.to(buffers.home.device), alpha=factor)
@@ -140,20 +139,20 @@ class FlatGradients:
     def arrive(self) -> None:
         """Wait until gradients that are updated on the host are there."""
         for buffers in self.buffers.values():
-            if buffers.leaves_device:
+            if buffers.offloaded:
                 self.offload.settle(buffers.slots.group)
 
     def ready(self, group: int) -> None:
-        """Before the update of a gradient of this step: see that it is there, and keep its norm."""
+        """Before an update with a gradient of this step: complete the gradient, and take its norm."""
         self._zero_untouched(group)
         buffers = self.buffers[group]
-        if buffers.leaves_device:
+        if buffers.offloaded:
             self.offload.settle(buffers.slots.group)  # its norm was taken before it left the device
         else:
             (self.norms[group],) = norms_of([buffers.home])
 
     def measure(self, group: int) -> None:
-        """Keep the norm of a gradient that is about to leave the device."""
+        """Take the norm of a gradient before its offload."""
         (self.norms[group],) = norms_of([self.buffers[group].own])
 
     def all_norms(self) -> dict[int, Tensor]:

@@ -1,4 +1,4 @@
-"""Memory on the device and on its host, and what goes from one to the other around an update."""
+"""Memory on the device and on its host, and copies between them around an update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fshard.sharding.plan import Plan
 
 @dataclass(frozen=True)
 class MemorySpace:
-    """Some memory: a device's, or that of its host, page-locked or not."""
+    """The memory of a device, or of its host, page-locked or not."""
 
     device: torch.device
     pinned: bool = False
@@ -28,33 +28,33 @@ class MemorySpace:
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The 1-D tensor itself if it lies here, else a copy that does."""
+        """The 1-D tensor itself if it is in this memory, else a copy in it."""
         if tensor.device == self.device and (not self.pinned or tensor.is_pinned()):
             return tensor
         return self.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
 def memory_space(kind: MemoryKind, mesh: Mesh) -> MemorySpace:
-    """The memory of this kind, as a rank sees it."""
+    """The memory of this kind for a rank of a mesh."""
     return MemorySpace(mesh.device) if kind == "device" else MemorySpace(torch.device("cpu"), kind == "pinned_host")
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """A copy in memory of the same kind: ``clone`` forgets that memory was page-locked."""
+    """A copy in memory of the same kind: ``clone`` does not keep memory page-locked."""
     pinned = tensor.device.type == "cpu" and tensor.is_pinned()
     return torch.empty_like(tensor, pin_memory=True).copy_(tensor) if pinned else tensor.clone()
 
 
 @dataclass(frozen=True)
 class UpdateStaging:
-    """How what one update writes comes to the side where it runs, and goes back.
+    """Copies of what an update writes, made on the side where it runs, and written back after it.
 
-    Everything happens on the compute stream, so what it needs on the device is free again for whatever is issued next.
+    All copies are on the compute stream, so later work on it can use their memory.
 
     Attributes:
-        space: memory of that side.
-        param: whether parameters come.
-        opt: whether optimizer state comes.
+        space: the memory where the update runs.
+        param: whether parameters are copied.
+        opt: whether optimizer state is copied.
     """
 
     space: MemorySpace
@@ -62,7 +62,7 @@ class UpdateStaging:
     opt: bool
 
     def stage_in(self, param: Tensor, opt: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Copies of what lies on the other side, and the rest as it is."""
+        """Copies of what is in the other memory, and the other tensors themselves."""
         states = {name: self._copy(value) if self.opt else value for name, value in opt.items()}
         return self._copy(param) if self.param else param, states
 
@@ -75,7 +75,7 @@ class UpdateStaging:
                 opt[name].copy_(staged[1][name], non_blocking=True)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # The processor reads what comes to the host at once, so it waits for that; a device has its stream.
+        # The CPU reads copies on the host at once, so it waits for them; a device has its stream.
         out = self.space.empty(tensor.numel(), tensor.dtype)
         return out.copy_(tensor.detach(), non_blocking=self.space.device.type != "cpu")
 

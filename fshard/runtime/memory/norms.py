@@ -14,7 +14,7 @@ SHORT = frozenset((torch.float16, torch.bfloat16))
 def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
     """The norm of each tensor, in float32 at least.
 
-    In the dtype of short ones a norm would lose its digits, or overflow although no element does.
+    In a 16-bit dtype a norm would lose digits, or overflow although no element does.
     """
     if SHORT.isdisjoint([shard.dtype for shard in shards]):
         return torch._foreach_norm(shards)
@@ -23,5 +23,5 @@ def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
 
 
 def share_of(group: Group, mesh: Mesh) -> float:
-    """What part of a group's elements this rank counts, so that all ranks together count each once."""
+    """The factor for sums over a group's elements on this rank, so that over all ranks each element counts once."""
     return mesh.axis_size(group.owned.gather_axes + group.leaves[0].compute.axes) / mesh.size

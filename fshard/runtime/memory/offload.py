@@ -14,10 +14,10 @@ Events = Sequence[Event | None]
 
 
 class Offload:
-    """Brings parameters from the host for their gathers, and gradients to it for their updates.
+    """Copies parameters from the host for their gathers, and gradients to the host for their updates.
 
-    One stream for each direction: a bus carries both at once. On a device that is the host's own, as in tests, all is
-    the same but for the streams.
+    Each direction has a stream, since a bus transfers both at once. If the device is the CPU, as in tests, all but the
+    streams is the same.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -27,16 +27,16 @@ class Offload:
         self.sent: dict[int, Event | None] = {}
 
     def fetch(self, group: Group, target: Tensor, shard: Tensor, after: Events) -> tuple[Tensor, Events]:
-        """Bring a shard to where its gather puts it, so that it needs no room of its own on the device.
+        """Copy a shard to its place in the gathered buffer, so that it needs no further memory on the device.
 
         Args:
             group: its group.
-            target: what will be gathered, rank-major.
+            target: the buffer to be gathered, rank-major.
             shard: this rank's part, in host memory.
-            after: what must be over before ``target`` is written.
+            after: events to wait for before ``target`` is written.
 
         Returns:
-            The part of ``target``, and what must be over before it is read.
+            The part of ``target``, and the events to wait for before it is read.
         """
         part = self.mesh.index(group.gather_axes)
         own = target[part * group.chunk : (part + 1) * group.chunk]
@@ -46,34 +46,34 @@ class Offload:
         return own, (self.fetched[group.id],)
 
     def store(self, group: Group, home: Tensor, grad: Tensor, after: Events) -> Handle:
-        """Begin to send a gradient to the host. Its memory on the device can go when the handle was waited for."""
+        """Start to copy a gradient to the host. Its memory on the device can be freed after waiting for the handle."""
         with self.outward.after(after):
             home.copy_(grad, non_blocking=True)
             self.sent[group.id] = self.outward.record()
-        return Passing(self.outward, (self.sent[group.id],))
+        return CopyHandle(self.outward, (self.sent[group.id],))
 
     def passing(self, after: Events) -> Handle:
         """A handle that waits for events."""
-        return Passing(self.inward, after)
+        return CopyHandle(self.inward, after)
 
     def settle(self, group: Group, written: Stream | None = None) -> None:
-        """Block until the processor may write to what was fetched of a group, and read what was sent.
+        """Block until the CPU may write a group's fetched parameters and read its sent gradients.
 
-        With ``written``, a stream, also what was issued on the compute stream is over: it may have written to the host.
+        With ``written``, the compute stream, also wait for its work, which may have written to the host.
         """
         events = [self.fetched.get(group.id), self.sent.get(group.id), written.record() if written else None]
-        for mark in events:
-            if mark is not None:
-                mark.synchronize()
+        for event in events:
+            if event is not None:
+                event.synchronize()
 
 
 @dataclass(frozen=True)
-class Passing:
+class CopyHandle:
     """The handle of a copy: the compute stream waits for it, the host does not."""
 
     stream: Stream
     after: Events
 
     def wait(self) -> None:
-        """Let what is issued from here on come after the copy."""
+        """Make later work on the compute stream wait for the copy."""
         self.stream.wait_for(self.after)

@@ -1,4 +1,4 @@
-"""Where a shard keeps what an optimizer needs of each leaf, and which of its slices one kernel call can update."""
+"""The layout of an optimizer's buffers beside a shard, and the slices of the shard that one kernel call can update."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class UpdateSlice(NamedTuple):
     """A range of a shard, in elements, that one kernel call can update.
 
     Attributes:
-        begin: where it starts in the shard.
-        end: where it ends.
-        hyper: what its leaves have in common, as the optimizer says.
-        leaves: the numbers of its first and last leaf that this rank holds some of.
-        limit: which rule of clipping its leaves have.
-        late: how many updates there were before its leaves began to train.
+        begin: its first element in the shard.
+        end: the end of its elements.
+        hyper: the hyper-parameters that its leaves share, from the optimizer.
+        leaves: the numbers of its first and last leaf on this rank.
+        limit: the clipping rule of its leaves.
+        late: the number of updates before its leaves began to train.
     """
 
     begin: int
@@ -37,14 +37,14 @@ class UpdateSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """One of an optimizer's buffers beside a shard.
+    """The layout of one of an optimizer's buffers.
 
     Attributes:
         length: its elements.
         dtype: their dtype.
-        forms: what it holds of each leaf, by the leaf's number in the group; a leaf may be missing.
-        ranges: where that lies, by the leaf's number.
-        plain: whether every leaf lies there as it does in the shard of parameters.
+        forms: the form of each leaf's state, by the leaf's number in the group; leaves may be missing.
+        ranges: the range of each leaf's state in the buffer, by the leaf's number.
+        plain: whether the ranges are those of the leaves in the shard of parameters.
     """
 
     length: int
@@ -54,19 +54,19 @@ class BufferLayout:
     plain: bool
 
     def part(self, piece: UpdateSlice) -> tuple[int, int] | None:
-        """Where the buffer holds what belongs to an update slice; None if its leaves have none of it."""
+        """The range of the buffer that belongs to an update slice; None if its leaves have no such state."""
         first, last = piece.leaves
         return (self.ranges[first][0], self.ranges[last][1]) if first in self.ranges else None
 
 
 def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None = None) -> dict[str, BufferLayout]:
-    """The buffers of an optimizer beside one group's shard. Equal leaves that lie together stay together.
+    """The layouts of an optimizer's buffers beside one group's shard. Adjacent leaves with equal forms stay adjacent.
 
     Args:
         group: the group.
         mesh: the mesh.
         opt: the optimizer.
-        part: whose shard it is; None for this rank's.
+        part: the number of the shard; None for this rank's.
     """
     part = mesh.index(group.gather_axes) if part is None else part
     spans = [group.shard_range(number, part) for number in range(len(group.leaves))]
@@ -78,15 +78,15 @@ def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None =
 
 
 def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
-    """Of all buffers beside one group's shard, on the rank that has most: the same on every rank."""
+    """Bytes of an optimizer's buffers beside one group's shard, on the rank with most: the same on every rank."""
     own = optimizer_layout(group, mesh, opt)
-    every = [own] if all(layout.plain for layout in own.values()) else []
-    every = every or [optimizer_layout(group, mesh, opt, part) for part in range(group.parts)]
+    plain = all(layout.plain for layout in own.values())
+    every = [own] if plain else [optimizer_layout(group, mesh, opt, part) for part in range(group.parts)]
     return max(sum(layout.length * layout.dtype.itemsize for layout in one.values()) for one in every)
 
 
 def _buffer_layout(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) -> BufferLayout:
-    """Lay one buffer out."""
+    """The layout of one buffer."""
     dtypes = {form.typed(group.dtype) for form in forms.values()}
     assert len(dtypes) == 1, "a buffer has one dtype"
     if len(forms) == len(spans) and all(form.shape is None and form.block == 1 for form in forms.values()):
@@ -119,17 +119,17 @@ def merge_slices(
     limit: Callable[[str], int] = lambda path: 0,
     late: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[UpdateSlice, ...]:
-    """The ranges of this rank's shard that one kernel call can update: neighbours with equal hyper-parameters, merged.
+    """The update slices of this rank's shard: adjacent leaves with equal hyper-parameters are merged.
 
     Padding between merged leaves is updated with them: it holds zeros, gets zero gradients and stays zero.
 
     Args:
         group: the group.
         mesh: the mesh.
-        hyper: what leaves must have in common, from a leaf's path and shape.
-        step: from what ``hyper`` gives, the elements that merged leaves must be apart, or a multiple; None for never.
-        limit: the rule of clipping of a leaf, by path; it is the same for merged leaves.
-        late: the updates before a leaf began to train, by path, if there were any; the same for merged leaves.
+        hyper: from a leaf's path and shape, a value that merged leaves share.
+        step: from the value of ``hyper``, the number that divides the distance of merged leaves; None for no merging.
+        limit: from a leaf's path, the number of its clipping rule, which merged leaves share.
+        late: the updates before a leaf began to train, by path, which merged leaves share; none by default.
     """
     part = mesh.index(group.gather_axes)
     out: list[UpdateSlice] = []
@@ -178,7 +178,7 @@ def update_slices(
 def start_buffers(
     group: Group, mesh: Mesh, opt: Contract, param: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, BufferLayout]]:
-    """An optimizer's buffers for a shard before the first update, and how they lie."""
+    """An optimizer's buffers for a shard before the first update, and their layouts."""
     layouts = optimizer_layout(group, mesh, opt)
     if opt.uniform:
         return dict(opt.init(param, None)), layouts

@@ -1,9 +1,9 @@
 """The arena and its static slots.
 
 Every gathered group has one offset in the arena for all its lifetimes, and its leaves are created once, as views of
-``arena.data[...]``. When a group is gathered again the saved tensors, closures and views that alias its leaves are
-valid again, so neither saved-tensor hooks nor storage resizing nor recomputation is needed. ``.data`` gives the leaves
-version counters of their own: a gather writes through the arena's.
+``arena.data[...]``. When a group is gathered again, the saved tensors, closures and views that alias its leaves are
+valid again, so saved-tensor hooks, resized storages and recomputation are not needed. ``.data`` gives the leaves their
+own version counters, so a gather, which writes to the arena, does not change them.
 """
 
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ class GroupSlots:
     """The memory of one group while a step runs.
 
     Attributes:
-        leaves: what units read, with ``_fshard_slot`` attached.
+        leaves: the tensors that units read, with ``_fshard_slot`` attached.
         full: the gathered buffer, None if the group is resident.
-        stage: where rank-major data of a ``dim`` group arrive, before they are unpacked.
-        grad: the full flat gradient; None if frozen. If it is to be reduced, it has memory only while it is in use.
-        reduce_stage: what its reduction needs besides; likewise.
-        reduced: whether it is to be reduced.
+        stage: the buffer for rank-major data of a ``dim`` group, before they are unpacked.
+        grad: the full flat gradient; None if frozen. With a reduction, it has memory only while it is in use.
+        reduce_stage: the staging of the reduction, likewise.
+        reduced: whether the gradient has a reduction.
         grads: a view of it for each leaf.
-        gaps: the views of it that no leaf covers.
+        gaps: views of its elements that no leaf covers.
         numbers: of all leaves, in order.
-        storages: the identities of what the leaves are views of.
+        storages: the identities of the storages that the leaves are views of.
         binds: how often the leaves were bound.
     """
 
@@ -57,20 +57,20 @@ class GroupSlots:
             self.leaves.append(tensor)
 
     def bind(self, buffer: Tensor) -> None:
-        """Let the leaves be views of a full buffer. Their identity, and what refers to them, stays."""
+        """Make the leaves views of a full buffer. They stay the same objects."""
         self.storages = {buffer.untyped_storage()._cdata}
         for view, leaf in zip(leaf_views(self.group, buffer.data), self.leaves, strict=True):
             leaf.data = view
         self.binds += 1
 
     def bind_resident(self, buffer: Tensor) -> None:
-        """Let the leaves of a group that is not gathered be views of its shard, or of a cast of it."""
+        """Make the leaves of a group that is not gathered views of its shard, or of its cast."""
         if self.bound is not buffer:
             self.bind(buffer)
             self.bound = buffer
 
     def bind_grad(self, buffer: Tensor) -> None:
-        """Let the gradients be views of a full flat buffer."""
+        """Make the gradients views of a full flat buffer."""
         self.grad = buffer
         self.grads = leaf_views(self.group, buffer)
         self.gaps = [buffer[a:b] for a, b in self.group.gaps]
@@ -83,12 +83,12 @@ class GroupSlots:
         return self.grad
 
     def drop_grad(self) -> None:
-        """The reduction is over: its memory can go."""
+        """Free the flat gradient, after its reduction."""
         assert self.grad is not None, self.group.name
         deallocate(self.grad)
 
     def drop_stage(self) -> None:
-        """Its staging can go, too."""
+        """Free the staging of the reduction."""
         assert self.reduce_stage is not None, self.group.name
         deallocate(self.reduce_stage)
 
@@ -100,7 +100,7 @@ class Slots:
         groups: the slots of each group.
         by_path: every leaf, by its path.
         trained: the leaves that may get gradients.
-        storages: the identities of every storage that a leaf may alias.
+        storages: the identities of all storages that a leaf may alias.
         epoch: changes whenever leaves have been bound to other memory.
     """
 
@@ -118,7 +118,7 @@ class Slots:
         self.epoch = -1
 
     def settle(self) -> None:
-        """All leaves are in their places: see which these are."""
+        """Record where the leaves are, after they were bound."""
         epoch = sum([slots.binds for slots in self.groups])
         if epoch != self.epoch:
             self.epoch = epoch
@@ -126,13 +126,13 @@ class Slots:
             self.trained = [leaf for slots in self.groups if slots.group.trainable for leaf in slots.leaves]
 
     def place(self, arena: Tensor, offsets: Mapping[str, int], stage_numel: Mapping[int, int]) -> None:
-        """Cut the arena: ``param:`` items at their offsets in bytes.
+        """Make views of the arena: ``param:`` items at their offsets in bytes.
 
         Args:
             arena: the arena.
             offsets: by item.
-            stage_numel: the staging of each group whose gradient is reduced, by group id. Its gradient and its
-                staging lie beside the arena, without memory for now.
+            stage_numel: the elements of the staging of each reduction, by group id. Gradients and staging are outside
+                of the arena, and get memory when they are used.
         """
         self.arena = arena
         for slots in self.groups:
@@ -151,7 +151,7 @@ class Slots:
                 slots.drop_stage()
 
     def replace(self, slots: GroupSlots, number: int, leaf: Tensor) -> None:
-        """Put another tensor, such as a fake one, in the place of a leaf."""
+        """Replace a leaf by another tensor, such as a fake one."""
         slot = slot_of(slots.leaves[number])
         assert slot is not None
         attach(leaf, slot)
@@ -159,7 +159,7 @@ class Slots:
         slots.storages.add(leaf.untyped_storage()._cdata)
 
     def release(self) -> None:
-        """Let go of the arena. The slots cannot be used any more."""
+        """Release the arena. The slots cannot be used afterwards."""
         self.arena = None
         for slots in self.groups:
             slots.full = slots.stage = slots.grad = slots.reduce_stage = slots.bound = None
@@ -188,7 +188,7 @@ def unpack(group: Group, stage: Tensor, leaves: list[Tensor]) -> None:
 
 
 def pack(group: Group, leaves: list[Tensor], stage: Tensor) -> None:
-    """Whole leaves to rank-major pieces: the inverse of ``unpack``. What no leaf covers becomes zero."""
+    """Whole leaves to rank-major pieces: the inverse of ``unpack``. Elements that no leaf covers become zero."""
     stage.zero_()
     for whole, pieces in _dim_views(group, stage, leaves):
         pieces.copy_(whole)
