@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Callable[..., list[str]], str, str]] = {
     "a step in a transform": (step_in_transform, "TransformError", "fs.value_and_grad"),
     "a loss that raises": (loss_raises_on_one, "ZeroDivisionError|PeerError", "no such luck"),
     "uneven rows": (uneven, "BatchError", "fs.Mean"),
-    "unlike losses": (unlike, "LossError", "same names"),
+    "unlike losses": (unlike, "LossError", "types and names"),
     "writes": (writes, "UnitError", "wrote in place"),
     "bad params": (bad_params, "TreeError|PeerError", "scale"),
     "linearize": (linearized, "TransformError", "linearize"),
