@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import read_manifest, step_folder
-from fshard.checkpoint.manifest import Manifest
+from fshard.checkpoint.manifest import Manifest, TensorInfo
 from fshard.checkpoint.problems import damaged, listed, other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
@@ -91,17 +91,8 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
     """The name of the tensor that each entry is read from, by the entry's name; all misfits in one TreeError."""
     have = manifest.tensors
     wanted = {e.name: e.name for e in entries} if request.rules is None else _by_rules(request.rules, entries)
-    missing, extra, wrong = [], [], []
-    for entry in (entry for entry in entries if entry.name in wanted):
-        name = wanted[entry.name]
-        text = f"{entry.name}  {NAMES.get(entry.dtype, entry.dtype)}{list(entry.shape)}"
-        text += "" if name == entry.name else f" from {name}"
-        if name not in have:
-            missing.append(f"missing  {text}")
-        elif have[name].shape != entry.shape:
-            wrong.append(f"misshapen  {text}: the checkpoint has {have[name]}")
-        elif have[name].dtype != entry.dtype and not request.cast:
-            wrong.append(f"other dtype  {text}: the checkpoint has {have[name]}")
+    missing, wrong = _misfits([(e, wanted[e.name]) for e in entries if e.name in wanted], have, request.cast)
+    extra = []
     if request.rules is None:  # without an optimizer its tensors may be left
         start = "" if request.opt is not None else "params."
         extra = [f"extra  {n}  {info}" for n, info in have.items() if n not in wanted and n.startswith(start)]
@@ -116,26 +107,49 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
     return wanted
 
 
-def _by_rules(rules: TakeRules, entries: Sequence[Entry]) -> dict[str, str]:
-    """What the rules read; entries that keep their value are left out."""
+def _misfits(
+    wanted: Sequence[tuple[Entry, str]], have: Mapping[str, TensorInfo], cast: bool
+) -> tuple[list[str], list[str]]:
+    """Entries whose tensor is missing, and those whose tensor has another shape or dtype."""
+    missing, wrong = [], []
+    for entry, name in wanted:
+        text = f"{entry.name}  {NAMES.get(entry.dtype, entry.dtype)}{list(entry.shape)}"
+        text += "" if name == entry.name else f" from {name}"
+        if name not in have:
+            missing.append(f"missing  {text}")
+        elif have[name].shape != entry.shape:
+            wrong.append(f"misshapen  {text}: the checkpoint has {have[name]}")
+        elif have[name].dtype != entry.dtype and not cast:
+            wrong.append(f"other dtype  {text}: the checkpoint has {have[name]}")
+    return missing, wrong
+
+
+def _check_rules(rules: TakeRules) -> None:
+    """Refuse rules that are not pairs of a pattern and a name."""
     for number, rule in enumerate(rules):
         problem: str | None = "it is no such pair"
         if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], str | None):
             problem = bad_regex(rule[0])
         if problem is not None:
             raise PlanError(f"rules[{number}] is {rule!r}, not (pattern, name in the checkpoint or None): {problem}")
+
+
+def _by_rules(rules: TakeRules, entries: Sequence[Entry]) -> dict[str, str]:
+    """What the rules read; entries that keep their value are left out."""
+    _check_rules(rules)
     hits = first_matches([pattern for pattern, _ in rules], [entry.name for entry in entries])
+    matched = {name: hit for name, hit in hits.items() if hit is not None}
     out: dict[str, str] = {}
-    for name, hit in hits.items():
-        stored = rules[hit[0]][1] if hit is not None else None
-        if hit is not None and stored is not None:
+    for name, (number, match) in matched.items():
+        stored = rules[number][1]
+        if stored is not None:
             try:
-                out[name] = hit[1].expand(stored)
+                out[name] = match.expand(stored)
             except (re.error, IndexError) as error:
-                raise PlanError(f"rules[{hit[0]}]: {stored!r} does not expand for {name}: {error}") from None
-    used = {hit[0] for hit in hits.values() if hit is not None}
+                raise PlanError(f"rules[{number}]: {stored!r} does not expand for {name}: {error}") from None
+    used = {number for number, _ in matched.values()}
     idle = [f"rules[{i}] {rule[0]!r} decides no entry" for i, rule in enumerate(rules) if i not in used]
-    unmatched = [f"{name} is matched by no rule" for name, hit in hits.items() if hit is None]
+    unmatched = [f"{name} is matched by no rule" for name in hits if name not in matched]
     if unmatched or idle:
         remedy = "Say what becomes of every entry: end with (r'.*', None) for those that keep their value."
         raise PlanError(lines("rules= of a restore:", listed(unmatched) + idle, remedy))

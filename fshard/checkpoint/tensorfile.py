@@ -98,6 +98,29 @@ def read_header(file: File) -> dict[str, Stored]:
     Raises:
         DamagedError: the header breaks a rule of the format: the tensors must fill the file without gap or overlap.
     """
+    header, base = _json(file)
+    problems, found = [], {}
+    for name, row in header.items():
+        try:
+            found[name] = _stored(row, base)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
+    at = base
+    for name, stored in ordered.items():
+        if stored.begin != at:
+            kind = "overlaps the tensor before it" if stored.begin < at else "leaves a gap before it"
+            problems.append(f"{name}: begins at byte {stored.begin}, not {at}: {kind}")
+        at = max(at, stored.end)
+    if not problems and at != file.size:
+        problems.append(f"its tensors end at byte {at}, and the file at {file.size}")
+    if problems:
+        raise file.refuse(file.path, problems)
+    return ordered
+
+
+def _json(file: File) -> tuple[dict[str, Any], int]:
+    """The rows of a header by tensor, without its metadata, and the byte after it."""
     start = file.read(0, min(8, file.size))
     length = int.from_bytes(start, "little") if len(start) == 8 else 0
     if not 2 <= length <= min(LIMIT, file.size - 8):
@@ -112,24 +135,7 @@ def read_header(file: File) -> dict[str, Stored]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise file.refuse(file.path, ["its __metadata__ is no object of strings"])
-    problems, found = [], {}
-    for name, row in header.items():
-        try:
-            found[name] = _stored(row, 8 + length)
-        except ValueError as error:
-            problems.append(f"{name}: {error}")
-    ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
-    at = 8 + length
-    for name, stored in ordered.items():
-        if stored.begin != at:
-            kind = "overlaps the tensor before it" if stored.begin < at else "leaves a gap before it"
-            problems.append(f"{name}: begins at byte {stored.begin}, not {at}: {kind}")
-        at = max(at, stored.end)
-    if not problems and at != file.size:
-        problems.append(f"its tensors end at byte {at}, and the file at {file.size}")
-    if problems:
-        raise file.refuse(file.path, problems)
-    return ordered
+    return header, 8 + length
 
 
 def _stored(row: Any, base: int) -> Stored:

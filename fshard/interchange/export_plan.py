@@ -83,10 +83,7 @@ def plan_export(
     mesh = plan.mesh
     wanted = _check(mesh, to, axes, dtype)
     by_name = {entry.name: entry for entry in listed}
-    names = apply_rules(rename, by_name, "the state")
-    turned = {old: by_name[old].shape for old, transpose in names.values() if transpose}
-    if wrong := [f"{name}: {list(shape)}" for name, shape in turned.items() if len(shape) != 2]:
-        raise TreeError(lines("rename= transposes leaves that have not two dims:", wrong, "Make the rules narrower."))
+    names = _renamed(rename, by_name)
     shapes = {f"leaf {new}": (by_name[old].shape, transpose) for new, (old, transpose) in names.items()}
     compare_arguments(mesh, "export", {"to": to, "axes": wanted, "dtype": dtype, "order": list(names), **shapes})
     pieces = pieces_of_ranks(mesh, [by_name[old] for old, _ in names.values()])
@@ -100,6 +97,15 @@ def plan_export(
         exported = entry.dtype if dtype is None or not entry.dtype.is_floating_point else dtype
         out.append(ExportItem(name, entry, ranks, have, root, exported, transpose))
     return out
+
+
+def _renamed(rules: Sequence[RenameLike], entries: Mapping[str, Entry]) -> dict[str, tuple[str, bool]]:
+    """The exported names, as from ``apply_rules``; only leaves of two dims are transposed."""
+    names = apply_rules(rules, entries, "the state")
+    turned = {old: entries[old].shape for old, transpose in names.values() if transpose}
+    if wrong := [f"{name}: {list(shape)}" for name, shape in turned.items() if len(shape) != 2]:
+        raise TreeError(lines("rename= transposes leaves that have not two dims:", wrong, "Make the rules narrower."))
+    return names
 
 
 def fetch(item: ExportItem) -> Tensor | None:

@@ -126,7 +126,13 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise DamagedError(f"{path} is no index: {type(error).__name__}: {printable(str(error))}") from error
     if not strings or not weights:
         raise DamagedError(f"{path} is no index: weight_map gives the name of a file for each tensor")
-    names = dict.fromkeys(weights.values())
+    _check_files(folder, dict.fromkeys(weights.values()))
+    return dict(weights)
+
+
+def _check_files(folder: Path, names: Iterable[str]) -> None:
+    """Refuse files of an index that lie elsewhere, are no safetensors, or do not exist."""
+    path = folder / INDEX
     outside = sorted(name for name in names if not is_plain_name(name) or not name.endswith(".safetensors"))
     if outside:
         remedy = "Only safetensors files beside the index are read."
@@ -134,7 +140,6 @@ def _read_index(folder: Path) -> dict[str, str]:
     gone = sorted(name for name in names if not os.path.exists(folder / name))
     if gone:
         raise DamagedError(lines(f"{path} names files that do not exist:", listed(gone), "Fetch or write them again."))
-    return dict(weights)
 
 
 class HfWriter:

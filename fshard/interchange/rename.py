@@ -33,9 +33,8 @@ class Rename:
         if problem := bad_regex(self.pattern):
             raise PlanError(f"rename rule ({self.pattern!r}, {self.to!r}): {problem}, for a whole name")
         try:
-            expression = re.compile(self.pattern)
             if self.to is not None:
-                expression.sub(self.to, "")  # reads the template even where nothing matches
+                re.sub(self.pattern, self.to, "")  # reads the template even where nothing matches
         except (re.error, TypeError, IndexError) as error:
             raise PlanError(
                 f"rename rule ({self.pattern!r}, {self.to!r}): {error}. Give a regular expression for a whole name, "
@@ -51,6 +50,14 @@ class Rename:
 RenameLike = Rename | tuple[str, str | None]
 
 
+def _rule(number: int, given: Any) -> Rename:
+    """One element of ``rename=`` as a rule."""
+    rule = Rename(*given) if isinstance(given, tuple) and len(given) in (2, 3) else given
+    if not isinstance(rule, Rename):
+        raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.Rename(...)")
+    return rule
+
+
 def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) -> dict[str, tuple[str, bool]]:
     """The old name of each new name, and whether its dims are swapped. The first rule that matches applies.
 
@@ -62,12 +69,7 @@ def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) ->
         TreeError: two names become one.
     """
     expect("rename=", [("rules", rules, (list, tuple), "a list of (pattern, new name) or fs.Rename(...)")])
-    full: list[Rename] = []
-    for number, pair in enumerate(rules):
-        rule: Any = Rename(*pair) if isinstance(pair, tuple) and len(pair) in (2, 3) else pair
-        if not isinstance(rule, Rename):
-            raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.Rename(...)")
-        full.append(rule)
+    full = [_rule(number, given) for number, given in enumerate(rules)]
     hits = first_matches([rule.pattern for rule in full], names)
     out: dict[str, tuple[str, bool]] = {}
     clashes = []

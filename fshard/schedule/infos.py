@@ -59,7 +59,6 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
 def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
     item, read, wire = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
     cast = read if group.compute_dtype != group.dtype and not group.kinds.hosted else 0
-    replicas = plan.mesh.axis_size(group.rest_axes)
     scattered = group.scatter_chunk if group.trainable else group.chunk
     own, moved = group.owned.chunk * item, group.kinds.moved
     info = GroupInfo(
@@ -72,16 +71,22 @@ def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
         # What is kept in host memory comes to the device for its update.
         update_bytes=moved[0] * own + moved[1] * state if group.trainable and not group.offloaded else 0,
     )
+    return dataclasses.replace(info, transfers=_path(plan, group, info))
+
+
+def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
+    """The transfers that a group needs, in their order."""
     path = []
+    own, replicas = group.owned.chunk * group.dtype.itemsize, plan.mesh.axis_size(group.rest_axes)
     if group.trainable and group.opt_parts > 1 and own:
         sent = (group.opt_parts - 1) * own
         path.append(Transfer("update_gather", STATE, STATE, sent, 0, "+".join(group.opt_axes)))
     if group.gathered:
-        sent = (group.parts - 1) * group.chunk * read
+        sent = (group.parts - 1) * group.chunk * group.compute_dtype.itemsize
         path.append(Transfer("all_gather", STATE, "param", sent, 0, "+".join(group.gather_axes)))
     if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded):
         path += _reductions(plan, group, info, replicas)
-    return dataclasses.replace(info, transfers=tuple(path))
+    return tuple(path)
 
 
 def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> list[Transfer]:

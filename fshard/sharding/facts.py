@@ -59,13 +59,17 @@ def _parts(name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
     if isinstance(value, (list, tuple)):
         plain = all(isinstance(inner, PLAIN) for inner in value)
         return None if plain else [(f"{name}[{i}]", inner) for i, inner in enumerate(value)]
+    names = _attributes(value)
+    return None if names is None else [(f"{name}.{key}", getattr(value, key)) for key in names]
+
+
+def _attributes(value: Any) -> list[str] | None:
+    """The attributes that stand for an object; None for one that its call or its repr stands for."""
     if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if field.compare]
-    elif callable(value) or ADDRESS.search(repr(value)) is None:
+        return [field.name for field in dataclasses.fields(value) if field.compare]
+    if callable(value) or ADDRESS.search(repr(value)) is None:
         return None
-    else:
-        names = [key for key in getattr(value, "__dict__", {}) if not key.startswith("_")]
-    return [(f"{name}.{key}", getattr(value, key)) for key in names]
+    return [key for key in getattr(value, "__dict__", {}) if not key.startswith("_")]
 
 
 def text(value: Any) -> str:

@@ -64,7 +64,8 @@ def check_specs(
             found = _problems(compute, shape, mesh, read.axes)
             if not found and (not _same_dims(left, compute) or compute.flat is not None):
                 found = [f"compute={compute} is not what is left of the spec after gathering some of its axes, {left}"]
-        found = found or _gather_problems(at_rest, read, data_axes, mesh)
+        gathered = tuple(axis for axis in at_rest.axes if axis not in read.axes)
+        found = found or _cut_problems(at_rest, gathered, data_axes) or _axes_problems(gathered, data_axes, mesh)
         problems += [(f"{path}  {list(shape)}", f"  {at_rest}: {problem}") for problem in found]
     _refuse(problems, f"specs on the mesh {dict(mesh.shape)}", "Correct the rules that give these specs.")
 
@@ -188,8 +189,8 @@ def _problems(spec: P, shape: Shape, mesh: Mesh, local: Axes) -> list[str]:
     return out
 
 
-def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> list[str]:
-    gathered = tuple(axis for axis in at_rest.axes if axis not in compute.axes)
+def _cut_problems(at_rest: P, gathered: Axes, data_axes: Axes) -> list[str]:
+    """What is wrong with how a leaf is cut along its gathered axes."""
     stuck = [axis for axis in axes_of(at_rest.flat) if axis not in gathered]
     if stuck:
         return [
@@ -199,8 +200,13 @@ def _gather_problems(at_rest: P, compute: P, data_axes: Axes, mesh: Mesh) -> lis
     dims = [i for i, entry in enumerate(at_rest.dims) if any(axis in gathered for axis in axes_of(entry))]
     if len(dims) > 1 or (dims and at_rest.flat is not None):
         return [f"it is gathered along several dims {dims} or along a dim and flat; gather over one flat=(...) instead"]
-    if dims and any(axis in compute.axes for axis in axes_of(at_rest.dims[dims[0]])):
+    if dims and any(axis not in gathered for axis in axes_of(at_rest.dims[dims[0]])):
         return [f"dim {dims[0]} mixes gathered and local axes; put the gathered ones into flat="]
+    return []
+
+
+def _axes_problems(gathered: Axes, data_axes: Axes, mesh: Mesh) -> list[str]:
+    """What is wrong with the choice and the order of gathered axes."""
     foreign = [axis for axis in gathered if axis not in data_axes]
     if foreign:
         # Ranks along such an axis work on the same rows: no spec says whether their gradients add up or are equal.

@@ -244,13 +244,9 @@ def _handshake(
     failed because another one cut its collective off raises that rank's failure.
     """
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-    dims = leading_dims(batch)
-    weighted = loss is not None and loss.count is not None
-    means = (0, 0) if loss is None else fingerprint(loss.aux)
-    plain = 0 if loss is None or weighted else digest(dims)
+    mine = [status, digest(place), facts.number, *_mean_row(batch, loss)]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
-        mine = [status, digest(place), facts.number, weighted, *means, plain, dims[0] if dims else -1]
-        rows = announce(comm, "sharded loss", [int(x) for x in mine])
+        rows = announce(comm, "sharded loss", mine)
         if any(row[0] for row in rows):
             raise_failure(comm, failure, [row[0] for row in rows], status)
         settle(comm, [row[2] for row in rows], facts)
@@ -260,6 +256,16 @@ def _handshake(
         raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
     if any(row[6] != rows[0][6] for row in rows):
         raise uneven_rows([row[7] for row in rows])
+
+
+def _mean_row(batch: Any, loss: Loss | None) -> list[int]:
+    """What losses with a common mean have in common, and the leading dim of the batch; zeros where there is no loss."""
+    dims = leading_dims(batch)
+    first = dims[0] if dims else -1
+    if loss is None:
+        return [0, 0, 0, 0, first]
+    weighted = loss.count is not None
+    return [int(weighted), *fingerprint(loss.aux), 0 if weighted else digest(dims), first]
 
 
 def _written(what: list[str]) -> UnitError:

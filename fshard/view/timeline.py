@@ -142,19 +142,22 @@ def bars(schedule: Schedule, simulation: Simulation | None = None, scale: float 
     ops, edges = schedule.ops, positions(schedule.ops)
     owner = {unit: next((schedule.groups[g].name for g in ids), "") for unit, ids in schedule.program.reads.items()}
     for at, op in enumerate(ops):
-        row, end = started(op.kind), at + 1
-        if row is None and op.kind != "update" and op.kind not in UNIT_KINDS:
+        row, computes = started(op.kind), op.kind in UNIT_KINDS
+        if row is None and not computes and op.kind != "update":
             continue
-        if row is not None:
-            end = next(n for n in range(at, len(ops)) if (ops[n].kind, ops[n].target) == (row.wait, op.target))
+        end = at + 1 if row is None else _waited(ops, at, row.wait)
         exposed = row is not None and not any(between.kind in UNIT_KINDS for between in ops[at:end])
         begin, over = edges[at], edges[end]
         if simulation is not None:
             exposed = row is not None and simulation.ends[end] > simulation.issued[end]
             begin, over = simulation.starts[at] * scale, simulation.ends[at] * scale
-        computes = op.kind in UNIT_KINDS
         group = op.target if not computes else "" if op.target == ROOT else owner.get(op.target, "")
         yield Bar("compute" if computes else op.kind, op.target, group, begin, over, exposed)
+
+
+def _waited(ops: Sequence[Op], start: int, wait: str) -> int:
+    """Where the wait of the transfer is that begins at ``start``."""
+    return next(n for n in range(start, len(ops)) if (ops[n].kind, ops[n].target) == (wait, ops[start].target))
 
 
 def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:
