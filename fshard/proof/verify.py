@@ -15,7 +15,7 @@ from fshard.proof.plain import Task, earliest, run_plainly
 from fshard.proof.report import Tolerance, Verified
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import enter
-from fshard.runtime.steps.failures import refuse_transforms
+from fshard.runtime.steps import refuse_transforms
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
 from fshard.training.step import TrainStep

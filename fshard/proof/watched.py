@@ -12,9 +12,8 @@ from fshard.errors import PlanError
 from fshard.model.unit import Unit
 from fshard.runtime.engine.engine import Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
-from fshard.runtime.execution.update import Update
-from fshard.runtime.steps.consensus import Verdict
-from fshard.runtime.steps.records import Outcome
+from fshard.runtime.execution import Update
+from fshard.runtime.steps import Outcome, Verdict
 from fshard.sharding.plan import Plan
 from fshard.state.train_state import TrainState
 from fshard.training.metrics import Metrics

@@ -5,7 +5,7 @@ from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.runtime.comm import enter
-from fshard.runtime.execution.update import Shard, Shards
+from fshard.runtime.execution import Shard, Shards
 from fshard.runtime.memory import same_memory
 from fshard.state.memory import Memory
 from fshard.state.train_state import TrainState

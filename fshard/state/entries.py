@@ -15,7 +15,7 @@ from fshard.errors import StateError, TreeError
 from fshard.optim.base import Optimizer
 from fshard.optim.form import Form
 from fshard.optim.scaling import Scale
-from fshard.runtime.execution.update import Shard, Shards, start_shard
+from fshard.runtime.execution import Shard, Shards, start_shard
 from fshard.runtime.memory import memory_space
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.plan import Plan

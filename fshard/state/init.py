@@ -17,7 +17,7 @@ from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
-from fshard.runtime.execution.update import Shards, start_shard
+from fshard.runtime.execution import Shards, start_shard
 from fshard.runtime.memory import memory_space
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
-from fshard.runtime.execution.update import Pending, Shard, Shards
+from fshard.runtime.execution import Pending, Shard, Shards
 from fshard.runtime.memory import BufferLayout, memory_space
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan

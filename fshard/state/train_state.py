@@ -11,7 +11,7 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.errors import TreeError
 from fshard.optim.scaling import Scale
-from fshard.runtime.execution.update import Pending, Shard, Shards
+from fshard.runtime.execution import Pending, Shard, Shards
 from fshard.sharding.plan import Plan
 from fshard.state.memory import Layout, Memory
 from fshard.state.past import Past

@@ -12,12 +12,8 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.model.precision import Precision
 from fshard.runtime.engine.loss import is_scalar
-from fshard.runtime.execution.signals import Shield
-from fshard.runtime.steps.failures import refuse_transforms
-from fshard.runtime.steps.handshake import uneven_rows
-from fshard.runtime.steps.programs import make_programs
-from fshard.runtime.steps.protocol import Runner
-from fshard.runtime.steps.records import Request
+from fshard.runtime.execution import Shield
+from fshard.runtime.steps import Request, Runner, make_programs, refuse_transforms, uneven_rows
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule

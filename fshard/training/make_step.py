@@ -9,9 +9,10 @@ from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.scaling import LossScale
 from fshard.runtime.engine.remat import read_remat
+from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
-from fshard.runtime.steps.options import Options, flag_problems, late_problems, step_problems
+from fshard.runtime.steps.options import flag_problems, late_problems, step_problems
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.runtime.engine.loss import Mean, as_means
-from fshard.runtime.steps.consensus import scalar, widened
+from fshard.runtime.steps import scalar, widened
 
 
 @dataclass(frozen=True)

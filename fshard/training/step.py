@@ -17,19 +17,34 @@ from fshard.optim.contract import Contract, contract
 from fshard.optim.scaling import Scale
 from fshard.runtime.engine.batch import microbatches
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.execution.rounding import Rounding, rounded_groups
-from fshard.runtime.execution.signals import Shield
-from fshard.runtime.execution.trace import idle_leaves, trace
-from fshard.runtime.execution.update import Pending, Shards, Update, gradients_of, partly_updated
+from fshard.runtime.execution import (
+    Pending,
+    Rounding,
+    Shards,
+    Shield,
+    Update,
+    gradients_of,
+    idle_leaves,
+    partly_updated,
+    rounded_groups,
+)
+from fshard.runtime.execution.trace import trace
 from fshard.runtime.memory.optimizer_layout import BufferLayout, most_bytes, optimizer_layout, update_slices
-from fshard.runtime.steps.consensus import Verdict, scalar, widened
-from fshard.runtime.steps.decide import Decisions, not_finite
-from fshard.runtime.steps.failures import refuse_transforms
+from fshard.runtime.steps import (
+    Decisions,
+    Options,
+    Outcome,
+    Programs,
+    Request,
+    Runner,
+    Verdict,
+    make_programs,
+    refuse_transforms,
+    scalar,
+    widened,
+)
+from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
-from fshard.runtime.steps.options import Options
-from fshard.runtime.steps.programs import Programs, make_programs
-from fshard.runtime.steps.protocol import Runner
-from fshard.runtime.steps.records import Outcome, Request
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.footprint import Footprint, footprint
 from fshard.schedule.ops import Op

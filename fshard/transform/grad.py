@@ -10,11 +10,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
-from fshard.runtime.execution.signals import Shield
-from fshard.runtime.execution.update import Shard
-from fshard.runtime.steps.programs import make_programs
-from fshard.runtime.steps.protocol import Runner
-from fshard.runtime.steps.records import Request
+from fshard.runtime.execution import Shard, Shield
+from fshard.runtime.steps import Request, Runner, make_programs
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule

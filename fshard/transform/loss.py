@@ -23,9 +23,8 @@ from fshard.runtime.engine import Mean, fingerprint, leading_dims, means_of, rea
 from fshard.runtime.engine.batch import check_device
 from fshard.runtime.engine.loss import Loss
 from fshard.runtime.execution.executor import diverged
+from fshard.runtime.steps import raise_failure, uneven_rows
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
-from fshard.runtime.steps.failures import raise_failure
-from fshard.runtime.steps.handshake import uneven_rows
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all

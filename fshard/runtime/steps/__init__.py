@@ -1,1 +1,26 @@
 """One step on all ranks: from its program to what they decide together."""
+
+from fshard.runtime.steps.consensus import Verdict, scalar, widened
+from fshard.runtime.steps.decide import Decisions
+from fshard.runtime.steps.failures import raise_failure, refuse_transforms
+from fshard.runtime.steps.handshake import uneven_rows
+from fshard.runtime.steps.options import Options
+from fshard.runtime.steps.programs import Programs, make_programs
+from fshard.runtime.steps.protocol import Runner
+from fshard.runtime.steps.records import Outcome, Request
+
+__all__ = [
+    "Decisions",
+    "Options",
+    "Outcome",
+    "Programs",
+    "Request",
+    "Runner",
+    "Verdict",
+    "make_programs",
+    "raise_failure",
+    "refuse_transforms",
+    "scalar",
+    "uneven_rows",
+    "widened",
+]

@@ -12,7 +12,7 @@ from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.optim import checks
 from fshard.runtime.comm import Communicator, exchange
-from fshard.runtime.execution.update import Gradients
+from fshard.runtime.execution import Gradients
 from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.steps.consensus import RuleNorms
 from fshard.sharding.plan import Plan

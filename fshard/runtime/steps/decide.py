@@ -11,7 +11,7 @@ from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
 from fshard.optim.contract import Contract
 from fshard.runtime.comm import Communicator
-from fshard.runtime.execution.update import Gradients, Shard
+from fshard.runtime.execution import Gradients, Shard
 from fshard.runtime.steps.clip import Clip, norms_by_rule, skipped
 from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
 from fshard.runtime.steps.failures import raise_failure

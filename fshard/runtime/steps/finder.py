@@ -5,7 +5,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from fshard.runtime.engine.batch import microbatches, signature
-from fshard.runtime.execution.trace import Found, trace
+from fshard.runtime.execution import Found
+from fshard.runtime.execution.trace import trace
 from fshard.runtime.steps.programs import Programs
 
 Fn = Callable[..., Any]

@@ -12,9 +12,9 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import NO_REMAT, Remat
+from fshard.runtime.execution import Found
 from fshard.runtime.execution.actions import Actions, make_resident
 from fshard.runtime.execution.executor import Route, make_route
-from fshard.runtime.execution.trace import Found
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache

@@ -26,8 +26,8 @@ from fshard.runtime.comm import COLLECTIVES
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
+from fshard.runtime.execution import Found
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
-from fshard.runtime.execution.trace import Found
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
 from fshard.runtime.steps.failures import raise_failure, report, request, together
 from fshard.runtime.steps.finder import Finder, Fn

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fshard.runtime.comm.facts import Facts
+from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.execution.actions import NOTHING
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.execution.signals import Shield
-from fshard.runtime.execution.update import Shard, Update
 from fshard.runtime.steps.consensus import OK, RuleNorms, Verdict
 from fshard.runtime.steps.programs import Prepared
 from fshard.schedule.ops import Op
