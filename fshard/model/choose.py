@@ -1,7 +1,7 @@
 """Chooses the submodules that are units: by path, by class, or the repeated blocks (``"auto"``)."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -18,21 +18,29 @@ def chosen(module: nn.Module, units: Pattern | Iterable[Pattern]) -> tuple[str, 
     """The paths of the units, each module under its first path, in the order of registration."""
     if isinstance(units, str) and units == AUTO:
         return repeated(module)
-    patterns = list(units) if isinstance(units, Iterable) and not isinstance(units, (str, type)) else [units]
-    for pattern in patterns:
-        if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
-            raise errors.bad_unit_pattern(pattern)
-    picked = {id(below) for below in _hits(module, patterns)}
+    picked = {id(below) for below in _hits(module, _patterns(units))}
     found = {path: below for path, below in module.named_modules() if path and id(below) in picked}
     idle = {path: type(unit).__name__ for path, unit in found.items() if uncallable(unit)}
     if idle:
         raise errors.uncallable_unit(idle)
-    first = {id(unit): path for path, unit in found.items()}
-    inner = ((path, below) for path, unit in found.items() for below in unit.modules() if below is not unit)
-    nested = [(path, first[id(below)]) for path, below in inner if id(below) in first]
-    if nested:
+    if nested := _nested(found):
         raise errors.nested_units(nested)
     return tuple(found)
+
+
+def _patterns(units: Pattern | Iterable[Pattern]) -> list[Pattern]:
+    patterns = list(units) if isinstance(units, Iterable) and not isinstance(units, (str, type)) else [units]
+    for pattern in patterns:
+        if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
+            raise errors.bad_unit_pattern(pattern)
+    return patterns
+
+
+def _nested(units: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+    """Pairs of units, the second inside of the first."""
+    first = {id(unit): path for path, unit in units.items()}
+    inner = ((path, below) for path, unit in units.items() for below in unit.modules() if below is not unit)
+    return [(path, first[id(below)]) for path, below in inner if id(below) in first]
 
 
 def repeated(module: nn.Module) -> tuple[str, ...]:

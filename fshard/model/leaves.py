@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,21 +75,26 @@ class LeafOrder:
         if not isinstance(given, Mapping):
             raise errors.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"], _instead(given))
         found = dict(tree.paths(given))
-        known = [path for path in self.paths if path in found]
+        known = {path: found[path] for path in self.paths if path in found}
         problems = [f"{path}: missing" for path in self.paths if path not in found]
         problems += [f"{path}: unknown" for path in found if path not in self.paths]
-        shards = not problems
-        problems += [f"{p}: {kind(found[p])}, not a tensor" for p in known if not isinstance(found[p], Tensor)]
+        complete = not problems
+        problems += [f"{path}: {kind(x)}, not a tensor" for path, x in known.items() if not isinstance(x, Tensor)]
+        wrong = list(self._misshapen(known))
+        problems += [f"{path}: shape {shape}, expected {want}" for path, shape, want in wrong]
+        if problems:
+            shards = complete and {len(shape) for _, shape, _ in wrong} == {1}
+            raise errors.wrong_leaves(self._what, problems, _SHARDS if shards else "")
+        return list(known.values())
+
+    def _misshapen(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Leaves of another shape: the path, the shape of the whole leaf, and the expected one."""
         for path, want in zip(self.paths, map(tuple, self._shapes or ()), strict=False):
             leaf = found.get(path)
             slot = slot_of(leaf)
             shape = slot.shape if slot is not None else tuple(leaf.shape) if isinstance(leaf, Tensor) else None
             if shape is not None and shape != want:
-                problems.append(f"{path}: shape {shape}, expected {want}")
-                shards = shards and len(shape) == 1
-        if problems:
-            raise errors.wrong_leaves(self._what, problems, _SHARDS if shards else "")
-        return [found[path] for path in self.paths]
+                yield path, shape, want
 
 
 _SHARDS = (

@@ -248,15 +248,12 @@ class Part:
     @staticmethod
     def of(shape: Sequence[int], start: Start, whole: Sequence[int] | None) -> "Part":
         """The box that a caller named, checked."""
-        for name, sizes in (("shape", shape), ("of", () if whole is None else whole)):
-            if not isinstance(sizes, Sequence) or any(not isinstance(n, int | torch.SymInt) for n in sizes):
-                raise PlanError(f"{name}={sizes!r}: give a tuple of ints, such as (2, 3)")
-        shape = tuple(shape)
+        shape = _ints("shape", shape)
+        sizes = (-1, *shape[1:])[: len(shape)] if whole is None else _ints("of", whole)
         given = tuple(start) if isinstance(start, Sequence) else (start,)
         if isinstance(start, Sequence) and len(given) != len(shape) or not shape and isinstance(start, Tensor):
             raise PlanError(f"start={start!r} for the shape {list(shape)}: give the first row, or one index a dim")
         starts = (given + (0,) * len(shape))[: len(shape)]
-        sizes = tuple(whole) if whole is not None else (-1, *shape[1:])[: len(shape)]
         fits = len(sizes) == len(shape) and (bool(shape) or start in (0, ()))
         if not fits or not all(_inside(*box) for box in zip(starts, shape, sizes, strict=True)):
             raise PlanError(
@@ -278,6 +275,13 @@ class Part:
         for size, first, length in zip(self.shape, self.start, self.whole, strict=True):
             at = at.unsqueeze(-1) * length + (torch.arange(size, device=device) + first)
         return at.reshape(-1)
+
+
+def _ints(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes that a caller gave as ``name``, checked."""
+    if not isinstance(sizes, Sequence) or any(not isinstance(n, int | torch.SymInt) for n in sizes):
+        raise PlanError(f"{name}={sizes!r}: give a tuple of ints, such as (2, 3)")
+    return tuple(sizes)
 
 
 def _inside(first: int | Tensor, size: int, limit: int) -> bool:

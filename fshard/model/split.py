@@ -82,9 +82,9 @@ class Model:
         if self._unmade and buffers is None and instance.held.leaves and instance.held.leaves[0].device.type != "meta":
             raise errors.unmade_buffers(self._unmade)
         given = self._body.buffers.leaves(self.buffers if buffers is None else buffers)
-        versions = [leaf._version for leaf in tree.leaves(self.ignored)] if self.ignored else []
+        versions = self._versions()
         out, changed = self._body.run(instance, given, args, kwargs)
-        if versions and versions != [leaf._version for leaf in tree.leaves(self.ignored)]:
+        if versions != self._versions():
             raise errors.written_outside([path for path, _ in tree.paths(self.ignored)])
         if buffers is None:
             if changed:
@@ -94,6 +94,10 @@ class Model:
         for path, buffer in changed.items():
             new[path] = buffer.detach() if isinstance(buffer, Tensor) and buffer.requires_grad else buffer
         return out, tree.nest(new)
+
+    def _versions(self) -> list[int]:
+        """How often each ignored parameter was written to."""
+        return [leaf._version for leaf in tree.leaves(self.ignored)] if self.ignored else []
 
     @property
     def module(self) -> nn.Module:
@@ -146,11 +150,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     params, aliases = tied((path, leaf) for path, leaf in every.items() if path not in out)
     buffers, _ = tied(module.named_buffers(remove_duplicate=False))
     twin = private_copy(module, params.values(), [*buffers.values(), *out.values()])
-    for owner, _, name in (path.rpartition(".") for path in out):
-        # Plain attributes, which all instances share. A module that is reached by two paths is one.
-        below = twin.get_submodule(owner)
-        if name in below._parameters:
-            vars(below)[name] = below._parameters.pop(name)
+    _make_attributes(twin, out)
     order = LeafOrder("params", params, {path: leaf.shape for path, leaf in params.items()})
     return Model(
         params=tree.nest({path: leaf.detach() for path, leaf in params.items()}),
@@ -163,6 +163,14 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         ignored=tree.nest(tied(out.items())[0]),
         _unmade=tuple(path for path, buffer in buffers.items() if buffer.device.type == "meta"),
     )
+
+
+def _make_attributes(twin: nn.Module, paths: Iterable[str]) -> None:
+    """Turn parameters into plain attributes, which all instances share."""
+    for owner, _, name in (path.rpartition(".") for path in paths):
+        below = twin.get_submodule(owner)
+        if name in below._parameters:  # a module that is reached by two paths is one
+            vars(below)[name] = below._parameters.pop(name)
 
 
 def _again(module: nn.Module, kept: Mapping[str, Any]) -> Model:

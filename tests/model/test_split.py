@@ -272,6 +272,14 @@ def test_all_problems_of_a_tree_come_in_one_error() -> None:
         model.apply(model.params, IDS, buffers={})
 
 
+def test_only_leaves_of_one_dim_are_taken_for_shards() -> None:
+    model = split(nn.Linear(4, 2))
+    for weight, shards in ((torch.zeros(8), True), (torch.zeros(4, 4), False), (1.0, False)):
+        with pytest.raises(TreeError) as caught:
+            model.apply({"weight": weight, "bias": model.params["bias"]}, torch.zeros(4))
+        assert ("look like shards" in str(caught.value)) == shards
+
+
 def test_broadcastable_shapes_are_not_taken() -> None:
     model = split(nn.LayerNorm(4))
     with pytest.raises(TreeError, match=r"bias: shape \(1,\), expected \(4,\)"):

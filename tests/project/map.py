@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.project.layering import LAYERS, Function, Module, Modules, edges, load
+from tests.project.layering import LAYERS, Function, Module, Modules, Rule, edges, load
 
 ATTRIBUTES, COMPLEXITY, FILE_LINES, FUNCTION_LINES = 15, 15, 400, 40
 """The most that a class, a function and a file should have."""
@@ -203,6 +203,35 @@ def _imports(modules: Modules) -> dict[str, dict[str, int]]:
 def _complex(functions: Mapping[str, int]) -> dict[str, int]:
     """Those over the limit, outside of parsers."""
     return {name: n for name, n in functions.items() if n > COMPLEXITY and not name.startswith(PARSERS)}
+
+
+def complex_functions(modules: Modules) -> list[str]:
+    """Functions above ``COMPLEXITY``, outside of ``PARSERS``."""
+    return [
+        module.at(node, f"{node.name} has a complexity of {complexity(node)}, above {COMPLEXITY}")
+        for module, node in _definitions(modules)
+        if not isinstance(node, ast.ClassDef) and complexity(node) > COMPLEXITY
+        if not module.name.partition(".")[2].startswith(PARSERS)
+    ]
+
+
+def large_classes(modules: Modules) -> list[str]:
+    """Classes with more than ``ATTRIBUTES`` attributes."""
+    return [
+        module.at(node, f"{node.name} has {len(attributes(node))} attributes, above {ATTRIBUTES}")
+        for module, node in _definitions(modules)
+        if isinstance(node, ast.ClassDef) and len(attributes(node)) > ATTRIBUTES
+    ]
+
+
+def _definitions(modules: Modules) -> Iterator[tuple[Module, Function | ast.ClassDef]]:
+    """Each function and class, with its module."""
+    for module in modules.values():
+        yield from ((module, node) for _, node in defined(module.tree))
+
+
+RULES: tuple[Rule, ...] = (complex_functions, large_classes)
+"""Rules beside those of ``layering``, which tests hold the package to: functions outside of parsers, and classes."""
 
 
 def _rows(title: str, new: Mapping[str, int], old: Mapping[str, int] | None, names: list[str]) -> list[str]:

@@ -6,8 +6,10 @@ from textwrap import dedent
 import pytest
 
 from tests.project import layering
+from tests.project import map as shape
 
 ROOT = Path(__file__).parents[2] / "fshard"
+RULES = (*layering.RULES, *shape.RULES)
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +18,7 @@ def house() -> dict[str, layering.Module]:
     return layering.load(ROOT)
 
 
-@pytest.mark.parametrize("rule", layering.RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule: layering.Rule, house: dict[str, layering.Module]) -> None:
     problems = rule(house)
     assert not problems, "\n".join(["", *problems])
@@ -56,6 +58,9 @@ LONG = "def f():\n" + "    x = 1\n" * 60
 WISHED = "def f():\n" + "    x = 1\n" * 40
 DOCUMENTED = 'def f():\n    """\n' + "    text\n" * 60 + '    """\n'
 SHORT = "def g():\n    pass\n"
+BRANCHED = f"def f(x): return {' or '.join('x' * 16)}\n"
+INNER = BRANCHED.strip()
+LARGE = "class A:\n    fixed: int\n" + "".join(f"    def f{i}(self): self.x{i} = 1\n" for i in range(15))
 
 BROKEN = [
     # rule, file, what is appended to it, what the only problem says
@@ -152,6 +157,11 @@ BROKEN = [
         "f has 61",
     ),
     ("long_functions", "lora.py", WISHED, "f has 41 lines"),
+    ("complex_functions", "lora.py", BRANCHED, "lora.py:4: f has a complexity of 16, above 15"),
+    ("complex_functions", "lora.py", f"class A:\n    def g():\n        {INNER}", "f has a complexity of 16, above 15"),
+    ("complex_functions", "checkpoint/restore.py", BRANCHED, "f has a complexity of 16"),
+    ("large_classes", "lora.py", LARGE, "lora.py:4: A has 16 attributes, above 15"),
+    ("large_classes", "schedule/text.py", LARGE, "A has 16 attributes"),
 ]
 
 ALLOWED = [
@@ -161,6 +171,10 @@ ALLOWED = [
     ("lora.py", "import torch\ntorch.nn.functional.relu(x)\nmesh.distributed = 1\nimport torch.distributedx"),
     ("lora.py", WISHED + SHORT * 30),
     ("lora.py", DOCUMENTED),
+    ("lora.py", BRANCHED.replace("x or ", "", 1)),
+    ("lora.py", LARGE.replace("    fixed: int\n", "")),
+    ("schedule/text.py", BRANCHED),
+    ("checkpoint/manifest.py", BRANCHED),
     ("runtime/comm/gloo.py", "import torch.distributed as dist"),
     ("view/__init__.py", "from fshard.sharding.plan import P"),
     ("lora.py", "import fshardx"),
@@ -178,7 +192,7 @@ def build(root: Path, files: dict[str, str]) -> dict[str, layering.Module]:
 
 def broken(modules: dict[str, layering.Module]) -> dict[str, list[str]]:
     """The problems that each rule finds, without rules that find none."""
-    found = {rule.__name__: rule(modules) for rule in layering.RULES}
+    found = {rule.__name__: rule(modules) for rule in RULES}
     return {rule: problems for rule, problems in found.items() if problems}
 
 
@@ -189,7 +203,7 @@ def test_a_good_package_breaks_no_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rule", "file", "source", "says"), BROKEN)
 def test_a_broken_rule_is_noticed(tmp_path: Path, rule: str, file: str, source: str, says: str) -> None:
     modules = build(tmp_path, GOOD | {file: f"{GOOD.get(file, '')}\n{source}"})
-    problems = next(r for r in layering.RULES if r.__name__ == rule)(modules)
+    problems = next(r for r in RULES if r.__name__ == rule)(modules)
     assert len(problems) == 1, problems
     assert says in problems[0]
 

@@ -178,6 +178,11 @@ def apart(want: Tensor | None, got: Tensor | None, exact: bool) -> str:
         return f"is {one} by Python and {other} in the graph"
     if want.itemsize > 1 and torch.equal(want, got):  # without the memory that the rest takes
         return ""
+    return _elements_apart(want, got, exact)
+
+
+def _elements_apart(want: Tensor, got: Tensor, exact: bool) -> str:
+    """How the elements of tensors of one shape and dtype differ; see ``apart``."""
     if not (want.is_floating_point() or want.is_complex()):
         count, size = int((want != got).sum()), want.numel()
         few = count <= (0 if exact else max(1, FLIPS * size))

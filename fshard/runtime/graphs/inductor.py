@@ -5,7 +5,7 @@ the backward computes cheap pointwise ops again instead of saving their results.
 numbers come from the ops that eager PyTorch uses, so they are the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,11 +79,7 @@ class _Compiled:
         self.order: list[int] = []
         if second is not None:
             names = [*(node.name for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
-            # Numbers below zero count leaves, those from 0 what was saved.
-            place = {name: -1 - number for name, number in holders.items()}
-            place |= {name: number for number, name in enumerate(names)}
-            taken = [node.name for node in second.graph.find_nodes(op="placeholder")]
-            self.order = [place[name] for name in taken if not name.startswith("tangents_")]
+            self.order = _order(second, holders, names)
             self.second = _Half(second, backward=True)
 
     # The functions of a ``Code``.
@@ -115,6 +111,14 @@ class _Compiled:
         """These as the functions of a graph."""
         watched = tuple(n - self.leaves for n in self.inputs), self.watched
         return Code(tuple, self.forward, self.backward, list, self.direct, "compiled by Inductor", "inductor", watched)
+
+
+def _order(backward: fx.GraphModule, leaves: Mapping[str, int], saved: Sequence[str]) -> list[int]:
+    """What a backward takes before the tangents: numbers below zero count leaves, those from 0 what was saved."""
+    place = {name: -1 - number for name, number in leaves.items()}
+    place |= {name: number for number, name in enumerate(saved)}
+    taken = (node.name for node in backward.graph.find_nodes(op="placeholder"))
+    return [place[name] for name in taken if not name.startswith("tangents_")]
 
 
 class _Half:
