@@ -48,8 +48,8 @@ class Communicators:
         if not self.made:
             needed = {need for group in self.plan.groups for need in _needs(group)}
             order = [*ROLES]
-            for kind, axes in sorted(needed, key=lambda need: (order.index(need[0]), need[1])):
-                self.made[kind, axes] = self.transport.communicator(ROLES[kind], axes)
+            needed_in_order = sorted(needed, key=lambda need: (order.index(need[0]), need[1]))
+            self.made = {(kind, axes): self.transport.communicator(ROLES[kind], axes) for kind, axes in needed_in_order}
 
     def over(self, kind: str, axes: Axes) -> Communicator:
         """The communicator of a kind of transfer over some axes."""

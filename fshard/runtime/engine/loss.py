@@ -130,6 +130,23 @@ def as_means(result: Any) -> Any:
     return tree.map(lambda x: Mean(x, 1.0) if is_scalar(x) else x, result)
 
 
+def check_means(result: Any) -> None:
+    """Refuse the result of an evaluation whose ``fs.Mean`` are no single numbers.
+
+    Raises:
+        LossError: naming the shapes.
+    """
+    for mean in means_of(result):
+        shapes = [
+            list(part.shape) for part in (mean.total, mean.count) if isinstance(part, Tensor) and part.numel() != 1
+        ]
+        if shapes:
+            raise LossError(
+                f"fs.Mean takes a total and a count of one element each, and was given shapes {shapes}: sum over all "
+                f"elements first"
+            )
+
+
 def _scalar_parts(mean: Mean) -> bool:
     count = mean.count
     return is_scalar(mean.total) and (count.ndim == 0 if isinstance(count, Tensor) else isinstance(count, int | float))

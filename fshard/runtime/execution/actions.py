@@ -120,7 +120,7 @@ class Actions:
         self.update = None
         self.resident.start(())
         self._clear()  # something is left only if a collective has failed
-        self.gradients.waiting.clear()
+        self.gradients.start(NOTHING)
 
     def _clear(self) -> None:
         self.handles.clear()
@@ -186,8 +186,7 @@ class Actions:
                 self.resident.read(layout)
 
     def complete(self, update: Update) -> None:
-        """Apply a whole update before a step that runs on demand, and gather what other ranks updated. Collective."""
-        update.finish()
+        """Gather what other ranks updated, before a step that runs on demand. Collective."""
         groups = self.slots.groups
         handles = {group: self._sent(update, groups[group].group) for group in [*update.stale]}
         for group, handle in handles.items():

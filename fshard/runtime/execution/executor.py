@@ -6,7 +6,7 @@ its own program does. A call that the schedule does not hold ahead cannot be ser
 step is given up on all ranks together, and runs again on demand.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -253,9 +253,8 @@ class OnDemand:
         name = self.names[group]
         if group not in self.actions.readable:
             with self.shield.closed():
-                self._ask(f"all_gather {name}")
-                for op, run in self._bound([Op("all_gather", name), Op("wait all_gather", name)]):
-                    self._perform(op, run)
+                self.ask(f"all_gather {name}")
+                self._perform_all([Op("all_gather", name), Op("wait all_gather", name)])
 
     def settle(self) -> None:
         """Nothing runs ahead on demand."""
@@ -273,18 +272,8 @@ class OnDemand:
     def end_microbatch(self) -> None:
         """Reduce what the microbatch's backward left."""
         with self.shield.closed():
-            self._ask(f"end of microbatch {self.microbatch}")
-            failure: Exception | None = None
-            for op, run in self._bound(self.closing(self.microbatch)):
-                try:
-                    self._perform(op, run)
-                except CommError:
-                    raise
-                except Exception as error:  # the others are at this op: no rank leaves before it is done
-                    failure = error
-                    self._perform(op, run)
-            if failure is not None:
-                raise failure
+            self.ask(f"end of microbatch {self.microbatch}")
+            self._perform_all(self.closing(self.microbatch))
 
     def handshake(self, run: Callable[[], T]) -> T:
         """Perform the first op of a step."""
@@ -294,7 +283,8 @@ class OnDemand:
         """Perform the last op of a step."""
         return self._perform(Op("consensus"), run)
 
-    def _ask(self, request: str) -> None:
+    def ask(self, request: str) -> None:
+        """Compare what is to come next with all ranks; whoever failed answers with its failure. Collective."""
         try:
             self.agree(request)
         except Exception as error:
@@ -303,8 +293,20 @@ class OnDemand:
                 raise CommError(f"on demand, '{request}': {error}") from error
             raise
 
-    def _bound(self, ops: Sequence[Op]) -> Iterator[tuple[Op, Run]]:
-        return ((op, run) for op, run in zip(ops, self.actions.bind(ops), strict=True) if run is not None)
+    def _perform_all(self, ops: Sequence[Op]) -> None:
+        failure: Exception | None = None
+        for op, run in zip(ops, self.actions.bind(ops), strict=True):
+            if run is None:
+                continue
+            try:
+                self._perform(op, run)
+            except CommError:
+                raise
+            except Exception as error:  # the others are at this op: no rank leaves before it is done
+                failure = error
+                self._perform(op, run)
+        if failure is not None:
+            raise failure
 
     def _perform(self, op: Op, run: Callable[[], T]) -> T:
         try:

@@ -64,7 +64,7 @@ class FlatGradients:
         self.shares = {g.id: share_of(g, self.plan.mesh) for g in self.plan.groups if g.trainable}
 
     def start(self, accumulated: Mapping[int, tuple[Tensor, float]]) -> None:
-        """Begin a step: discard all gradients."""
+        """Begin a step, or end one: discard all gradients."""
         self.accumulated = accumulated
         for held in (self.touched, self.summed, self.waiting, self.norms):
             held.clear()

@@ -114,7 +114,7 @@ def tally(
     numbers = read(values)
 
     def squares(shares: RuleNorms) -> float:
-        return math.fsum([share * norm * norm for (share, _), norm in zip(shares, numbers, strict=False)])
+        return _sum([share * norm * norm for (share, _), norm in zip(shares, numbers, strict=False)])
 
     def sums(parts: int) -> tuple[float, ...]:
         pairs = [(next(numbers), next(numbers)) for _ in range(parts)]
@@ -136,7 +136,7 @@ def read(values: Sequence[Tensor | float]) -> Iterator[float]:
     for value in values:
         if isinstance(value, Tensor):
             exact = value if value.is_floating_point() else value.double()  # the stack would round large integers
-            by_device.setdefault(value.device, []).append(exact.detach())
+            by_device.setdefault(value.device, []).append(exact.detach().reshape(()))
     numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
     return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
 
@@ -162,7 +162,7 @@ def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided:
     if not any(status) and len({tuple(row[4:7]) for row in rows}) > 1:
         raise unlike_losses([(bool(row[4]), int(row[5]), int(row[6])) for row in rows])
     sent = len(mine.means[: 2 * MEANS])
-    summed = [math.fsum([row[i] for row in rows]) for i in (1, 2, 3, *range(HEAD, HEAD + rules + sent))]
+    summed = [_sum([row[i] for row in rows]) for i in (1, 2, 3, *range(HEAD, HEAD + rules + sent))]
     sumsq, total, count, *more = summed
     loss = total / count if count else math.nan
     scale, elements = divided / parts, 0.0
@@ -172,6 +172,14 @@ def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided:
     means = () if any(status) else _means(comm, more[rules:], mine.means[2 * MEANS :])
     stop = any([row[7] for row in rows])
     return Verdict(status, loss, scale * _root(sumsq), scale, stop, elements, by_rule, means)
+
+
+def _sum(values: Sequence[float]) -> float:
+    """An exact sum. Where infinities or too large numbers have none, it is that of floating-point arithmetic."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
 
 
 def _root(square: float) -> float:
@@ -191,7 +199,7 @@ def _means(comm: Communicator, summed: Sequence[float], rest: Sequence[float]) -
     """Means, of totals and counts that are summed over ranks, and of a rest that is not yet."""
     if rest:
         rows = _exchanged(comm, rest, len(rest))
-        summed = [*summed, *[math.fsum(column) for column in zip(*rows, strict=True)]]
+        summed = [*summed, *[_sum(column) for column in zip(*rows, strict=True)]]
     pairs = zip(summed[::2], summed[1::2], strict=True)
     return tuple([total / count if count else total * math.inf for total, count in pairs])
 

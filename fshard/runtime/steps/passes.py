@@ -9,13 +9,15 @@ import torch
 
 from fshard import tree
 from fshard.errors import CommError, different_microbatches, weighted_in_backward
-from fshard.runtime.engine.loss import check_differentiable, detached, read_loss
+from fshard.runtime.engine.batch import check_even
+from fshard.runtime.engine.loss import check_differentiable, check_means, detached, read_loss
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import OnDemand, Scheduled
 from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import CUT, FAILED, RETRY
 from fshard.runtime.steps.failures import starved
 from fshard.runtime.steps.finder import Fn
+from fshard.runtime.steps.handshake import uneven_rows
 from fshard.runtime.steps.records import Agreed, Ran
 from fshard.schedule.ops import ROOT
 
@@ -38,7 +40,7 @@ class Passes:
 
     def run(self, agreed: Agreed) -> Ran:
         """Run the program. What it raises is part of the result; what all ranks raise together is raised at once."""
-        executor = agreed.executor
+        executor = agreed.ready.executor
         try:
             return self._program(agreed)
         except CommError as error:
@@ -55,9 +57,11 @@ class Passes:
             return Ran(agreed, FAILED, failure=error)
 
     def _program(self, agreed: Agreed) -> Ran:
-        executor, given, prepared = agreed.executor, agreed.ready.request, agreed.ready.prepared
+        executor, given, prepared = agreed.ready.executor, agreed.ready.request, agreed.ready.prepared
         if isinstance(executor, OnDemand):
             if given.update is not None and not self.in_backward:
+                given.update.finish()
+                executor.ask("the update")  # others would wait for the parts of a rank whose update has failed
                 prepared.actions.complete(given.update)
             prepared.actions.start(given.shards, None, accumulated=given.accumulated)
         ran = Ran(agreed)
@@ -74,12 +78,24 @@ class Passes:
                     executor.end_microbatch()
         finally:
             prepared.engine.stop()
+        if isinstance(executor, OnDemand):
+            self._check_rows(ran)
+            executor.ask("the end of the program")  # a rank that failed after its last request answers here
         return ran
+
+    def _check_rows(self, ran: Ran) -> None:
+        """Refuse a plain mean over unequal rows, which nobody knew to be one before the program ran."""
+        ready = ran.agreed.ready
+        if self.train and not ran.weighted:
+            if ran.agreed.uneven:
+                raise uneven_rows(ran.agreed.uneven)
+            check_even(ready.request.batch, len(ready.parts))
 
     def _evaluated(self, ran: Ran, part: Any) -> Ran:
         with torch.no_grad():
             result = self._call(ran.agreed, part)
-        ran.agreed.executor.reach("backward", ROOT, 0)
+        check_means(result)
+        ran.agreed.ready.executor.reach("backward", ROOT, 0)
         return replace(ran, aux=[*ran.aux, result])
 
     def _microbatch(self, ran: Ran, part: Any) -> Ran:
@@ -99,7 +115,7 @@ class Passes:
         return replace(ran, losses=[*ran.losses, part_of_it], aux=[*ran.aux, aux], weighted=weighted)
 
     def _call(self, agreed: Agreed, part: Any) -> Any:
-        engine, executor = agreed.ready.prepared.engine, agreed.executor
+        engine, executor = agreed.ready.prepared.engine, agreed.ready.executor
         watch = nullcontext() if isinstance(executor, Scheduled) else GlueWatch(engine, executor)
         with watch, agreed.ready.request.shield.opened():
             return engine.run(self.fn, part, self.train)

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from fshard.errors import CommError, LossError, PeerError, ScheduleError, foreign_params, left_in_backward
 from fshard.runtime.comm import COLLECTIVES
@@ -32,10 +32,11 @@ from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, 
 from fshard.runtime.steps.failures import raise_failure, report, request, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
-from fshard.runtime.steps.handshake import Intent, agree, uneven_rows
+from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.records import Agreed, Latest, Outcome, Ran, Ready, Request
+from fshard.schedule.auto import Auto
 
 PATIENCE = 3
 """Steps that may leave their schedule before a warning says so."""
@@ -104,67 +105,21 @@ class Runner:
             found = self.finder.look(batch)
             if programs.train and found is not None and not found.weighted:
                 check_even(batch, programs.accumulate)
-            if found is None or (auto := programs.undecided(found)) is None:
-                return Ready(given, self._prepared(found), parts, facts)
         except BaseException as error:
             self._decline(batch, error)
-            raise
-        # All ranks are here, with the same program, or none goes on.
-        intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
-        agree(programs.comms.control, self.call, intent, batch, False, None, facts)
-        programs.comms.open()
-        programs.decide(found, auto)
-        return Ready(given, programs.scheduled(found), parts, facts)
+        if found is not None and (auto := programs.undecided(found)) is not None:
+            self._choose_policy(found, auto, batch, facts)
+        return self._ready(given, found, parts, facts)
 
-    def _prepared(self, found: Found | None) -> Prepared:
-        return self.programs.scheduled(found) if found is not None else self.programs.on_demand()
-
-    def _prepare_again(self, ready: Ready, outcome: Outcome) -> Ready:
-        """What all ranks run after a program has left its schedule: the same, on demand."""
-        update = ready.request.update
-        if self.in_backward and OK in outcome.verdict.status:
-            raise left_in_backward()
-        if self.in_backward and update is not None:
-            update.resume()
-        self._count_retry(outcome)
+    def _ready(self, given: Request, found: Found | None, parts: Sequence[Any], facts: Facts) -> Ready:
+        """The program with its memory, on demand if there is none, and the loop over its ops."""
         try:
-            return replace(ready, prepared=self.programs.on_demand())
-        except Exception as error:  # the memory of all parameters is not there
-            self._decline(ready.request.batch, error)
-            raise
-
-    def _decline(self, batch: Any, error: BaseException) -> None:
-        """Tell the other ranks, which wait in the handshake, why this one does not take part."""
-        agree(self.programs.comms.control, self.call, Intent(), batch, False, error)
-
-    def _count_retry(self, outcome: Outcome) -> None:
-        self._retries += 1
-        if self._retries == PATIENCE:
-            warnings.warn(
-                f"{PATIENCE} steps left their schedule and ran again, gathered on demand: right, but slow, and with "
-                f"the memory of all parameters. The last one: {outcome.left or 'on another rank'}. Let Python "
-                f"values that decide which units run be part of the batch: then each has a schedule of its own",
-                stacklevel=4,
-            )
-
-    # -- handshake ----------------------------------------------------------------------------------------------------
-
-    def _handshake(self, ready: Ready) -> Agreed:
-        prepared, given, comms = ready.prepared, ready.request, self.programs.comms
-        executor = self._executor(prepared, given)
-        intent = Intent(prepared.digest, prepared.text) if prepared.route is not None else Intent()
-        equal_rows = self.programs.train and prepared.weighted is False
-        with together(comms):
-            uneven = executor.handshake(
-                lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts)
-            )
-            comms.open()
-            for axes in prepared.axes:
-                comms.transport.communicator(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
-        return Agreed(ready, executor, uneven)
+            prepared = self.programs.scheduled(found) if found is not None else self.programs.on_demand()
+            return Ready(given, prepared, self._executor(prepared, given), parts, facts)
+        except BaseException as error:  # most likely, there is not enough memory
+            self._decline(given.batch, error)
 
     def _executor(self, prepared: Prepared, given: Request) -> Scheduled | OnDemand:
-        """The loop over the ops of the program."""
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated)
             executor = Scheduled(prepared.route, prepared.actions, given.shield)
@@ -182,6 +137,54 @@ class Runner:
         self.latest = Latest(None, on_demand.record)
         return on_demand
 
+    def _choose_policy(self, found: Found, auto: Auto, batch: Any, facts: Facts) -> None:
+        """Choose the policy of a new program. All ranks are here, with the same program, or none goes on."""
+        comms = self.programs.comms
+        intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
+        agree(comms.control, self.call, intent, batch, False, None, facts)
+        comms.open()
+        self.programs.decide(found, auto)
+
+    def _prepare_again(self, ready: Ready, outcome: Outcome) -> Ready:
+        """What all ranks run after a program has left its schedule: the same, on demand."""
+        update = ready.request.update
+        if self.in_backward and OK in outcome.verdict.status:
+            raise left_in_backward()
+        if self.in_backward and update is not None:
+            update.resume()
+        self._count_retry(outcome)
+        return self._ready(ready.request, None, ready.parts, ready.facts)
+
+    def _decline(self, batch: Any, error: BaseException) -> NoReturn:
+        """Tell the other ranks, which wait in the handshake, why this one does not take part, and raise it."""
+        agree(self.programs.comms.control, self.call, Intent(), batch, False, error)
+        raise error
+
+    def _count_retry(self, outcome: Outcome) -> None:
+        self._retries += 1
+        if self._retries == PATIENCE:
+            warnings.warn(
+                f"{PATIENCE} steps left their schedule and ran again, gathered on demand: right, but slow, and with "
+                f"the memory of all parameters. The last one: {outcome.left or 'on another rank'}. Let Python "
+                f"values that decide which units run be part of the batch: then each has a schedule of its own",
+                stacklevel=4,
+            )
+
+    # -- handshake ----------------------------------------------------------------------------------------------------
+
+    def _handshake(self, ready: Ready) -> Agreed:
+        prepared, given, comms = ready.prepared, ready.request, self.programs.comms
+        intent = Intent(prepared.digest, prepared.text) if prepared.route is not None else Intent()
+        equal_rows = self.programs.train and prepared.weighted is False
+        with together(comms):
+            uneven = ready.executor.handshake(
+                lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts)
+            )
+            comms.open()
+            for axes in prepared.axes:
+                comms.transport.communicator(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
+        return Agreed(ready, uneven)
+
     # -- run ----------------------------------------------------------------------------------------------------------
 
     def _run(self, agreed: Agreed) -> Ran:
@@ -190,7 +193,7 @@ class Runner:
             if ran.status != OK:
                 # Ranks that wait for this one in a collective of the program learn at once that it will not come.
                 self.programs.comms.transport.abort(COLLECTIVES, f"{ran.failure or ran.left}")
-            return _drained(self._stopped(ran)) if isinstance(agreed.executor, Scheduled) else self._reported(ran)
+            return _drained(self._stopped(ran)) if isinstance(agreed.ready.executor, Scheduled) else self._reported(ran)
 
     def _stopped(self, ran: Ran) -> Ran:
         """Where a program that did not end updates in its backward, update nothing more."""
@@ -198,8 +201,8 @@ class Runner:
         if ran.status == OK or not self.in_backward or update is None:
             return ran
         update.stop()
-        if ran.status == RETRY and update.begun:
-            return replace(ran, status=FAILED, failure=left_in_backward())
+        if update.begun:
+            return replace(ran, status=FAILED, failure=ran.failure or left_in_backward())
         return ran
 
     def _reported(self, ran: Ran) -> Ran:
@@ -214,9 +217,9 @@ class Runner:
     # -- consensus ----------------------------------------------------------------------------------------------------
 
     def _consensus(self, ran: Ran) -> Outcome:
-        agreed, executor = ran.agreed, ran.agreed.executor
-        if isinstance(executor, OnDemand):
-            self._check_found(ran)
+        agreed, executor = ran.agreed, ran.agreed.ready.executor
+        if isinstance(executor, OnDemand) and ran.failure is not None:
+            raise ran.failure  # the other ranks know
         with together(self.programs.comms):
             outcome = executor.consensus(lambda: self._decided(ran))
         if isinstance(executor, OnDemand):
@@ -244,16 +247,6 @@ class Runner:
             return ran, tally(norms, rule_norms, ran.losses, ran.aux, ran.weighted, given.stop)
         except Exception as error:  # a device reports late what went wrong there
             return replace(ran, status=FAILED, failure=error), Tally(FAILED)
-
-    def _check_found(self, ran: Ran) -> None:
-        """Raise what a run on demand has found against the step. All ranks know of it, and raise it alike."""
-        batch, uneven = ran.agreed.ready.request.batch, ran.agreed.uneven
-        if ran.failure is not None:
-            raise ran.failure
-        if self.programs.train and not ran.weighted:
-            if uneven:
-                raise uneven_rows(uneven)
-            check_even(batch, self.programs.accumulate)
 
     def _learn(self, agreed: Agreed, executor: OnDemand, weighted: bool) -> None:
         """Write down the program that a run on demand has found, for a schedule."""
@@ -287,15 +280,15 @@ def _drained(ran: Ran) -> Ran:
     Raises:
         CommError: a collective failed; or an op of this rank, twice, so that the others cannot go on.
     """
-    executor = ran.agreed.executor
+    executor = ran.agreed.ready.executor
     assert isinstance(executor, Scheduled)
-    if ran.status == OK:
-        try:
-            executor.finish()
-        except (CommError, PeerError, ScheduleError, LossError):
-            raise
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)
+    try:
+        executor.finish()
+    except (CommError, PeerError, ScheduleError, LossError):
+        raise
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        if ran.status == OK:
             ran = replace(ran, status=FAILED, failure=error)
     executor.drain()
     return ran

@@ -58,6 +58,7 @@ class Ready:
 
     request: Request
     prepared: Prepared
+    executor: Scheduled | OnDemand
     parts: Sequence[Any]
     facts: Facts
 
@@ -67,7 +68,6 @@ class Agreed:
     """What all ranks are about to run. ``uneven`` holds the leading dim of each rank's batch, if they differ."""
 
     ready: Ready
-    executor: Scheduled | OnDemand
     uneven: list[int]
 
 
