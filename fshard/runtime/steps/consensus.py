@@ -106,7 +106,8 @@ def tally(
         weighted: whether the loss is an ``fs.Mean``.
         stop: whether this rank asks all ranks to stop.
     """
-    means = [list(row) for row in zip(*map(means_of, aux), strict=True)]
+    told = [part for part in aux if part is not None and not (isinstance(part, dict) and not part)]
+    means = [list(row) for row in zip(*map(means_of, told), strict=True)]
     values: list[Tensor | float] = [norm for _, norm in norms]
     values += [norm for rule in rules for _, norm in rule]
     values += [part for loss in losses for part in loss]
@@ -123,7 +124,7 @@ def tally(
     sumsq, by_rule = squares(norms), tuple([squares(rule) for rule in rules])
     total, count = sums(len(losses))
     summed = tuple([number for row in means for number in sums(len(row))])
-    return Tally(OK, sumsq, total, count, weighted, fingerprint(aux), stop, by_rule, summed)
+    return Tally(OK, sumsq, total, count, weighted, fingerprint(aux) if told else (0, 0), stop, by_rule, summed)
 
 
 def read(values: Sequence[Tensor | float]) -> Iterator[float]:
@@ -136,7 +137,8 @@ def read(values: Sequence[Tensor | float]) -> Iterator[float]:
     for value in values:
         if isinstance(value, Tensor):
             exact = value if value.is_floating_point() else value.double()  # the stack would round large integers
-            by_device.setdefault(value.device, []).append(exact.detach().reshape(()))
+            exact = exact.detach() if exact.requires_grad else exact
+            by_device.setdefault(value.device, []).append(exact.reshape(()) if exact.ndim else exact)
     numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
     return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
 
