@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard.errors import unlike_losses
 from fshard.runtime.comm import Communicator, exchange
-from fshard.runtime.engine.loss import fingerprint, means_of
+from fshard.runtime.engine.loss import Mean, fingerprint, means_of
 
 OK, FAILED, RETRY, CUT = 0, 1, 2, 3
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program
@@ -106,8 +106,7 @@ def tally(
         weighted: whether the loss is an ``fs.Mean``.
         stop: whether this rank asks all ranks to stop.
     """
-    told = [part for part in aux if part is not None and not (isinstance(part, dict) and not part)]
-    means = [list(row) for row in zip(*map(means_of, told), strict=True)]
+    means, named = _named_means(aux)
     values: list[Tensor | float] = [norm for _, norm in norms]
     values += [norm for rule in rules for _, norm in rule]
     values += [part for loss in losses for part in loss]
@@ -124,7 +123,14 @@ def tally(
     sumsq, by_rule = squares(norms), tuple([squares(rule) for rule in rules])
     total, count = sums(len(losses))
     summed = tuple([number for row in means for number in sums(len(row))])
-    return Tally(OK, sumsq, total, count, weighted, fingerprint(aux) if told else (0, 0), stop, by_rule, summed)
+    return Tally(OK, sumsq, total, count, weighted, named, stop, by_rule, summed)
+
+
+def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int]]:
+    """The means of all microbatches, a row for each; and how many they are, with a hash of their names."""
+    if all([isinstance(part, dict) and not part for part in aux]):
+        return [], (0, 0)
+    return [list(row) for row in zip(*map(means_of, aux), strict=True)], fingerprint(aux)
 
 
 def read(values: Sequence[Tensor | float]) -> Iterator[float]:
