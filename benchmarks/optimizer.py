@@ -82,7 +82,7 @@ def finish_fshard(peer: Fshard, batch: Tensor) -> float:
     norms = [(gradients.shares[group], norm) for group, norm in gradients.all_norms().items()]
     mine = tally(norms, (), [(torch.tensor(1.0), 1.0)], (), False, False)
     verdict = consensus(runner.programs.comms.control, mine, runner.parts, 1, runner.parts)
-    decide.scales(peer.state.step, verdict.norm, verdict.scale, verdict)
+    decide.scales(peer.state.step, verdict.scale, verdict)
     fs.settle(peer.state).finished()
     return time.perf_counter() - begin
 

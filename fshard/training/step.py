@@ -209,8 +209,7 @@ class TrainStep:
         if overflow:
             decide.grads.drop()
             return Memory(self.plan, self._handed_on(state))
-        unit, norm = decide.unit(verdict, outcome.divided), decide.norm(verdict, factor)
-        scales = decide.scales(state.step, norm, factor, verdict, unit)
+        scales = decide.scales(state.step, factor, verdict, decide.unit(verdict, outcome.divided))
         self._last = Pending(self._rule, state.step, decide.grads, scales, self._rounding(state))
         return Memory(self.plan, self._handed_on(state), self._last, self._shared)
 

@@ -66,8 +66,8 @@ class StepMemory:
         """Make the buffers of groups, at the first call."""
         for group in self.plan.groups:
             if group.compute_dtype != group.dtype and group.id not in self.casts:
-                place = memory_space(group.kinds.param, self.plan.mesh)
-                self.casts[group.id] = place.empty(group.chunk, group.compute_dtype)
+                space = memory_space(group.kinds.param, self.plan.mesh)
+                self.casts[group.id] = space.empty(group.chunk, group.compute_dtype)
         for group in self.trained:
             if group.id not in self.gradients:
                 self.gradients[group.id] = made = self._gradient(group)
@@ -80,8 +80,8 @@ class StepMemory:
             deallocate(own)
         if group.offloaded:
             pinned = "pinned_host" in (group.kinds.param, group.kinds.opt)
-            place = memory_space("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
-            home = place.zeros(chunk, group.dtype)
+            space = memory_space("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
+            home = space.zeros(chunk, group.dtype)
         if group.second_scatter:
             shard = torch.zeros(group.chunk, dtype=group.dtype, device=device)
             deallocate(shard)

@@ -141,19 +141,18 @@ class Decisions:
         """
         return divided if verdict.count else divided / self.parts
 
-    def scales(self, step: int, norm: float, scale: float, verdict: Verdict, unit: float = 1.0) -> list[float | None]:
+    def scales(self, step: int, scale: float, verdict: Verdict, unit: float = 1.0) -> list[float | None]:
         """What gradients are divided by, for each rule of clipping, in this step's update.
 
         Args:
             step: the step, counted from 0.
-            norm: the gradient norm of the mean.
             scale: what sums are multiplied by to become gradients of the mean.
             verdict: of this step.
             unit: what sums are multiplied by to be accumulated.
         """
         if not self.updates(step):
             return [_divisor(unit)] * len(self.clip.rules)
-        norms = [scale * total for total in verdict.rules] if self.clip.apart else [norm]
+        norms = [scale * total for total in verdict.rules] if self.clip.apart else [self.norm(verdict, scale)]
         return [_divisor(scale * factor) for factor in self.clip.factors(norms)]
 
 

@@ -49,6 +49,7 @@ class Prepared:
         weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
         route: the schedule as it runs; None if the program is gathered on demand.
         axes: those over which the program communicates itself.
+        digest: equal on two ranks if their schedules and these axes are; 0 for a program that is gathered on demand.
     """
 
     engine: Engine
@@ -60,8 +61,10 @@ class Prepared:
 
     def text(self) -> str:
         """What ``digest`` is of, in lines."""
+        if self.route is None:
+            return "gathered on demand"
         over = " and ".join("+".join(axes) for axes in self.axes) or "no axis"
-        return f"collectives of the program over {over}\n{self.route.schedule if self.route else 'gathered on demand'}"
+        return f"collectives of the program over {over}\n{self.route.schedule}"
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ class Runner:
 
     def _handshake(self, ready: Ready) -> Agreed:
         prepared, given, comms = ready.prepared, ready.request, self.programs.comms
-        intent = Intent(prepared.digest, prepared.text) if prepared.route is not None else Intent()
+        intent = Intent(prepared.digest, prepared.text)
         equal_rows = self.programs.train and prepared.weighted is False
         with together(comms):
             uneven = ready.executor.handshake(
