@@ -63,7 +63,7 @@ def train(args: Namespace, mesh: fs.Mesh, private: bool) -> tuple[float, float]:
         draw, noise = fs.random.split(fs.random.fold_in(key, i))
         # Each sample is in with the same chance, which is what the accounting stands on. All ranks draw alike.
         chosen = 360 + fs.random.bernoulli(draw, args.batch / count, (count,)).nonzero().flatten().to(mesh.device)
-        mine = chosen[mesh.rank :: mesh.size]
+        mine = chosen[plan.data_rank :: plan.data_size]
         total, norms = gradient(params, (images[mine], labels[mine]))
         if private:  # the noise of an element depends on its place in the whole leaf, not on the ranks
             normal = fs.tree_normal(noise, plan)

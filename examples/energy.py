@@ -86,7 +86,7 @@ def train(args: Namespace, mesh: fs.Mesh, penalty: float) -> tuple[float, float]
         pick, noise = fs.random.split(fs.random.fold_in(key, i))
         rows = 360 + (fs.random.uniform(pick, (args.batch,)) * (len(images) - 360)).long().to(mesh.device)
         batch = (images[rows], corrupted(images[rows], noise, args.share))
-        grads, aux = gradient(params, tuple(part.chunk(mesh.size)[mesh.rank] for part in batch))
+        grads, aux = gradient(params, plan.local_batch(batch))
         params, state = update(params, grads, state)
         if i % 20 == 0:
             bar.set_postfix_str(f"loss {aux['loss']:.3f}")

@@ -61,7 +61,7 @@ def train(what: str, step: Any, state: fs.TrainState, rows: Tensor, count: int, 
     losses = []
     for i in (bar := tqdm(range(count), desc=what, unit="step", disable=mesh.rank != 0)):
         chosen = torch.randint(len(rows), (args.batch,), generator=torch.Generator().manual_seed(args.seed + 1000 * i))
-        state, metrics = step(state, rows[chosen].chunk(mesh.size)[mesh.rank].long().to(mesh.device))
+        state, metrics = step(state, state.plan.local_batch(rows[chosen]).long().to(mesh.device))
         losses.append(metrics.loss.item())
         if i % 10 == 0:
             bar.set_postfix_str(f"loss {losses[-1]:.3f}")
@@ -102,7 +102,7 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     step = fs.make_train_step(loss_of(model), opt, plan, clip_norm=1.0)
     state = train("fine-tuning", step, state, rows, args.steps, args, mesh)
     test = rows[:: max(1, len(rows) // 32)][:32].long()
-    mine = test.chunk(mesh.size)[mesh.rank].to(mesh.device)
+    mine = plan.local_batch(test).to(mesh.device)
     final = fs.make_eval_step(loss_of(model), plan)(state, mine).item()
 
     whole = fs.lora.merge(fs.unshard(state.params, plan), alpha=2.0 * args.rank)

@@ -39,12 +39,10 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     labels[:1428] = torch.where(wrong, (labels[:1428] + shift) % 10, labels[:1428])
     labels = labels.to(mesh.device)
 
-    def mine(rows: slice) -> Batch:
-        return images[rows].chunk(mesh.size)[mesh.rank], labels[rows].chunk(mesh.size)[mesh.rank]
-
-    seen, held = mine(slice(0, 1428)), mine(slice(1428, 1788))
     model = fs.split(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double(), units=("0", "2"))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+    seen = plan.local_batch((images[:1428], labels[:1428]))
+    held = plan.local_batch((images[1428:1788], labels[1428:1788]))
 
     def data_loss(params: dict, batch: Batch) -> Tensor:
         return nn.functional.cross_entropy(model.apply(params, batch[0]), batch[1])

@@ -27,9 +27,9 @@ ROWS = WAYS * SHOTS
 class Tasks:
     """Support and query rows of random tasks, this rank's part: ``(tasks, rows, ...)``."""
 
-    def __init__(self, mesh: fs.Mesh) -> None:
+    def __init__(self, plan: fs.Plan) -> None:
         data = load_digits()
-        self.mesh, self.images = mesh, torch.tensor(data.images / 16, dtype=torch.float32)
+        self.plan, self.images = plan, torch.tensor(data.images / 16, dtype=torch.float32)
         self.places = [torch.tensor(data.target == digit).nonzero().flatten().tolist() for digit in range(10)]
 
     def __call__(self, digits: list[int], count: int, seed: str, turns: int = 4) -> list[Tensor]:
@@ -44,18 +44,18 @@ class Tasks:
         x = torch.stack(images).transpose(1, 2).flatten(2, 3)  # (tasks, support or query, rows, 64)
         y = torch.arange(WAYS).repeat_interleave(SHOTS).expand(count, ROWS)
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))  # every rank gets some of each digit
-        mine = order.chunk(self.mesh.size)[self.mesh.rank]
+        mine = self.plan.local_batch(order)
         found = [x[:, 0, mine], y[:, mine], x[:, 1, mine], y[:, mine]]
-        return [part.to(self.mesh.device) for part in found]
+        return [part.to(self.plan.mesh.device) for part in found]
 
 
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Meta-train, then learn the digits that were kept."""
-    tasks = Tasks(mesh)
     wide = args.width
     layers = [nn.Linear(64, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU()]
     model = fs.split(nn.Sequential(*layers, nn.Linear(wide, WAYS)), units=("0", "2", "4", "6"))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+    tasks = Tasks(plan)
 
     def loss_fn(params: dict, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict]:
         logits = model.apply(params, batch[0])

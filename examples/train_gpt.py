@@ -98,7 +98,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
         return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()) / math.log(2)
 
     def mine(rows: Tensor) -> Tensor:  # this rank's part of a global batch
-        return rows.chunk(mesh.size)[mesh.rank].long()
+        return plan.local_batch(rows).long()
 
     def draw(i: int) -> Tensor:  # depends on seed and step alone, so that any number of ranks sees the same data
         return mine(windows[random.Random(f"{args.seed} {i}").choices(range(len(windows)), k=args.batch)])

@@ -113,7 +113,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
         return bits + args.balance * balance + args.z * z, {"bits": fs.Mean(bits, 1), "balance": fs.Mean(balance, 1)}
 
     def mine(rows: Tensor) -> Tensor:  # this rank's part of a global batch
-        return rows.chunk(mesh.size)[mesh.rank].long()
+        return plan.local_batch(rows).long()
 
     def draw(i: int) -> Tensor:  # depends on seed and step alone, so that any mesh sees the same data
         return mine(windows[random.Random(f"{args.seed} {i}").choices(range(len(windows)), k=args.batch)])

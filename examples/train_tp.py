@@ -79,7 +79,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def train(args: Namespace, mesh: fs.Mesh) -> None:
     """Train and evaluate."""
-    parts, here = mesh.shape["shard"], mesh.index(("shard",))
+    parts = mesh.shape["shard"]
     if args.batch % parts or args.width % 32 or args.sequence and args.context % mesh.shape["tp"]:
         raise SystemExit(f"--batch must be a multiple of {parts}, --width one of 32, --context one of --tp")
     data = bytearray("".join(topics[name] for name in sorted(topics)).encode())  # CPython's own documentation
@@ -106,7 +106,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
 
     def draw(i: int) -> Tensor:  # depends on seed and step alone, so that any mesh sees the same data
         rows = windows[random.Random(f"{args.seed} {i}").choices(range(len(windows)), k=args.batch)]
-        return rows.chunk(parts)[here].long()
+        return plan.local_batch(rows).long()
 
     step = fs.make_train_step(bits_per_byte, opt, plan, clip_norm=1.0, debug=args.debug)
     evaluate = fs.make_eval_step(bits_per_byte, plan)
@@ -118,7 +118,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
         if i % 10 == 0:
             bar.set_postfix_str(f"loss {metrics.loss:.3f}, gradient norm {metrics.grad_norm:.2f}")
         if i == 0 or (i + 1) % max(1, args.steps // 4) == 0 or i + 1 == args.steps:
-            bits = evaluate(state, tests.chunk(parts)[here].long()).item()
+            bits = evaluate(state, plan.local_batch(tests).long()).item()
             say(f"step {i + 1}: loss {metrics.loss:.3f}, {bits:.3f} bits per byte of held-out text")
 
     whole = fs.unshard(state.params, plan)  # the same model as a plain function: on a mesh of one rank

@@ -101,7 +101,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
         return fs.Mean(hits.sum().float(), len(hits))
 
     def mine(rows: Tensor) -> Tensor:  # this rank's part of a global batch
-        return rows.tensor_split(mesh.size)[mesh.rank]
+        return rows.tensor_split(plan.data_size)[plan.data_rank]
 
     step, evaluate = fs.make_train_step(loss_fn, opt, plan, clip_norm=1.0), fs.make_eval_step(right, plan)
     say = tqdm.write if mesh.rank == 0 else lambda line: None

@@ -13,6 +13,7 @@ from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
 from fshard.patterns import glob_matches
+from fshard.sharding.batch import local_part
 from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, Leaf, box, make_groups
@@ -81,6 +82,37 @@ class Plan:
     def data_size(self) -> int:
         """The number of different parts of the global batch."""
         return self.mesh.axis_size(self.data_axes)
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's part of the global batch, from 0 to ``data_size - 1``.
+
+        Ranks that differ along other axes alone, such as a tensor-parallel one, work on the same part.
+        """
+        return self.mesh.index(self.data_axes)
+
+    def local_batch(self, batch: Any) -> Any:
+        """This rank's part of a global batch: what a step takes. Local, and nothing is copied.
+
+        Args:
+            batch: a pytree, the same on every rank. Each dim of a tensor is cut into equal parts along the axes that
+                the plan's ``batch=`` names for it; dims that a tensor does not have are not cut. What is no tensor,
+                such as a number or an ``fs.Whole``, stays as it is.
+
+        Returns:
+            The same structure, with views of the tensors.
+
+        Raises:
+            TreeError: the size of a dim is not a multiple of the ranks that share it, an array is no tensor, or no
+                tensor has rows.
+
+        >>> import fshard as fs
+        >>> mesh = fs.abstract_mesh((2, 2), ("shard", "tp"), rank=3)
+        >>> plan = fs.make_plan({"w": torch.zeros(4)}, mesh, [("w", fs.fsdp("shard"))], batch=P("shard"))
+        >>> plan.data_rank, plan.local_batch({"x": torch.arange(4)})
+        (1, {'x': tensor([2, 3])})
+        """
+        return local_part(batch, self.batch, self.mesh)
 
     @functools.cached_property
     def texts(self) -> tuple[Texts, Texts]:

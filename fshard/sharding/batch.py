@@ -1,0 +1,62 @@
+"""A rank's part of a global batch, by the spec of the batch."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import described
+from fshard.errors import TreeError, lines
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.spec import P, axes_of
+
+REMEDY = (
+    "All ranks get equal parts: drop rows, or pad them and give them no weight in an fs.Mean. A value that is no row "
+    "of the batch, the same on every rank, is fs.Whole(value)."
+)
+
+
+def local_part(batch: Any, spec: P, mesh: Mesh) -> Any:
+    """The part of a global batch that this rank computes: views of the batch's tensors.
+
+    Args:
+        batch: a pytree, the same on every rank.
+        spec: the axes that cut each dim of its tensors.
+        mesh: the mesh, seen from this rank.
+
+    Raises:
+        TreeError: sizes that do not divide, an array that is no tensor, or nothing to cut.
+    """
+    leaves, structure = tree.flatten(batch)
+    wrong = [
+        f"{name}: {problem}"
+        for name, leaf in zip(tree.names(batch, "batch"), leaves, strict=True)
+        if (problem := _problem(leaf, spec, mesh))
+    ]
+    if wrong:
+        raise TreeError(lines(f"plan.local_batch(batch) cannot cut the batch by {spec}:", wrong, REMEDY))
+    if not any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
+        raise TreeError(f"plan.local_batch(batch): batch is {described(batch)} without a tensor that has rows")
+    return tree.unflatten(structure, [_cut(leaf, spec, mesh) for leaf in leaves])
+
+
+def _problem(leaf: Any, spec: P, mesh: Mesh) -> str:
+    """Why a leaf cannot be cut; or nothing."""
+    if not isinstance(leaf, Tensor):
+        return f"{described(leaf)}, no tensor: give torch.as_tensor of it" if getattr(leaf, "shape", ()) else ""
+    for dim, entry in enumerate(spec.dims[: leaf.ndim]):
+        parts = mesh.axis_size(axes_of(entry))
+        if leaf.shape[dim] % parts:
+            axes = "+".join(axes_of(entry))
+            return f"shape {list(leaf.shape)}: dim {dim} is not a multiple of {parts}, the size of {axes!r}"
+    return ""
+
+
+def _cut(leaf: Any, spec: P, mesh: Mesh) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    for dim, entry in enumerate(spec.dims[: leaf.ndim]):
+        axes = axes_of(entry)
+        size = leaf.shape[dim] // mesh.axis_size(axes)
+        leaf = leaf.narrow(dim, mesh.index(axes) * size, size)
+    return leaf
