@@ -139,8 +139,8 @@ def buffers_changed(paths: Iterable[str]) -> UnitError:
         lines(
             "the call changed buffers in place, but a pure function must return them:",
             paths,
-            "Call apply(params, ..., buffers=buffers), which returns (output, new_buffers), or split the module in "
-            "eval mode.",
+            "Call apply(params, ..., buffers=buffers), which returns (output, new_buffers), or apply(..., "
+            "training=False).",
         )
     )
 

@@ -30,6 +30,9 @@ from fshard.model.writes import (
     written_in_place,
 )
 
+FORWARD = "forward"
+"""The method that a call of a module runs."""
+
 
 class Body:
     """A structure as a pure function of parameters and buffers.
@@ -103,8 +106,8 @@ class Body:
 
         return call
 
-    def call(self, instance: Instance, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an instance whose buffers are bound.
+    def call(self, instance: Instance, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = FORWARD) -> Any:
+        """Call an instance whose buffers are bound: its forward with its hooks, or another of its methods.
 
         Returns:
             The module's result; ``Written`` for a unit whose call wrote to its modules.
@@ -112,7 +115,8 @@ class Body:
         instance.busy = True
         versions = list(map(version, self._tensors.values())) if self._tensors else None
         try:
-            out = instance.modules[0](*args, **kwargs)
+            first = instance.modules[0]
+            out = first(*args, **kwargs) if method == FORWARD else getattr(first, method)(*args, **kwargs)
         except BaseException:
             self._retire(instance)
             raise
@@ -128,7 +132,12 @@ class Body:
         return self._finish(instance, out)
 
     def run(
-        self, instance: Instance, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        instance: Instance,
+        given: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = FORWARD,
     ) -> tuple[Any, dict[str, Any]]:
         """Call an instance with these buffers.
 
@@ -136,13 +145,13 @@ class Body:
             The result of ``call``, and by path the buffers that it changed.
         """
         if not given:
-            return self.call(instance, args, kwargs), {}
+            return self.call(instance, args, kwargs, method), {}
         own = self._tracker.clones(given)
         versions = [buffer._version for buffer in own]
         for i, buffer in enumerate(own):
             instance.held.bind(i, buffer)
         with self._tracker.watch() as watch:
-            out = self.call(instance, args, kwargs)
+            out = self.call(instance, args, kwargs, method)
         changed: dict[str, Any] = {}
         now = [instance.held.bound(i) for i in range(len(own))]
         for i, new in self._tracker.changed(given, own, now, versions, watch):

@@ -279,8 +279,8 @@ def _unchanged_generators() -> Iterator[None]:
         if not torch.equal(generator.get_state(), state):
             raise RematError(
                 f"the function given to fs.remat draws from torch's generator on {generator.device}, and would draw "
-                f"other numbers when it is computed again: use fs.random with a key among the arguments, and split "
-                f"modules in eval mode, or without nn.Dropout"
+                f"other numbers when it is computed again: use fs.random with a key among the arguments, and call "
+                f"modules by apply(..., training=False), or without nn.Dropout"
             )
 
 

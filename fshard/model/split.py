@@ -6,6 +6,7 @@ unit's place and hands the call to a ``Unit``, which runs an instance of the uni
 The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -17,9 +18,10 @@ from fshard.model.buffers import Place, Tracker
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
-from fshard.model.instance import Body
+from fshard.model.instance import FORWARD, Body
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.meta import check_module, private_copy
+from fshard.model.modes import Modes
 from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
 from fshard.model.unit import Unit
@@ -52,16 +54,27 @@ class Model:
     ignored: dict[str, Any] = field(default_factory=dict)
 
     def apply(
-        self, params: Mapping[str, Any], /, *args: Any, buffers: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        params: Mapping[str, Any],
+        /,
+        *args: Any,
+        method: str = FORWARD,
+        training: bool | None = None,
+        buffers: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Call the module with these parameters: a pure function, which every transform of ``torch.func`` takes.
 
-        Training mode, hooks and all else but tensors are as they were when the module was split. Attributes that the
-        module's code sets last until the end of the call.
+        Hooks and all else but tensors are as they were when the module was split. Attributes that the module's code
+        sets last until the end of the call.
 
         Args:
             params: a tree like ``self.params``; any dtype, and any device that the module's code can work on.
             args: the module's positional arguments.
+            method: the method to call, such as ``"encode"``. The units in it run as in the forward. As in PyTorch, the
+                hooks of the module itself belong to its forward alone.
+            training: run as after ``module.train(training)``: dropout and batch normalization obey it. None keeps each
+                submodule in the mode that it was split in.
             buffers: a tree like ``self.buffers``, which is the default. It is not written.
             kwargs: the module's keyword arguments.
 
@@ -72,25 +85,27 @@ class Model:
         Raises:
             TreeError: leaves are missing, unknown or misshapen.
             UnitError: a buffer changed, but ``buffers`` was not given; or buffers are on meta, without values.
+            PlanError: the module has no such method, or ``training`` is no bool.
 
         >>> import torch
-        >>> model = split(nn.Linear(2, 2))
-        >>> model.apply(model.params, torch.zeros(3, 2)).shape
-        torch.Size([3, 2])
+        >>> model = split(nn.Sequential(nn.Linear(2, 2), nn.Dropout(1.0)))
+        >>> model.apply(model.params, torch.ones(2)), model.apply(model.params, torch.ones(2), training=False).shape
+        (tensor([0., 0.]), torch.Size([2]))
         """
-        instance = self._body.instance(params)
+        body = self._modes.of(training, method)
+        instance = body.instance(params)
         if self._unmade and buffers is None and instance.held.leaves and instance.held.leaves[0].device.type != "meta":
             raise errors.unmade_buffers(self._unmade)
-        given = self._body.buffers.leaves(self.buffers if buffers is None else buffers)
+        given = body.buffers.leaves(self.buffers if buffers is None else buffers)
         versions = self._versions()
-        out, changed = self._body.run(instance, given, args, kwargs)
+        out, changed = body.run(instance, given, args, kwargs, method)
         if versions != self._versions():
             raise errors.written_outside([path for path, _ in tree.paths(self.ignored)])
         if buffers is None:
             if changed:
                 raise errors.buffers_changed(changed)
             return out
-        new = dict(zip(self._body.buffers.paths, given, strict=True))
+        new = dict(zip(body.buffers.paths, given, strict=True))
         for path, buffer in changed.items():
             new[path] = buffer.detach() if isinstance(buffer, Tensor) and buffer.requires_grad else buffer
         return out, tree.nest(new)
@@ -98,6 +113,10 @@ class Model:
     def _versions(self) -> list[int]:
         """How often each ignored parameter was written to."""
         return [leaf._version for leaf in tree.leaves(self.ignored)] if self.ignored else []
+
+    @functools.cached_property
+    def _modes(self) -> Modes:
+        return Modes(self._body, lambda twin: _body(twin, self._body.params, self._body.buffers, self.units))
 
     @property
     def module(self) -> nn.Module:
