@@ -35,6 +35,7 @@ from fshard.model.remat import remat
 from fshard.model.split import Model, split
 from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
+from fshard.patterns import glob
 from fshard.runtime.engine import Mean, Microbatches
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.policy import Policy, keep
@@ -159,6 +160,7 @@ __all__ = [
     "from_dtensor",
     "from_state_dict",
     "fsdp",
+    "glob",
     "gnvp",
     "hessian_trace",
     "hvp",

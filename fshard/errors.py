@@ -237,10 +237,10 @@ def unknown_rates(missing: Sequence[str]) -> PlanError:
     )
 
 
-def no_unit_to_keep(patterns: Iterable[str], units: Sequence[str]) -> PlanError:
-    """Patterns of ``fs.keep`` that match no unit of the program."""
+def no_unit_to_keep(patterns: Mapping[str, str], units: Sequence[str]) -> PlanError:
+    """Globs of ``fs.keep`` that match no unit of the program, each with a hint."""
     some = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "") or "none at all"
-    rows = [f"{pattern!r} matches none" for pattern in patterns]
+    rows = [f"{pattern!r} matches none{hint}" for pattern, hint in patterns.items()]
     return PlanError(
         lines(f"fs.keep names units that this program never calls; it calls {some}:", rows, "Remove them.")
     )

@@ -1,9 +1,40 @@
-"""Patterns written in the wrong language: globs name modules, regular expressions name leaves."""
+"""The two languages of patterns: dotted globs name units, regular expressions name paths of leaves.
+
+What is written in the wrong one gets an error with the right words for it.
+"""
 
 import difflib
-import fnmatch
+import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
+
+from fshard.errors import PlanError
+
+
+def glob(pattern: str) -> str:
+    r"""The regular expression for the paths that a glob names: leaves, or all leaves of subtrees.
+
+    Whatever takes a regular expression for paths takes the result: rules, ``clip_norm=``, ``init=``, ``only=``.
+
+    Args:
+        pattern: parts between dots, as units are named: ``*`` stands for any characters of one part, ``?`` for one of
+            them, ``[0-3]`` for one of a set, and ``**`` as a whole part for any number of parts, none among them.
+
+    Raises:
+        PlanError: it is no glob.
+
+    >>> [path for path in ("layers.0.w", "layers.0.attn.w", "head.w") if re.fullmatch(glob("layers.*"), path)]
+    ['layers.0.w', 'layers.0.attn.w']
+    >>> glob("**.bias")
+    '(?:.*\\.)?bias(?:\\..*)?'
+    """
+    problem = "" if isinstance(pattern, str) and pattern else "it is no glob"
+    if not problem and "\\" in pattern:
+        problem = "it is a regular expression already, which paths take as it is"
+    if problem:
+        raise PlanError(f"fs.glob({pattern!r}): {problem}; a glob is a str such as 'layers.*' or '**.bias'")
+    found = _regex(pattern)
+    return found if pattern.endswith("**") else rf"{found}(?:\..*)?"
 
 
 def bad_regex(pattern: object) -> str | None:
@@ -89,7 +120,9 @@ def glob_meant(pattern: str, modules: Collection[str]) -> str:
     >>> glob_meant(r"blocks\\.\\d+", ["blocks.0", "blocks.1"])
     "; these are globs, not regular expressions: write 'blocks.*'"
     """
-    plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\(.*\)|(?<=\\\.)\.[*+]", "*", pattern).replace("\\.", ".")
+    plain = re.sub(r"^\^?\.[*+]", "**.*", pattern)  # the start of a name, of whatever parts
+    plain = {"**.*": "**", "**.*$": "**"}.get(plain, plain).replace(r"**.*\.", "**.")
+    plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\(.*\)|(?<=\\\.)\.[*+]", "*", plain).replace("\\.", ".")
     plain = plain.removesuffix("$").removeprefix("^")
     if plain != pattern and any(glob_matches(plain, path) for path in modules):
         return f"; these are globs, not regular expressions: write {plain!r}"
@@ -100,6 +133,35 @@ def glob_meant(pattern: str, modules: Collection[str]) -> str:
 
 
 def glob_matches(glob: str, path: str) -> bool:
-    """Whether a glob matches a path, component by component."""
-    globs, parts = glob.split("."), path.split(".")
-    return len(globs) == len(parts) and all(map(fnmatch.fnmatchcase, parts, globs))
+    """Whether a glob matches the whole of a path or of a unit's name, part by part.
+
+    >>> glob_matches("blocks.*", "blocks.0"), glob_matches("blocks.*", "blocks.0.attn"), glob_matches("**.attn", "attn")
+    (True, False, True)
+    """
+    return re.fullmatch(_regex(glob), path) is not None
+
+
+@functools.cache
+def _regex(glob: str) -> str:
+    """The regular expression of a glob for whole paths."""
+    parts = re.sub(r"(^|(?<=\.))(\*\*\.)+(?=\*\*(\.|$))", "", glob).split(".")  # "**" twice is "**"
+    out = ""
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        if part == "**":  # with the dot that it brings; a last one brings that before it
+            out = (out.removesuffix(r"\.") + (r"(?:\..*)?" if out else ".*")) if last else out + r"(?:.*\.)?"
+        else:
+            out += "".join(map(_token, re.findall(r"\[[^\]]+\]|.", part, re.DOTALL))) + ("" if last else r"\.")
+    try:
+        re.compile(out)
+    except re.error as error:
+        raise PlanError(f"{glob!r} is not a glob: {error}") from None
+    return out
+
+
+def _token(token: str) -> str:
+    """The regular expression of one character of a glob, or of a set."""
+    if len(token) > 1:
+        within = token[1:-1].replace("\\", r"\\")
+        return f"[^.{within[1:]}]" if within.startswith("!") else f"[{within.replace('[', chr(92) + '[')}]"
+    return {"*": "[^.]*", "?": "[^.]"}.get(token) or re.escape(token)

@@ -12,7 +12,7 @@ from fshard import errors, tree
 from fshard.arguments import expect, kind
 from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
-from fshard.patterns import bad_regex
+from fshard.patterns import bad_regex, meant_by
 
 
 class LeafOrder:
@@ -167,8 +167,8 @@ def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, T
         hits = [] if problem else [id(leaf) for path, leaf in named.items() if re.fullmatch(pattern, path)]
         found.update(hits)
         if not hits:
-            example = next(iter(named), "w")
-            problems.append(problem or f"{pattern!r} matches no parameter; paths are like {example!r}")
+            hint = problem or meant_by(pattern, named) or f"; paths are like {next(iter(named), 'w')!r}"
+            problems.append(problem or f"{pattern!r} matches no parameter{hint}")
     out = {path: leaf for path, leaf in named.items() if id(leaf) in found}
     trained = {path: list(leaf.shape) for path, leaf in out.items() if leaf.requires_grad}
     problems += [f"{path}  {shape}: it has requires_grad=True" for path, shape in trained.items()]

@@ -88,9 +88,9 @@ class Model:
             PlanError: the module has no such method, or ``training`` is no bool.
 
         >>> import torch
-        >>> model = split(nn.Sequential(nn.Linear(2, 2), nn.Dropout(1.0)))
-        >>> model.apply(model.params, torch.ones(2)), model.apply(model.params, torch.ones(2), training=False).shape
-        (tensor([0., 0.]), torch.Size([2]))
+        >>> model, x = split(nn.Sequential(nn.Linear(2, 3), nn.Dropout(1.0))), torch.ones(2)
+        >>> model.apply(model.params, x).any().item(), model.apply(model.params, x, training=False).any().item()
+        (False, True)
         """
         body = self._modes.of(training, method)
         instance = body.instance(params)
@@ -139,9 +139,9 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     Args:
         module: any module that can be deep-copied, on any device, meta among them. It is not changed, and
             ``Model.params`` shares its memory.
-        units: which submodules are units, by path or by class. In a path pattern each part between dots is a glob:
-            ``"blocks.*"``, ``"*coder.layers.*"``. ``"auto"`` takes the blocks of the outermost ``nn.ModuleList`` and
-            ``nn.Sequential``, which suits most models; ``Model.units`` lists the result.
+        units: which submodules are units, by path or by class. Paths are given as globs, part by part between dots:
+            ``"blocks.*"``, ``"*coder.layers.*"``, and ``"**.mlp"`` at any depth. ``"auto"`` takes the blocks of the
+            outermost ``nn.ModuleList`` and ``nn.Sequential``, which suits most models; ``Model.units`` lists them.
         ignore: regular expressions for whole paths of frozen parameters to keep out of the leaves (the
             ``ignored_params`` of FSDP2's ``fully_shard``). They stay on every rank unchanged; they may be tensors of
             special classes, or differ between ranks. ``Model.ignored`` holds them, and no plan, collective, optimizer

@@ -13,6 +13,7 @@ from fshard.optim import checks
 from fshard.optim.base import Optimizer, Rate, State, States, Tensors, rate, unscale
 from fshard.optim.contract import Contract, contract
 from fshard.optim.form import Form, Grain, LeafInfo
+from fshard.patterns import meant_by
 
 ANY = r"(?s:.*)"
 """Matches every path. A rule of this pattern without an optimizer may decide no leaf."""
@@ -98,7 +99,7 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
             hits = [leaf for leaf in leaves if self._number(leaf.path) == number]
             own = [leaf for leaf in hits if leaf.trainable]
             if not own and (pattern, opt) != (ANY, None):
-                why = "decides no leaf: it matches no path, or earlier rules take what it matches"
+                why = f"decides no leaf: {self._idle(pattern, [leaf.path for leaf in leaves])}"
                 if hits:
                     why = f"decides frozen leaves alone ({', '.join(leaf.path for leaf in hits[:3])}), which have no "
                     why += "optimizer state: train them, or drop the rule"
@@ -106,6 +107,11 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
             elif opt is not None:
                 out += contract(opt).problems(own)
         return out
+
+    def _idle(self, pattern: str, paths: list[str]) -> str:
+        if any(re.fullmatch(pattern, path) for path in paths):
+            return "earlier rules take what it matches"
+        return f"it matches no path{meant_by(pattern, paths)}"
 
     def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Choice, **more: Any) -> None:
         """One update by the leaves' own optimizer; see ``Optimizer.update``."""

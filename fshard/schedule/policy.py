@@ -1,10 +1,10 @@
 """What a schedule is built from besides the program: how far it runs ahead, and what it keeps."""
 
-import fnmatch
 import json
 from dataclasses import dataclass
 
 from fshard import errors
+from fshard.patterns import glob_matches, glob_meant
 from fshard.schedule.ops import ROOT, Program
 
 UPDATES = ("deferred", "in_backward")
@@ -30,7 +30,7 @@ def keep(*units: str, last: int = 0) -> Keep:
     many gathers as keeping anything else.
 
     Args:
-        units: patterns of unit names, as in ``fs.split(module, units=...)``: ``"blocks.*"``, ``"decoder.[0-3]"``.
+        units: globs of names of units, as in ``fs.split(module, units=...)``: ``"blocks.*"``, ``"decoder.[0-3]"``.
         last: as many of the units whose last call comes latest.
 
     Raises:
@@ -115,10 +115,10 @@ class Policy:
         """
         order = list(dict.fromkeys(call.unit for call in reversed(program.forward)))[::-1]
         if isinstance(self.reshard, Keep):
-            unmatched = [p for p in self.reshard.units if not fnmatch.filter(order, p)]
-            if unmatched:
+            hits = {p: {unit for unit in order if glob_matches(p, unit)} for p in self.reshard.units}
+            if unmatched := {p: glob_meant(p, order) for p, found in hits.items() if not found}:
                 raise errors.no_unit_to_keep(unmatched, order)
-            units = {unit for unit in order if any(fnmatch.fnmatchcase(unit, p) for p in self.reshard.units)}
+            units = set().union(*hits.values())
             units.update(order[max(len(order) - self.reshard.last, 0) :])
         else:
             units = set() if self.reshard else set(order)

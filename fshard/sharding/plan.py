@@ -12,7 +12,7 @@ from fshard import tree
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
-from fshard.patterns import glob_matches
+from fshard.patterns import glob_matches, glob_meant
 from fshard.sharding.batch import local_part
 from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
@@ -232,7 +232,7 @@ def make_plan(
         mesh: a real or an abstract mesh.
         rules: ``(pattern, spec or tactic)`` pairs or ``fs.Rule``; ``re.fullmatch`` on paths, the first match wins.
         batch: the spec of the batch; its axes are the data axes. The default on a mesh of one axis is that axis.
-        units: for a nested dict, patterns of subtrees that form units; ``*`` matches one path component.
+        units: for a nested dict, globs of subtrees that form units, as in ``fs.split``.
         precision: the dtypes of compute and communication, ``fs.Precision(...)``; None keeps those of the leaves.
 
     Returns:
@@ -256,7 +256,7 @@ def make_plan(
         ("mesh", mesh, Mesh, 'a mesh, fs.make_mesh((-1,), ("shard",))'),
         ("rules", rules, (list, tuple), _RULES),
         ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("shard")'),
-        ("units", units, (str, list, tuple), "a list of patterns"),
+        ("units", units, (str, list, tuple), "a list of globs"),
     ]
     expect("make_plan(model, mesh, rules)", wants)
     precision = Precision() if precision is None else precision
@@ -370,8 +370,9 @@ def _owners(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str
             owners[path] = _unit_name(prefix)
             used.add(pattern)
             break
-    idle = [repr(pattern) for pattern in patterns if pattern not in used]
-    if idle:
+    if len(used) < len(set(patterns)):
+        known = list(dict.fromkeys(prefix for path in leaves for prefix in _prefixes(path)))
+        idle = [f"{pattern!r}{glob_meant(pattern, known)}" for pattern in patterns if pattern not in used]
         raise PlanError(lines("patterns in units= match no subtree:", idle, f"Paths are like {next(iter(leaves))!r}."))
     return owners
 

@@ -12,7 +12,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines, no_processes
-from fshard.patterns import bad_regexes
+from fshard.patterns import bad_regexes, first_matches, meant_by
 from fshard.runtime.comm import enter
 from fshard.sharding.plan import Plan
 
@@ -62,7 +62,7 @@ def sync_buffers(
             is taken.
 
     Raises:
-        PlanError: no rule matches a buffer, or a rule says neither ``"mean"`` nor ``"local"``.
+        PlanError: no rule matches a buffer, a rule matches none, or it says neither ``"mean"`` nor ``"local"``.
         TreeError: a leaf is not stacked.
 
     >>> import fshard as fs
@@ -107,19 +107,23 @@ def _joined(path: str, leaf: Any, count: int) -> Any:
 
 def _chosen(flat: Mapping[str, Any], rules: Sequence[tuple[str, str]]) -> list[str]:
     """The paths of the buffers to average."""
-    _check_rules(rules)
-    found = {path: next((how for pattern, how in rules if re.fullmatch(pattern, path)), None) for path in flat}
-    lost = [path for path, how in found.items() if how is None]
+    _check_rules(rules, flat)
+    hits = first_matches([pattern for pattern, _ in rules], flat)
+    lost = [path for path, hit in hits.items() if hit is None]
     if lost:
         raise PlanError(lines("sync_buffers: no rule matches:", lost, "Add a rule such as ('.*', 'mean') at the end."))
     floating = {path for path, leaf in flat.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    return [path for path, how in found.items() if how == "mean" and path in floating]
+    return [path for path, hit in hits.items() if hit is not None and rules[hit[0]][1] == "mean" and path in floating]
 
 
-def _check_rules(rules: Sequence[Any]) -> None:
+def _check_rules(rules: Sequence[Any], flat: Mapping[str, Any]) -> None:
     pairs = [rule if isinstance(rule, tuple) and len(rule) == 2 else (rule, None) for rule in rules]
     wrong = [f"{pattern!r}: {how!r}" for pattern, how in pairs if how not in HOW]
     if wrong:
         raise PlanError(lines("sync_buffers: invalid rules:", wrong, "Say 'mean' or 'local'."))
     if problems := bad_regexes(pattern for pattern, _ in rules):
         raise PlanError(lines("sync_buffers: invalid patterns:", problems, "Patterns match whole paths."))
+    idle = [pattern for pattern, _ in rules if not any(re.fullmatch(pattern, path) for path in flat)]
+    if flat and idle:
+        problems = [f"{pattern!r}{meant_by(pattern, flat)}" for pattern in idle]
+        raise PlanError(lines("sync_buffers: rules match no buffer:", problems, "Patterns match whole paths."))

@@ -109,7 +109,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.lora.wrap(Net(), ".*"), r"model is a Net: give what fs\.split\(module\) returned"),
     (
         lambda: _step(remat=[("block", "all")])(_state(), BATCH),
-        r"match no unit:\n  'block'\n(?s:.*)blocks\.0, blocks\.1",
+        r"match no unit:\n  'block'; the closest is 'blocks\.\*'\n(?s:.*)blocks\.0, blocks\.1",
     ),
 ]
 
@@ -146,7 +146,7 @@ WRONG += [
     (lambda: fs.clipped_grad(_loss, PLAN, None), "clip_norm is None: give a positive number"),
     (lambda: fs.abstract_mesh((2,), ("shard",), rank="0"), "rank is '0', a str"),
     (lambda: fs.virtual_mesh((2,), ("shard",)).run(3), "fn is 3, an int: give a function"),
-    (lambda: fs.make_plan(MODEL, MESH, RULES, units=None), "units is None: give a list of patterns"),
+    (lambda: fs.make_plan(MODEL, MESH, RULES, units=None), "units is None: give a list of globs"),
     (lambda: fs.make_plan(MODEL, MESH, [(".*", lambda shape: 3)]), r"inp\.weight .*returned 3, an int"),
     (lambda: PLAN.replace(rules=3), "rules is 3, an int: give a list"),
     (lambda: fs.split(Net(), ignore=3), "ignore is 3, an int"),

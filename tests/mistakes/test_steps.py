@@ -217,13 +217,13 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "remat True",
         lambda: step(remat=True)(st(), BATCH),
         errors.PlanError,
-        "fs.policies, or a list of (pattern of units, one of these)",
+        "fs.policies, or a list of (glob of units, one of these)",
     ),
     (
         "remat pol",
         lambda: step(remat=torch.utils.checkpoint.checkpoint)(st(), BATCH),
         errors.PlanError,
-        "fs.policies, or a list of (pattern of units, one of these)",
+        "fs.policies, or a list of (glob of units, one of these)",
     ),
     ("compile True", lambda: step(compile=True), errors.PlanError, "compile=True must be None, 'fx' or 'inductor'"),
     (

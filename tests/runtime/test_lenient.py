@@ -148,7 +148,7 @@ def test_programs_that_cannot_be_computed_again(pool: Pools, kind: str) -> None:
 
 
 def test_a_cache_alone_is_fine_with_remat_of_other_units() -> None:
-    rules = [(r"blocks\.\d", None)]
+    rules = [("blocks.*", None)]
     _, state, step = made(Net(Block, cached=True), fs.make_mesh((1,), ("shard",)), remat=rules)
     assert step(state, torch.ones(4, 8))[1].loss.isfinite()
     assert issubclass(RematError, RuntimeError)

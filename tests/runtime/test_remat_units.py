@@ -20,7 +20,7 @@ RULES = {
     "dots": fs.policies.dots,
     "tanh": fs.policies.saving(torch.ops.aten.tanh, torch.ops.aten.gelu),
     "everything": fs.policies.everything,
-    "some": [(r".*[02bc].*", "all"), (r".*1.*", fs.policies.dots), (r".*", None)],
+    "some": [("blocks.[02]", "all"), ("blocks.1", fs.policies.dots), ("**", None)],
 }
 
 
@@ -148,7 +148,9 @@ def test_units_of_different_policies_do_not_share_a_graph() -> None:
     [
         ("some", "must be None, 'all', a policy"),
         ([("a", "some")], "'some' is no policy"),
-        ([("(", "all")], "not a regular expression"),
+        ([(r"[0-9]\.\d", "all")], r"(?s)match no unit.*\[0-9\]"),
+        ([("*[z-a]", "all")], "is not a glob: bad character range"),
+        ([(".*", "all")], r"(?s)'\.\*'; these are globs, not regular expressions: write '\*\*'"),
         ([("a",)], "must be None, 'all', a policy"),
         (3, "must be None, 'all', a policy"),
     ],

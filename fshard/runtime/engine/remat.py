@@ -6,7 +6,6 @@ of the unit's backward, when its groups have been gathered again, so the second 
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from fshard.errors import PlanError, RematError, lines
 from fshard.model.objects import held, opaque
 from fshard.model.policies import SavePolicy, everything, nothing
-from fshard.patterns import bad_regex
+from fshard.patterns import glob_matches, glob_meant
 from fshard.schedule.ops import ROOT
+
+ANY = "**"
+"""The glob of all units."""
 
 
 class Host(Protocol):
@@ -29,13 +31,13 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Remat:
-    """Rules on units: the first whose pattern matches the whole of a unit's name decides."""
+    """Rules on units: the first whose glob matches a unit's name decides."""
 
     rules: tuple[tuple[str, SavePolicy], ...] = ()
 
     def of(self, unit: str) -> SavePolicy | None:
         """The policy for a unit; None if autograd keeps what it wants."""
-        found = next((policy for pattern, policy in self.rules if re.fullmatch(pattern, unit)), everything)
+        found = next((policy for pattern, policy in self.rules if glob_matches(pattern, unit)), everything)
         return None if found.ops is None else found
 
     def check(self, units: Iterable[str]) -> None:
@@ -45,9 +47,10 @@ class Remat:
             PlanError: a pattern matches none of these.
         """
         names = sorted(set(units) - {ROOT})
-        idle = [repr(pattern) for pattern, _ in self.rules if not any(re.fullmatch(pattern, name) for name in names)]
-        if idle and [pattern for pattern, _ in self.rules] != [".*"]:  # "all" of none is fine
-            remedy = f"Patterns must match a whole name; there are {', '.join(names) or 'no units'}."
+        missed = [glob for glob, _ in self.rules if not any(glob_matches(glob, name) for name in names)]
+        if missed and [glob for glob, _ in self.rules] != [ANY]:  # "all" of none is fine
+            idle = [f"{glob!r}{glob_meant(glob, names)}" for glob in missed]
+            remedy = f"Globs must match a whole name; there are {', '.join(names) or 'no units'}."
             raise PlanError(lines("remat= holds patterns that match no unit:", idle, remedy))
 
     def around(self, unit: str, function: Callable[..., Any], host: Host) -> Callable[..., Any]:
@@ -129,13 +132,13 @@ def read_remat(given: Any) -> Remat:
     if given is None:
         return Remat()
     if given == "all" or isinstance(given, SavePolicy):
-        return Remat(((".*", _policy(given)),))
+        return Remat(((ANY, _policy(given)),))
     if isinstance(given, Sequence) and not isinstance(given, str):
         pairs = [rule for rule in given if isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)]
         if len(pairs) == len(given):
-            return Remat(tuple((_pattern(pattern), _policy(policy)) for pattern, policy in pairs))
+            return Remat(tuple((pattern, _policy(policy)) for pattern, policy in pairs))
     raise PlanError(
-        f"remat={given!r} must be None, 'all', a policy of fs.policies, or a list of (pattern of units, one of these)"
+        f"remat={given!r} must be None, 'all', a policy of fs.policies, or a list of (glob of units, one of these)"
     )
 
 
@@ -147,9 +150,3 @@ def _policy(given: Any) -> SavePolicy:
     if given == "all":
         return nothing
     raise PlanError(f"remat: {given!r} is no policy: give None, 'all', or one of fs.policies")
-
-
-def _pattern(given: str) -> str:
-    if problem := bad_regex(given):
-        raise PlanError(f"remat: {problem}")
-    return given

@@ -11,6 +11,7 @@ from torch import Tensor
 from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.optim import checks
+from fshard.patterns import meant_by
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.execution import Gradients
 from fshard.runtime.memory.norms import norms_of, share_of
@@ -89,12 +90,17 @@ def _check_rules(clip: Clip, plan: Plan) -> None:
     if not missed:
         used = {clip.number(path) for path in paths}
         idle = [pattern for i, (pattern, _) in enumerate(clip.rules) if i not in used]
-        problems = [f"{pattern!r} decides no trained leaf" for pattern in idle]
+        problems = [f"{pattern!r} decides no trained leaf{_meant(pattern, paths)}" for pattern in idle]
     if problems:
         remedy = (
             "Patterns must match whole paths; the first match wins. End with (r'.*', limit), or None for no clipping."
         )
         raise PlanError(lines("clip_norm= does not fit the plan:", problems, remedy))
+
+
+def _meant(pattern: str, paths: Sequence[str]) -> str:
+    """What a pattern that decides nothing was meant to be; or nothing, if earlier ones take what it matches."""
+    return "" if any(re.fullmatch(pattern, path) for path in paths) else meant_by(pattern, paths)
 
 
 def norms_by_rule(clip: Clip, plan: Plan, grads: Gradients) -> list[RuleNorms]:
