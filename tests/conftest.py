@@ -19,6 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     settings.register_profile("patient", deadline=None)
     settings.load_profile("patient")
+    gc.disable()  # nothing of a collection is garbage
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,8 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for the tests is no garbage, and each collection would look at all of it."""
+    """Look for garbage in what tests leave behind, and seldom: what was imported for them is none."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 50)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

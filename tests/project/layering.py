@@ -7,6 +7,7 @@ Problems read ``fshard/runtime/arena.py:12: ...``.
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 LAYERS = (
@@ -75,8 +76,22 @@ class Module:
     name: str
     file: str
     text: str
-    tree: ast.Module
     package: bool
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The source, parsed when a rule asks for it."""
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> tuple[tuple[str, ast.stmt], ...]:
+        """Each name that the module imports, in full; see `imported`."""
+        return tuple(imported(self))
 
     @property
     def room(self) -> str:
@@ -103,14 +118,13 @@ def load(root: Path) -> dict[str, Module]:
         parts = path.relative_to(root.parent).with_suffix("").parts
         package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if package else parts)
-        text = path.read_text()
-        modules[name] = Module(name, str(path.relative_to(root.parent)), text, ast.parse(text), package)
+        modules[name] = Module(name, str(path.relative_to(root.parent)), path.read_text(), package)
     return modules
 
 
 def imported(module: Module) -> Iterator[tuple[str, ast.stmt]]:
     """Each name that the module imports, in full (``from a.b import c`` is ``a.b.c``); lazy ones too."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +138,7 @@ def imported(module: Module) -> Iterator[tuple[str, ast.stmt]]:
 
 def edges(modules: Modules, module: Module) -> Iterator[tuple[Module, ast.stmt]]:
     """The package's modules that this one imports. A name that is no module counts for its holder."""
-    for name, node in imported(module):
+    for name, node in module.imports:
         while name and name not in modules:
             name = name.rpartition(".")[0]
         if name and name != module.name:
@@ -207,17 +221,17 @@ def _within(module: Module, owner: str) -> bool:
 def _uses(module: Module, library: str) -> Iterator[ast.stmt | ast.expr]:
     """Where the module gets at a library."""
     parent, _, child = library.rpartition(".")
-    for name, statement in imported(module):
+    for name, statement in module.imports:
         if f"{name}.".startswith(f"{library}."):
             yield statement
     handles = {parent} | {
         alias.asname or alias.name
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Import)
         for alias in node.names
         if alias.name == parent
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr == child and isinstance(node.value, ast.Name):
             if parent and node.value.id in handles:
                 yield node
@@ -232,7 +246,7 @@ def global_statements(modules: Modules) -> list[str]:
     return [
         module.at(node, f"global {', '.join(node.names)}")
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Global)
     ]
 
@@ -281,7 +295,7 @@ def long_files(modules: Modules) -> list[str]:
 def functions(modules: Modules) -> Iterator[tuple[Module, Function, int]]:
     """Each function and its length in lines, without its docstring."""
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, Function):
                 first = node.body[0]
                 doc = first if ast.get_docstring(node, clean=False) is not None else None

@@ -116,7 +116,7 @@ def attributes(cls: ast.ClassDef) -> set[str]:
 
 def foreign(module: Module) -> Iterator[ast.AST]:
     """What writes to the attributes of another object than ``self``: targets, and calls of ``setattr``."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         yield from (target for target in targets(node) if not _is_self(target.value))
         if isinstance(node, ast.Call) and _called(node) in ("setattr", "delattr", "__setattr__") and node.args:
             bound = isinstance(node.func, ast.Attribute) and not _names(node.func.value, ("object", "super"))
@@ -137,7 +137,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _uses(module: Module, name: str) -> int:
-    return sum(_names(node, (name,)) for node in ast.walk(module.tree))
+    return sum(_names(node, (name,)) for node in module.nodes)
 
 
 def measure(root: Path) -> dict[str, Any]:
@@ -208,9 +208,9 @@ def _complex(functions: Mapping[str, int]) -> dict[str, int]:
 def complex_functions(modules: Modules) -> list[str]:
     """Functions above ``COMPLEXITY``, outside of ``PARSERS``."""
     return [
-        module.at(node, f"{node.name} has a complexity of {complexity(node)}, above {COMPLEXITY}")
+        module.at(node, f"{node.name} has a complexity of {found}, above {COMPLEXITY}")
         for module, node in _definitions(modules)
-        if not isinstance(node, ast.ClassDef) and complexity(node) > COMPLEXITY
+        if not isinstance(node, ast.ClassDef) and (found := complexity(node)) > COMPLEXITY
         if not module.name.partition(".")[2].startswith(PARSERS)
     ]
 
@@ -218,9 +218,9 @@ def complex_functions(modules: Modules) -> list[str]:
 def large_classes(modules: Modules) -> list[str]:
     """Classes with more than ``ATTRIBUTES`` attributes."""
     return [
-        module.at(node, f"{node.name} has {len(attributes(node))} attributes, above {ATTRIBUTES}")
+        module.at(node, f"{node.name} has {found} attributes, above {ATTRIBUTES}")
         for module, node in _definitions(modules)
-        if isinstance(node, ast.ClassDef) and len(attributes(node)) > ATTRIBUTES
+        if isinstance(node, ast.ClassDef) and (found := len(attributes(node))) > ATTRIBUTES
     ]
 
 
