@@ -17,9 +17,6 @@ from stopwatch import Stopwatch
 
 import fshard as fs
 
-ROLES = {"all_gather": "gather", "reduce_scatter": "reduce", "replica_reduce": "sum", "update_gather": "spread"}
-"""The ops that a communicator's collectives belong to, by its role."""
-
 
 def watched(size: Size, steps: int = 4) -> dict[str, Any]:
     """A step of HSDP, the last of some, with begin and end of each of its transfers."""
@@ -36,8 +33,8 @@ def watched(size: Size, steps: int = 4) -> dict[str, Any]:
     left = {comm: iter(spans) for comm, spans in watch.spans.items()}
     arrivals = {}
     for at, op in enumerate(schedule.ops):
-        if op.kind in ROLES:
-            arrivals[at] = next(left[ROLES[op.kind], over[op.kind, op.target]], None)
+        if (axes := over.get((op.kind, op.target))) is not None and (op.kind, axes) in left:
+            arrivals[at] = next(left[op.kind, axes], None)
     times = peer.train._runner.latest.times  # the raw clock, which all ranks of a machine share
     return {
         "schedule": str(schedule),

@@ -21,8 +21,8 @@ from fshard.model.template import Instance, Template
 from fshard.model.unit import Slot, slot_of
 from fshard.model.writes import (
     OBJECTS,
-    Given,
-    Written,
+    PriorWrites,
+    ResultAndWrites,
     WrittenObject,
     refuse,
     unreturnable,
@@ -77,7 +77,7 @@ class Body:
         leaves = self.params.read(params)
         slot = slot_of(leaves[0]) if leaves else None
         kept: Instance | None = None if slot is None else slot.instances.get(self)
-        if leaves and kept is not None and not kept.busy and all(map(operator.is_, kept.held.leaves, leaves)):
+        if leaves and kept is not None and not kept.busy and all(map(operator.is_, kept.tensors.leaves, leaves)):
             return kept  # its leaves were checked when it was made
         made = self._template.make(self.params.leaves(params))
         slot = self._slot(made)
@@ -86,7 +86,7 @@ class Body:
             made.kept = True
         return made
 
-    def begun(self, params: Mapping[str, Any], given: Given) -> Instance:
+    def begun(self, params: Mapping[str, Any], given: PriorWrites) -> Instance:
         """A new instance, after the writes of an earlier call to the unit's modules."""
         made = self._template.make(self.params.leaves(params))
         made.surface.begin(given.writes)
@@ -98,7 +98,7 @@ class Body:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal kept
-            if args and type(args[0]) is Given:
+            if args and type(args[0]) is PriorWrites:
                 return self.call(self.begun(params, args[0]), args[1:], kwargs)
             if kept.busy or not kept.kept:
                 kept = self.instance(params)
@@ -110,7 +110,7 @@ class Body:
         """Call an instance whose buffers are bound: its forward with its hooks, or another of its methods.
 
         Returns:
-            The module's result; ``Written`` for a unit whose call wrote to its modules.
+            The module's result; ``ResultAndWrites`` for a unit whose call wrote to its modules.
         """
         instance.busy = True
         versions = list(map(version, self._tensors.values())) if self._tensors else None
@@ -126,7 +126,7 @@ class Body:
             now = zip(self._tensors.items(), versions, strict=True)
             self._retire(instance)
             raise written_in_place([spot for (spot, x), before in now if version(x) != before])
-        if instance.glance is not None and instance.held.unwritten and instance.glance():
+        if instance.glance is not None and instance.tensors.unwritten and instance.glance():
             if self.unit or self._template.shared.clean():
                 return out
         return self._finish(instance, out)
@@ -149,15 +149,15 @@ class Body:
         own = self._tracker.clones(given)
         versions = [buffer._version for buffer in own]
         for i, buffer in enumerate(own):
-            instance.held.bind(i, buffer)
+            instance.tensors.bind(i, buffer)
         with self._tracker.watch() as watch:
             out = self.call(instance, args, kwargs, method)
         changed: dict[str, Any] = {}
-        now = [instance.held.bound(i) for i in range(len(own))]
+        now = [instance.tensors.bound(i) for i in range(len(own))]
         for i, new in self._tracker.changed(given, own, now, versions, watch):
             changed[self.buffers.paths[i]] = new
             # A region that the backward computes again must start from the same values, and write elsewhere.
-            instance.held.bind(i, given[i].clone())
+            instance.tensors.bind(i, given[i].clone())
         return out, changed
 
     def _finish(self, instance: Instance, out: Any) -> Any:
@@ -180,7 +180,7 @@ class Body:
         refuse(self.unit, writes)
         if not clean:
             writes[OBJECTS] = WrittenObject()
-        return Written(out, writes) if writes else out
+        return ResultAndWrites(out, writes) if writes else out
 
     def _finish_whole(self, instance: Instance) -> None:
         shared, surface = self._template.shared, instance.surface
@@ -193,7 +193,7 @@ class Body:
 
     def _mark_unwritten(self, instance: Instance) -> None:
         if instance.kept:
-            instance.held.unwritten = True
+            instance.tensors.unwritten = True
             instance.glance = instance.glance or self._template.glance(instance)
 
     def _retire(self, instance: Instance) -> None:
@@ -204,5 +204,5 @@ class Body:
         instance.kept = False
 
     def _slot(self, instance: Instance) -> Slot | None:
-        leaves = instance.held.leaves
+        leaves = instance.tensors.leaves
         return slot_of(leaves[0]) if leaves else None

@@ -10,10 +10,10 @@ from torch import nn
 from fshard.model.buffers import Place
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Unit
-from fshard.model.writes import Flag, Given, Glance, More, Scene, Surface, View, Written
+from fshard.model.writes import Flag, Glance, More, PriorWrites, ResultAndWrites, Scene, Surface, View
 
 
-class Held:
+class InstanceTensors:
     """The tensors of an instance.
 
     Attributes:
@@ -59,26 +59,26 @@ class Shell:
     buffers: Mapping[str, int]
     views: Sequence[View]
 
-    def forward(self, held: Held, modules: "UnitModules") -> Callable[..., Any]:
+    def forward(self, tensors: InstanceTensors, modules: "UnitModules") -> Callable[..., Any]:
         """The forward of the module in an instance."""
         unit, buffers = self.unit, self.buffers
         order, numbers = self.params
-        call = unit.on(order.tree([held.leaves[i] for i in numbers]))
+        call = unit.on(order.tree([tensors.leaves[i] for i in numbers]))
 
         def plain(*args: Any, **kwargs: Any) -> Any:
-            if not (held.unwritten and modules.quiet()):
+            if not (tensors.unwritten and modules.quiet()):
                 args = (*modules.given(), *args)
             out = call(args, kwargs)
-            return modules.written(out) if type(out) is Written else out
+            return modules.written(out) if type(out) is ResultAndWrites else out
 
         def stateful(*args: Any, **kwargs: Any) -> Any:
-            now = {path: held.bound(i) for path, i in buffers.items()}
-            if not (held.unwritten and modules.quiet()):
+            now = {path: tensors.bound(i) for path, i in buffers.items()}
+            if not (tensors.unwritten and modules.quiet()):
                 args = (*modules.given(), *args)
             out, changed = call((now, *args), kwargs)
             for path, buffer in changed.items():
-                held.bind(buffers[path], buffer)
-            return modules.written(out) if type(out) is Written else out
+                tensors.bind(buffers[path], buffer)
+            return modules.written(out) if type(out) is ResultAndWrites else out
 
         return stateful if buffers else plain
 
@@ -87,19 +87,19 @@ class UnitModules:
     """The modules of an instance that stand for those of a unit.
 
     Args:
-        held: the tensors of the instance.
+        tensors: the tensors of the instance.
         modules: the modules. The first gets a forward that refers to this object, so the reference to it is weak.
         scene: what the modules held at ``split``.
         flag: says whether tables were written to.
         numbers: the number of each module in the instance.
     """
 
-    __slots__ = ("_first", "_flag", "_glance", "_held", "_numbers", "_rest", "_scene")
+    __slots__ = ("_first", "_flag", "_glance", "_numbers", "_rest", "_scene", "_tensors")
 
     def __init__(
-        self, held: Held, modules: Sequence[nn.Module], scene: Scene, flag: Flag, numbers: Sequence[int]
+        self, tensors: InstanceTensors, modules: Sequence[nn.Module], scene: Scene, flag: Flag, numbers: Sequence[int]
     ) -> None:
-        self._held, self._scene, self._flag, self._numbers = held, scene, flag, numbers
+        self._tensors, self._scene, self._flag, self._numbers = tensors, scene, flag, numbers
         self._first, self._rest = weakref.ref(modules[0]), modules[1:]
         self._glance: Glance | None = None
 
@@ -109,18 +109,18 @@ class UnitModules:
             self._glance = self._scene.glance(self._modules(), self._flag, self._more())
         if self._glance():
             return True
-        self._held.unwritten = False
+        self._tensors.unwritten = False
         return False
 
-    def given(self) -> tuple[Given, ...]:
+    def given(self) -> tuple[PriorWrites, ...]:
         """The unit's extra argument: the writes to the modules here; empty if there are none."""
         surface = self._surface()
         writes = {} if surface.clean() else surface.writes()
-        return (Given(writes),) if writes else ()
+        return (PriorWrites(writes),) if writes else ()
 
-    def written(self, result: Written) -> Any:
+    def written(self, result: ResultAndWrites) -> Any:
         """Repeat the unit's writes, and return its result."""
-        self._held.unwritten = False
+        self._tensors.unwritten = False
         self._surface().write(result.writes)
         return result.value
 
@@ -135,4 +135,4 @@ class UnitModules:
     def _more(self) -> list[More]:
         """The instance's own attributes, by the number of their module here."""
         place = {number: i for i, number in enumerate(self._numbers)}
-        return [(place[i], name, was) for i, name, was in self._held.more if i in place]
+        return [(place[i], name, was) for i, name, was in self._tensors.more if i in place]

@@ -25,7 +25,7 @@ from fshard.model.modes import Modes
 from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
 from fshard.model.unit import Unit
-from fshard.model.writes import Given
+from fshard.model.writes import PriorWrites
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,7 +94,8 @@ class Model:
         """
         body = self._modes.of(training, method)
         instance = body.instance(params)
-        if self._unmade and buffers is None and instance.held.leaves and instance.held.leaves[0].device.type != "meta":
+        leaves = instance.tensors.leaves
+        if self._unmade and buffers is None and leaves and leaves[0].device.type != "meta":
             raise errors.unmade_buffers(self._unmade)
         given = body.buffers.leaves(self.buffers if buffers is None else buffers)
         versions = self._versions()
@@ -235,13 +236,13 @@ def _function(body: Body) -> Callable[..., Any]:
     """The pure function of a unit; one with buffers takes them after the parameters and returns those that changed."""
 
     def plain(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is Given:
+        if args and type(args[0]) is PriorWrites:
             return body.call(body.begun(params, args[0]), args[1:], kwargs)
         return body.call(body.instance(params), args, kwargs)
 
     def stateful(params: Mapping[str, Any], buffers: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         given = [buffers[path] for path in body.buffers.paths]
-        if args and type(args[0]) is Given:
+        if args and type(args[0]) is PriorWrites:
             return body.run(body.begun(params, args[0]), given, args[1:], kwargs)
         return body.run(body.instance(params), given, args, kwargs)
 

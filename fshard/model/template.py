@@ -21,7 +21,7 @@ from fshard.errors import UnitError
 from fshard.model.buffers import Place
 from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.objects import Shared
-from fshard.model.shell import Held, Shell, UnitModules
+from fshard.model.shell import InstanceTensors, Shell, UnitModules
 from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, View, tables, view
 
 Numbers = Mapping[tuple[int, str], int]
@@ -34,7 +34,7 @@ class Instance:
     """One copy of a structure.
 
     Attributes:
-        held: its tensors.
+        tensors: its tensors.
         modules: its modules; the first one is called.
         surface: finds the writes of a call.
         glance: a quick check for writes, made once a call has written nothing.
@@ -42,10 +42,10 @@ class Instance:
         busy: whether a call is running.
     """
 
-    __slots__ = ("busy", "glance", "held", "kept", "modules", "surface")
+    __slots__ = ("busy", "glance", "kept", "modules", "surface", "tensors")
 
-    def __init__(self, held: Held, modules: Sequence[nn.Module], surface: Surface) -> None:
-        self.held, self.modules, self.surface = held, modules, surface
+    def __init__(self, tensors: InstanceTensors, modules: Sequence[nn.Module], surface: Surface) -> None:
+        self.tensors, self.modules, self.surface = tensors, modules, surface
         self.glance: Glance | None = None
         self.kept = self.busy = False
 
@@ -135,7 +135,7 @@ class Template:
         """An instance that holds these tensors, and no buffers yet."""
         modules = [object.__new__(part.kind) for part in self._parts]
         places: list[list[Place]] = [[] for _ in range(self._buffers)]
-        held = Held(leaves, places)
+        tensors = InstanceTensors(leaves, places)
         memo: dict[int, Any] = {}
         for module, part in zip(modules, self._parts, strict=True):
             table, buffers = self._table(part, leaves, modules, memo)
@@ -145,11 +145,11 @@ class Template:
             table["_apply"] = partial(_converted, weakref.ref(module))
             object.__setattr__(module, "__dict__", table)
         for i, (numbers, scene) in self._below.items():
-            below = UnitModules(held, [modules[n] for n in numbers], scene, self.flag, numbers)
-            self._hand_over(i, held, below, modules[i])
+            below = UnitModules(tensors, [modules[n] for n in numbers], scene, self.flag, numbers)
+            self._hand_over(i, tensors, below, modules[i])
         if any(part.referring for part in self._parts):
-            held.more += self._redirect(modules, memo)
-        return Instance(held, modules, Surface(self.scene, modules, self.flag, held.more))
+            tensors.more += self._redirect(modules, memo)
+        return Instance(tensors, modules, Surface(self.scene, modules, self.flag, tensors.more))
 
     def _table(self, part: _Part, leaves: Sequence[Any], modules: Sequence[Any], memo: dict[int, Any]) -> Any:
         """The dict of a module of an instance, and the table of buffers in it."""
@@ -167,7 +167,7 @@ class Template:
 
     def glance(self, instance: Instance) -> Glance:
         """A quick check of all modules of an instance for writes."""
-        return self.scene.glance(instance.modules, self.flag, instance.held.more)
+        return self.scene.glance(instance.modules, self.flag, instance.tensors.more)
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, the tensors in attributes, which all instances share."""
@@ -181,7 +181,7 @@ class Template:
 
     def moved(self, instance: Instance) -> str | None:
         """The name under which an instance holds another module or parameter than at first; None if there is none."""
-        leaves, modules = instance.held.leaves, instance.modules
+        leaves, modules = instance.tensors.leaves, instance.modules
         if not self.flag.raised:
             return None
         for seen, module, part in zip(self.views, modules, self._parts, strict=True):
@@ -211,10 +211,10 @@ class Template:
         """The class and the attributes of each module."""
         return [(part.kind, part.attributes) for part in self._parts]
 
-    def _hand_over(self, number: int, held: Held, below: UnitModules, module: nn.Module) -> None:
+    def _hand_over(self, number: int, tensors: InstanceTensors, below: UnitModules, module: nn.Module) -> None:
         part = self._parts[number]
         assert part.shell is not None
-        forward = part.shell.forward(held, below)
+        forward = part.shell.forward(tensors, below)
         vars(forward)["__signature__"] = part.signature
         vars(module)["forward"] = forward
 

@@ -2,9 +2,9 @@
 
 ``Model.apply`` is a pure function, so no write outlives the call. A ``Surface`` records what the modules of an instance
 held before the call, and finds the call's writes. An instance that was written to is not used again. Writes inside of a
-unit are part of the unit's result (``Written``), so that the engine sees the tensors in them, and are repeated on the
-modules that stand for the unit outside of it. If those modules were written to before the call, these writes are an
-argument of the unit (``Given``).
+unit are part of the unit's result (``ResultAndWrites``), so that the engine sees the tensors in them, and are repeated
+on the modules that stand for the unit outside of it. If those modules were written to before the call, these writes are
+an argument of the unit (``PriorWrites``).
 """
 
 import enum
@@ -52,13 +52,13 @@ class WrittenObject:
     """Says that a call wrote to such an object. No graph can return one."""
 
 
-class Given(NamedTuple):
+class PriorWrites(NamedTuple):
     """The writes to a unit's modules before its call."""
 
     writes: dict[str, Any]
 
 
-class Written(NamedTuple):
+class ResultAndWrites(NamedTuple):
     """The result of a unit whose call wrote to its modules: the value that it returned, and the writes."""
 
     value: Any

@@ -18,7 +18,7 @@ from fshard.errors import CommError, LossError, PeerError, ScheduleError, UnitEr
 from fshard.model.remat import exact
 from fshard.runtime.comm import Communicator, Facts, announce, digest, exchange, exchange_text, mesh_communicator
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.facts import settle
+from fshard.runtime.comm.facts import compare_numbers
 from fshard.runtime.engine import Mean, fingerprint, leading_dims, means_of, read_loss
 from fshard.runtime.engine.batch import check_device
 from fshard.runtime.engine.loss import Loss
@@ -248,7 +248,7 @@ def _handshake(
         rows = announce(comm, "sharded loss", mine)
         if any(row[0] for row in rows):
             raise_failure(comm, failure, [row[0] for row in rows], status)
-        settle(comm, [row[2] for row in rows], facts)
+        compare_numbers(comm, [row[2] for row in rows], facts)
         if any(row[1] != rows[0][1] for row in rows):
             raise diverged(exchange_text(comm, f"{place} ({call_site()})"))
     if any(row[3:6] != rows[0][3:6] for row in rows):

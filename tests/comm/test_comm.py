@@ -51,7 +51,7 @@ def collectives(kind: str) -> list[str]:
     """On a rank: what is not as it should be."""
     out = []
     with _mesh(kind) as mesh:
-        comm = mesh.transport.communicator("reduce", ("shard",))
+        comm = mesh.transport.communicator("reduce_scatter", ("shard",))
         assert mesh.size == 1 or type(comm) is KINDS[kind]
         for size in SIZES:
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -109,7 +109,7 @@ def test_collectives(pool: Pools, world: int, kind: str) -> None:
 def many_at_once(kind: str) -> bool:
     """On a rank: several collectives of a communicator under way, finished out of order."""
     with _mesh(kind) as mesh:
-        comm = mesh.transport.communicator("gather", ("shard",))
+        comm = mesh.transport.communicator("all_gather", ("shard",))
         mine = [torch.full((900 * i + 1,), 10.0 * i + mesh.rank) for i in range(8)]
         outs = [torch.empty(mesh.size * (900 * i + 1)) for i in range(8)]
         handles = [comm.all_gather(out, part) for out, part in zip(outs, mine, strict=True)]
@@ -127,7 +127,11 @@ def test_several_collectives_under_way(pool: Pools, kind: str) -> None:
 def comms(kind: str) -> tuple[list[tuple[int, ...]], bool, bool]:
     """On a rank: the members of some communicators, whether they differ, and whether alike ones are the same."""
     with _mesh(kind, (2, -1), ("replica", "shard")) as mesh:
-        asked = [(role, axes) for role in ("gather", "reduce") for axes in (("shard",), ("replica",), mesh.axis_names)]
+        asked = [
+            (role, axes)
+            for role in ("all_gather", "reduce_scatter")
+            for axes in (("shard",), ("replica",), mesh.axis_names)
+        ]
         made = [mesh.transport.communicator(role, axes) for role, axes in asked]
         assert all(type(comm) is KINDS[kind] for comm in made)
         members = [tuple(exchange(comm, torch.tensor([mesh.rank])).view(-1).tolist()) for comm in made]
@@ -151,13 +155,13 @@ def test_communicators_are_groups_of_their_own(pool: Pools, kind: str) -> None:
 
 def test_one_rank_needs_no_group() -> None:
     with fs.make_mesh((1, 1), ("a", "b")) as mesh:
-        assert isinstance(mesh.transport.communicator("gather", ("a",)), SingleRank)
+        assert isinstance(mesh.transport.communicator("all_gather", ("a",)), SingleRank)
 
 
 def slow_reader() -> bool:
     """On a rank: far more small messages than a link holds, to a rank that does not read them until the end."""
     with _mesh("host") as mesh:
-        comm = mesh.transport.communicator("gather", ("shard",))
+        comm = mesh.transport.communicator("all_gather", ("shard",))
         outs = [torch.empty(2 * mesh.size) for _ in range(2000)]
         shards = [torch.full((2,), float(2000 * mesh.rank + i)) for i in range(2000)]
         handles = [comm.all_gather(out, shard) for out, shard in zip(outs, shards, strict=True)]
@@ -174,7 +178,7 @@ def test_links_that_are_full(pool: Pools) -> None:
 def memory_in_use() -> list[int]:
     """On a rank: how much shared memory a communicator has made after some steps, in parts that were sent."""
     with _mesh("host") as mesh:
-        comm = mesh.transport.communicator("gather", ("shard",))
+        comm = mesh.transport.communicator("all_gather", ("shard",))
         shard, outs = torch.ones(5000), [torch.empty(5000 * mesh.size) for _ in range(2)]
         sizes = []
         for _ in range(50):
@@ -203,7 +207,7 @@ def _some_then_all(kind: str) -> list[str]:
     """On a rank: large parts for one peer alone, then for everybody, in the same memory."""
     out = []
     with _mesh(kind) as mesh:
-        comm = mesh.transport.communicator("gather", ("shard",))
+        comm = mesh.transport.communicator("all_gather", ("shard",))
         for round_ in range(3):
             size, last = 3000 + round_, mesh.size - 1
             send = [size if peer == last else 0 for peer in range(mesh.size)]
@@ -240,14 +244,14 @@ def closed(kind: str) -> bool:
     """On a rank: a mesh that is closed leaves the process group that it found, and no file open."""
     before = shared_files()  # of meshes that other tests have left open
     mesh = _mesh(kind)
-    mesh.transport.communicator("gather", ("shard",)).all_reduce(
+    mesh.transport.communicator("all_gather", ("shard",)).all_reduce(
         torch.ones(2000)
     ).wait()  # all have met before one leaves
     mesh.close()
     mesh.close()
     with _mesh(kind) as again:
         buffer = torch.ones(2000)
-        again.transport.communicator("gather", ("shard",)).all_reduce(buffer).wait()
+        again.transport.communicator("all_gather", ("shard",)).all_reduce(buffer).wait()
     return dist.is_initialized() and buffer[0].item() == dist.get_world_size() and shared_files() <= before
 
 
@@ -290,7 +294,7 @@ def bereft(kind: str, what: str, numel: int, how: str, report: str) -> None:
     """
     dist.barrier()  # ranks begin together, however busy the machine is
     mesh = _mesh(kind, timeout=TIMEOUT)
-    comm = mesh.transport.communicator("gather", ("shard",))
+    comm = mesh.transport.communicator("all_gather", ("shard",))
     comm.all_reduce(torch.ones(1)).wait()
     buffer, part = torch.ones(numel * mesh.size), torch.ones(numel)
     calls = {
@@ -349,7 +353,7 @@ def _run(function: Callable[..., None], *args: Any, world: int, folder: Path) ->
 @pytest.mark.parametrize("what", ["all-gather", "reduce-scatter", "all-reduce"])
 def test_a_peer_that_does_not_come(kind: str, what: str, how: str, tmp_path: Path) -> None:
     for raised, seconds in _run(bereft, kind, what, 4, how, world=2, folder=tmp_path):
-        assert "CommError" in raised.kinds and f"{what} on gather(shard) failed: " in raised.text
+        assert "CommError" in raised.kinds and f"{what} on all_gather(shard) failed: " in raised.text
         assert seconds < LONG
 
 
@@ -357,7 +361,7 @@ def test_a_peer_that_does_not_come(kind: str, what: str, how: str, tmp_path: Pat
 def test_a_peer_that_is_killed_in_the_middle(kind: str, what: str, tmp_path: Path) -> None:
     """16 MB a message: far more than a socket holds, so it is under way when rank 1 dies."""
     for raised, seconds in _run(bereft, kind, what, 1 << 22, "killed", world=3, folder=tmp_path):
-        assert "CommError" in raised.kinds and f"{what} on gather(shard) failed: " in raised.text
+        assert "CommError" in raised.kinds and f"{what} on all_gather(shard) failed: " in raised.text
         assert seconds < LONG
 
 

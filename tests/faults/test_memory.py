@@ -37,8 +37,8 @@ NAMES = ("a", "b", "c")
 def _limit(slack: int) -> None:
     """Let this process write to so many bytes more than it has, or again to as many as it likes.
 
-    Addresses that are merely reserved do not count: the heap of each thread has 64 MB of them, which glibc hands out when
-    nothing more can be mapped.
+    Addresses that are merely reserved do not count: the heap of each thread has 64 MB of them, which glibc hands out
+    when nothing more can be mapped.
     """
     size = int(re.findall(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -34,7 +34,7 @@ class InOrder:
 
     def communicator(self, role: str, axes: tuple[str, ...]) -> Any:
         comm = self.transport.communicator(role, axes)
-        return Stream(comm, self) if role == "gather" and comm.size > 1 else comm
+        return Stream(comm, self) if role == "all_gather" and comm.size > 1 else comm
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.transport, name)

@@ -55,7 +55,7 @@ class Transport(Protocol):
     """Makes the communicators of a mesh."""
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
-        """The communicator of a role (``gather``, ``reduce``, ...) over these axes. Collective at its first call."""
+        """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""
 
     def abort(self, role: str, reason: str = ...) -> None:
         """Close the communicators of a role: peers that wait for this rank there get an error at once."""

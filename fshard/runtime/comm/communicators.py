@@ -4,12 +4,10 @@ from collections.abc import Iterator
 
 from fshard.errors import no_processes
 from fshard.runtime.comm.communicator import Communicator, SingleRankTransport, Transport
+from fshard.schedule.transfers import KINDS
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
-
-ROLES = {"all_gather": "gather", "reduce_scatter": "reduce", "replica_reduce": "sum", "update_gather": "spread"}
-"""What transports call the communicators of a kind of transfer, in the order in which they are made."""
 
 
 class Communicators:
@@ -47,9 +45,9 @@ class Communicators:
         """Make the communicators of groups. Collective at its first call."""
         if not self.made:
             needed = {need for group in self.plan.groups for need in _needs(group)}
-            order = [*ROLES]
-            needed_in_order = sorted(needed, key=lambda need: (order.index(need[0]), need[1]))
-            self.made = {(kind, axes): self.transport.communicator(ROLES[kind], axes) for kind, axes in needed_in_order}
+            order = [*KINDS]
+            for kind, axes in sorted(needed, key=lambda need: (order.index(need[0]), need[1])):
+                self.made[kind, axes] = self.transport.communicator(kind, axes)
 
     def over(self, kind: str, axes: Axes) -> Communicator:
         """The communicator of a kind of transfer over some axes."""

@@ -49,10 +49,10 @@ def compare(comm: Communicator, facts: Facts, error: type[ShardError] = Replicat
         ReplicationError: or ``error``: they differ; on all ranks alike.
     """
     if comm.size > 1:
-        settle(comm, exchange(comm, torch.tensor([facts.number])).view(-1).tolist(), facts, error)
+        compare_numbers(comm, exchange(comm, torch.tensor([facts.number])).view(-1).tolist(), facts, error)
 
 
-def settle(
+def compare_numbers(
     comm: Communicator, numbers: Sequence[int], facts: Facts, error: type[ShardError] = ReplicationError
 ) -> None:
     """Compare facts whose numbers were exchanged. Collective if numbers differ or copies are compared.

@@ -141,7 +141,7 @@ def _is_array(value: Any) -> bool:
     return not isinstance(value, Tensor) and hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0
 
 
-class Written:
+class BatchWatch:
     """Watches the tensors of a batch while a function of it runs.
 
     Args:

@@ -26,7 +26,7 @@ from fshard.errors import LossError, UnitError
 from fshard.model.casting import note_dtypes
 from fshard.model.remat import exact
 from fshard.model.unit import Unit
-from fshard.runtime.engine.batch import Written
+from fshard.runtime.engine.batch import BatchWatch
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
@@ -115,7 +115,7 @@ class Engine:
         self.inside, self.differentiating = "", False
         self.under_way = ""
         self.counts.clear()
-        self.slots.settle()
+        self.slots.refresh()
 
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
@@ -209,7 +209,7 @@ class Engine:
         """
         params = self.parameters.tree()
         versions = self.parameters.versions()
-        watched = Written(batch, train)
+        watched = BatchWatch(batch, train)
         with nullcontext() if self.traits.exact is False else exact() as derivatives:
             result = fn(params, batch)
         self.exact = self.exact or (derivatives is not None and derivatives.used)

@@ -56,7 +56,7 @@ class Resident:
             return param
         if group.id not in self.fresh:
             if group.kinds.hosted:  # the cast of the step before, or the shard, may be on its way
-                self.offload.settle(group, self.stream if group.kinds.update == "device" else None)
+                self.offload.synchronize(group, self.stream if group.kinds.update == "device" else None)
             cast.copy_(param)
             self.fresh.add(group.id)
         return cast

@@ -125,14 +125,14 @@ class FlatGradients:
         self.touched.discard(slots.group.id)
         return grad
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Make the gradients of resident groups that no unit touched zero, and add what earlier steps accumulated."""
         for group in self.buffers:
             self._zero_untouched(group)
         for group, (accumulated, factor) in self.accumulated.items():
             buffers = self.buffers[group]
             if buffers.offloaded:
-                self.offload.settle(buffers.slots.group)
+                self.offload.synchronize(buffers.slots.group)
                 self.norms.pop(group, None)
             buffers.home.add_(accumulated.to(buffers.home.device), alpha=factor)
 
@@ -140,14 +140,14 @@ class FlatGradients:
         """Wait until gradients that are updated on the host are there."""
         for buffers in self.buffers.values():
             if buffers.offloaded:
-                self.offload.settle(buffers.slots.group)
+                self.offload.synchronize(buffers.slots.group)
 
     def ready(self, group: int) -> None:
         """Before an update with a gradient of this step: complete the gradient, and take its norm."""
         self._zero_untouched(group)
         buffers = self.buffers[group]
         if buffers.offloaded:
-            self.offload.settle(buffers.slots.group)  # its norm was taken before it left the device
+            self.offload.synchronize(buffers.slots.group)  # its norm was taken before it left the device
         else:
             (self.norms[group],) = norms_of([buffers.home])
 

@@ -56,7 +56,7 @@ class Offload:
         """A handle that waits for events."""
         return CopyHandle(self.inward, after)
 
-    def settle(self, group: Group, written: Stream | None = None) -> None:
+    def synchronize(self, group: Group, written: Stream | None = None) -> None:
         """Block until the CPU may write a group's fetched parameters and read its sent gradients.
 
         With ``written``, the compute stream, also wait for its work, which may have written to the host.

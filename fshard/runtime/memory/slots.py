@@ -117,7 +117,7 @@ class Slots:
         self.storages: set[int] = set()
         self.epoch = -1
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Record where the leaves are, after they were bound."""
         epoch = sum([slots.binds for slots in self.groups])
         if epoch != self.epoch:

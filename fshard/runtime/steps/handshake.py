@@ -9,7 +9,7 @@ from typing import Any
 from fshard.errors import BatchError, ScheduleError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.facts import Facts, digest, settle
+from fshard.runtime.comm.facts import Facts, compare_numbers, digest
 from fshard.runtime.engine.batch import leading_dims
 from fshard.runtime.steps.consensus import FAILED, OK
 from fshard.runtime.steps.failures import raise_failure
@@ -63,7 +63,7 @@ def agree(
     status, schedules, shapes, firsts, numbers = zip(*announce(comm, call, mine), strict=True)
     if any(status):
         raise_failure(comm, failure, status)
-    settle(comm, numbers, facts)
+    compare_numbers(comm, numbers, facts)
     if len(set(schedules)) > 1:
         raise _different(comm, intent)
     uneven = list(firsts) if len(set(shapes)) > 1 else []

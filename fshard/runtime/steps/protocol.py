@@ -238,7 +238,7 @@ class Runner:
         try:
             if not self.programs.train:  # all ranks average as many numbers, or none does
                 return ran, tally((), (), (), [as_means(result) for result in ran.aux], False, False)
-            gradients.settle()
+            gradients.complete()
             rule_norms: Sequence[RuleNorms] = ()
             if given.rules:
                 gradients.arrive()
