@@ -1,5 +1,6 @@
 """A mesh: the ranks of a job on named axes."""
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     transport: Any = field(default=None, compare=False, repr=False)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.sizes)

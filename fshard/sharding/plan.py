@@ -73,12 +73,12 @@ class Plan:
     precision: Precision = Precision()
     source: Inputs | None = field(default=None, compare=False, repr=False)
 
-    @property
+    @functools.cached_property
     def data_axes(self) -> Axes:
         """The axes that cut the batch, over which gradients are reduced."""
         return self.batch.axes
 
-    @property
+    @functools.cached_property
     def data_size(self) -> int:
         """The number of different parts of the global batch."""
         return self.mesh.axis_size(self.data_axes)

@@ -204,7 +204,8 @@ class Memory:
 
     def donate(self) -> None:
         """Give the memory away: every tensor that was read from it can no longer be used."""
-        for tensor in tree.leaves((self._params, self._opt)):
+        read = [held for held in (self._params, self._opt) if held is not None]
+        for tensor in tree.leaves(read) if read else ():
             if isinstance(tensor, Tensor):
                 with torch.no_grad():
                     tensor.set_()  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.runtime.engine.loss import Mean, as_means
+from fshard.runtime.engine.loss import Mean, as_means, no_aux
 from fshard.runtime.steps import scalar, widened
 
 
@@ -36,7 +36,7 @@ class Metrics:
 
 def combine_aux(parts: Sequence[Any], means: Sequence[float]) -> Any:
     """The auxiliary values of all microbatches, with the global ``means`` in the place of each ``fs.Mean``."""
-    if not parts or not tree.leaves(parts[0]):
+    if not parts or no_aux(parts[0]) or not tree.leaves(parts[0]):
         return parts[0] if parts else {}
     found = iter(means)
     flat = [tree.flatten(part) for part in parts]

@@ -224,7 +224,8 @@ def check_device(batch: Any, device: torch.device) -> None:
     Raises:
         BatchError: naming the leaf and both devices.
     """
-    if any([isinstance(x, Tensor) and x.device.type != device.type and x.ndim for x in tree.leaves(batch)]):
+    far = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.device != device]
+    if any([x.device.type != device.type and x.ndim for x in far]):
         wrong = [
             f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and x.device.type != device.type
         ]

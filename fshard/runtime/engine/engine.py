@@ -198,7 +198,7 @@ class Engine:
             torch.autograd.backward([total], [seed], inputs=self.slots.trained if self.traits.foreign else None)
         self._leave()
         executor.reach("backward", ROOT, 0)
-        for slots in self.slots.groups if not bare(self.slots.trained) else ():
+        for slots in self.slots.groups:
             if slots.group.trainable and not bare(slots.leaves):
                 self._collect_outside(slots.group.id, slots.numbers, slots.leaves)
 

@@ -111,6 +111,11 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+def no_aux(aux: Any) -> bool:
+    """Whether auxiliary values are the empty dict of a function that returned a loss alone."""
+    return isinstance(aux, dict) and not aux
+
+
 def means_of(aux: Any) -> list[Mean]:
     """The ``Mean`` leaves of auxiliary values, in order."""
     return [leaf for leaf in tree.leaves(aux) if isinstance(leaf, Mean)]

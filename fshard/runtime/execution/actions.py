@@ -180,7 +180,7 @@ class Actions:
             self.gradients.ready(group)
         self.update.apply(groups)
         self.resident.fresh.difference_update(groups)
-        for group in groups:
+        for group in groups if self.resident.casts else ():
             layout = self.slots.groups[group].group
             if not layout.gathered and layout.opt_parts == 1:
                 self.resident.read(layout)

@@ -5,6 +5,7 @@ collective that would leave the ranks out of step for good. So a step holds sign
 lets them through where the loss function runs, where an exception is a failure like any other.
 """
 
+import _signal  # type: ignore[import-not-found]  # ``signal`` looks each handler up in an enum: 1 % of a small step
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -42,15 +43,15 @@ class Shield:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in HELD:
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self.kept[number] = handler
-                    signal.signal(number, self._arrive)
+                    _signal.signal(number, self._arrive)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for number, handler in self.kept.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
         while self.held:
             waiting = self.held.pop(0)
             if kind is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard.errors import unlike_losses
 from fshard.runtime.comm import Communicator, exchange
-from fshard.runtime.engine.loss import Mean, fingerprint, means_of
+from fshard.runtime.engine.loss import Mean, fingerprint, means_of, no_aux
 
 OK, FAILED, RETRY, CUT = 0, 1, 2, 3
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program
@@ -128,7 +128,7 @@ def tally(
 
 def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int]]:
     """The means of all microbatches, a row for each; and how many they are, with a hash of their names."""
-    if all([isinstance(part, dict) and not part for part in aux]):
+    if all(map(no_aux, aux)):
         return [], (0, 0)
     return [list(row) for row in zip(*map(means_of, aux), strict=True)], fingerprint(aux)
 

@@ -112,7 +112,7 @@ class Passes:
             engine.differentiate(loss.total, seed)
         part_of_it = loss.total.detach(), 1.0 if loss.count is None else loss.count
         aux = tree.map(detached, loss.aux) if loss.aux else loss.aux
-        return replace(ran, losses=[*ran.losses, part_of_it], aux=[*ran.aux, aux], weighted=weighted)
+        return Ran(ran.agreed, losses=[*ran.losses, part_of_it], aux=[*ran.aux, aux], weighted=weighted)
 
     def _call(self, agreed: Agreed, part: Any) -> Any:
         engine, executor = agreed.ready.prepared.engine, agreed.ready.executor
