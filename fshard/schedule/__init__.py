@@ -7,6 +7,7 @@ from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.simulate import Costs, Link, Simulation, simulate
+from fshard.schedule.stages import Local, Pass, Stages
 from fshard.schedule.transfers import Transfer
 
 __all__ = [
@@ -15,12 +16,15 @@ __all__ = [
     "Costs",
     "GroupInfo",
     "Link",
+    "Local",
     "Memory",
     "Op",
+    "Pass",
     "Policy",
     "Program",
     "Schedule",
     "Simulation",
+    "Stages",
     "Transfer",
     "build",
     "check",

@@ -16,6 +16,7 @@ from fshard.schedule.ops import GroupInfo, Program
 from fshard.schedule.policy import UPDATES, Keep, Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Costs, Link, simulate, time_text
+from fshard.schedule.stages import Stages, as_stages
 from fshard.schedule.transfers import item_words
 
 TIE = 1.01
@@ -128,14 +129,20 @@ class Choice:
 class Task:
     """What a policy is chosen for. ``needs`` are those of a microbatch's compute ops, in order; empty if not known.
 
-    ``full``: whether whole gradients may be added up over microbatches.
+    With several passes they are those of ``Stages.computes``. ``full``: whether whole gradients may be added up over
+    microbatches.
     """
 
-    program: Program
+    program: Program | Stages
     groups: Sequence[GroupInfo]
     needs: Sequence[Need]
     accumulate: int = 1
     full: bool = True
+
+    @property
+    def stages(self) -> Stages:
+        """What the step does."""
+        return as_stages(self.program, self.groups, self.accumulate, train=True)
 
 
 def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
@@ -167,10 +174,11 @@ def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
 
 def candidates(task: Task, update: str) -> Iterator[Policy]:
     """The policies that are tried: the simplest first, so that ties go to them."""
-    units = len({call.unit for call in task.program.forward})
+    passes = task.stages.passes
+    units = max([len({call.unit for call in each.program.forward}) for each in passes], default=0)
     parts = sorted({units * share // 4 for share in (1, 2, 3)} - {0, units})
     reshards: list[bool | Keep] = [True, *(Keep(last=part) for part in parts), False]
-    for accumulation in ("sharded", "full") if task.accumulate > 1 and task.full else ("sharded",):
+    for accumulation in ("sharded", "full") if task.full and any([p.accumulate > 1 for p in passes]) else ("sharded",):
         for reshard in reshards:
             for prefetch in (0, 1, 2, 3):
                 for reduces in (1, 2):
@@ -180,7 +188,7 @@ def candidates(task: Task, update: str) -> Iterator[Policy]:
 def _seconds(task: Task, rate: float) -> Mapping[tuple[str, str], float]:
     """What compute ops take: the mean over the calls of a unit."""
     times: dict[tuple[str, str], list[float]] = {}
-    for op, need in zip(task.program.computes, task.needs, strict=bool(task.needs)):
+    for op, need in zip(task.stages.computes, task.needs, strict=bool(task.needs)):
         times.setdefault((op.kind, op.target), []).append(need.flops / rate)
     return {op: sum(each) / len(each) for op, each in times.items()}
 

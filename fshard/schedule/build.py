@@ -1,10 +1,14 @@
 """Building a schedule: one rule that turns a program into ops.
 
 The compute ops of the step stand first: per microbatch ``forward root``, the forward calls, the backward
-calls, ``backward root``. Everything else is placed around them. Before compute k: all-gather what the computes
-k to k+prefetch read and is not there, each trainable group's update ahead of its first all-gather; wait for what
-k reads. Groups that are not gathered are updated together, before the first compute. After compute k: free
-what it read, unless the next window reads it again; and let the gradients that it completed begin their paths.
+calls, ``backward root``; and the code between passes. Everything else is placed around them. Before compute k:
+all-gather what the computes k to k+prefetch read and is not there, each pending update ahead of its group's first
+all-gather; wait for what k reads. Groups that are not gathered are updated together, before the first compute. After
+compute k: free what it read, unless the next window reads it again; and let the gradients that it completed begin
+their paths.
+
+Code between passes is a compute op that reads no gathered group. What it makes is requested after it, and the gradients
+that it reads are waited for right before it.
 
 ``paths.py`` walks the paths. Two rules that were found by measurement are about updates of which each rank makes a
 part: they come first of all (``Updates.partial_first``), and an all-gather that waits for those of other ranks runs one
@@ -14,22 +18,24 @@ compute ahead at most (``_updates_under_way``).
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fshard.schedule.ops import GroupInfo, Op, Program
+from fshard.schedule.ops import LOCAL, GroupInfo, Op, Program
 from fshard.schedule.paths import Paths, Updates
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.stages import Local, Stages
 
 
 def build(
-    program: Program, groups: Sequence[GroupInfo], policy: Policy, accumulate: int = 1, train: bool = True
+    program: Program | Stages, groups: Sequence[GroupInfo], policy: Policy, accumulate: int = 1, train: bool = True
 ) -> Schedule:
     """The schedule of one step.
 
     Args:
-        program: what the loss function does. Its backward is left out where ``train`` is False.
+        program: what the loss function does, or the stages of a step function. Backwards are left out where ``train``
+            is False.
         groups: the groups, by id. Trainable groups without a reader are updated too, and reduced as zeros.
         policy: how far to run ahead, and what to keep.
-        accumulate: microbatches in the step.
+        accumulate: microbatches in the step; 1 for stages, whose passes have their own.
         train: False for a schedule of forward only: no update, no path of a gradient, no consensus. ``backward root``
             is kept: it marks the end of the code outside of units, whose groups are live until then.
 
@@ -55,7 +61,7 @@ def build(
     consensus
     """
     if not train:
-        program = replace(program, backward=())
+        program = program.forward_only() if isinstance(program, Stages) else replace(program, backward=())
     bare = Schedule((), tuple(groups), program, policy, accumulate, train)
     return replace(bare, ops=tuple(_Builder(bare).run(train)))
 
@@ -64,18 +70,21 @@ class _Builder:
     """The ops so far, and which groups are there."""
 
     def __init__(self, bare: Schedule) -> None:
-        self.groups, self.policy, self.reads = bare.groups, bare.policy, bare.program.reads
-        self.computes = bare.program.steps(bare.accumulate)
+        self.groups, self.policy, self.stages = bare.groups, bare.policy, bare.stages
+        self.computes = bare.stages.steps
+        self.reads = _reads(bare.stages)
         self.uses: list[list[int]] = [[] for _ in self.groups]
-        for k, op in enumerate(self.computes):
-            for g in self.reads[op.target]:
+        for k, reads in enumerate(self.reads):
+            for g in reads:
                 self.uses[g].append(k)
         self.passed = [0] * len(self.groups)  # how many of its uses lie behind
-        self.kept = self.policy.kept(bare.program)
-        self.horizons = self.policy.horizons(bare.program, bare.accumulate)
+        self.kept = self.policy.kept(bare.stages)
+        self.horizons = self.policy.horizons(bare.stages)
         self.edge = 0  # computes before it have been asked for
         self.read = [next(iter(group.at("read")), None) for group in self.groups]
-        self.state = [""] * len(self.groups)  # "", "coming" or "live"
+        self.state = [""] * len(self.groups)  # "", "coming" or "live"; "unmade", and "asked" if it was asked for too
+        for g in [g for local in bare.stages.locals for g in local.makes]:
+            self.state[g] = "unmade"
         self.ops = [Op("handshake")]
         self.updates = Updates(bare, self.ops)
         self.paths = Paths(bare, self.updates, self.ops)
@@ -103,7 +112,7 @@ class _Builder:
         # What the window held one compute ago is still there, since nothing was freed that it reads: only its
         # new end has to be asked for.
         while self.edge <= min(k + self.policy.prefetch, len(self.computes) - 1):
-            reads = self.reads[self.computes[self.edge].target]
+            reads = self.reads[self.edge]
             if self.edge > k + 1 and self._updates_under_way(reads):
                 break
             for g in reads:
@@ -114,21 +123,38 @@ class _Builder:
             for g, read in enumerate(self.read):
                 if read is None:
                     self.updates.first(g)
-        for g in self.reads[op.target]:
+        for g in self.reads[k]:
             self.updates.share(g)
             read = self.read[g]
             if self.state[g] == "coming" and read is not None:
                 self._emit(read.row.wait, g)
                 self.state[g] = "live"
         self.paths.before(k)
+        if op.kind == LOCAL:
+            self._before_local(self.stages.locals[op.index])
+
+    def _before_local(self, local: Local) -> None:
+        for g in local.updated:
+            self.updates.first(g)
+            self.updates.share(g)
+        self.paths.complete(local.gradients)
 
     def _after(self, k: int, op: Op) -> None:
-        for g in self.reads[op.target]:
+        for g in self.reads[k]:
             self.passed[g] += 1
             if self.state[g] == "live" and not self._reused(g, self.horizons[k + 1]):
                 self._emit("free", g)
                 self.state[g] = ""
-        self.paths.after(k)
+        self.paths.after(k, op.microbatch)
+        if op.kind == LOCAL:
+            self._after_local(self.stages.locals[op.index])
+
+    def _after_local(self, local: Local) -> None:
+        asked = [g for g in local.makes if self.state[g] == "asked"]
+        for g in local.makes:
+            self.state[g] = ""
+        for g in sorted(asked, key=lambda g: self.uses[g]):
+            self._request(g)
 
     def _reused(self, group: int, horizon: int) -> bool:
         uses, passed = self.uses[group], self.passed[group]
@@ -141,6 +167,8 @@ class _Builder:
             self.updates.share(group)
             self._emit(read.kind, group)
             self.state[group] = "coming"
+        elif self.state[group] == "unmade":
+            self.state[group] = "asked"
 
     def _updates_under_way(self, reads: Sequence[int]) -> bool:
         """Whether an all-gather must still wait for other ranks' updates.
@@ -148,3 +176,14 @@ class _Builder:
         It then runs one compute ahead at most. Further ahead, compute would wait for what a later unit reads.
         """
         return any([g in self.updates.sharing and self.read[g] is not None for g in reads])
+
+
+def _reads(stages: Stages) -> list[tuple[int, ...]]:
+    """What each compute op of a step reads."""
+    reads: list[tuple[int, ...]] = []
+    for stage in stages.stages:
+        if isinstance(stage, Local):
+            reads.append(())
+        else:
+            reads += [stage.program.reads[op.target] for op in stage.program.computes] * stage.accumulate
+    return reads

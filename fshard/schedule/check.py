@@ -7,13 +7,14 @@ anywhere (built, parsed, written by hand) is held to the same rules.
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from fshard import errors
-from fshard.schedule.ops import ROOT, STEP_KINDS, UNIT_KINDS, GroupInfo, Op, microbatch_kinds, op_kinds
+from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, STEP_KINDS, UNIT_KINDS, Op, microbatch_kinds, op_kinds
+from fshard.schedule.progress import Progress, Track, parts_of, tracks_of
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.stages import Local
 from fshard.schedule.text import op_lines
-from fshard.schedule.transfers import Transfer, awaited, started
+from fshard.schedule.transfers import awaited, started
 
 CONTEXT = 4
 """Ops shown on each side of the one that fails."""
@@ -27,8 +28,9 @@ def check(schedule: Schedule) -> None:
     computes ahead, and held no longer than the policy says; that each gradient goes through the transfers of its path
     in their order, each started once a step or microbatch, when what it reads is complete, with no more under way than
     the table of kinds allows, and waited for before its memory is filled again; that each update happens once and where
-    the policy says, and what it changed of a shard that others hold too reaches them before anybody reads it; that
-    ranges of the arena which are alive together are disjoint; and that nothing is left at the end.
+    the policy says, and what it changed of a shard that others hold too reaches them before anybody reads it; that code
+    between passes finds complete gradients and updated shards, and what it makes is gathered after it; that ranges of
+    the arena which are alive together are disjoint; and that nothing is left at the end.
 
     Raises:
         ScheduleError: the first op that breaks a rule, shown among its neighbours.
@@ -44,82 +46,31 @@ def check(schedule: Schedule) -> None:
     _check_memory(schedule)
 
 
-@dataclass
-class _Progress:
-    """What has happened so far to one transfer of a group."""
-
-    transfer: Transfer
-    before: "_Progress | None"  # the one before it in its path
-    limited: bool  # it counts among those under way: one that sends nothing before another is over at once
-    started: int = 0  # times
-    over: int = 0
-    at: int = -1  # the op that started it last
-
-    @property
-    def under_way(self) -> bool:
-        """Whether it was started and not waited for."""
-        return self.started > self.over
-
-
-@dataclass
-class _Group:
-    """What has happened to one group so far."""
-
-    info: GroupInfo
-    uses: list[int]  # positions, among the compute ops, of those that read it
-    filled: tuple[int, int]  # the same, within one microbatch: first and last op that fills its gradient
-    kept: bool
-    passed: int = 0
-    slot: str = "free"  # or "coming", "live"
-    gathered_at: int = -1
-    updated_at: int = -1
-    progress: dict[str, _Progress] = field(default_factory=dict)  # by kind, of its gradient's path and after its update
-    path: list[_Progress] = field(default_factory=list)  # those of the gradient
-    shares: list[_Progress] = field(default_factory=list)  # those after the update
-
-    @property
-    def next_use(self) -> int | None:
-        """Position of the next compute op that reads it."""
-        return self.uses[self.passed] if self.passed < len(self.uses) else None
-
-    @property
-    def shared(self) -> bool:
-        """Whether what other ranks updated of it is there."""
-        return all([progress.over for progress in self.shares])
-
-
 class _Run:
     """The interpreter: one method an op, each yielding what is wrong with it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.policy = schedule, schedule.policy
-        self.names = {unit: [schedule.groups[i].name for i in ids] for unit, ids in schedule.program.reads.items()}
-        self.length = len(schedule.program.computes)  # of a microbatch
-        self.due = schedule.program.steps(schedule.accumulate)
-        self.horizons = self.policy.horizons(schedule.program, schedule.accumulate)
+        self.parts = parts_of(schedule)
+        self.starts = {part.microbatch: part.start for part in self.parts if not part.local}
+        self.part = -1  # the one that runs; between the last op of one and the first of the next, still the former
+        self.due = schedule.stages.steps
+        self.horizons = self.policy.horizons(schedule.stages)
         self.done = 0  # compute ops so far
         self.held: dict[str, None] = {}  # slots taken by groups that may not stay
         self.under_way: Counter[str] = Counter()  # limited transfers, by kind
         self.kinds, self.microbatch_kinds = op_kinds(), microbatch_kinds()
-        self.groups: dict[str, _Group] = {}
-        kept = self.policy.kept(schedule.program)
-        for number, info in enumerate(schedule.groups):
-            self.groups[info.name] = group = _Group(info, [], schedule.program.filled(number), number in kept)
-            if schedule.train:
-                group.path, group.shares = _chain(info.at("gradient")), _chain(info.at("updated"))
-                group.progress = {progress.transfer.kind: progress for progress in (*group.path, *group.shares)}
-        for position, op in enumerate(self.due):
-            for name in self.names[op.target]:
-                self.groups[name].uses.append(position)
+        self.units = schedule.stages.reads
+        self.groups = tracks_of(schedule, self.parts)
 
     @property
     def microbatch(self) -> int:
-        """The one that runs; between the last op of one and the first of the next, still the former."""
-        return max(self.done - 1, 0) // self.length
+        """The one that runs."""
+        return self.parts[max(self.part, 0)].microbatch
 
     def take(self, at: int, op: Op) -> Iterator[str]:
         """What is wrong with this op, which then has happened."""
-        if op.kind in UNIT_KINDS:
+        if op.kind in COMPUTE_KINDS:
             yield from self._compute(op)
         elif op.kind == "consensus":
             yield from self._consensus(at)
@@ -155,15 +106,18 @@ class _Run:
             return
         if op != self.due[self.done]:
             yield f"the program has '{self.due[self.done]}' here"
-        if self.done % self.length == 0:
-            yield from self._microbatch_over()
-        reads = self.names[op.target]
-        for name in dict.fromkeys((*self.names[ROOT], *reads)):
+        if self.part + 1 < len(self.parts) and self.parts[self.part + 1].start == self.done:
+            yield from self._part_over()
+            self.part += 1
+        part = self.parts[self.part]
+        reads = part.reads.get(op.target, ())
+        if part.local is not None:
+            yield from self._local(op, part.local)
+        for name in dict.fromkeys((*part.reads.get(ROOT, ()), *reads)):
             yield from self._readable(name, op.target)
         for name in reads if op.kind == "backward" else ():
-            for progress in self.groups[name].path[:1]:
-                if progress.under_way:
-                    yield f"{name}'s gradient is filled again while its {_since(progress)}"
+            if name in part.fills:
+                yield from self._filled(self.groups[part.fills[name].gradient])
         for name in self.held:
             use = self.groups[name].next_use
             if use is None or use > self.horizons[self.done]:
@@ -172,6 +126,28 @@ class _Run:
             self.groups[name].passed += 1
         self.done += 1
 
+    def _local(self, op: Op, local: Local) -> Iterator[str]:
+        """What code between passes lacks."""
+        infos = self.schedule.groups
+        for name in [infos[g].name for g in local.gradients]:
+            for problem in self._incomplete(name, self.groups[name]):
+                yield f"'{op}' reads the gradient of {name}: {problem}"
+        for name in [infos[g].name for g in local.updated]:
+            yield from self._stale(name, self.groups[name], f"'{op}' reads {name}")
+
+    def _filled(self, group: Track) -> Iterator[str]:
+        """What is wrong if a gradient is filled now."""
+        for progress in group.path[:1]:
+            if progress.under_way:
+                yield f"{group.info.name}'s gradient is filled again while its {_since(progress)}"
+        yield from self._replaced(group)
+
+    def _replaced(self, group: Track) -> Iterator[str]:
+        """Which pending updates still need the gradient that the step before has left."""
+        for name in group.readers:
+            if self._updates_first(self.groups[name]) and self.groups[name].updated_at < 0:
+                yield f"{name}'s pending update needs the gradient that this one replaces"
+
     def _readable(self, name: str, unit: str) -> Iterator[str]:
         group = self.groups[name]
         if group.info.gathered and group.slot != "live":
@@ -179,7 +155,7 @@ class _Run:
             yield f"{unit} reads {name}, which {missing}"
         yield from self._stale(name, group, f"{unit} reads {name}")
 
-    def _stale(self, name: str, group: _Group, what: str) -> Iterator[str]:
+    def _stale(self, name: str, group: Track, what: str) -> Iterator[str]:
         """What is wrong if the parameters of a group are used now."""
         if self._updates_first(group):
             if group.updated_at < 0:
@@ -187,23 +163,30 @@ class _Run:
             if not group.shared:
                 yield f"{what} before the ranges that other ranks updated are there"
 
-    def _microbatch_over(self) -> Iterator[str]:
-        if not self.done or not self._reduces(self.microbatch):
+    def _part_over(self) -> Iterator[str]:
+        """Which reductions a microbatch lacks that is over."""
+        if self.part < 0:
             return
-        for name, group in self.groups.items():
+        part = self.parts[self.part]
+        for group in [self.groups[fill.gradient] for fill in part.fills.values()]:
             for progress in group.path:
-                if progress.transfer.row.each_microbatch and progress.started < self._times(progress, self.microbatch):
-                    yield f"{name} had no {progress.transfer.kind} in microbatch {self.microbatch}"
+                each, name = progress.transfer.row.each_microbatch, group.info.name
+                if each and progress.started < self._times(group, progress, part.microbatch):
+                    yield f"{name} had no {progress.transfer.kind} in microbatch {part.microbatch}"
 
-    def _reduces(self, microbatch: int) -> bool:
-        return self.policy.reduces_in(microbatch, self.schedule.accumulate)
+    def _reduces(self, group: Track, microbatch: int) -> bool:
+        fill = group.fill
+        return fill.first <= microbatch <= fill.last and self.policy.reduces_in(microbatch, fill.last + 1)
 
-    def _times(self, progress: _Progress, microbatch: int) -> int:
+    def _times(self, group: Track, progress: Progress, microbatch: int) -> int:
         """How often a transfer has been started when that of a microbatch has."""
-        each = progress.transfer.row.each_microbatch
-        return sum([self._reduces(number) for number in range(microbatch + 1)]) if each else 1
+        if not progress.transfer.row.each_microbatch:
+            return 1
+        if self.policy.accumulation == "full":
+            return int(microbatch == group.fill.last)
+        return microbatch - group.fill.first + 1
 
-    def _transfer(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+    def _transfer(self, at: int, op: Op, group: Track) -> Iterator[str]:
         row = started(op.kind) or awaited(op.kind)
         assert row is not None  # ``_shape`` knows all kinds
         if row.stage == "read":
@@ -213,23 +196,25 @@ class _Run:
         if progress is None:
             yield f"{op.target} has no {row.name} in {'this' if self.schedule.train else 'an eval'} step"
         elif row.name != op.kind:
-            yield from self._wait(op, progress)
+            yield from self._wait(op, group, progress)
         else:
             yield from self._start(op, group, progress)
             progress.started, progress.at = progress.started + 1, at
             self.under_way[row.name] += progress.limited
 
-    def _start(self, op: Op, group: _Group, progress: _Progress) -> Iterator[str]:
-        row, last = progress.transfer.row, self.schedule.accumulate - 1
+    def _start(self, op: Op, group: Track, progress: Progress) -> Iterator[str]:
+        row, last = progress.transfer.row, group.fill.last
         microbatch = op.microbatch if row.each_microbatch else last
         if progress.under_way:
             yield f"{op.target}'s {_since(progress)}"
         if row.each_microbatch:
             if microbatch != self.microbatch:
                 yield f"microbatch {self.microbatch} is running"
-            if not self._reduces(microbatch):
+            if not group.fill.first <= microbatch <= last:
+                yield f"{op.target}'s gradient is filled in microbatches {group.fill.first} to {last}"
+            if not self._reduces(group, microbatch):
                 yield f"gradients are reduced in microbatch {last} alone"
-        if progress.started >= self._times(progress, microbatch):
+        if progress.started >= self._times(group, progress, microbatch):
             yield f"{row.name} of {op.target} was started at op {progress.at}"
         yield from self._unready(op.target, group, progress, microbatch)
         limit = self.policy.reduces + row.spare
@@ -237,30 +222,33 @@ class _Run:
             beyond = f" allows {row.spare} more than that" if row.spare else ""
             yield f"{self.under_way[row.name]} {row.name} are under way; reduces={self.policy.reduces}{beyond}"
 
-    def _unready(self, name: str, group: _Group, progress: _Progress, microbatch: int) -> Iterator[str]:
+    def _unready(self, name: str, group: Track, progress: Progress, microbatch: int) -> Iterator[str]:
         """Why what a transfer reads is not complete."""
         if progress.before is not None:
-            if progress.before.over < self._times(progress.before, microbatch):
+            if progress.before.over < self._times(group, progress.before, microbatch):
                 yield f"{progress.before.transfer.kind} of {name} must be waited for before"
         elif progress.transfer.row.stage == "updated":
             if group.updated_at < 0:
                 yield f"{name} is sent before its update"
         else:
-            if self.done <= microbatch * self.length + group.filled[1]:
-                yield f"{self.due[group.filled[1]]} of this microbatch must come before"
-            if self._updates_first(group) and group.updated_at < 0:
-                yield f"{name}'s pending update needs the gradient that this one replaces"
+            completes = self.starts[microbatch] + group.fill.completes
+            if self.done <= completes:
+                yield f"'{self.due[completes]}' must come before"
+            yield from self._replaced(group)
 
-    def _wait(self, op: Op, progress: _Progress) -> Iterator[str]:
+    def _wait(self, op: Op, group: Track, progress: Progress) -> Iterator[str]:
         row = progress.transfer.row
-        if not progress.under_way or progress.started != self._times(progress, op.microbatch):
+        if not progress.under_way or progress.started != self._times(group, progress, op.microbatch):
             of = f" of microbatch {op.microbatch}" if row.each_microbatch else ""
             yield f"no {row.name} of {op.target}{of} is under way"
         progress.over = progress.started
         self.under_way[row.name] -= progress.limited
 
-    def _gather(self, at: int, op: Op, group: _Group) -> Iterator[str]:
+    def _gather(self, at: int, op: Op, group: Track) -> Iterator[str]:
         use = group.next_use
+        made, number = group.made
+        if made >= self.done:
+            yield f"{op.target} is gathered before local {number} makes it"
         if group.info.transfer(op.kind) is None:
             yield f"{op.target} is resident: compute reads it where it lies"
         if group.slot != "free":
@@ -276,24 +264,25 @@ class _Run:
         if not group.kept:
             self.held[op.target] = None
 
-    def _gathered(self, op: Op, group: _Group) -> Iterator[str]:
+    def _gathered(self, op: Op, group: Track) -> Iterator[str]:
         if group.slot != "coming":
             yield f"no {op.kind[5:]} of {op.target} is under way"
         group.slot = "live"
 
-    def _free(self, op: Op, group: _Group) -> Iterator[str]:
+    def _free(self, op: Op, group: Track) -> Iterator[str]:
         if group.slot != "live":
             yield f"{op.target} {'is still under way' if group.slot == 'coming' else 'is not gathered'}"
         group.slot = "free"
         self.held.pop(op.target, None)
 
-    def _updates_first(self, group: _Group) -> bool:
-        return self.schedule.train and group.info.trainable and self.policy.update == "deferred"
+    def _updates_first(self, group: Track) -> bool:
+        return group.updates and self.policy.update == "deferred"
 
-    def _update(self, at: int, op: Op, group: _Group) -> Iterator[str]:
-        last = self.schedule.accumulate - 1
-        if not (self.schedule.train and group.info.trainable):
-            yield f"{op.target} is {'frozen' if self.schedule.train else 'not trained in an eval step'}"
+    def _update(self, at: int, op: Op, group: Track) -> Iterator[str]:
+        last = group.fill.last
+        if not group.updates:
+            why = "has no pending update" if group.info.trainable else "is frozen"
+            yield f"{op.target} {why if self.schedule.train else 'is not trained in an eval step'}"
         if group.updated_at >= 0:
             yield f"{op.target} was updated at op {group.updated_at}"
         if self.policy.update == "deferred":
@@ -303,14 +292,14 @@ class _Run:
             yield f"{op.target} is read again after its update"
         elif group.path:
             yield from self._incomplete(op.target, group)
-        elif self.done <= last * self.length + group.filled[1]:
+        elif self.done <= self.starts[last] + group.fill.completes:
             yield f"{op.target} has no gradient of microbatch {last} yet"
         group.updated_at = at
 
-    def _incomplete(self, name: str, group: _Group) -> Iterator[str]:
+    def _incomplete(self, name: str, group: Track) -> Iterator[str]:
         """What of a gradient's path is not over."""
         for progress in group.path:
-            if progress.over < self._times(progress, self.schedule.accumulate - 1):
+            if progress.over < self._times(group, progress, group.fill.last):
                 yield f"{progress.transfer.kind} of {name} is not over"
 
     def _consensus(self, at: int) -> Iterator[str]:
@@ -320,25 +309,16 @@ class _Run:
             yield "consensus must be the last op"
         if self.done < len(self.due):
             yield f"the program is not over: '{self.due[self.done]}' is due"
-        yield from self._microbatch_over()
+        yield from self._part_over()
         for name, group in self.groups.items():
             yield from self._incomplete(name, group)
-            if group.info.trainable and group.updated_at < 0:
+            if group.updates and group.updated_at < 0:
                 yield f"{name} was not updated"
             if not group.shared:
                 yield f"{name}'s updated ranges are not there"
 
 
-def _chain(path: tuple[Transfer, ...]) -> list[_Progress]:
-    """A path before its first transfer."""
-    chain: list[_Progress] = []
-    for number, transfer in enumerate(path):
-        limited = transfer.sent > 0 or number + 1 == len(path)
-        chain.append(_Progress(transfer, chain[-1] if chain else None, limited))
-    return chain
-
-
-def _since(progress: _Progress) -> str:
+def _since(progress: Progress) -> str:
     return f"{progress.transfer.kind} since op {progress.at} is under way"
 
 
@@ -348,10 +328,10 @@ def _shape(op: Op, at: int, run: _Run) -> str:
         return f"{op.kind!r} is none of {', '.join(sorted(run.kinds))}"
     if (op.kind == "handshake") != (at == 0):
         return "handshake must be the first op, and no other"
-    known = run.names if op.kind in UNIT_KINDS else ("",) if op.kind in STEP_KINDS else run.groups
+    known = run.units if op.kind in UNIT_KINDS else run.groups if op.kind not in STEP_KINDS | {LOCAL} else ("",)
     if op.target not in known:
         return f"{op.target!r} is not a {'unit' if op.kind in UNIT_KINDS else 'group'} of this schedule"
-    if op.index and op.kind not in UNIT_KINDS or op.microbatch and op.kind not in run.microbatch_kinds:
+    if op.index and op.kind not in COMPUTE_KINDS or op.microbatch and op.kind not in run.microbatch_kinds:
         return f"{op.kind} has no {'call index' if op.index else 'microbatch'}"
     return ""
 
@@ -384,6 +364,6 @@ def _check_memory(schedule: Schedule) -> None:
 
 def _broken(schedule: Schedule, at: int, problem: str) -> errors.ScheduleError:
     """The error of a schedule that breaks a rule at this op."""
-    rows = enumerate(op_lines(schedule.ops, schedule.accumulate))
+    rows = enumerate(op_lines(schedule.ops, len(schedule.stages.microbatches)))
     shown = [f"{'->' if i == at else '  '} {line}" for i, line in rows if abs(i - at) <= CONTEXT]
     return errors.broken_schedule(problem, shown)

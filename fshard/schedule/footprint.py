@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fshard.arguments import size_text
-from fshard.schedule.ops import UNIT_KINDS
+from fshard.schedule.ops import COMPUTE_KINDS
 from fshard.schedule.schedule import Schedule
 
 
@@ -45,9 +45,11 @@ class Footprint:
 def footprint(schedule: Schedule, needs: Sequence[Need]) -> Footprint:
     """The peak of a step, given the needs of one microbatch's compute ops; every microbatch is taken to need the same.
 
+    With several passes they are those of ``schedule.stages.computes``. One need alone is that of every compute op.
     A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that.
     """
     memory, done = schedule.memory, 0
+    order = schedule.stages.spread(range(len(schedule.stages.computes)))
     born = [0] * len(schedule)
     for item, lives in memory.lifetimes.items():
         for first, _ in lives if item.startswith("grad:") else ():
@@ -55,8 +57,8 @@ def footprint(schedule: Schedule, needs: Sequence[Need]) -> Footprint:
     best, after = (-1, 0, 0, 0), 0
     for at, op in enumerate(schedule):
         held, beside = after, memory.beside[at]
-        if op.kind in UNIT_KINDS:
-            need = needs[done % len(needs)]
+        if op.kind in COMPUTE_KINDS:
+            need = needs[order[done] % len(needs)]
             held, after, done = need.peak, need.after, done + 1
             beside -= born[at]
         best = max(best, (held + beside, -at, beside, held))

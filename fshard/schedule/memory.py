@@ -11,7 +11,8 @@ no backward fills it, to the end of that transfer. ``shard:g``, or ``own:g`` whe
 waits for the update, which with deferred updates is in the next step, or for its way to host memory. Until its first
 transfer a gradient is what autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are
 two. That is ``leaf:g``, less what the transfer itself begins. ``update:g`` is what comes out of host memory for an
-update on the device, for that op. A gradient without transfers is not an item: it is kept between steps.
+update on the device, for that op. A gradient without transfers is not an item: it is kept between steps. A gradient for
+which no update waits ends with the last code between passes that reads it, or with the step where none does.
 """
 
 import math
@@ -22,8 +23,9 @@ from operator import add
 
 from fshard import errors
 from fshard.arguments import size_text
-from fshard.schedule.ops import GroupInfo, Op, Program
+from fshard.schedule.ops import LOCAL, GroupInfo, Op
 from fshard.schedule.pack import Span, pack, profile
+from fshard.schedule.stages import Pass, Stages
 from fshard.schedule.transfers import HOST, STATE, Transfer, awaited, started
 
 ALIGN = 256
@@ -79,11 +81,11 @@ class Memory:
         return "\n".join(rows)
 
 
-def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool) -> Memory:
+def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: Stages) -> Memory:
     """Lifetimes of everything that these ops hold, and offsets of what lies in the arena."""
     sizes: dict[str, int] = {}
     lifetimes: dict[str, list[Span]] = {}
-    for item, size, span in _Lives(ops, groups, program, train).run():
+    for item, size, span in _Lives(ops, groups, stages).run():
         sizes[item] = -(-size // ALIGN) * ALIGN
         lifetimes.setdefault(item, []).append(span)
     spans = {item: tuple(lives) for item, lives in lifetimes.items()}
@@ -112,13 +114,17 @@ Ended = Iterator[tuple[str, int, Span]]
 class _Lives:
     """The items that are alive, and since when."""
 
-    def __init__(self, ops: Sequence[Op], groups: Sequence[GroupInfo], program: Program, train: bool) -> None:
-        self.ops = ops
+    def __init__(self, ops: Sequence[Op], groups: Sequence[GroupInfo], stages: Stages) -> None:
+        self.ops, self.groups, self.stages = ops, groups, stages
         self.by_name = {group.name: group for group in groups}
-        self.paths = {group.name: group.at("gradient") if train else () for group in groups}
-        self.filled = {
-            unit: [groups[i] for i in ids if self.paths[groups[i].name]] for unit, ids in program.reads.items()
+        self.paths = {
+            group.name: group.at("gradient") if g in stages.fillings else () for g, group in enumerate(groups)
         }
+        filled = {id(each): self._filled(each) for each in stages.passes}
+        self.filled = {number: filled[id(each)] for number, each in enumerate(stages.microbatches)}
+        read = {groups[group].name: gradient for group, gradient in stages.updates.items()}
+        self.reads = {name: groups[gradient] for name, gradient in read.items() if gradient is not None}
+        self.waiting = Counter(group.name for group in self.reads.values())  # updates that read a gradient
         self.born: dict[str, int] = {}
         self.rounds = Counter((op.kind, op.target) for op in ops if started(op.kind))
 
@@ -126,11 +132,23 @@ class _Lives:
         """Every lifetime."""
         for at, op in enumerate(self.ops):
             if op.kind == "backward":
-                for group in self.filled.get(op.target, ()):
+                for group in self.filled.get(op.microbatch, {}).get(op.target, ()):
                     self.born.setdefault(f"grad:{group.name}", at)
             elif op.target in self.by_name:
                 yield from self._take(at, op, self.by_name[op.target])
+            elif op.kind == LOCAL:
+                yield from self._local(at, op)
         yield from self._rest()
+
+    def _filled(self, each: Pass) -> dict[str, list[GroupInfo]]:
+        """The groups whose gradients the backward of each unit fills, and reduces."""
+        gradients = each.gradients or {}
+        return {
+            unit: [
+                group for i in ids if i in gradients for group in [self.groups[gradients[i]]] if self.paths[group.name]
+            ]
+            for unit, ids in each.program.reads.items()
+        }
 
     def begin(self, item: str, at: int) -> None:
         """An item that must not be alive yet."""
@@ -154,11 +172,25 @@ class _Lives:
         elif op.kind == "free":
             yield self.end(f"param:{group.name}", group.full_bytes, at)
         elif op.kind == "update":
-            item = self._kept(group)
-            if item:  # deferred: the gradient is that of the step before
-                yield f"{item}:{group.name}", group.size(item), (self.born.pop(f"{item}:{group.name}", 0), at)
-            if group.update_bytes:
-                yield f"update:{group.name}", group.update_bytes, (at, at)
+            yield from self._update(at, group)
+
+    def _update(self, at: int, group: GroupInfo) -> Ended:
+        gradient = self.reads.get(group.name)
+        item = self._kept(gradient) if gradient else ""
+        if gradient and item:  # deferred: the gradient is that of the step before
+            self.waiting[gradient.name] -= 1
+            if not self.waiting[gradient.name]:
+                yield f"{item}:{gradient.name}", gradient.size(item), (self.born.pop(f"{item}:{gradient.name}", 0), at)
+        if group.update_bytes:
+            yield f"update:{group.name}", group.update_bytes, (at, at)
+
+    def _local(self, at: int, op: Op) -> Ended:
+        """Gradients that nothing reads after this code between passes."""
+        for freed in self.stages.freed[op.index : op.index + 1]:
+            for group in [self.groups[g] for g in freed]:
+                item = self._kept(group)
+                if item:
+                    yield self.end(f"{item}:{group.name}", group.size(item), at)
 
     def _start(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.source == "grad":
@@ -190,7 +222,7 @@ class _Lives:
         return "" if target == HOST else target
 
     def _rest(self) -> Ended:
-        """What waits for the next step's updates. Nothing else may be left."""
+        """Gradients that wait for the next step's updates, or that nothing reads. Nothing else may be left."""
         for item, at in self.born.items():
             kind, _, name = item.partition(":")
             group = self.by_name[name]

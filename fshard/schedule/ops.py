@@ -10,6 +10,7 @@ free            group    the memory of the gathered parameters may be reused
 forward         unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
 backward        unit     the gradient of a call is computed; ``root``: everything outside of units is over, the
                          outer gradient too where there is one
+local                    code of the step function between passes runs on this rank's shards
 consensus                losses, norms and failures of all ranks; the last op of a train step
 ==============  =======  =================================================================================
 
@@ -30,7 +31,11 @@ T = TypeVar("T", bound=Hashable)
 ROOT = "root"
 """The unit that stands for the code outside of units."""
 
+LOCAL = "local"
+"""The kind of ops that run code between passes."""
+
 UNIT_KINDS = frozenset(("forward", "backward"))
+COMPUTE_KINDS = UNIT_KINDS | {LOCAL}
 STEP_KINDS = frozenset(("handshake", "consensus"))
 GROUP_KINDS = frozenset(("update", "free"))
 """Ops on a group besides those of transfers."""
@@ -38,7 +43,7 @@ GROUP_KINDS = frozenset(("update", "free"))
 
 def op_kinds() -> frozenset[str]:
     """The kinds of all ops."""
-    return UNIT_KINDS | STEP_KINDS | GROUP_KINDS | {word for row in KINDS.values() for word in (row.name, row.wait)}
+    return COMPUTE_KINDS | STEP_KINDS | GROUP_KINDS | {word for row in KINDS.values() for word in (row.name, row.wait)}
 
 
 def microbatch_kinds() -> frozenset[str]:
@@ -52,8 +57,9 @@ class Op:
 
     Args:
         kind: one of ``op_kinds()``.
-        target: a unit's name for forward and backward, a group's for the others, empty for handshake and consensus.
-        index: for forward and backward, which call of the unit in one pass of the program.
+        target: a unit's name for forward and backward, a group's for the others, empty for handshake, consensus and
+            local.
+        index: for forward and backward, which call of the unit in one pass of the program; which local of the step.
         microbatch: for forward, backward, reduce_scatter and its wait, which microbatch of the step.
 
     >>> print(Op("forward", "blocks.2", microbatch=1))
@@ -117,10 +123,6 @@ class Program:
         backward = [Op("backward", call.unit, call.index) for call in self.backward]
         return Op("forward", ROOT), *forward, *backward, Op("backward", ROOT)
 
-    def steps(self, accumulate: int) -> list[Op]:
-        """The compute ops of a step, in order."""
-        return [Op(op.kind, op.target, op.index, m) for m in range(accumulate) for op in self.computes]
-
     def filled(self, group: int) -> tuple[int, int]:
         """The positions, among ``computes``, of the first and the last op that fills a group's gradient.
 
@@ -152,7 +154,7 @@ class GroupInfo:
         full_bytes: the gathered parameters.
         shard_bytes: what one rank keeps of the gradient.
         grad_bytes: the full flat gradient; 0 for a frozen group.
-        trainable: whether it has gradients and updates.
+        trainable: whether it has a gradient in this step.
         transfers: its path, in the order of ``transfers.KINDS``. Compute reads a group that is not all-gathered where
             it lies; the gradient of one that is not reduce-scattered needs no communication.
         own_bytes: this rank's part of the summed gradient, where that is less than its shard of the gradient; else 0.
@@ -188,8 +190,8 @@ class GroupInfo:
         return next((transfer for transfer in self.transfers if transfer.kind == kind), None)
 
     def at(self, stage: str) -> tuple[Transfer, ...]:
-        """Its transfers of a stage, in order. A frozen group has only those of ``"read"``."""
-        if stage != "read" and not self.trainable:
+        """Its transfers of a stage, in order. A frozen group has none of ``"gradient"``."""
+        if stage == "gradient" and not self.trainable:
             return ()
         return tuple([transfer for transfer in self.transfers if transfer.row.stage == stage])
 
@@ -208,19 +210,6 @@ class GroupInfo:
         return {
             "param": self.full_bytes, "grad": self.grad_bytes, "shard": self.shard_bytes, "own": self.own_bytes
         }[item]  # fmt: skip
-
-
-def refuse_misfits(groups: Sequence[GroupInfo], program: Program, accumulate: int) -> None:
-    """Raise PlanError if the parts of a schedule do not belong together."""
-    names = [group.name for group in groups]
-    problems = [f"{names.count(name)} groups have the name {name!r}" for name in _repeated(names)]
-    for unit, ids in program.reads.items():
-        beyond = [i for i in ids if i >= len(names)]
-        problems += [f"unit {unit!r} reads group {i}; there are {len(names)} groups" for i in beyond]
-    if type(accumulate) is not int or accumulate < 1:
-        problems.append(f"accumulate={accumulate!r} is not an int of at least 1")
-    if problems:
-        raise errors.bad_program(problems)
 
 
 def _problems(forward: Sequence[Call], backward: Sequence[Call], reads: Mapping[str, Sequence[int]]) -> Iterable[str]:

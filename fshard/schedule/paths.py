@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.stages import Local, Pass
 from fshard.schedule.transfers import KINDS, Transfer
 
 
@@ -19,9 +20,12 @@ class Updates:
 
     def __init__(self, bare: Schedule, ops: list[Op]) -> None:
         self.groups, self.ops = bare.groups, ops
-        self.deferred = bare.train and bare.policy.update == "deferred"
-        self.after = [group.at("updated") for group in bare.groups]
-        self.updated: set[int] = set()
+        updates = bare.stages.updates
+        self.after = [group.at("updated") if g in updates else () for g, group in enumerate(bare.groups)]
+        self.pending = set(updates) if bare.policy.update == "deferred" else set()
+        self.reading: dict[int | None, list[int]] = {}  # which updates read a gradient
+        for group, gradient in updates.items():
+            self.reading.setdefault(gradient, []).append(group)
         self.sharing: dict[int, tuple[Transfer, ...]] = {}
 
     def partial_first(self, order: Sequence[int]) -> None:
@@ -35,9 +39,14 @@ class Updates:
 
     def first(self, group: int) -> None:
         """Update before a group is used, where the update is the one that the step before has left."""
-        if self.deferred and self.groups[group].trainable and group not in self.updated:
-            self.updated.add(group)
+        if group in self.pending:
+            self.pending.discard(group)
             self.issue(group)
+
+    def replaced(self, gradient: int) -> None:
+        """A gradient is about to be replaced: what it was for must be updated before."""
+        for group in self.reading.get(gradient, ()):
+            self.first(group)
 
     def issue(self, group: int) -> None:
         """Update, and begin to send what this rank has changed."""
@@ -74,28 +83,41 @@ class Paths:
     """Walks the paths of gradients; ``in_flight`` are the transfers under way."""
 
     def __init__(self, bare: Schedule, updates: Updates, ops: list[Op]) -> None:
-        self.groups, self.policy, self.program, self.train = bare.groups, bare.policy, bare.program, bare.train
-        self.last = bare.accumulate - 1
+        self.groups, self.policy = bare.groups, bare.policy
         self.updates, self.ops = updates, ops
-        self.paths = [group.at("gradient") for group in bare.groups]
+        fillings = bare.stages.fillings
+        self.last = {gradient: filling.last for gradient, filling in fillings.items()}
+        self.paths = [group.at("gradient") if g in fillings else () for g, group in enumerate(bare.groups)]
+        self.begins: list[Sequence[int]] = []  # the gradients that each compute op is the first to fill
+        self.completes: list[Sequence[int]] = []  # those that it is the last to fill
+        for stage in bare.stages.stages:
+            begins, completes, times = (
+                ([()], [()], 1) if isinstance(stage, Local) else (*_filled(stage), stage.accumulate)
+            )
+            self.begins += begins * times
+            self.completes += completes * times
         rows = [row for row in KINDS.values() if row.stage == "gradient"]
         self.in_flight: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
 
     def before(self, k: int) -> None:
-        """Compute ``k`` is next: a gradient that it fills must not be on its way any more."""
-        at = k % len(self.program.computes)
-        for g in self.program.reads[self.program.computes[at].target]:
-            if self.paths[g] and self.program.filled(g)[0] == at:
+        """Compute ``k`` is next: a gradient that it fills must not be on its way any more, nor wait for its update."""
+        for g in self.begins[k]:
+            self.updates.replaced(g)
+            if self.paths[g]:
                 self._until_over(g, self.paths[g][0].kind)
 
-    def after(self, k: int) -> None:
+    def after(self, k: int, microbatch: int) -> None:
         """Compute ``k`` is over: gradients that it completed begin their paths, those that nothing fills at the end."""
-        microbatch, at = divmod(k, len(self.program.computes))
-        if self.train and self.policy.reduces_in(microbatch, self.last + 1):
-            unread = range(len(self.groups)) if at == len(self.program.computes) - 1 else ()
-            for g in dict.fromkeys((*self.program.reads[self.program.computes[at].target], *unread)):
-                if self.groups[g].trainable and self.program.filled(g)[1] == at:
-                    self._walk(g, microbatch, 0)
+        for g in self.completes[k]:
+            if self.policy.reduces_in(microbatch, self.last[g] + 1):
+                self.updates.replaced(g)
+                self._walk(g, microbatch, 0)
+
+    def complete(self, groups: Sequence[int]) -> None:
+        """See that gradients have been through their paths, each kind of transfer of all of them before the next."""
+        for kind in self.in_flight:
+            for group in groups:
+                self._until_over(group, kind)
 
     def finish(self) -> None:
         """The step ends: wait for what is under way."""
@@ -107,12 +129,12 @@ class Paths:
         """The first ``done`` transfers of a gradient's path are over: start the next one, or update."""
         path = self.paths[group]
         if done == len(path):
-            if self.policy.update == "in_backward" and microbatch == self.last:
+            if self.policy.update == "in_backward" and microbatch == self.last[group]:
                 self.updates.issue(group)
             return
         transfer = path[done]
         kind, row, flights = transfer.kind, transfer.row, self.in_flight[transfer.kind]
-        if microbatch < self.last and not row.each_microbatch:
+        if microbatch < self.last[group] and not row.each_microbatch:
             return
         self._until_over(group, kind)
         flight = _Flight(group, microbatch, done)
@@ -153,4 +175,25 @@ class Paths:
         Every compute by which that begins later is one more in which the slower link is idle.
         """
         path = self.paths[flight.group]
-        return flight.microbatch == self.last and flight.number + 1 < len(path) and path[flight.number + 1].row.slow
+        return (
+            flight.microbatch == self.last[flight.group]
+            and flight.number + 1 < len(path)
+            and path[flight.number + 1].row.slow
+        )
+
+
+def _filled(each: Pass) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """For each compute op of a microbatch, the gradients that it is the first, and the last, to fill.
+
+    Those that no op fills are complete, with zeros, after the last op.
+    """
+    computes, gradients = each.program.computes, each.gradients or {}
+    begins: list[Sequence[int]] = []
+    completes: list[Sequence[int]] = []
+    for at, op in enumerate(computes):
+        reads = each.program.reads[op.target] if op.kind == "backward" else ()
+        read = [g for g in reads if g in gradients]
+        begins.append([gradients[g] for g in read if each.program.filled(g)[0] == at])
+        ready = dict.fromkeys((*read, *gradients)) if at == len(computes) - 1 else read
+        completes.append([gradients[g] for g in ready if each.program.filled(g)[1] == at])
+    return begins, completes

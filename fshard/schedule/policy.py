@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from fshard import errors
 from fshard.patterns import glob_matches, glob_meant
-from fshard.schedule.ops import ROOT, Program
+from fshard.schedule.ops import ROOT
+from fshard.schedule.stages import Stages
 
 UPDATES = ("deferred", "in_backward")
 ACCUMULATIONS = ("sharded", "full")
@@ -105,39 +106,42 @@ class Policy:
         if problems:
             raise errors.bad_policy(problems)
 
-    def kept(self, program: Program) -> frozenset[int]:
+    def kept(self, stages: Stages) -> frozenset[int]:
         """The ids of the groups that stay from their first use in a step to their last.
 
         The groups of ``root`` do under every policy, since any code may read them.
 
         Raises:
-            PlanError: a pattern of ``fs.keep`` matches no unit of the program.
+            PlanError: a pattern of ``fs.keep`` matches no unit of the step.
         """
-        order = list(dict.fromkeys(call.unit for call in reversed(program.forward)))[::-1]
+        programs = [each.program for each in stages.passes]
+        orders = [list(dict.fromkeys(call.unit for call in reversed(each.forward)))[::-1] for each in programs]
         if isinstance(self.reshard, Keep):
-            hits = {p: {unit for unit in order if glob_matches(p, unit)} for p in self.reshard.units}
-            if unmatched := {p: glob_meant(p, order) for p, found in hits.items() if not found}:
-                raise errors.no_unit_to_keep(unmatched, order)
-            units = set().union(*hits.values())
-            units.update(order[max(len(order) - self.reshard.last, 0) :])
-        else:
-            units = set() if self.reshard else set(order)
-        return frozenset(group for unit in (ROOT, *units) for group in program.reads[unit])
+            called = list(dict.fromkeys(unit for order in orders for unit in order))
+            absent = [p for p in self.reshard.units if not any(glob_matches(p, unit) for unit in called)]
+            if absent:
+                raise errors.no_unit_to_keep({p: glob_meant(p, called) for p in absent}, called)
+        kept = zip(programs, map(self._kept_units, orders), strict=True)
+        return frozenset(group for program, units in kept for unit in (ROOT, *units) for group in program.reads[unit])
 
-    def horizons(self, program: Program, accumulate: int) -> list[int]:
+    def _kept_units(self, order: list[str]) -> set[str]:
+        """The units of a pass, in the order of their last calls, whose groups stay."""
+        if not isinstance(self.reshard, Keep):
+            return set() if self.reshard else set(order)
+        units = {unit for unit in order if any(glob_matches(p, unit) for p in self.reshard.units)}
+        return units.union(order[max(len(order) - self.reshard.last, 0) :])
+
+    def horizons(self, stages: Stages) -> list[int]:
         """For each compute op of a step, and for the end, the last one for which a group may keep its memory.
 
         That is ``prefetch`` computes ahead. Around a turn (from the last forward call to the first backward call, and
         from a microbatch to the next) it is that of the first call after it. What that one holds is there at that call
         anyway, and so is less than that before it: to keep it costs no memory and saves gathers.
         """
-        length, forward = len(program.computes), len(program.forward)
-        horizons = [k + self.prefetch for k in range(accumulate * length + 1)]
-        for start in range(0, accumulate * length, length) if forward and program.backward else ():
-            end = start + length - 1
-            for last, first in ((start + forward, start + forward + 1), (end - 1, end + 2)):
-                for k in range(max(last - self.prefetch + 1, 0), min(first + 1, len(horizons))):
-                    horizons[k] = max(horizons[k], first + self.prefetch)
+        horizons = [k + self.prefetch for k in range(len(stages.steps) + 1)]
+        for last, first in stages.turns:
+            for k in range(max(last - self.prefetch + 1, 0), min(first + 1, len(horizons))):
+                horizons[k] = max(horizons[k], first + self.prefetch)
         return horizons
 
     def reduces_in(self, microbatch: int, accumulate: int) -> bool:

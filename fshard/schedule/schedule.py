@@ -7,8 +7,10 @@ from functools import cached_property
 from typing import overload
 
 from fshard.schedule.memory import Memory, plan_memory
-from fshard.schedule.ops import GroupInfo, Op, Program, refuse_misfits
+from fshard.schedule.misfits import refuse_misfits
+from fshard.schedule.ops import GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
+from fshard.schedule.stages import Stages, as_stages
 from fshard.schedule.text import render, scan
 
 
@@ -23,19 +25,19 @@ class Schedule:
     Args:
         ops: the ops, in the order in which every rank runs them.
         groups: the groups, by id.
-        program: what the loss function does.
+        program: what the loss function does, or the stages of a step function.
         policy: what the schedule was built from.
-        accumulate: microbatches in the step.
+        accumulate: microbatches in the step; 1 for stages, whose passes have their own.
         train: False for forward only.
 
     Raises:
-        PlanError: a unit reads a group that does not exist, two groups have one name, or accumulate is below
-        1.
+        PlanError: a unit reads a group that does not exist, two groups have one name, accumulate is below 1, or the
+            stages contradict each other. All problems are listed.
     """
 
     ops: tuple[Op, ...]
     groups: tuple[GroupInfo, ...]
-    program: Program
+    program: Program | Stages
     policy: Policy
     accumulate: int = 1
     train: bool = True
@@ -43,7 +45,12 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ops", tuple(self.ops))
         object.__setattr__(self, "groups", tuple(self.groups))
-        refuse_misfits(self.groups, self.program, self.accumulate)
+        refuse_misfits(self.groups, self.program, self.policy, self.accumulate, self.train)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """What the step does, with the gradients that each pass fills written out. A program is one pass."""
+        return as_stages(self.program, self.groups, self.accumulate, self.train)
 
     @cached_property
     def hash(self) -> str:
@@ -57,16 +64,18 @@ class Schedule:
         Raises:
             ScheduleError: the ops open or close a lifetime twice.
         """
-        return plan_memory(self.ops, self.groups, self.program, self.train)
+        return plan_memory(self.ops, self.groups, self.stages)
 
     def __str__(self) -> str:
         return render((self.ops, self.groups, self.program, self.policy, self.accumulate, self.train))
 
     def __repr__(self) -> str:
         kind = "train" if self.train else "eval"
+        calls = sum([len(each.program.forward) for each in self.stages.passes])
+        whole = isinstance(self.program, Program)
+        step = f"accumulate={self.accumulate}" if whole else f"{len(self.stages.passes)} passes"
         return (
-            f"<Schedule {kind}, {len(self.ops)} ops, {len(self.groups)} groups, "
-            f"{len(self.program.forward)} calls, accumulate={self.accumulate}, {self.policy}>"
+            f"<Schedule {kind}, {len(self.ops)} ops, {len(self.groups)} groups, {calls} calls, {step}, {self.policy}>"
         )
 
     def __len__(self) -> int:

@@ -1,10 +1,10 @@
 """Simulating a schedule: when each op begins and ends, given what ops cost. Pure and deterministic.
 
-The model has one device, which runs forwards, backwards and updates in the order of the schedule, and communicators
-beside it: one for each kind of transfer over each set of mesh axes. A communicator carries one transfer at a time, in
-the order of issue. Communicators over one link share it the same way: who asked first is served first. The wait of a
-transfer holds the device until it has arrived; that time is *exposed*. Times are sums and maxima of costs and nothing
-else, so that none of them gets longer when a cost gets smaller.
+The model has one device, which runs forwards, backwards, updates and the code between passes in the order of the
+schedule, and communicators beside it: one for each kind of transfer over each set of mesh axes. A communicator
+carries one transfer at a time, in the order of issue. Communicators over one link share it the same way: who asked
+first is served first. The wait of a transfer holds the device until it has arrived; that time is *exposed*. Times are
+sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller.
 
 What it leaves out: transfers take nothing from compute (on gloo they take processor time), copies to and from host
 memory take no time, and ranks are alike.
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from fshard import errors
 from fshard.arguments import expect, size_text
-from fshard.schedule.ops import STEP_KINDS, UNIT_KINDS, Op
+from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import KINDS, Transfer, awaited, started
 
@@ -59,8 +59,9 @@ class Costs:
 
     Args:
         seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. Kinds are
-            forward, backward, update, handshake, consensus, and the waits that add up what has arrived, ``wait
-            reduce_scatter`` and ``wait replica_reduce``; ops that it lacks take no time.
+            forward, backward, local, update, handshake, consensus, and the waits that add up what has arrived, ``wait
+            reduce_scatter`` and ``wait replica_reduce``; ops that it lacks take no time. ``("local", "")`` is what each
+            code between passes takes.
         link: the link of all-gathers, and of everything else that has no link of its own.
         reduces: the link of reduce-scatters and of sums over replicas, if it is another than that of all-gathers.
         links: links by mesh axes, joined by ``+``: ``{"replica": Link(25e6)}``. All that goes over these axes, and
@@ -99,7 +100,7 @@ class Costs:
 
 def timed() -> frozenset[str]:
     """The kinds of ops that may take time on the device."""
-    return UNIT_KINDS | STEP_KINDS | {"update"} | {row.wait for row in KINDS.values() if row.adds}
+    return COMPUTE_KINDS | STEP_KINDS | {"update"} | {row.wait for row in KINDS.values() if row.adds}
 
 
 @dataclass(frozen=True)

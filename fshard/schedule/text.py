@@ -1,29 +1,31 @@
 """The text form of a schedule, and the way back.
 
-A header of one value a line (the policy, the step, the groups with their transfers, what each unit reads, the program),
-then one op a line. ``#1`` is a call's index where it is not 0, ``@1`` the microbatch where a step has several, and a
-lone ``#`` begins a comment. Names that hold spaces or quotes are written as JSON strings. The text holds
-everything, so its hash is the schedule's identity.
+A header of one value a line (the policy, the step, the groups with their transfers, and in ``stage_text.py`` what the
+step does), then one op a line. ``#1`` is a call's index where it is not 0, ``@1`` the microbatch where a step has
+several, and a lone ``#`` begins a comment. Names that hold spaces or quotes are written as JSON strings. The text
+holds everything, so its hash is the schedule's identity.
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fshard import errors
 from fshard.arguments import size_text
-from fshard.schedule.ops import STEP_KINDS, Call, GroupInfo, Op, Program, microbatch_kinds, op_kinds
+from fshard.schedule.ops import LOCAL, STEP_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, keep
+from fshard.schedule.stage_text import StageReader, stage_lines
+from fshard.schedule.stages import Stages
+from fshard.schedule.tokens import TOKEN, quoted, read_name, read_number, read_values
 from fshard.schedule.transfers import KINDS, Transfer
 
 FORMAT = "fshard schedule "
 VERSION = "3"
 """The first line is the name of the format and its version."""
 
-WIDTH = 100
-TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
-PLAIN = re.compile(r'[^\s"#@][^\s"]*')
+SEVERAL = "4"
+"""The version of the text of a step of several passes."""
+
 SIZES = ("full", "shard", "grad")
 FURTHER = ("own", "update")
 """Sizes that only groups with partial updates, or with state in host memory, have."""
@@ -31,23 +33,27 @@ TRAINED = ("frozen", "trainable")
 """The words for False and True."""
 
 
-HEADER = ("policy", "step", "group", "unit", "ops")
-"""The words that begin lines before the ops, besides calls and transfers."""
+HEADER = ("policy", "step", "group", "ops")
+"""The words that begin lines before the ops, besides transfers and what the step does."""
 
-Parts = tuple[tuple[Op, ...], tuple[GroupInfo, ...], Program, Policy, int, bool]
+NAMELESS = STEP_KINDS | {LOCAL}
+"""The kinds of ops that have no target."""
+
+Parts = tuple[tuple[Op, ...], tuple[GroupInfo, ...], Program | Stages, Policy, int, bool]
 """The arguments of ``Schedule``."""
 
 
 def render(parts: Parts) -> str:
     """The text form."""
-    ops, _, _, _, accumulate, _ = parts
-    return "\n".join((*_header(parts), *op_lines(ops, accumulate))) + "\n"
+    ops, _, program, _, accumulate, _ = parts
+    microbatches = len(program.microbatches) if isinstance(program, Stages) else accumulate
+    return "\n".join((*_header(parts), *op_lines(ops, microbatches))) + "\n"
 
 
-def op_lines(ops: Sequence[Op], accumulate: int) -> list[str]:
+def op_lines(ops: Sequence[Op], microbatches: int) -> list[str]:
     """One numbered line an op."""
     width, words = max(4, len(str(len(ops)))), max([len(op.kind) for op in ops], default=0)
-    each = microbatch_kinds() if accumulate > 1 else frozenset()
+    each = microbatch_kinds() if microbatches > 1 else frozenset()
     return [
         f"{number:>{width}} {op.kind:<{words}}{_target(op, op.kind in each)}".rstrip() for number, op in enumerate(ops)
     ]
@@ -70,78 +76,45 @@ def scan(text: str) -> Parts:
 
 def _header(parts: Parts) -> Iterator[str]:
     ops, groups, program, policy, accumulate, train = parts
-    yield FORMAT + VERSION
+    yield FORMAT + (SEVERAL if isinstance(program, Stages) else VERSION)
     yield f"policy {policy}"
-    yield f"step {'train' if train else 'eval'} accumulate={accumulate}"
-    width = max((len(_name(group.name)) for group in groups), default=0)
+    count = f"stages={len(program.stages)}" if isinstance(program, Stages) else f"accumulate={accumulate}"
+    yield f"step {'train' if train else 'eval'} {count}"
+    width = max((len(quoted(group.name)) for group in groups), default=0)
     words = max((len(move.kind) for group in groups for move in group.transfers), default=0)
     for group in groups:
         sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes)
         numbers = [f"{key}={size}" for key, size in zip(SIZES, sizes, strict=True)]
         further = zip(FURTHER, (group.own_bytes, group.update_bytes), strict=True)
-        line = [f"group {_name(group.name):<{width}}", *numbers, TRAINED[group.trainable]]
+        line = [f"group {quoted(group.name):<{width}}", *numbers, TRAINED[group.trainable]]
         line += [f"{key}={size}" for key, size in further if size]
         yield f"{' '.join(line)} # {', '.join(map(size_text, sizes))}"
         yield from (_transfer(move, words) for move in group.transfers)
-    for unit, ids in program.reads.items():
-        yield " ".join(("unit", _name(unit), "reads", *(_name(groups[i].name) for i in ids)))
-    yield from _calls("forward", program.forward)
-    yield from _calls("backward", program.backward)
+    yield from stage_lines(program, [quoted(group.name) for group in groups])
     yield f"ops {len(ops)}"
 
 
 def _transfer(move: Transfer, width: int) -> str:
     line = f"  {move.kind:<{width}} {move.source} -> {move.target} sent={move.sent}"
     line += f" staging={move.staging}" if move.staging else ""
-    return line + (f" over {_name(move.axes)}" if move.axes else "") + " late" * move.late
-
-
-def _calls(word: str, calls: Sequence[Call]) -> Iterator[str]:
-    line = word
-    for call in calls:
-        item = f" {_name(call.unit)}" + (f" #{call.index}" if call.index else "")
-        if len(line) + len(item) > WIDTH and line != word:
-            yield line
-            line = word
-        line += item
-    if line != word:
-        yield line
+    return line + (f" over {quoted(move.axes)}" if move.axes else "") + " late" * move.late
 
 
 def _target(op: Op, shown: bool) -> str:
-    name = "" if op.kind in STEP_KINDS and not op.target else f" {_name(op.target)}"
+    name = "" if op.kind in NAMELESS and not op.target else f" {quoted(op.target)}"
     call = f" #{op.index}" if op.index else ""
     return name + call + (f" @{op.microbatch}" if shown or op.microbatch else "")
-
-
-def _name(name: str) -> str:
-    return name if PLAIN.fullmatch(name) and name.isprintable() else json.dumps(name)
-
-
-def _unquoted(token: str) -> str:
-    if token.startswith('"'):
-        return str(json.loads(token))
-    if not PLAIN.fullmatch(token):
-        raise ValueError(f"{token!r} is not a name")
-    return token
-
-
-def _number(token: str, prefix: str) -> int:
-    if not re.fullmatch(re.escape(prefix) + r"-?[0-9]+", token, re.ASCII):
-        raise ValueError(f"{token!r} is not of the form {prefix}NUMBER")
-    return int(token[len(prefix) :])
 
 
 class _Reader:
     """Takes lines in order: the header's, then as many ops as it announces."""
 
     def __init__(self) -> None:
-        self.titled = False
+        self.stages: StageReader | None = None
         self.policy: Policy | None = None
         self.step: tuple[bool, int] | None = None
         self.groups: dict[str, GroupInfo] = {}
-        self.reads: dict[str, tuple[int, ...]] = {}
-        self.calls: dict[str, list[Call]] = {"forward": [], "backward": []}
+        self.ids: dict[str, int] = {}
         self.count: int | None = None
         self.ops: list[Op] = []
         self.kinds = op_kinds()
@@ -149,16 +122,12 @@ class _Reader:
     def take(self, line: str, tokens: list[str]) -> None:
         """Read one line that is not empty."""
         word, *rest = tokens
-        if not self.titled:
-            if line != FORMAT + VERSION:
-                version = line.removeprefix(FORMAT)
-                other = f"; this text has version {version}: build the schedule anew" if version != line else ""
-                raise ValueError(f"the first line must be {FORMAT + VERSION!r}{other}")
-            self.titled = True
+        if self.stages is None:
+            self.stages = _titled(line)
         elif self.count is not None:
             self.ops.append(_read_op(tokens, len(self.ops), self.kinds))
-        elif word in self.calls:
-            self.calls[word].extend(_read_calls(rest))
+        elif word in self.stages.words:
+            self.stages.take(word, rest, self.ids)
         elif word in KINDS:
             if not self.groups:
                 raise ValueError("a transfer stands below its group")
@@ -167,63 +136,60 @@ class _Reader:
         elif word in HEADER:
             getattr(self, f"_{word}")(rest)
         else:
-            raise ValueError(f"{word!r} is none of {', '.join((*HEADER, *self.calls, *KINDS))}")
+            raise ValueError(f"{word!r} is none of {', '.join((*HEADER, *self.stages.words, *KINDS))}")
 
     def parts(self, last: int) -> Parts:
         """Everything read, once the text is over."""
+        stages = self.stages or StageReader(several=False)
         if self.policy is None or self.step is None or self.count != len(self.ops):
             found = f"policy: {self.policy}, step: {self.step}, ops: {len(self.ops)} of {self.count}"
             raise errors.unreadable_schedule(last, "", f"the text ends too early ({found})")
-        train, accumulate = self.step
-        program = Program(tuple(self.calls["forward"]), tuple(self.calls["backward"]), self.reads)
-        return tuple(self.ops), tuple(self.groups.values()), program, self.policy, accumulate, train
+        train, count = self.step
+        if stages.several and count != len(stages.stages):
+            raise errors.unreadable_schedule(last, "", f"the text has {len(stages.stages)} of {count} stages")
+        accumulate = 1 if stages.several else count
+        return tuple(self.ops), tuple(self.groups.values()), stages.program(), self.policy, accumulate, train
 
     def _policy(self, tokens: list[str]) -> None:
         keys = ("prefetch", "reduces", "reshard", "update", *(("accumulation",) if len(tokens) > 4 else ()))
-        prefetch, reduces, reshard, update, *accumulation = _values(tokens, keys)
-        self.policy = Policy(_number(prefetch, ""), _number(reduces, ""), _read_reshard(reshard), update, *accumulation)
+        prefetch, reduces, reshard, update, *accumulation = read_values(tokens, keys)
+        self.policy = Policy(read_number(prefetch), read_number(reduces), _read_reshard(reshard), update, *accumulation)
 
     def _step(self, tokens: list[str]) -> None:
+        key = "stages" if self.stages and self.stages.several else "accumulate"
         if len(tokens) != 2 or tokens[0] not in ("train", "eval"):
-            raise ValueError("a step is written 'train accumulate=1' or 'eval accumulate=1'")
-        self.step = tokens[0] == "train", _number(_values(tokens[1:], ("accumulate",))[0], "")
+            raise ValueError(f"a step is written 'train {key}=1' or 'eval {key}=1'")
+        self.step = tokens[0] == "train", read_number(read_values(tokens[1:], (key,))[0])
 
     def _group(self, tokens: list[str]) -> None:
         fixed = 2 + len(SIZES)
         further = {token.partition("=")[0]: token.partition("=")[2] for token in tokens[fixed:]}
         if len(tokens) < fixed or not set(further) <= set(FURTHER):
             raise ValueError(f"a group is NAME {' '.join(f'{key}=BYTES' for key in SIZES)} and a word")
-        name, trained = _unquoted(tokens[0]), tokens[fixed - 1]
+        name, trained = read_name(tokens[0]), tokens[fixed - 1]
         if name in self.groups:
             raise ValueError(f"group {name!r} is there twice")
-        full, shard, grad = (_number(value, "") for value in _values(tokens[1 : fixed - 1], SIZES))
+        full, shard, grad = (read_number(value) for value in read_values(tokens[1 : fixed - 1], SIZES))
         if trained not in TRAINED:
             raise ValueError(f"{trained!r} is neither {TRAINED[0]} nor {TRAINED[1]}")
-        own, update = (_number(further.get(key, "0"), "") for key in FURTHER)
+        own, update = (read_number(further.get(key, "0")) for key in FURTHER)
+        self.ids[name] = len(self.ids)
         self.groups[name] = GroupInfo(name, full, shard, grad, trained == TRAINED[1], (), own, update)
-
-    def _unit(self, tokens: list[str]) -> None:
-        if len(tokens) < 2 or tokens[1] != "reads":
-            raise ValueError("a unit is written 'NAME reads GROUP ...'")
-        name, groups = _unquoted(tokens[0]), [_unquoted(token) for token in tokens[2:]]
-        if name in self.reads:
-            raise ValueError(f"unit {name!r} is there twice")
-        for group in groups:
-            if group not in self.groups:
-                raise ValueError(f"no group {group!r} stands above")
-        ids = {group: number for number, group in enumerate(self.groups)}
-        self.reads[name] = tuple(ids[group] for group in groups)
 
     def _ops(self, tokens: list[str]) -> None:
         if len(tokens) != 1:
             raise ValueError("ops is followed by their number")
-        self.count = _number(tokens[0], "")
+        self.count = read_number(tokens[0])
 
 
-def _values(tokens: Sequence[str], keys: Sequence[str]) -> list[str]:
-    if [token.partition("=")[0] for token in tokens] != list(keys):
-        raise ValueError(f"expected {' '.join(f'{key}=...' for key in keys)}")
-    return [token.partition("=")[2] for token in tokens]
+def _titled(line: str) -> StageReader:
+    """What reads the rest of a text with this first line."""
+    if line not in (FORMAT + VERSION, FORMAT + SEVERAL):
+        version = line.removeprefix(FORMAT)
+        other = f"; this text has version {version}: build the schedule anew" if version != line else ""
+        several = f", or {FORMAT + SEVERAL!r} for a step of several passes"
+        raise ValueError(f"the first line must be {FORMAT + VERSION!r}{several}{other}")
+    return StageReader(several=line == FORMAT + SEVERAL)
 
 
 def _read_reshard(text: str) -> bool | Keep:
@@ -244,37 +210,29 @@ def _read_transfer(tokens: list[str]) -> Transfer:
     rest = tokens[4:]
     late = rest[-1:] == ["late"]
     rest = rest[: len(rest) - late]
-    axes = _unquoted(rest[-1]) if rest[-2:-1] == ["over"] else ""
+    axes = read_name(rest[-1]) if rest[-2:-1] == ["over"] else ""
     rest = rest[:-2] if axes else rest
     if ends[1:2] != ["->"] or not rest:
         raise ValueError(
             f"a transfer is {kind} FROM -> TO sent=BYTES, then staging=BYTES, over AXES and late if it is so"
         )
-    sent, staging = (_number(value, "") for value in (*_values(rest, ("sent", "staging")[: len(rest)]), "0")[:2])
+    sent, staging = (read_number(value) for value in (*read_values(rest, ("sent", "staging")[: len(rest)]), "0")[:2])
     return Transfer(kind, ends[0], ends[2], sent, staging, axes, late)
-
-
-def _read_calls(tokens: list[str]) -> Iterator[Call]:
-    position = 0
-    while position < len(tokens):
-        indexed = position + 1 < len(tokens) and tokens[position + 1].startswith("#")
-        yield Call(_unquoted(tokens[position]), _number(tokens[position + 1], "#") if indexed else 0)
-        position += 1 + indexed
 
 
 def _read_op(tokens: list[str], expected: int, kinds: frozenset[str]) -> Op:
     number, *rest = tokens
-    if _number(number, "") != expected:
+    if read_number(number) != expected:
         raise ValueError(f"op {expected} is due")
     words = 2 if rest[:1] == ["wait"] else 1
     kind, rest = " ".join(rest[:words]), rest[words:]
     if kind not in kinds:
         raise ValueError(f"{kind!r} is none of {', '.join(sorted(kinds))}")
-    name = _unquoted(rest.pop(0)) if rest and rest[0][0] not in "#@" else None
-    if name is None and kind not in STEP_KINDS:
+    name = read_name(rest.pop(0)) if rest and rest[0][0] not in "#@" else None
+    if name is None and kind not in NAMELESS:
         raise ValueError(f"{kind} needs a name")
-    index = _number(rest.pop(0), "#") if rest and rest[0][0] == "#" else 0
-    microbatch = _number(rest.pop(0), "@") if rest else 0
+    index = read_number(rest.pop(0), "#") if rest and rest[0][0] == "#" else 0
+    microbatch = read_number(rest.pop(0), "@") if rest else 0
     if rest:
         raise ValueError(f"{' '.join(rest)!r} is left over")
     return Op(kind, name or "", index, microbatch)

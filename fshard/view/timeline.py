@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fshard import errors
 from fshard.arguments import expect, size_text
-from fshard.schedule.ops import ROOT, UNIT_KINDS, Op
+from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, UNIT_KINDS, Op, Program
 from fshard.schedule.pack import Span, profile
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
@@ -113,7 +113,9 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
     caption = CAPTION if simulation is None else f"{TIMED}{str(simulation).splitlines()[0].removeprefix('step ')}"
     below.set_xlabel(caption, fontsize=FONT, color=GRAY, loc="left")
     what = "train step" if schedule.train else "evaluation"
-    title = f"One {what}, {len(schedule)} ops: {schedule.policy} accumulate={schedule.accumulate}"
+    passes = schedule.stages.passes
+    counts = f"accumulate={schedule.accumulate}" if isinstance(schedule.program, Program) else f"{len(passes)} passes"
+    title = f"One {what}, {len(schedule)} ops: {schedule.policy} {counts}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 2, color=INK, weight="bold")
     return figure
 
@@ -130,7 +132,7 @@ def positions(ops: Sequence[Op]) -> list[float]:
     >>> positions([Op("all_gather", "a"), Op("forward", "a"), Op("free", "a")])
     [0.0, 0.13, 1.13, 1.26]
     """
-    steps = (1.0 if op.kind in UNIT_KINDS else NARROW for op in ops)
+    steps = (1.0 if op.kind in COMPUTE_KINDS else NARROW for op in ops)
     return [round(x, 6) for x in accumulate(steps, initial=0.0)]
 
 
@@ -139,20 +141,30 @@ def bars(schedule: Schedule, simulation: Simulation | None = None, scale: float 
 
     With a simulation it lasts from its first byte to its arrival, and a second is ``scale`` on the axis.
     """
-    ops, edges = schedule.ops, positions(schedule.ops)
-    owner = {unit: next((schedule.groups[g].name for g in ids), "") for unit, ids in schedule.program.reads.items()}
+    ops, edges, owners = schedule.ops, positions(schedule.ops), _owners(schedule)
     for at, op in enumerate(ops):
-        row, computes = started(op.kind), op.kind in UNIT_KINDS
+        row, computes = started(op.kind), op.kind in COMPUTE_KINDS
         if row is None and not computes and op.kind != "update":
             continue
         end = at + 1 if row is None else _waited(ops, at, row.wait)
-        exposed = row is not None and not any(between.kind in UNIT_KINDS for between in ops[at:end])
+        exposed = row is not None and not any(between.kind in COMPUTE_KINDS for between in ops[at:end])
         begin, over = edges[at], edges[end]
         if simulation is not None:
             exposed = row is not None and simulation.ends[end] > simulation.issued[end]
             begin, over = simulation.starts[at] * scale, simulation.ends[at] * scale
-        group = op.target if not computes else "" if op.target == ROOT else owner.get(op.target, "")
-        yield Bar("compute" if computes else op.kind, op.target, group, begin, over, exposed)
+        group = op.target if not computes else owners[op.microbatch].get(op.target, "") if op.kind != LOCAL else ""
+        label = str(op) if op.kind == LOCAL else op.target
+        yield Bar("compute" if computes else op.kind, label, group, begin, over, exposed)
+
+
+def _owners(schedule: Schedule) -> list[dict[str, str]]:
+    """For each microbatch, the first group that each unit reads: its color is the unit's."""
+    names = [group.name for group in schedule.groups]
+    owners = {
+        id(each): {unit: names[ids[0]] for unit, ids in each.program.reads.items() if ids and unit != ROOT}
+        for each in schedule.stages.passes
+    }
+    return [owners[id(each)] for each in schedule.stages.microbatches]
 
 
 def _waited(ops: Sequence[Op], start: int, wait: str) -> int:
@@ -194,7 +206,7 @@ def live(schedule: Schedule) -> dict[str, list[int]]:
 
 def _bands(ax: "Axes", ops: Sequence[Op], edges: Sequence[float]) -> None:
     for at, op in enumerate(ops):
-        if op.kind in UNIT_KINDS:
+        if op.kind in COMPUTE_KINDS:
             ax.axvspan(edges[at], edges[at + 1], color=BAND, linewidth=0, zorder=0)
     ax.set_xlim(-0.05, edges[-1] + 0.5)  # room for the last label
     ax.tick_params(length=0, labelsize=FONT, labelcolor=GRAY)
@@ -233,11 +245,12 @@ def _label(ax: "Axes", bar: Bar, y: float, character: float, inside: str) -> Non
 
 def _phases(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
     """A line over each run of forward and of backward ops."""
+    several = len(schedule.stages.microbatches) > 1
     computes = [(at, op) for at, op in enumerate(schedule.ops) if op.kind in UNIT_KINDS]
     for (kind, microbatch), run in groupby(computes, key=lambda pair: (pair[1].kind, pair[1].microbatch)):
         places = [at for at, _ in run]
         begin, end = edges[places[0]], edges[places[-1] + 1]
-        words = f"{kind} @{microbatch}" if schedule.accumulate > 1 else kind
+        words = f"{kind} @{microbatch}" if several else kind
         ax.plot([begin + 0.05, end - 0.05], [-0.3, -0.3], color=PALE, linewidth=1.0, solid_capstyle="butt")
         ax.text((begin + end) / 2, -0.42, words, ha="center", va="bottom", fontsize=FONT + 0.5, color=GRAY)
 

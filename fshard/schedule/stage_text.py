@@ -1,0 +1,173 @@
+"""What a step does, as lines of a schedule's text, and the way back.
+
+A program is what its units read, its calls, and those that receive gradients. A step of several passes has such lines
+for each, below a line that begins the pass, and further lines for the code between passes and for pending updates::
+
+    pass accumulate=1 gradients=given
+      fills a -> a.again
+    unit a reads a
+    forward a
+    backward a
+    local
+      gradients a.again
+    update a from a.again
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+
+from fshard.schedule.ops import Call, Program
+from fshard.schedule.stages import Local, Pass, Stages
+from fshard.schedule.tokens import quoted, read_name, read_number, read_values, wrapped
+
+PROGRAM = ("unit", "forward", "backward")
+"""The words that begin lines of a program."""
+
+LOCAL = tuple([each.name for each in fields(Local)])
+STAGES = ("pass", "fills", "local", *LOCAL, "update")
+"""The words that begin further lines of a step of several passes."""
+
+GRADIENTS = ("own", "given")
+"""Of a pass: each group fills its own, or ``fills`` says which one it fills."""
+
+
+def stage_lines(program: Program | Stages, names: Sequence[str]) -> Iterator[str]:
+    """What a step does. ``names`` are those of groups, as tokens."""
+    if isinstance(program, Program):
+        yield from _program_lines(program, names)
+        return
+    for stage in program.stages:
+        if isinstance(stage, Local):
+            yield "local"
+            for word in LOCAL:
+                yield from wrapped(f"  {word}", [names[g] for g in getattr(stage, word)])
+            continue
+        yield f"pass accumulate={stage.accumulate} gradients={GRADIENTS[stage.gradients is not None]}"
+        yield from (f"  fills {names[read]} -> {names[group]}" for read, group in (stage.gradients or {}).items())
+        yield from _program_lines(stage.program, names)
+    for group, gradient in program.updates.items():
+        yield f"update {names[group]}" + ("" if gradient is None else f" from {names[gradient]}")
+
+
+def _program_lines(program: Program, names: Sequence[str]) -> Iterator[str]:
+    for unit, ids in program.reads.items():
+        yield " ".join(("unit", quoted(unit), "reads", *(names[i] for i in ids)))
+    for word, calls in (("forward", program.forward), ("backward", program.backward)):
+        yield from wrapped(word, [quoted(call.unit) + (f" #{call.index}" if call.index else "") for call in calls])
+
+
+class _PassLines:
+    """What was read of a pass."""
+
+    def __init__(self, accumulate: int, given: bool) -> None:
+        self.accumulate = accumulate
+        self.gradients: dict[int, int] | None = {} if given else None
+        self.reads: dict[str, tuple[int, ...]] = {}
+        self.calls: dict[str, list[Call]] = {"forward": [], "backward": []}
+
+    def program(self) -> Program:
+        return Program(tuple(self.calls["forward"]), tuple(self.calls["backward"]), self.reads)
+
+
+class StageReader:
+    """Takes the lines that say what a step does, in order.
+
+    Args:
+        several: whether it is a step of several passes. Else the lines are those of one program.
+    """
+
+    def __init__(self, several: bool) -> None:
+        self.several = several
+        self.stages: list[_PassLines | dict[str, list[int]]] = [] if several else [_PassLines(1, False)]
+        self.updates: dict[int, int | None] = {}
+        self.words = (*PROGRAM, *(STAGES if several else ()))
+
+    def take(self, word: str, tokens: list[str], ids: Mapping[str, int]) -> None:
+        """Read one line. ``ids`` are those of groups, by name.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        if word == "pass":
+            accumulate, gradients = read_values(tokens, ("accumulate", "gradients"))
+            if gradients not in GRADIENTS:
+                raise ValueError(f"gradients={gradients} is neither {GRADIENTS[0]} nor {GRADIENTS[1]}")
+            self.stages.append(_PassLines(read_number(accumulate), gradients == GRADIENTS[1]))
+        elif word == "local":
+            if tokens:
+                raise ValueError("local stands alone: what it reads and makes is below")
+            self.stages.append({name: [] for name in LOCAL})
+        elif word == "update":
+            self._update(tokens, ids)
+        else:
+            self._detail(word, tokens, ids)
+
+    def program(self) -> Program | Stages:
+        """Everything read, once the text is over."""
+        made: list[Pass | Local] = []
+        for lines in self.stages:
+            if isinstance(lines, dict):
+                made.append(Local(**{name: tuple(groups) for name, groups in lines.items()}))
+            elif not self.several:
+                return lines.program()
+            else:
+                made.append(Pass(lines.program(), lines.accumulate, lines.gradients))
+        return Stages(tuple(made), self.updates)
+
+    def _detail(self, word: str, tokens: list[str], ids: Mapping[str, int]) -> None:
+        """A line below that of a pass or a local."""
+        stage = self.stages[-1] if self.stages else None
+        if word in LOCAL:
+            if not isinstance(stage, dict):
+                raise ValueError(f"{word} stands below a local")
+            stage[word] += _groups(tokens, ids)
+        elif not isinstance(stage, _PassLines):
+            raise ValueError(f"{word} stands below a pass")
+        elif word == "unit":
+            _read_unit(stage, tokens, ids)
+        elif word == "fills":
+            _read_filled(stage, tokens, ids)
+        else:
+            stage.calls[word].extend(_read_calls(tokens))
+
+    def _update(self, tokens: list[str], ids: Mapping[str, int]) -> None:
+        if len(tokens) not in (1, 3) or tokens[1:2] not in ([], ["from"]):
+            raise ValueError("an update is written 'GROUP from GROUP', or 'GROUP' where its gradient lies elsewhere")
+        group, *gradient = _groups(tokens[::2], ids)
+        if group in self.updates:
+            raise ValueError(f"group {tokens[0]} is updated twice")
+        self.updates[group] = gradient[0] if gradient else None
+
+
+def _groups(tokens: Sequence[str], ids: Mapping[str, int]) -> list[int]:
+    names = [read_name(token) for token in tokens]
+    for name in names:
+        if name not in ids:
+            raise ValueError(f"no group {name!r} stands above")
+    return [ids[name] for name in names]
+
+
+def _read_unit(stage: _PassLines, tokens: list[str], ids: Mapping[str, int]) -> None:
+    if len(tokens) < 2 or tokens[1] != "reads":
+        raise ValueError("a unit is written 'NAME reads GROUP ...'")
+    name = read_name(tokens[0])
+    if name in stage.reads:
+        raise ValueError(f"unit {name!r} is there twice")
+    stage.reads[name] = tuple(_groups(tokens[2:], ids))
+
+
+def _read_filled(stage: _PassLines, tokens: list[str], ids: Mapping[str, int]) -> None:
+    if len(tokens) != 3 or tokens[1] != "->" or stage.gradients is None:
+        raise ValueError("a gradient is written 'fills GROUP -> GROUP', below a pass with gradients=given")
+    read, group = _groups(tokens[::2], ids)
+    if read in stage.gradients:
+        raise ValueError(f"group {tokens[0]} fills two gradients")
+    stage.gradients[read] = group
+
+
+def _read_calls(tokens: list[str]) -> Iterator[Call]:
+    position = 0
+    while position < len(tokens):
+        indexed = position + 1 < len(tokens) and tokens[position + 1].startswith("#")
+        yield Call(read_name(tokens[position]), read_number(tokens[position + 1], "#") if indexed else 0)
+        position += 1 + indexed
