@@ -61,7 +61,11 @@ def bad_regexes(patterns: Iterable[object]) -> list[str]:
     return [problem for pattern in patterns if (problem := bad_regex(pattern))]
 
 
-def first_matches(patterns: Sequence[str], names: Iterable[str]) -> dict[str, tuple[int, re.Match[str]] | None]:
+Hits = dict[str, tuple[int, re.Match[str]] | None]
+"""For each name the number of the pattern that decides it, with the match; None if none does."""
+
+
+def first_matches(patterns: Sequence[str], names: Iterable[str]) -> Hits:
     """For each name the number of the first pattern that matches all of it, with the match; None if none does.
 
     >>> {name: hit and hit[0] for name, hit in first_matches(["a.*", ".*c"], ["ac", "bc", "b"]).items()}
@@ -70,6 +74,16 @@ def first_matches(patterns: Sequence[str], names: Iterable[str]) -> dict[str, tu
     rules = [re.compile(pattern) for pattern in patterns]
     hits = ((name, ((i, m) for i, rule in enumerate(rules) if (m := rule.fullmatch(name)))) for name in names)
     return {name: next(found, None) for name, found in hits}
+
+
+def idle(count: int, hits: Hits) -> list[int]:
+    """The numbers of those of ``count`` patterns that decide no name.
+
+    >>> idle(3, first_matches(["a", "a.*", "b"], ["a", "ac"]))
+    [2]
+    """
+    used = {hit[0] for hit in hits.values() if hit is not None}
+    return [number for number in range(count) if number not in used]
 
 
 def regex_of(glob: str) -> str:

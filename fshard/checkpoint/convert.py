@@ -19,7 +19,7 @@ from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import check_files, read_into
 from fshard.checkpoint.save import complete
 from fshard.checkpoint.tensorfile import write_header
-from fshard.checkpoint.write import equal_range, packed, raw, write_files
+from fshard.checkpoint.write import equal_range, packed, raw, synced, write_files
 from fshard.errors import CheckpointError
 from fshard.sharding.layout import Piece
 
@@ -50,13 +50,11 @@ def to_file(folder: str, manifest: Manifest, path: str, names: Mapping[str, str]
     metadata = {"format": "pt", "step": str(manifest.step)}
     temporary = f"{path}.tmp-{secrets.token_hex(4)}"
     try:
-        with file_errors("write to", temporary), open(temporary, "xb") as file:
+        with file_errors("write to", temporary), synced(temporary, "xb") as file:
             file.write(write_header({names[name]: manifest.tensors[name] for name in tensors}, metadata))
             for name in tensors:
                 tensor = load_tensor(folder, manifest, name)
                 file.write(raw(tensor))
-            file.flush()
-            os.fsync(file.fileno())
             size = file.tell()
         with file_errors("write to", path):
             os.link(temporary, path)  # unlike a rename, a link never replaces a file

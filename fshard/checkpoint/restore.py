@@ -14,7 +14,7 @@ from fshard.checkpoint.read import read_into
 from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
 from fshard.optim.base import Optimizer
-from fshard.patterns import bad_regex, first_matches
+from fshard.patterns import bad_regex, first_matches, idle
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Entry, assemble, entries, scalars
@@ -138,19 +138,17 @@ def _by_rules(rules: TakeRules, entries: Sequence[Entry]) -> dict[str, str]:
     """What the rules read; entries that keep their value are left out."""
     _check_rules(rules)
     hits = first_matches([pattern for pattern, _ in rules], [entry.name for entry in entries])
-    matched = {name: hit for name, hit in hits.items() if hit is not None}
     out: dict[str, str] = {}
-    for name, (number, match) in matched.items():
+    for name, (number, match) in ((name, hit) for name, hit in hits.items() if hit is not None):
         stored = rules[number][1]
         if stored is not None:
             try:
                 out[name] = match.expand(stored)
             except (re.error, IndexError) as error:
                 raise PlanError(f"rules[{number}]: {stored!r} does not expand for {name}: {error}") from None
-    used = {number for number, _ in matched.values()}
-    idle = [f"rules[{i}] {rule[0]!r} decides no entry" for i, rule in enumerate(rules) if i not in used]
-    unmatched = [f"{name} is matched by no rule" for name in hits if name not in matched]
-    if unmatched or idle:
+    unused = [f"rules[{number}] {rules[number][0]!r} decides no entry" for number in idle(len(rules), hits)]
+    unmatched = [f"{name} is matched by no rule" for name, hit in hits.items() if hit is None]
+    if unmatched or unused:
         remedy = "Say what becomes of every entry: end with (r'.*', None) for those that keep their value."
-        raise PlanError(lines("rules= of a restore:", listed(unmatched) + idle, remedy))
+        raise PlanError(lines("rules= of a restore:", listed(unmatched) + unused, remedy))
     return out

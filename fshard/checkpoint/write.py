@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from torch import Tensor
 
@@ -164,14 +164,21 @@ def chunked(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]
 
 
 @contextmanager
+def synced(path: str | Path, mode: Literal["wb", "xb"] = "wb") -> Iterator[BinaryIO]:
+    """A file to write, which is on disk when the block is over."""
+    with open(path, mode) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name when it is complete and synced to disk."""
+    """A file to write, which gets its name when it is complete and on disk."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
+        with synced(partial) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from fshard.arguments import expect
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.ranges import Block, blocks
 from fshard.checkpoint.tensorfile import TensorMeta
-from fshard.checkpoint.write import new_file
+from fshard.checkpoint.write import new_file, synced
 from fshard.errors import CheckpointError, TreeError, lines
 from fshard.interchange.export_plan import ROLE, compare_arguments, pieces_of_ranks
 from fshard.interchange.metadata import FILE, Chunk, Contents, FileRange
@@ -121,14 +121,12 @@ def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[
     def write() -> list[tuple[int, int]]:
         """Write this rank's blocks, and on rank 0 the values; returns the place of each."""
         wrote = []
-        with file_errors("write to", str(folder)), open(partial, "wb") as file:
+        with file_errors("write to", str(folder)), synced(partial) as file:
             for number, block in _owned(rank, held):
                 flat = items[number].entry.tensor[block.at : block.at + block.numel]
                 wrote.append(put(file, name, flat.cpu().clone().view(block.shape)))
             for value in values.values() if rank == 0 else ():
                 wrote.append(put(file, name, value.cpu().clone() if isinstance(value, Tensor) else value))
-            file.flush()
-            os.fsync(file.fileno())
         return [(where.begin, where.length) for where in wrote]
 
     def rename() -> None:

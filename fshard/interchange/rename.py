@@ -7,7 +7,7 @@ from typing import Any
 
 from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
-from fshard.patterns import bad_regex, first_matches
+from fshard.patterns import bad_regex, first_matches, idle
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,10 @@ def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) ->
             clashes.append(f"{new}: from {out[new][0]} and from {name}")
         elif new is not None:
             out[new] = (name, used is not None and used.transpose)
-    numbers = {hit[0] for hit in hits.values() if hit is not None}
-    idle = [f"rename[{i}] {rule.pattern!r}" for i, rule in enumerate(full) if i not in numbers]
-    if idle:
+    unused = [f"rename[{number}] {full[number].pattern!r}" for number in idle(len(full), hits)]
+    if unused:
         remedy = f"Patterns must match a whole name, such as {next(iter(hits), '')!r}; earlier rules win."
-        raise PlanError(lines(f"rename rules that decide no name of {what}:", idle, remedy))
+        raise PlanError(lines(f"rename rules that decide no name of {what}:", unused, remedy))
     if clashes:
         raise TreeError(lines(f"rename= gives tensors of {what} the same name:", clashes, "Make the rules narrower."))
     return out

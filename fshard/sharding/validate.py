@@ -25,10 +25,13 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     wrong = [
         f"{path}: {f'{t.dtype}, {t.layout}' if isinstance(t, torch.Tensor) else type(t).__name__}"
         for path, t in tensors.items()
-        if path not in dense or t.is_complex()
+        if path not in dense or t.is_complex() or t.is_quantized
     ]
     if wrong:
-        remedy = "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real."
+        remedy = (
+            "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real; keep "
+            "quantized leaves dequantized, or as integers and scales."
+        )
         raise PlanError(lines("parameters are dense real tensors, these are not:", wrong, remedy))
     # Two leaves in the same memory may be one tied leaf, and the plan would part them.
     first: dict[tuple[Any, ...], str] = {}

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import fshard as fs
 from fshard.errors import CheckpointError, DamagedError, PlanError, ShardError, TreeError
+from fshard.interchange.convert import to_state
 from fshard.interchange.metadata import read_metadata
 from tests.shared.workers import Pools
 
@@ -188,6 +189,15 @@ def test_what_does_not_fit_is_named(folder: Path, name: str) -> None:
     opt = arguments.get("opt", OPT)
     with pytest.raises(error, match=text):
         fs.load_dcp(placed(), opt, folder, **{key: value for key, value in arguments.items() if key != "opt"})
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+def test_quantized_parameters_are_no_state(folder: Path) -> None:
+    _edit(lambda m: setattr(m.state_dict_metadata[W].properties, "dtype", torch.qint8))(folder)
+    with pytest.raises(PlanError, match=r"not:\n  w: torch.qint8, .*\n.*dequantized"):
+        to_state(str(folder), "dcp", fs.make_mesh((1,), ("shard",)))
+    with pytest.raises(TreeError, match="w: qint8 would be rounded to float32"):
+        fs.load_dcp(placed(), OPT, folder, cast=True)
 
 
 def test_parameters_alone(folder: Path, tmp_path: Path) -> None:
