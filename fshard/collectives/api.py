@@ -61,7 +61,7 @@ def pmean(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
     group = resolve(axis, mesh)
 
     def mean(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+        if isinstance(leaf, Tensor) and not linear.differentiable(leaf):
             raise CollectiveError(f"pmean of a tensor of {leaf.dtype}: cast it to a floating-point dtype, or use psum")
         return _sum(leaf, group, "pmean") / group.size
 

@@ -179,17 +179,13 @@ class Collect(Gather):
 
 
 @dataclass(frozen=True)
-class Cut(Collective):
+class Cut(Scatter):
     """This rank's slice along a dim."""
 
     name = "cut"
-    dim: int
 
     def start(self, x: Tensor) -> raw.Finish:
         return _rows(x, self.dim, self.group.size)[self.group.index].clone
-
-    def shape(self, shape: Shape) -> Shape:
-        return _scaled(shape, self.dim, 1, self.group.size)
 
     def transpose(self) -> Collective:
         return Collect(self.group, self.dim)
@@ -307,6 +303,11 @@ class Max(Collective):
 
     def pushforward(self) -> Collective:
         raise no_derivative()
+
+
+def differentiable(x: Any) -> bool:
+    """Whether a value is a tensor that gradients flow through."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def check_plain(x: Tensor, what: str) -> None:

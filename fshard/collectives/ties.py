@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from fshard.collectives.linear import Collective, apply
+from fshard.collectives.linear import Collective, apply, differentiable
 from fshard.collectives.scope import SCOPE
 
 
@@ -35,7 +35,7 @@ class Ties:
 
     def tied(self, x: Any) -> Any:
         """A result of the mapped function, made to depend on all its collectives."""
-        return _tie(x, len(self.anchors), (*self.anchors, *self.results)) if _floating(x) else x
+        return _tie(x, len(self.anchors), (*self.anchors, *self.results)) if differentiable(x) else x
 
 
 class Tie(torch.autograd.Function):
@@ -68,7 +68,7 @@ class Tie(torch.autograd.Function):
 
 def ties_of(args: Sequence[Any]) -> Ties | None:
     """The ties of a call with these arguments; None if none of them is differentiated."""
-    anchors = tuple(x for x in args if _floating(x) and _moved(x))
+    anchors = tuple(x for x in args if differentiable(x) and _moved(x))
     return Ties(anchors, len(_functorch.get_interpreter_stack() or ())) if anchors else None
 
 
@@ -76,7 +76,7 @@ def applied(x: Tensor, *ops: Collective) -> Tensor:
     """Differentiable collectives in sequence, of a tensor of user code."""
     scope = SCOPE.get()
     ties: Ties | None = scope.ties if scope is not None else None
-    if ties is None or not _floating(x):
+    if ties is None or not differentiable(x):
         for op in ops:
             x = apply(x, op)
         return x
@@ -91,10 +91,6 @@ def applied(x: Tensor, *ops: Collective) -> Tensor:
 def _tie(x: Tensor, zeros: int, others: Sequence[Tensor]) -> Tensor:
     tied: Tensor = Tie.apply(x, zeros, *others)  # type: ignore[no-untyped-call]
     return tied
-
-
-def _floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _moved(x: Tensor) -> bool:

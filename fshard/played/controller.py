@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.collectives.linear import check_plain
+from fshard.collectives.linear import check_plain, differentiable
 from fshard.collectives.specs import joined, slice_of
 from fshard.errors import CollectiveError
 from fshard.played.cooperative import Randomness, randomness, restore_randomness
@@ -109,14 +109,14 @@ class OnAllRanks(torch.autograd.Function):
         ctx.job, *xs = inputs
         ctx.save_for_backward(*xs)
         ctx.save_for_forward(*xs)
-        ctx.results = [i for i, y in enumerate(output) if _differentiable(y)]
-        ctx.mark_non_differentiable(*(y for y in output if not _differentiable(y)))
+        ctx.results = [i for i, y in enumerate(output) if differentiable(y)]
+        ctx.mark_non_differentiable(*(y for y in output if not differentiable(y)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The pullback, as a job of its own."""
         xs = ctx.saved_tensors
-        moved = [i for i, x in enumerate(xs) if ctx.needs_input_grad[i + 1] and _differentiable(x)]
+        moved = [i for i, x in enumerate(xs) if ctx.needs_input_grad[i + 1] and differentiable(x)]
         job = ctx.job.pullback(moved, ctx.results)
         found = OnAllRanks.apply(job, *xs, *(grads[i] for i in ctx.results))  # type: ignore[no-untyped-call]
         out: list[Tensor | None] = [None] * (len(xs) + 1)
@@ -128,7 +128,7 @@ class OnAllRanks(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The pushforward, as a job of its own."""
         xs = ctx.saved_tensors
-        moved = [i for i, t in enumerate(tangents) if t is not None and _differentiable(xs[i])]
+        moved = [i for i, t in enumerate(tangents) if t is not None and differentiable(xs[i])]
         job = ctx.job.pushforward(moved, ctx.results)
         found = OnAllRanks.apply(job, *xs, *(tangents[i] for i in moved))  # type: ignore[no-untyped-call]
         out: list[Tensor | None] = [None] * len(ctx.job.outputs())
@@ -169,10 +169,6 @@ def on_all_ranks(mesh: VirtualMesh, spmd: Callable[..., Any], inputs: Specs, xs:
     results = OnAllRanks.apply(job, *xs)  # type: ignore[no-untyped-call]
     restore_randomness(kept[2])
     return kept[1](list(results))
-
-
-def _differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _join(slices: list[Tensor], spec: P, mesh: VirtualMesh, number: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import Want, described, expect, kind
 from fshard.collectives.build import untraced
-from fshard.collectives.linear import Settle, Vary, apply
+from fshard.collectives.linear import Settle, Vary, apply, differentiable
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import check_spec, other_axes
@@ -159,7 +159,7 @@ class Mapped:
 
     def _enter(self, leaf: Any, spec: P) -> Any:
         axes = other_axes(spec, self.mesh)
-        if not isinstance(leaf, Tensor) or not axes or not (leaf.is_floating_point() or leaf.is_complex()):
+        if not axes or not differentiable(leaf):
             return leaf
         return apply(leaf, Vary(Ranks(self.mesh, axes)))
 
