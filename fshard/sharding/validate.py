@@ -21,12 +21,7 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tensors = dict(tree.paths(params))
     if not tensors:
         raise PlanError("the model has no parameters: give a module or a tree with at least one tensor")
-    dense = {p for p, t in tensors.items() if isinstance(t, torch.Tensor) and t.layout == torch.strided}
-    wrong = [
-        f"{path}: {f'{t.dtype}, {t.layout}' if isinstance(t, torch.Tensor) else type(t).__name__}"
-        for path, t in tensors.items()
-        if path not in dense or t.is_complex() or t.is_quantized
-    ]
+    wrong = [f"{path}: {odd}" for path, leaf in tensors.items() if (odd := _odd(leaf))]
     if wrong:
         remedy = (
             "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real; keep "
@@ -51,6 +46,14 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         )
         raise PlanError(lines(f"{len(twice)} of {len(tensors)} leaves share the memory of others:", twice, remedy))
     return tensors
+
+
+def _odd(leaf: Any) -> str:
+    """What a leaf is that is no dense real tensor; nothing for one that is."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    dense = leaf.layout == torch.strided and not leaf.is_complex() and not leaf.is_quantized
+    return "" if dense else f"{leaf.dtype}, {leaf.layout}"
 
 
 def check_specs(
