@@ -17,6 +17,7 @@ The spec says where, the schedule says when, the runtime does it::
     interchange/    states from and to the formats of other libraries, leaf by leaf
     training/       train and evaluation steps, their metrics, buffers that change, the training loop
     proof/          fs.verify: a step compared with plain PyTorch
+    parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
     transform/      losses of shards for torch.func, and tools on them
     lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes
@@ -66,13 +67,16 @@ if TYPE_CHECKING:
     from fshard.interchange.hf import load_hf, save_hf
     from fshard.interchange.rename import Rename
     from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
+    from fshard.parts.arithmetic import tree_add, tree_scale
+    from fshard.parts.grad import value_and_grad
+    from fshard.parts.step import make_step
+    from fshard.parts.update import make_update
     from fshard.played.mapping import shard_map
     from fshard.played.virtual import VirtualMesh, virtual_mesh
     from fshard.proof.report import Verified, VerifyError
     from fshard.proof.verify import verify
     from fshard.training.buffers import Whole, sync_buffers
     from fshard.training.elastic import Preempted, Preemption, train_loop
-    from fshard.transform.grad import value_and_grad
     from fshard.transform.loss import sharded_loss
     from fshard.transform.optimizer import differentiable
     from fshard.transform.products import gnvp, hessian_trace, hvp, jvp
@@ -96,7 +100,10 @@ _LATER = (
     ("fshard.played.mapping", "shard_map"),
     ("fshard.proof.report", "Verified VerifyError"),
     ("fshard.proof.verify", "verify"),
-    ("fshard.transform.grad", "value_and_grad"),
+    ("fshard.parts.grad", "value_and_grad"),
+    ("fshard.parts.arithmetic", "tree_add tree_scale"),
+    ("fshard.parts.step", "make_step"),
+    ("fshard.parts.update", "make_update"),
     ("fshard.transform.loss", "sharded_loss"),
     ("fshard.transform.optimizer", "differentiable"),
     ("fshard.transform.products", "gnvp hessian_trace hvp jvp"),
@@ -174,7 +181,9 @@ __all__ = [
     "make_eval_step",
     "make_mesh",
     "make_plan",
+    "make_step",
     "make_train_step",
+    "make_update",
     "optim",
     "parallel",
     "per_sample_grad",
@@ -196,9 +205,11 @@ __all__ = [
     "to_state_dict",
     "train_loop",
     "tree",
+    "tree_add",
     "tree_norm",
     "tree_normal",
     "tree_rademacher",
+    "tree_scale",
     "tree_stack",
     "tree_vdot",
     "unit",

@@ -202,8 +202,8 @@ class Group:
 
     @functools.cached_property
     def trainable(self) -> bool:
-        """Whether the leaves get gradients."""
-        return self.leaves[0].trainable
+        """Whether a leaf gets gradients. All do, or none, unless ``plan.only`` has frozen some."""
+        return any(leaf.trainable for leaf in self.leaves)
 
     @property
     def numel(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -12,19 +13,17 @@ from fshard import tree
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
-from fshard.patterns import glob_matches, glob_meant
+from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.batch import local_part
 from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.owners import owned_by, owners_of
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
 from fshard.sharding.validate import check_aligned, check_kinds, check_opt, check_rounding, check_specs, tensors_of
-
-ROOT = "root"
-"""The unit of all leaves outside of units: the code between units."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +154,37 @@ class Plan:
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
         return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
 
+    def only(self, pattern: str) -> "Plan":
+        """This plan with every leaf frozen whose path the pattern does not match as a whole. Shards stay as they are.
+
+        Args:
+            pattern: a regular expression.
+
+        Raises:
+            PlanError: it matches no trained leaf.
+
+        >>> import fshard as fs
+        >>> params = {"a": torch.zeros(4), "b": torch.zeros(4)}
+        >>> plan = make_plan(params, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
+        >>> [path for path, leaf in plan.only("b").leaves.items() if leaf.trainable]
+        ['b']
+        """
+        trained = [path for path, leaf in self.leaves.items() if leaf.trainable]
+        problem = bad_regex(pattern)
+        if problem is None and not any(re.fullmatch(pattern, path) for path in trained):
+            problem = f"{pattern!r} matches no trained leaf as a whole{meant_by(pattern, trained)}"
+        if problem is not None:
+            raise PlanError(f"only={problem}" if problem.startswith(repr(pattern)) else f"only=: {problem}")
+        leaves = {
+            path: dataclasses.replace(leaf, trainable=leaf.trainable and bool(re.fullmatch(pattern, path)))
+            for path, leaf in self.leaves.items()
+        }
+        groups = tuple(
+            dataclasses.replace(group, leaves=tuple(leaves[leaf.path] for leaf in group.leaves))
+            for group in self.groups
+        )
+        return dataclasses.replace(self, leaves=leaves, groups=groups, source=None)
+
     def read_in(self, precision: Precision) -> "Plan":
         """This plan with the same shards, whose steps read all leaves in another precision."""
         leaves = {path: dataclasses.replace(leaf, precision=precision) for path, leaf in self.leaves.items()}
@@ -269,7 +299,7 @@ def make_plan(
     source = Inputs(
         shapes=shapes,
         dtypes={path: t.dtype for path, t in tensors.items()},
-        owners=_owners(shapes, units) if isinstance(model, Mapping) else _owned_by(shapes, model.units),
+        owners=owners_of(shapes, units) if isinstance(model, Mapping) else owned_by(shapes, model.units),
         aliases=dict(getattr(model, "aliases", {})),
         frozen=frozenset(getattr(model, "frozen", ())),
         inits=dict(getattr(model, "inits", {})),
@@ -358,39 +388,3 @@ def _batch_spec(batch: P | None, mesh: Mesh) -> P:
             f"such as batch=P({mesh.axis_names[0]!r})"
         )
     return batch
-
-
-def _owners(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str]:
-    """The owner of each leaf of a plain tree: the prefix of its path that a pattern matches."""
-    used: set[str] = set()
-    owners = dict.fromkeys(leaves, ROOT)
-    for path in leaves:
-        above = _prefixes(path)
-        for pattern, prefix in ((p, prefix) for p in patterns for prefix in above if glob_matches(p, prefix)):
-            owners[path] = _unit_name(prefix)
-            used.add(pattern)
-            break
-    if len(used) < len(set(patterns)):
-        known = list(dict.fromkeys(prefix for path in leaves for prefix in _prefixes(path)))
-        idle = [f"{pattern!r}{glob_meant(pattern, known)}" for pattern in patterns if pattern not in used]
-        raise PlanError(lines("patterns in units= match no subtree:", idle, f"Paths are like {next(iter(leaves))!r}."))
-    return owners
-
-
-def _owned_by(leaves: Mapping[str, Any], units: Sequence[str]) -> dict[str, str]:
-    """The owner of each leaf of a split module: the unit whose path is a prefix of the leaf's."""
-    known = set(map(_unit_name, units))
-    return {path: next((prefix for prefix in _prefixes(path) if prefix in known), ROOT) for path in leaves}
-
-
-def _prefixes(path: str) -> list[str]:
-    """The paths of the subtrees that a leaf lies in, the outermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
-
-
-def _unit_name(name: str) -> str:
-    """A name that is not the one of the code between units."""
-    if name == ROOT:
-        raise PlanError(f"a unit cannot be called {ROOT!r}, which names the code between units: rename the submodule")
-    return name

@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
-from fshard.runtime.execution import Pending, Shard, Shards
+from fshard.runtime.execution import Pending, Several, Shard, Shards
 from fshard.runtime.memory import BufferLayout, memory_space
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
@@ -100,13 +100,18 @@ class Memory:
 
     Attributes:
         compared: whether ranks have compared what they hold copies of.
+        lent: whether the shards belong to another state, so that an update is applied to copies.
     """
 
     def __init__(
-        self, plan: Plan, shards: Shards | None, pending: Pending | None = None, stale: Mapping[int, None] | None = None
+        self,
+        plan: Plan,
+        shards: Shards | None,
+        pending: Pending | Several | None = None,
+        stale: Mapping[int, None] | None = None,
     ) -> None:
         self.plan, self.pending, self.stale = plan, pending, dict(stale or {})
-        self.compared = False
+        self.compared = self.lent = False
         self._shards = shards
         self._loose: Layout | None = None
         self._params: Any = None
@@ -146,6 +151,9 @@ class Memory:
         """The shards, with no update waiting. Local: what other ranks update may still be missing."""
         shards = self.shards(step)
         if self.pending is not None:
+            if self.lent:
+                shards, self.lent = shards.clone(), False
+                self._shards = shards
             self.pending.finish(shards)
             self.pending = None
         return shards
@@ -197,6 +205,12 @@ class Memory:
             params, opt = tree.map(_cloned, (self._params, self._opt))
             return Memory.of(self._loose, params, opt)
         return Memory(self.plan, self.applied(step).clone(), None, self.stale)
+
+    def with_params(self, step: int, params: Any) -> "Memory":
+        """Memory of its own with other parameters and the same optimizer state."""
+        flat = self.plan.check_tree(params, whole=False, what="params")
+        opt = tree.map(_cloned, self.opt_state(step))
+        return Memory.of(self.layout(step), tree.map(_cloned, tree.nest(flat)), opt)
 
     def note_compared(self) -> None:
         """Note that ranks have compared what they hold copies of."""

@@ -11,7 +11,7 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.errors import TreeError
 from fshard.optim.scaling import Scale
-from fshard.runtime.execution import Pending, Shard, Shards
+from fshard.runtime.execution import Pending, Several, Shard, Shards
 from fshard.sharding.plan import Plan
 from fshard.state.memory import Layout, Memory
 from fshard.state.past import Past
@@ -86,7 +86,7 @@ class TrainState:
         return opt_state
 
     @property
-    def pending(self) -> Pending | None:
+    def pending(self) -> Pending | Several | None:
         """The update that is still to be applied, as data; None if there is none."""
         return self.memory.pending
 
@@ -99,6 +99,24 @@ class TrainState:
     def made(self) -> Mapping[str, str] | None:
         """What it was made from, as texts by name; None once ranks have compared it and what they hold copies of."""
         return None if self.memory.compared else self.past.made
+
+    def replace(self, *, params: Any) -> "TrainState":
+        """This state with other parameters; optimizer state, step and seed stay. Local.
+
+        Args:
+            params: this rank's part of each leaf: a tree like ``params``. Its values are copied.
+
+        Raises:
+            DonatedError: this state was donated to a step.
+            TreeError: leaves are missing, unknown, or of other shapes.
+
+        >>> import fshard as fs
+        >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+        >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})
+        >>> state.replace(params=fs.tree_scale(state.params, 3.0)).params
+        {'w': tensor([3., 3.])}
+        """
+        return replace(self, memory=self.memory.with_params(self.step, params))
 
     def shards(self) -> Shards:
         """The shards as they lie, with ``pending`` still to be applied.

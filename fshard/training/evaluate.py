@@ -13,7 +13,7 @@ from fshard.errors import PlanError
 from fshard.model.precision import Precision
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution import Shield
-from fshard.runtime.steps import Request, Runner, make_programs, refuse_transforms, uneven_rows
+from fshard.runtime.steps import PassSpec, Request, Runner, make_programs, refuse_transforms, uneven_rows
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -32,7 +32,8 @@ class EvalStep:
     ) -> None:
         self.plan = plan
         read = plan if precision is None else plan.read_in(precision)
-        self._runner = Runner(fn, make_programs(read, policy, train=False, poison=debug))
+        self.spec = PassSpec(fn, read, lambda: make_programs(read, policy, train=False, poison=debug), train=False)
+        self._runner = Runner(fn, self.spec.programs(), "evaluation step")
         self._equal = Equal(read, {"schedule": policy, "debug": debug}, always=debug)
 
     def __repr__(self) -> str:
@@ -57,6 +58,8 @@ class EvalStep:
         """
         refuse_transforms("an eval step")
         expect_state(state, "evaluate")
+        if (running := getattr(state.memory, "running", None)) is not None:  # a step function of which this is a part
+            return running.evaluate(self, state, batch)
         state.check_plan(self.plan)
         with Shield() as shield:
             facts = functools.partial(self._equal.of, state)

@@ -22,7 +22,8 @@ from fshard.model.casting import make_casting
 from fshard.model.remat import remat
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.sharding.layout import Group
-from fshard.sharding.plan import ROOT, Plan
+from fshard.sharding.owners import ROOT
+from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_pieces
 
 

@@ -12,8 +12,10 @@ from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.model import random
+from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
+from fshard.state.flat import known_flat, same_layout
 
 
 def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
@@ -36,11 +38,12 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     tensor(10.)
     """
     _expect_plan("tree_vdot(a, b, plan)", plan)
+    if (by_chunk := _of_chunks(a, b, plan)) is not None:
+        return _summed(by_chunk, plan)
     left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")
     sums: dict[Axes, Tensor] = {}
     for group in plan.groups:
-        held = (*group.gather_axes, *group.leaves[0].compute.axes)  # by the axes over which ranks hold different parts
-        axes = tuple(axis for axis in plan.mesh.axis_names if axis in held)
+        axes = _held(group, plan)
         for leaf in group.leaves:
             if leaf.dtype.is_floating_point:
                 pair = (left[leaf.path].to(plan.mesh.device), right[leaf.path].to(plan.mesh.device))
@@ -51,6 +54,37 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
         raise TreeError(
             "no leaf of the plan is floating-point, so it has no inner product: train at least one such leaf"
         )
+    return _summed(sums, plan)
+
+
+def _of_chunks(a: Any, b: Any, plan: Plan) -> dict[Axes, Tensor] | None:
+    """This rank's inner products, by the axes over which ranks hold different parts, by one kernel a group.
+
+    None if the trees do not know their chunks, or are not of the same leaves.
+    """
+    left, right = known_flat(a), known_flat(b)
+    if left is None or right is None or left.form.order.paths != right.form.order.paths:
+        return None
+    if not same_layout(left.form.plan, plan) or not same_layout(right.form.plan, plan):
+        return None
+    mine, theirs, sums = left.chunks, right.chunks, dict[Axes, Tensor]()
+    for group in left.form.groups:
+        if group.dtype.is_floating_point:
+            pair = mine[group.id].to(plan.mesh.device), theirs[group.id].to(plan.mesh.device)
+            wide = torch.promote_types(group.dtype, torch.float32)
+            dot = torch.dot(pair[0].to(wide), pair[1].to(wide))
+            axes = _held(group, plan)
+            sums[axes] = sums[axes] + dot if axes in sums else dot
+    return sums or None
+
+
+def _held(group: Group, plan: Plan) -> Axes:
+    """The axes over which ranks hold different parts of a group."""
+    held = (*group.gather_axes, *group.leaves[0].compute.axes)
+    return tuple(axis for axis in plan.mesh.axis_names if axis in held)
+
+
+def _summed(sums: Mapping[Axes, Tensor], plan: Plan) -> Tensor:
     parts = [(Ranks(plan.mesh, axes), value) for axes, value in sums.items()]
     return torch.stack([apply(value, Sum(ranks)) if ranks.size > 1 else value for ranks, value in parts]).sum()
 

@@ -25,6 +25,7 @@ LAYERS = (
     ("training",),
     ("launch", "lora"),
     ("transform",),
+    ("parts",),
     ("proof",),
     ("",),
 )

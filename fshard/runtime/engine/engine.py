@@ -33,7 +33,8 @@ from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
 from fshard.runtime.engine.units import GRAD, VERSION, Called, Reads, Units, bare
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory import Slots
-from fshard.sharding.plan import ROOT, Plan
+from fshard.sharding.owners import ROOT
+from fshard.sharding.plan import Plan
 
 Sink = Callable[[int, list[int], list[Tensor | None]], None]
 """Receives gradients: ``(group id, leaf numbers, gradients)``; a None gradient is zero."""

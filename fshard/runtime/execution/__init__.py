@@ -1,24 +1,17 @@
 """Finding a program, the loop over a schedule's ops, and what each op does."""
 
 from fshard.runtime.execution.rounding import Rounding, rounded_groups
+from fshard.runtime.execution.shards import Gradients, Shard, Shards, gradients_of, start_shard
 from fshard.runtime.execution.signals import Shield
 from fshard.runtime.execution.trace import Found, idle_leaves
-from fshard.runtime.execution.update import (
-    Gradients,
-    Pending,
-    Shard,
-    Shards,
-    Update,
-    gradients_of,
-    partly_updated,
-    start_shard,
-)
+from fshard.runtime.execution.update import Pending, Several, Update, partly_updated, parts_of
 
 __all__ = [
     "Found",
     "Gradients",
     "Pending",
     "Rounding",
+    "Several",
     "Shard",
     "Shards",
     "Shield",
@@ -26,6 +19,7 @@ __all__ = [
     "gradients_of",
     "idle_leaves",
     "partly_updated",
+    "parts_of",
     "rounded_groups",
     "start_shard",
 ]

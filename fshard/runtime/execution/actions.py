@@ -13,7 +13,8 @@ from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.streams import Event, Stream, make_stream
 from fshard.runtime.execution.replicas import Replicas
-from fshard.runtime.execution.update import Shard, Update
+from fshard.runtime.execution.shards import Shard
+from fshard.runtime.execution.update import Update
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.offload import Offload
@@ -88,6 +89,12 @@ class Actions:
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
 
+    def beside(self, slots: Slots, gradients: FlatGradients) -> "Actions":
+        """The actions of another program that reads the same shards in the same step: what is readable is shared."""
+        made = Actions(slots, self.comms, gradients, self.resident, self.poison)
+        made.readable = self.readable
+        return made
+
     def start(
         self,
         shards: list[Shard],
@@ -138,7 +145,7 @@ class Actions:
         if row is None:
             return partial(self._free, slots) if op.kind == "free" else None
         start, finish = verbs[row.name]
-        given = slots if row.stage == "read" else self.gradients.buffers[slots.group.id]
+        given = self.gradients.buffers[slots.group.id] if row.stage == "gradient" else slots
         key = row.name, slots.group.id
         if row.name == op.kind:
             return partial(self._begin, key, start, given)
@@ -257,8 +264,8 @@ class Actions:
     def _sum(self, buffers: GradientBuffers) -> Handle:
         return self.replicas.sum(buffers.slots.group, buffers.shard, buffers.own)
 
-    def _share(self, buffers: GradientBuffers) -> Handle:
-        return self._sent(self.update, buffers.slots.group)
+    def _share(self, slots: GroupSlots) -> Handle:
+        return self._sent(self.update, slots.group)
 
     def _sent(self, update: Update | None, group: Group) -> Handle:
         shard = update.sent(group.id) if update is not None else None
@@ -266,8 +273,8 @@ class Actions:
             return Done()
         return self.comms.over("update_gather", group.opt_axes).all_gather(shard.param, shard.own, self._now())
 
-    def _shared(self, buffers: GradientBuffers) -> None:
-        group = buffers.slots.group
+    def _shared(self, slots: GroupSlots) -> None:
+        group = slots.group
         if self.update is not None:
             self.update.received(group.id)
             self.resident.fresh.discard(group.id)

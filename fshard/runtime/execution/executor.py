@@ -14,11 +14,9 @@ from typing import Protocol, TypeVar
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.signals import Shield
-from fshard.schedule.ops import GROUP_KINDS, ROOT, Call, Op, Program
+from fshard.schedule.ops import COMPUTE_KINDS, GROUP_KINDS, ROOT, Call, Op, Program
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import started
-
-COMPUTE = frozenset(("forward", "backward"))
 
 Run = Callable[[], None]
 T = TypeVar("T")
@@ -66,7 +64,9 @@ def make_route(schedule: Schedule, actions: Actions) -> Route:
     for at in range(len(ops) - 1, -1, -1):
         if started(ops[at].kind) or ops[at].kind in GROUP_KINDS:
             settled[at] = settled[at + 1]
-    positions = {(op.kind, op.target, op.index, op.microbatch): at for at, op in enumerate(ops) if op.kind in COMPUTE}
+    positions = {
+        (op.kind, op.target, op.index, op.microbatch): at for at, op in enumerate(ops) if op.kind in COMPUTE_KINDS
+    }
     ids = {group.name: number for number, group in enumerate(schedule.groups)}
     return Route(schedule, actions.bind(ops), ids, positions, settled)
 

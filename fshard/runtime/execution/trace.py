@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
@@ -129,7 +129,22 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     Raises:
         LossError, UnitError: the function breaks a rule, or whatever it raises itself.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found = trace_in(fake_mode(), fn, plan, batch, train, remat)
+    return None if found is None else found[0]
+
+
+def fake_mode() -> FakeTensorMode:
+    """What makes tensors without data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def trace_in(
+    mode: FakeTensorMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT
+) -> tuple[Found, Any] | None:
+    """The program of a function, and what it returned, on a batch whose tensors may be fake ones of this mode already.
+
+    Arguments and errors are those of ``trace``.
+    """
     moved: set[str] = set()
     engine = Engine(plan, functools.partial(_note_moved, plan, moved), remat)
     own: dict[Axes, None] = {}
@@ -137,7 +152,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     try:
         with mode:
             _fake_leaves(engine, plan)
-        fake = faked(batch, mode.from_tensor)
+        fake = faked(batch, functools.partial(_as_fake, mode))
         activations = Activations(
             [x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)]
         )
@@ -163,7 +178,12 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     activations.turn()
     idle = tuple(path for path, leaf in plan.leaves.items() if train and leaf.trainable and path not in moved)
     inner, needs = frozenset(engine.inner), tuple(activations.needs)
-    return Found(program_of(seen, groups), weighted, foreign, inner, needs, tuple(own), idle, engine.exact)
+    program = program_of(seen, groups)
+    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, engine.exact), result
+
+
+def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
 
 
 @contextmanager

@@ -123,7 +123,8 @@ class Slots:
         if epoch != self.epoch:
             self.epoch = epoch
             self.storages = set().union(*[slots.storages for slots in self.groups])
-            self.trained = [leaf for slots in self.groups if slots.group.trainable for leaf in slots.leaves]
+            trained = [leaf for slots in self.groups if slots.group.trainable for leaf in slots.leaves]
+            self.trained = [leaf for leaf in trained if leaf.requires_grad]
 
     def place(self, arena: Tensor, offsets: Mapping[str, int], stage_numel: Mapping[int, int]) -> None:
         """Make views of the arena: ``param:`` items at their offsets in bytes.

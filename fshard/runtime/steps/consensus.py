@@ -182,6 +182,23 @@ def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided:
     return Verdict(status, loss, scale * _root(sumsq), scale, stop, elements, by_rule, means)
 
 
+def exchange_sums(comm: Communicator, status: int, values: Sequence[float], width: int) -> Verdict:
+    """Exchange how each rank's part of a step went, and numbers, which are summed in rank order.
+
+    Args:
+        comm: the control communicator over the whole mesh.
+        status: how this rank's part went.
+        values: its numbers; none if it failed.
+        width: how many there are, equal on all ranks.
+
+    Returns:
+        The verdict, whose ``rules`` are the sums. It has no loss and no norm of its own.
+    """
+    rows = _exchanged(comm, [status, *values], 1 + width)
+    sums = tuple([_sum([row[i] for row in rows]) for i in range(1, len(rows[0]))])
+    return Verdict(tuple([int(row[0]) for row in rows]), math.nan, math.nan, 1.0, rules=sums)
+
+
 def _sum(values: Sequence[float]) -> float:
     """An exact sum. Where infinities or too large numbers have none, it is that of floating-point arithmetic."""
     try:

@@ -151,16 +151,28 @@ class Programs:
         key = (program.text, weighted, foreign, found.inner, found.axes, found.exact)
         if key not in self.made:
             schedule = self.schedule(found)
-            engine, actions = self._prepared(
-                self._arena(schedule.memory.arena_bytes),
-                schedule.memory.offsets,
-                Traits(program.reads[ROOT], foreign, found.exact),
-            )
+            placed = self.placed(found, self._arena(schedule.memory.arena_bytes), schedule.memory.offsets)
             number = int(schedule.hash[:15], 16)
             number = digest((number, found.axes)) if found.axes else number
-            self.made[key] = Prepared(engine, actions, weighted, make_route(schedule, actions), found.axes, number)
-            self._compiled(self.made[key], found)
+            route = make_route(schedule, placed.actions)
+            self.made[key] = replace(placed, weighted=weighted, route=route, axes=found.axes, digest=number)
         return self.made[key]
+
+    def placed(
+        self, found: Found, arena: Tensor, offsets: Mapping[str, int], beside: Actions | None = None
+    ) -> Prepared:
+        """A program with memory and without a schedule of its own.
+
+        Args:
+            found: the program.
+            arena: the arena.
+            offsets: where ``param:`` items of its groups lie.
+            beside: the actions of another program that reads the same shards in the same step.
+        """
+        traits = Traits(found.program.reads[ROOT], found.foreign, found.exact)
+        prepared = Prepared(*self._prepared(arena, offsets, traits, beside), found.weighted)
+        self._compiled(prepared, found)
+        return prepared
 
     def on_demand(self) -> Prepared:
         """What runs a program that is not known yet: every group has a place of its own."""
@@ -183,7 +195,9 @@ class Programs:
             if info.transfer(row.name)
         ]
 
-    def _prepared(self, arena: Tensor, offsets: Mapping[str, int], traits: Traits) -> tuple[Engine, Actions]:
+    def _prepared(
+        self, arena: Tensor, offsets: Mapping[str, int], traits: Traits, beside: Actions | None = None
+    ) -> tuple[Engine, Actions]:
         """An engine on an arena, and what ops do to both."""
         memory, buffers = self.memory, dict[int, GradientBuffers]()
         gradients = FlatGradients(self.plan, buffers, memory.offload)
@@ -196,6 +210,8 @@ class Programs:
             if slots.grad is None:
                 slots.bind_grad(made.home)
             buffers[group] = GradientBuffers(slots, *made)
+        if beside is not None:
+            return engine, beside.beside(engine.slots, gradients)
         resident = make_resident(memory.casts, memory.offload)
         return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
 

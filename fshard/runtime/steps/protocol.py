@@ -48,6 +48,7 @@ class Runner:
     Args:
         fn: the loss function, or for evaluation any function.
         programs: the programs; ``programs.train`` says which of the two it is.
+        call: what ranks call it when they compare their calls.
 
     Attributes:
         finder: finds the program of a batch.
@@ -56,9 +57,8 @@ class Runner:
         divisor: what gradients are divided by before they are summed.
     """
 
-    def __init__(self, fn: Fn, programs: Programs) -> None:
-        self.programs, self.plan = programs, programs.plan
-        self.call = "train step" if programs.train else "evaluation step"
+    def __init__(self, fn: Fn, programs: Programs, call: str = "train step") -> None:
+        self.programs, self.plan, self.call = programs, programs.plan, call
         self.finder = Finder(fn, programs)
         self.latest = Latest()
         self.parts = self.plan.data_size * programs.accumulate

@@ -1,0 +1,294 @@
+"""From what a step function does to one schedule, with an engine for each pass and one place for each group."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from fshard.parts.record import Recorded, RecordedLocal, RecordedPass
+from fshard.runtime.comm.facts import digest
+from fshard.runtime.execution import Update
+from fshard.runtime.execution.actions import Actions, Run
+from fshard.runtime.execution.executor import Route, make_route
+from fshard.runtime.steps import Programs
+from fshard.runtime.steps.programs import Prepared
+from fshard.schedule.build import build
+from fshard.schedule.check import check
+from fshard.schedule.infos import group_infos
+from fshard.schedule.ops import GroupInfo, Op, Program
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.stages import Local, Pass, Stages
+from fshard.schedule.transfers import KINDS, Transfer, awaited, started
+from fshard.sharding.mesh import Axes
+from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A group of the schedule of a step.
+
+    Attributes:
+        version: the parameters that it is of; or with ``bank``, those that the gradient is of.
+        group: its id in the plan.
+        bank: the pass that fills its gradient; None if none does.
+        read: whether passes read it: a second gradient of the same parameters is an entry of its own.
+    """
+
+    version: int
+    group: int
+    bank: int | None = None
+    read: bool = True
+
+
+@dataclass
+class Table:
+    """The groups of the schedule of a step.
+
+    Attributes:
+        recorded: what the step function does.
+        entries: what each group is of.
+        infos: what schedules know of each.
+        params: the group by version and id in the plan.
+        grads: the group by pass and id in the plan.
+    """
+
+    recorded: Recorded
+    entries: list[Entry] = field(default_factory=list)
+    infos: list[GroupInfo] = field(default_factory=list)
+    params: dict[tuple[int, int], int] = field(default_factory=dict)
+    grads: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        first: dict[tuple[int, int], int] = {}
+        for number, each in enumerate(self.recorded.passes):
+            for group in each.spec.plan.groups if each.spec.train else ():
+                if group.trainable:
+                    first.setdefault((each.version, group.id), number)
+        for version, (plan, _) in enumerate(self.recorded.versions):
+            self._add_version(version, plan, first)
+        for number, each in enumerate(self.recorded.passes):
+            self._add_bank(number, each, first)
+
+    def _add_version(self, version: int, plan: Plan, first: Mapping[tuple[int, int], int]) -> None:
+        infos = group_infos(plan)
+        for group in plan.groups:
+            info, bank = infos[group.id], first.get((version, group.id))
+            kept = [transfer for transfer in info.transfers if transfer.row.stage != "gradient"]
+            if bank is None:
+                info = replace(info, trainable=False, grad_bytes=0, own_bytes=0, transfers=_ordered(kept))
+            else:
+                filled = group_infos(self.recorded.passes[bank].spec.plan)[group.id]
+                path = [transfer for transfer in filled.transfers if transfer.row.stage == "gradient"]
+                info = replace(filled, update_bytes=info.update_bytes, transfers=_ordered([*kept, *path]))
+                self.grads[bank, group.id] = len(self.infos)
+            self.params[version, group.id] = len(self.infos)
+            self._add(Entry(version, group.id, bank), info, version)
+
+    def _add_bank(self, number: int, each: RecordedPass, first: Mapping[tuple[int, int], int]) -> None:
+        infos = group_infos(each.spec.plan)
+        for group in each.spec.plan.groups if each.spec.train else ():
+            if group.trainable and first[each.version, group.id] != number:
+                path = [transfer for transfer in infos[group.id].transfers if transfer.row.stage == "gradient"]
+                self.grads[number, group.id] = len(self.infos)
+                info = replace(infos[group.id], full_bytes=0, transfers=tuple(path))
+                self._add(Entry(each.version, group.id, number, False), info, number)
+
+    def _add(self, entry: Entry, info: GroupInfo, number: int) -> None:
+        name, taken = info.name, {other.name for other in self.infos}
+        while name in taken:
+            name = f"{info.name}~{number}"
+            number += 1
+        self.entries.append(entry)
+        self.infos.append(replace(info, name=name))
+
+    def stages(self) -> Stages:
+        """What the step does, in the words of schedules."""
+        return Stages(tuple([self._stage(stage) for stage in self.recorded.stages]), self._updates())
+
+    def _stage(self, stage: RecordedPass | RecordedLocal) -> Pass | Local:
+        if isinstance(stage, RecordedPass):
+            return self._pass(stage)
+        if stage.what == "bank":
+            return Local(gradients=tuple([at for (bank, _), at in self.grads.items() if bank == stage.number]))
+        if stage.what == "make":
+            return Local(makes=tuple([at for (version, _), at in self.params.items() if version == stage.number]))
+        due, version = self._updates(), self.version_of(stage.number)
+        return Local(updated=tuple([at for (number, _), at in self.params.items() if number == version and at in due]))
+
+    def _pass(self, stage: RecordedPass) -> Pass:
+        number, program = self.recorded.passes.index(stage), stage.found.program
+
+        def of(groups: Sequence[int]) -> tuple[int, ...]:
+            return tuple([self.params[stage.version, group] for group in groups])
+
+        reads = {unit: of(groups) for unit, groups in program.reads.items()}
+        filled = {group: at for (bank, group), at in self.grads.items() if bank == number}
+        gradients = {self.params[stage.version, group]: at for group, at in filled.items()}
+        return Pass(Program(program.forward, program.backward, reads), stage.spec.accumulate, gradients)
+
+    def version_of(self, state: int) -> int | None:
+        """The version of parameters that a given state is; None if no pass reads it."""
+        found = [number for number, (_, given) in enumerate(self.recorded.versions) if given == state]
+        return found[0] if found else None
+
+    def _updates(self) -> dict[int, int | None]:
+        """The groups whose update waits when the step begins, and whose gradient memory it reads."""
+        due: dict[int, int | None] = {}
+        for update in self.recorded.updates:
+            version = self.version_of(update.origin)
+            for group in update.part.form.groups if version is not None else ():
+                at = self.params[version, group.id] if version is not None else 0
+                due[at] = None if update.bank is None else self.grads.get((update.bank, group.id))
+        return due
+
+
+def _ordered(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
+    """Transfers in the order of a path."""
+    order = [*KINDS]
+    return tuple(sorted(transfers, key=lambda transfer: order.index(transfer.kind)))
+
+
+class StepActions:
+    """What the ops of a step's schedule do: those of each pass, and the updates of the states that it was given.
+
+    Args:
+        table: the groups of the schedule.
+        passes: each pass with its memory.
+    """
+
+    def __init__(self, table: Table, passes: Sequence[Prepared]) -> None:
+        self.table, self.passes = table, passes
+        self.readable: set[int] = set()  # each pass has its own
+        self.home: dict[int, Actions] = {}
+        for prepared, each in zip(passes, table.recorded.passes, strict=True):
+            self.home.setdefault(each.version, prepared.actions)
+        self.updates: Mapping[int, Update] = {}
+
+    def bind(self, ops: Sequence[Op]) -> list[Run | None]:
+        """What to call for each op; None for computes, updates, the handshake and the consensus."""
+        known = {info.name: number for number, info in enumerate(self.table.infos)}
+        return [self._bound(op, known[op.target]) if op.target in known else None for op in ops]
+
+    def _bound(self, op: Op, number: int) -> Run | None:
+        entry, row = self.table.entries[number], started(op.kind) or awaited(op.kind)
+        if row is not None and row.stage == "gradient":
+            actions = self.passes[entry.bank or 0].actions
+        else:
+            actions = self.home[entry.version]
+        name = actions.slots.groups[entry.group].group.name
+        (run,) = actions.bind([replace(op, target=name)])
+        return run
+
+    def apply(self, groups: Sequence[int]) -> None:
+        """Update these groups, where a step has left an update for them."""
+        by_version: dict[int, list[int]] = {}
+        for number in groups:
+            entry = self.table.entries[number]
+            by_version.setdefault(entry.version, []).append(entry.group)
+        for version, own in by_version.items():
+            self.home[version].apply(own)
+
+    def where(self, name: str) -> str:
+        """The unit and the leaves of a group, as an error names them; empty if there is no such group."""
+        for info, entry in zip(self.table.infos, self.table.entries, strict=True):
+            if info.name == name:
+                slots = self.home[entry.version].slots.groups[entry.group]
+                return self.home[entry.version].where(slots.group.name)
+        return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled:
+    """A step function ready to run.
+
+    Attributes:
+        table: what it does, and the groups of its schedule.
+        route: its schedule as it runs.
+        programs: those of each pass.
+        passes: each pass with its memory.
+        stages: what it does, in the words of schedules.
+        actions: what ops do.
+        first: the number of the first microbatch of each pass.
+        digest: equal on two ranks if their schedules and the axes of their collectives are.
+    """
+
+    table: Table
+    route: Route
+    programs: tuple[Programs, ...]
+    passes: tuple[Prepared, ...]
+    stages: Stages
+    actions: StepActions
+    first: tuple[int, ...]
+    digest: int
+
+    @property
+    def recorded(self) -> Recorded:
+        """What the step function does."""
+        return self.table.recorded
+
+    @property
+    def means(self) -> list[int]:
+        """The number of auxiliary means of each pass."""
+        return [each.means for each in self.recorded.passes]
+
+    @property
+    def width(self) -> int:
+        """How many numbers ranks exchange at the end of the step."""
+        return sum(2 + 2 * means for means in self.means) + sum(
+            len(update.part.clip.rules) for update in self.recorded.updates
+        )
+
+    @property
+    def axes(self) -> list[Axes]:
+        """Those over which the step communicates itself."""
+        return sorted({axes for each in self.recorded.passes for axes in each.found.axes} | {*self.recorded.axes})
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its schedule."""
+        return self.route.schedule
+
+    def updates_of(self, state: int) -> set[int]:
+        """The groups of a given state whose waiting update the schedule applies."""
+        version, due = self.table.version_of(state), self.stages.updates
+        entries = enumerate(self.table.entries)
+        return {entry.group for at, entry in entries if entry.read and entry.version == version and at in due}
+
+    def of_version(self, version: int) -> list[Actions]:
+        """The actions of the passes that read a version of parameters."""
+        pairs = zip(self.passes, self.recorded.passes, strict=True)
+        return [prepared.actions for prepared, each in pairs if each.version == version]
+
+
+def scheduled(recorded: Recorded, policy: Policy) -> tuple[Table, Schedule]:
+    """The groups of a step function, and its checked schedule. Needs no processes."""
+    table = Table(recorded)
+    schedule = build(table.stages(), table.infos, policy)
+    check(schedule)
+    return table, schedule
+
+
+def assemble(recorded: Recorded, policy: Policy) -> Assembled:
+    """A step function with its schedule and memory."""
+    table, schedule = scheduled(recorded, policy)
+    memory = schedule.memory
+    programs = tuple([each.spec.programs() for each in recorded.passes])
+    arena: Tensor = programs[0].memory.new_arena(memory.arena_bytes)
+    home: dict[int, Actions] = {}
+    passes: list[Prepared] = []
+    first: list[int] = []
+    for made, each in zip(programs, recorded.passes, strict=True):
+        offsets = {}
+        for group in each.spec.plan.groups:
+            item = f"param:{table.infos[table.params[each.version, group.id]].name}"
+            if item in memory.offsets:
+                offsets[f"param:{group.name}"] = memory.offsets[item]
+        prepared = made.placed(each.found, arena, offsets, home.get(each.version))
+        home.setdefault(each.version, prepared.actions)
+        first.append(first[-1] + recorded.passes[len(passes) - 1].spec.accumulate if passes else 0)
+        passes.append(prepared)
+    actions = StepActions(table, passes)
+    route = make_route(schedule, actions)
+    number = digest((int(schedule.hash[:15], 16), recorded.axes, [each.found.axes for each in recorded.passes]))
+    return Assembled(table, route, programs, tuple(passes), table.stages(), actions, tuple(first), number)

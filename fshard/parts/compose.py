@@ -1,0 +1,385 @@
+"""What a step function does with its parts, traced or live: which pass reads what, and what must be over before."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import described
+from fshard.errors import LossError, TreeError
+from fshard.parts.running import (
+    Bank,
+    Given,
+    Later,
+    Made,
+    Number,
+    RunningFlat,
+    RunningMemory,
+    Updated,
+    current,
+    memory_of,
+    number_of,
+    with_memory,
+)
+from fshard.parts.update import UpdateMetrics
+from fshard.runtime.engine.loss import Mean, as_means
+from fshard.runtime.execution import Shard, Shards
+from fshard.runtime.steps import PassSpec, widened
+from fshard.sharding.plan import Plan
+from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_layout
+from fshard.state.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for a state in the arguments of a step."""
+
+    __tree_leaf__: ClassVar[bool] = True
+    number: int
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a step, with ``Place`` for states.
+
+    Attributes:
+        state: its state: any pytree of states.
+        batch: its batch.
+        states: the states, those in the batch behind the others.
+        own: how many of them are not in the batch.
+    """
+
+    state: Any
+    batch: Any
+    states: Sequence[TrainState]
+    own: int
+
+
+def arguments(state: Any, batch: Any) -> Arguments:
+    """The arguments of a step, with states apart: nothing that maps over trees may open them."""
+    states: list[TrainState] = []
+
+    def place(state: TrainState) -> Place:
+        states.append(state)
+        return Place(len(states) - 1)
+
+    outside = tree.swap(place, TrainState, state)
+    own = len(states)
+    return Arguments(outside, tree.swap(place, TrainState, batch), states, own)
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """Parameters that passes of a step read.
+
+    Attributes:
+        flat: the parameters.
+        plan: the plan as they are read.
+        given: the number of the state that they are of, if the step was given them.
+    """
+
+    flat: RunningFlat
+    plan: Plan
+    given: int | None = None
+
+
+@dataclass(frozen=True)
+class Final:
+    """A state that a step function returns.
+
+    Attributes:
+        memory: what holds its parameters before the updates.
+        updates: those that nobody has read, in order.
+    """
+
+    memory: RunningMemory
+    updates: tuple[Updated, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step function returned.
+
+    Attributes:
+        state: the states, as running ones.
+        metrics: anything.
+        finals: of each state, in order.
+    """
+
+    state: Any
+    metrics: Any
+    finals: tuple[Final, ...]
+
+
+@dataclass(eq=False)
+class Composition(ABC):
+    """A step function under way.
+
+    Attributes:
+        states: the states that it was given, those in the batch behind the others.
+        own: how many of them are not in the batch.
+        versions: the parameters that passes have read, in the order of their first pass.
+        locals: the points so far at which the code between passes has read shards.
+        passes: the passes so far.
+        complete: the banks and states that are what they stand for: gradients of means, updated parameters.
+        read: the banks that the code since the latest pass has read. Their memory may go before the next one.
+    """
+
+    states: Sequence[TrainState]
+    own: int
+    versions: list[Version] = field(default_factory=list)
+    locals: int = 0
+    passes: int = 0
+    complete: set[tuple[str, int]] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+
+    # -- what the function is given, and what it returns --------------------------------------------------------------
+
+    def inside(self, given: Arguments) -> tuple[Any, Any]:
+        """The arguments of the function, with states of this step in the place of real ones."""
+
+        def one(place: Place) -> TrainState:
+            state = self.states[place.number]
+            given = self.given(place.number)
+            return with_memory(state, RunningMemory(self, state.plan, given, place.number))
+
+        return tree.swap(one, Place, given.state), tree.swap(one, Place, given.batch)
+
+    def given(self, number: int) -> Given:
+        """The parameters of a state that the step was given."""
+        return Given(self, form_of(self.states[number].plan), number)
+
+    def result(self, returned: Any) -> Result:
+        """What the function returned, taken apart.
+
+        Raises:
+            LossError: no pair of states and metrics; a state that is not of this step, or was returned twice.
+        """
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise LossError(
+                f"the step function returned {described(returned)}: return (state, metrics), as a train step does"
+            )
+        found: list[TrainState] = []
+        tree.swap(found.append, TrainState, returned[0])
+        finals = [self._final(memory_of(state, self)) for state in found]
+        self._check_finals(finals)
+        return Result(returned[0], tree.map(_lasting, returned[1]), tuple(finals))
+
+    def _final(self, memory: RunningMemory) -> Final:
+        updates: list[Updated] = []
+        while isinstance(memory.source, Updated):
+            updates.insert(0, memory.source)
+            memory = memory.source.before
+        seen: set[str] = set()
+        for updated in updates:
+            if twice := seen & set(updated.part.paths):
+                raise TreeError(
+                    f"the step updates {sorted(twice)[0]} and {len(twice) - 1} more leaves twice with gradients of the "
+                    f"same parameters: add the gradients up first, fs.tree_add, or take the second ones of the state "
+                    f"that the first update returned"
+                )
+            seen |= set(updated.part.paths)
+        return Final(memory, tuple(updates))
+
+    def _check_finals(self, finals: Sequence[Final]) -> None:
+        if not finals:
+            raise LossError("the step function returned no state: return (state, metrics)")
+        origins = [final.memory.origin for final in finals]
+        wrong = [f"state {number} of the batch" for number in origins if number >= self.own]
+        wrong += [f"state {number}, twice" for number in set(origins) if origins.count(number) > 1]
+        if len(origins) != self.own or wrong:
+            told = ", ".join(wrong) or f"{len(origins)} states"
+            raise LossError(
+                f"the step function returned {told}, and was given {self.own} to update: return each of them once; "
+                f"states in the batch are only read"
+            )
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def gradient(self, part: Any, params: Any, batch: Any) -> Any:
+        """Perform ``fs.value_and_grad``."""
+        version = self._version(self._source(part.plan, params), part.spec.plan)
+        number = self._next()
+        dtype, aux = self.run_pass(part.spec, number, version, batch)
+        grads = self.bank(part.grads, number).tree()
+        part.loss.refuse_aux(aux)
+        loss = Number("loss", number, 0, widened([dtype])).tensor(self)
+        return ((loss, self._named(number, aux)) if part.loss.has_aux else loss), grads
+
+    def update(self, part: Any, state: TrainState, grads: Any) -> Any:
+        """Perform ``fs.make_update``: when somebody reads it, or when the step is over."""
+        before = memory_of(state, self)
+        if state.plan is not part.plan and state.plan != part.plan:
+            raise TreeError("the state was made for another plan: make the update and the state from the same one")
+        if before.origin >= self.own:
+            raise TreeError("a state of the batch is only read: give states that the step updates as its state")
+        flat = part.fitting(grads)
+        updated = Updated(before, part, flat, state)
+        memory = RunningMemory(self, state.plan, updated, before.origin)
+        step, late = part.counted(state)
+        norm = Number("norm", updated, 0, part.wide).tensor(self)
+        return with_memory(state, memory, step=step, late=late), UpdateMetrics(norm)
+
+    def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
+        """Perform what ``fs.make_eval_step`` made."""
+        version = self._version(self._source(part.plan, state), part.spec.plan)
+        number = self._next()
+        _, result = self.run_pass(part.spec, number, version, batch)
+        return self._named(number, as_means(result))
+
+    def _next(self) -> int:
+        """The number of the next pass."""
+        self.read.clear()
+        self.passes += 1
+        return self.passes - 1
+
+    def _named(self, number: int, aux: Any) -> Any:
+        """The auxiliary values of a pass, with numbers of the step in the place of means."""
+        means = iter(range(number_of_means(aux)))
+
+        def named(leaf: Any) -> Any:
+            if not isinstance(leaf, Mean):
+                return leaf
+            return Number("mean", number, next(means), widened([leaf.total.dtype])).tensor(self)
+
+        return tree.map(named, aux)
+
+    # -- what parts read ----------------------------------------------------------------------------------------------
+
+    def chunks(self, flat: RunningFlat) -> Mapping[int, Tensor]:
+        """The chunks of a tree, once all that fills them is over."""
+        if isinstance(flat, Bank) and flat.number not in self.read:
+            self.read.add(flat.number)
+            self.reach_local("bank", flat.number)
+            if ("bank", flat.number) not in self.complete:
+                self.complete.add(("bank", flat.number))
+                self.settle_bank(flat)
+        if isinstance(flat, Given) and ("state", flat.state) not in self.complete:
+            self.complete.add(("state", flat.state))
+            self.reach_local("state", flat.state)
+        return flat.held
+
+    def apply(self, memory: RunningMemory) -> None:
+        """Apply an update that somebody reads, to copies of what it updates."""
+        updated = memory.source
+        assert isinstance(updated, Updated)
+        before = updated.before.flat()
+        self.chunks(before)
+        if isinstance(updated.grads, RunningFlat):
+            self.chunks(updated.grads)
+        shards = self.updated(updated, updated.before)
+        memory.shards_made = shards
+        memory.source = Made(self, before.form, {g.id: shards[g.id].param for g in before.form.groups})
+
+    def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
+        """A state of this step with other parameters."""
+        plan = memory.plan
+        self.chunks(memory.flat())  # its optimizer state is that after its update
+        given = self._source(plan, params)
+        source = Made(self, given.form, {group: chunk.clone() for group, chunk in self.chunks(given).items()})
+        made = RunningMemory(self, plan, source, memory.origin)
+        before = self.shards_of(memory)
+        made.shards_made = Shards(
+            [
+                Shard(source.held[group.id], kept.opt, kept.layouts, kept.part)
+                for group, kept in zip(plan.groups, before, strict=True)
+            ]
+        )
+        return made
+
+    def _source(self, plan: Plan, params: Any) -> RunningFlat:
+        """The parameters that a pass reads."""
+        flat: Flat | None
+        if isinstance(params, TrainState):
+            if params.plan is not plan and params.plan != plan:
+                raise TreeError("the state was made for another plan than the part of the step that reads it")
+            flat = memory_of(params, self).flat()
+        else:
+            flat = known_flat(params)
+        if not isinstance(flat, RunningFlat) or flat.running is not self or not same_leaves(flat.form, plan):
+            made = flat_of(tree.map(current, params), form_of(plan), "params")
+            flat = Made(self, made.form, made.chunks)
+        return flat
+
+    def _version(self, source: RunningFlat, read: Plan) -> int:
+        """The number of the parameters that a pass reads in the dtypes of a plan."""
+        plan, given = source.form.plan, source.state if isinstance(source, Given) else None
+        if [group.compute_dtype for group in plan.groups] != [group.compute_dtype for group in read.groups]:
+            self.chunks(source)  # what else reads them gathers them by itself
+            plan, given = read, None
+        for number, known in enumerate(self.versions):
+            same = known.flat is source or (given is not None and known.given == given)
+            if same and known.plan is plan:
+                return number
+        self.versions.append(Version(source, plan, given))
+        version = len(self.versions) - 1
+        if given is None:
+            self.place(version, source)
+            self.reach_local("make", version)
+        return version
+
+    # -- by trace or live ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def given_chunks(self, state: int) -> Mapping[int, Tensor]:
+        """The shards of the parameters of a state that the step was given."""
+
+    @abstractmethod
+    def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
+        """Run a pass.
+
+        Returns:
+            The dtype of its loss, and its auxiliary values, with ``fs.Mean`` for means over ranks.
+        """
+
+    @abstractmethod
+    def bank(self, form: Form, number: int) -> Bank:
+        """The gradients of a pass."""
+
+    @abstractmethod
+    def reach_local(self, what: str, number: int) -> None:
+        """The code between passes reads a bank of gradients, or a state, or has made a version of parameters.
+
+        What fills that is over on return.
+        """
+
+    @abstractmethod
+    def settle_bank(self, bank: Bank) -> None:
+        """Make gradients those of the global mean."""
+
+    @abstractmethod
+    def place(self, version: int, source: RunningFlat) -> None:
+        """Let passes read parameters that the step has made."""
+
+    @abstractmethod
+    def shards_of(self, memory: RunningMemory) -> Shards:
+        """The shards of a state of the step that has no update waiting."""
+
+    @abstractmethod
+    def number(self, value: Number) -> Tensor:
+        """The value of a number of this step, now."""
+
+    @abstractmethod
+    def updated(self, updated: Updated, before: RunningMemory) -> Any:
+        """Copies of shards, updated."""
+
+
+def same_leaves(form: Form, plan: Plan) -> bool:
+    """Whether trees of a form are trees of all leaves of a plan, with its layout."""
+    if form.plan is plan:
+        return True
+    return form.plan.mesh is plan.mesh and form.order.paths == tuple(plan.leaves) and same_layout(form.plan, plan)
+
+
+def number_of_means(aux: Any) -> int:
+    """How many ``fs.Mean`` auxiliary values hold."""
+    return sum(isinstance(leaf, Mean) for leaf in tree.leaves(aux))
+
+
+def _lasting(leaf: Any) -> Any:
+    """A leaf of what a step returns beside its states: numbers are known at its end, and shards are copied."""
+    return leaf if not isinstance(leaf, Later) or number_of(leaf) is not None else leaf.now().clone()

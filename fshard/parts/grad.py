@@ -1,0 +1,246 @@
+"""``fs.value_and_grad``: the first part of a step. A loss and its gradient, on a schedule of its own or in a step's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import Want, expect
+from fshard.collectives.scope import bind
+from fshard.errors import PlanError
+from fshard.parts.running import PART, running_of
+from fshard.runtime.engine.remat import read_remat
+from fshard.runtime.engine.rng import seeded
+from fshard.runtime.execution import Shard, Shield, Update
+from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs
+from fshard.schedule.ops import Op
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
+from fshard.state.flat import Flat, Form, flat_of, form_of
+from fshard.state.settle import complete
+from fshard.state.train_state import TrainState
+from fshard.training.metrics import combine_aux
+from fshard.transform.loss import LossFn, ShardedLoss
+from fshard.transform.trees import split_trainable, zero_filled
+
+_TENSOR = object()
+
+
+class ValueAndGrad:
+    """``(params_or_state, batch) -> (loss, grads)``. Made by ``fs.value_and_grad``.
+
+    Attributes:
+        loss: the loss as a pure function of shards, for transforms.
+        plan: the plan as given.
+        read: the plan as this part reads it: what ``only=`` leaves out is frozen.
+        params: the form of the parameters.
+        grads: the form of the gradients.
+    """
+
+    def __init__(self, loss: ShardedLoss, only: str | None, policy: Policy, **options: Any) -> None:
+        self.loss, self.plan, self.policy, self.options, self.only = loss, loss.plan, policy, options, only
+        chosen = loss.plan if only is None else loss.plan.only(only)
+        # The result is the gradient of all that a rank keeps, not only of the part that its optimizer would update.
+        self.read = replace(chosen, groups=tuple(replace(g, opt_axes=(), opt_parts=1) for g in chosen.groups))
+        self.params = form_of(self.plan)
+        trained = None if only is None else [path for path, leaf in chosen.leaves.items() if leaf.trainable]
+        self.grads = form_of(self.read, trained, "gradients, as fs.value_and_grad returns them")
+        self.equal = Equal(self.plan, {"only": only, "schedule": policy} | options)
+        accumulate, remat = options["accumulate"], options["remat"]
+        self.spec = PassSpec(loss.loss_fn, self.read, self._programs, True, accumulate, remat)
+        self.runner = Runner(loss.loss_fn, self._programs(), PART)
+
+    def _programs(self) -> Programs:
+        options = dict(self.options)
+        return make_programs(self.read, self.policy, poison=options.pop("debug"), **options)
+
+    def __repr__(self) -> str:
+        return f"<value and grad of {self.loss!r}>"
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """The global mean loss and its gradient.
+
+        Args:
+            params: a state, whose pending update is hidden behind the forward; or this rank's part of the parameters,
+                such as ``state.params``. Neither changes in value.
+            batch: this rank's part of the global batch.
+
+        Returns:
+            The loss, 0-dim and equal on all ranks, or ``(loss, aux)``; and the gradients, a tree of shards like
+            ``params``, zero for frozen leaves. With ``only=`` it has the chosen leaves alone.
+
+        Raises:
+            TreeError, BatchError, LossError, UnitError: arguments or a loss that break a rule; alike on all ranks.
+            PeerError: another rank failed.
+        """
+        if (running := running_of(params)) is not None:
+            part: tuple[Any, dict[str, Any]] = running.gradient(self, params, batch)
+            return part
+        if isinstance(params, TrainState):
+            return self._of_state(params, batch)
+        flat = self.plan.check_tree(params, whole=False)
+        if under_way(list(flat.values())):
+            return self._transformed(params, batch)
+        with torch.no_grad():
+            chunks = flat_of(params, self.params).chunks
+        shards = [Shard(chunks[group.id].detach(), {}) for group in self.plan.groups]
+        return self._made(batch, lambda shield: Request(batch, shards, shield, facts=self.equal.fixed))
+
+    def _of_state(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any]]:
+        state.check_plan(self.plan)
+        if state.memory.lent:
+            state.applied()
+        shards = complete(state, self.plan.mesh).shards() if state.stale else state.shards()
+        mesh = self.plan.mesh
+
+        def request(shield: Shield) -> Request:
+            return Request(
+                batch,
+                shards,
+                shield,
+                Update(shards, state.pending, {}),
+                facts=lambda: self.equal.of(state),
+                randomness=lambda: seeded(state.seed, state.step, mesh.index(self.plan.data_axes), mesh.device),
+            )
+
+        found = self._made(batch, request)
+        state.memory.note_compared()
+        return found
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the latest call on the executor."""
+        schedule = self.runner.latest.schedule
+        if schedule is None:
+            raise PlanError("no schedule yet: call the function once, outside of transforms; it needs a batch")
+        return schedule
+
+    @property
+    def record(self) -> tuple[Op, ...]:
+        """The ops that the latest call on the executor ran on this rank."""
+        return tuple(self.runner.latest.record)
+
+    def _transformed(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        if self.only is not None:
+            raise PlanError("value_and_grad(only=) under a transform: differentiate fs.sharded_loss by the leaves")
+        trained, rest = split_trainable(self.plan, params)
+
+        kept: list[Any] = []
+
+        def of(trained: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+            found = self.loss(tree.nest({**rest, **trained}), batch)
+            value, aux = found if self.loss.has_aux else (found, {})
+            leaves, spec = tree.flatten(aux)  # torch.func takes only tensors
+            kept[:] = [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
+            return value, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        grads, (value, tensors) = torch.func.grad_and_value(of, has_aux=True)(trained)
+        spec, leaves = kept
+        found = iter(tensors)
+        aux = tree.unflatten(spec, [next(found) if leaf is _TENSOR else leaf for leaf in leaves])
+        return ((value, aux) if self.loss.has_aux else value), zero_filled(self.plan, grads, rest)
+
+    def _made(self, batch: Any, request: Callable[[Shield], Request]) -> tuple[Any, dict[str, Any]]:
+        """Run the function on its own schedule."""
+        with Shield() as shield:
+            with bind(self.plan.mesh, self.plan.data_axes):
+                outcome = self.runner.run(request(shield))
+            result = self._result(outcome)
+        if shield.late is not None:
+            raise shield.late
+        return result
+
+    def _result(self, outcome: Outcome) -> tuple[Any, dict[str, Any]]:
+        verdict, total = outcome.verdict, outcome.losses[0][0]
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        value = torch.tensor(verdict.loss, dtype=dtype, device=total.device)
+        self.loss.refuse_aux(outcome.aux[0] if outcome.aux else {})
+        homes = self.runner.programs.memory.homes
+        # Copies: the next call overwrites the buffers of this one.
+        chunks = {group.id: homes[group.id] * verdict.scale for group in self.grads.groups if group.id in homes}
+        grads = Flat(self.grads, chunks | zero_chunks(self.grads)).tree()
+        if self.loss.has_aux:
+            return (value, combine_aux(outcome.aux, verdict.means)), grads
+        return value, grads
+
+
+def zero_chunks(form: Form) -> dict[int, Tensor]:
+    """The gradients of groups that get none: zeros that take no memory."""
+    device = form.plan.mesh.device
+    return {
+        group.id: torch.zeros(1, dtype=group.dtype, device=device).expand(group.chunk)
+        for group in form.groups
+        if not group.trainable
+    }
+
+
+def value_and_grad(
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    only: str | None = None,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    schedule: Policy | None = None,
+    remat: Any = None,
+    compile: str | None = None,
+    debug: bool = False,
+) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
+    """The global mean loss and its gradient, as a function of parameters and a batch (``jax.value_and_grad``).
+
+    It takes a state, or this rank's part of the parameters. By itself it runs on a schedule of its own, like a train
+    step without the update: gathers and reductions overlap with compute. In a function that ``fs.make_step`` runs, it
+    is a part of that step's schedule. Under a transform of ``torch.func``, or where autograd records (a parameter
+    requires grad, or has a forward-mode tangent), it runs ``fs.sharded_loss``, and can be differentiated.
+
+    Args:
+        loss_fn: as for ``fs.make_train_step``.
+        plan: the plan.
+        only: a regular expression for whole paths: the gradient is that of these leaves alone. The others stay sharded,
+            are gathered unit by unit, and get no gradient and no reduction.
+        has_aux: return ``((loss, aux), grads)``.
+        accumulate: microbatches into which the batch is cut.
+        schedule: as for ``fs.make_train_step``; under a transform only ``reshard`` matters.
+        remat: as for ``fs.make_train_step``.
+        compile: as for ``fs.make_train_step``.
+        debug: fill freed memory with nan, and check what ``fs.sharded_loss(debug=True)`` checks.
+
+    Raises:
+        PlanError: an option that cannot be; ``only=`` that matches no trained leaf.
+
+    >>> import fshard as fs
+    >>> params = {"w": torch.ones(3), "b": torch.ones(3)}
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> def loss_fn(params, x):
+    ...     return (params["w"] * x + params["b"]).sum()
+    >>> fs.value_and_grad(loss_fn, plan, only="w")(fs.shard(params, plan), torch.arange(3.0))
+    (tensor(6.), {'w': tensor([0., 1., 2.])})
+    """
+    policy = Policy() if schedule is None else schedule
+    if not isinstance(policy, Policy) or policy.update != "deferred":
+        raise PlanError(
+            f"schedule={schedule!r}: give fs.Policy(...) with update='deferred', since there is no update here"
+        )
+    wants: list[Want] = [("only", only, (str, type(None)), "a regular expression for paths, or None")]
+    expect("value_and_grad(loss_fn, plan)", wants)
+    if type(accumulate) is not int or accumulate < 1:
+        raise PlanError(f"accumulate={accumulate!r} must be an int >= 1")
+    loss = ShardedLoss(loss_fn, plan, has_aux, policy.reshard is not False, debug)
+    options = {"accumulate": accumulate, "remat": read_remat(remat), "compile": compile, "debug": debug}
+    return ValueAndGrad(loss, only, policy, **options)
+
+
+def under_way(tensors: list[Tensor]) -> bool:
+    """Whether a transform runs, or autograd records operations on these tensors."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    level = torch.autograd.forward_ad._current_level
+    unpack: Any = torch.autograd.forward_ad.unpack_dual
+    return level >= 0 and any(unpack(tensor).tangent is not None for tensor in tensors)

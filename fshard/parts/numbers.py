@@ -1,0 +1,76 @@
+"""What all ranks learn at the end of a step function: losses, auxiliary means and norms."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fshard.parts.compose import Result
+from fshard.parts.replay import Replay
+from fshard.parts.running import Bank, Number, Updated, number_of
+from fshard.runtime.steps import Verdict, scalar
+
+
+class Numbers:
+    """The numbers that all ranks have learned at the end of a step.
+
+    Args:
+        replay: the step.
+        result: what its function returned.
+        sums: of what ranks have brought, in the order of ``Replay.tally``.
+    """
+
+    def __init__(self, replay: Replay, result: Result, sums: Sequence[float]) -> None:
+        self.replay, found = replay, iter(sums)
+        self.losses: list[tuple[float, float]] = []
+        self.means: list[list[float]] = []
+        for means in replay.step.means:
+            self.losses.append((next(found), next(found)))
+            pairs = [(next(found), next(found)) for _ in range(means)]
+            self.means.append([total / count if count else total * math.inf for total, count in pairs])
+        self.updates = [update for final in result.finals for update in final.updates]
+        self.squares = [[next(found) for _ in update.part.clip.rules] for update in self.updates]
+
+    def of_update(self, updated: Updated) -> tuple[list[float], float]:
+        """The norms of the sums of gradients by clipping rule, and what these sums are multiplied by."""
+        squares = self.squares[self.updates.index(updated)]
+        scale = 1.0
+        if isinstance(updated.grads, Bank):
+            scale = self.replay.scale(updated.grads.number, self.losses[updated.grads.number][1])
+        return [math.sqrt(square) if square >= 0 else math.nan for square in squares], scale
+
+    def norm(self, updated: Updated) -> float:
+        """The norm of the gradients of an update."""
+        squares, scale = self.squares[self.updates.index(updated)], self.of_update(updated)[1]
+        return scale * math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+
+    def check(self) -> None:
+        """Refuse updates whose gradients, or the losses of these, are not finite.
+
+        Raises:
+            NonFiniteError: on all ranks alike.
+        """
+        for updated in self.updates:
+            loss = self._loss(updated.grads.number) if isinstance(updated.grads, Bank) else math.nan
+            norm = self.norm(updated)
+            finite = math.isfinite(loss) or not isinstance(updated.grads, Bank)
+            updated.part.check_finite(Verdict((), loss, norm if finite else math.nan, 1.0))
+
+    def _loss(self, number: int) -> float:
+        total, count = self.losses[number]
+        return total / count if count else math.nan
+
+    def named(self, leaf: Any) -> Any:
+        """A leaf of the metrics: a number of the step by its value."""
+        number = number_of(leaf)
+        return leaf if number is None else scalar(self._value(number), number.dtype)
+
+    def _value(self, number: Number) -> float:
+        if number.kind == "loss":
+            return self._loss(number.of)
+        if number.kind == "mean":
+            means: list[float] = self.means[number.of]
+            return means[number.at]
+        known: float | None = self.replay.numbers.get(("norm", number.of, 0))
+        if known is not None:
+            return known
+        return self.norm(number.of)

@@ -1,0 +1,83 @@
+"""Running a step function part by part, where no trace finds its schedule."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fshard import tree
+from fshard.arguments import described
+from fshard.errors import CommError, LossError, ScheduleError
+from fshard.parts.compose import Arguments, Place
+from fshard.parts.running import PART
+from fshard.runtime.comm import digest, mesh_communicator
+from fshard.runtime.steps.handshake import Intent, agree
+from fshard.sharding.mesh import Mesh
+from fshard.state.memory import Memory
+from fshard.state.settle import complete
+from fshard.state.train_state import TrainState
+
+
+def piecewise(fn: Callable[..., Any], mesh: Mesh, given: Arguments, donate: bool) -> tuple[Any, Any]:
+    """Run a step function on states that share the memory of these, each part with exchanges of its own.
+
+    Updates that parts read are applied to copies, so that a failure leaves every state as it was.
+
+    Args:
+        fn: the function.
+        mesh: the mesh.
+        given: its arguments.
+        donate: whether the step takes their memory.
+    """
+    control, failure, returned = mesh_communicator(mesh), None, None
+    lent = [_lent(complete(state, mesh)) for state in given.states]
+    try:
+        state, batch = (tree.swap(lambda at: lent[at.number], Place, value) for value in (given.state, given.batch))
+        returned = fn(state, batch)
+        _check_returned(returned, given.own)
+    except CommError:
+        raise
+    except BaseException as error:
+        failure = error
+    try:
+        agree(control, PART, Intent(digest("the end of the step")), None, False, failure)
+    except ScheduleError as error:  # others were at a part that has a name of its own
+        raise failure or error from error
+    assert returned is not None
+    following = tree.swap(lambda state: _kept(state, donate), TrainState, returned[0])
+    for state in given.states[: given.own] if donate else ():
+        state.memory.donate()
+    return following, returned[1]
+
+
+def _lent(state: TrainState) -> TrainState:
+    """A state on the memory of another, which stays as it is."""
+    memory = Memory(state.plan, state.shards())
+    memory.lent, memory.compared = True, state.memory.compared
+    return replace(state, memory=memory)
+
+
+def _kept(state: TrainState, donate: bool) -> TrainState:
+    """A state that owns its memory: that of the state which it came from, or a copy."""
+    memory = state.memory
+    if not memory.lent:
+        return state
+    shards = state.shards() if donate else state.shards().clone()
+    return replace(state, memory=Memory(state.plan, shards, memory.pending, memory.stale))
+
+
+def _check_returned(returned: Any, own: int) -> None:
+    """Refuse what a step function must not return.
+
+    Raises:
+        LossError: no pair of states and metrics.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise LossError(
+            f"the step function returned {described(returned)}: return (state, metrics), as a train step does"
+        )
+    found: list[TrainState] = []
+    tree.swap(found.append, TrainState, returned[0])
+    if len(found) != own:
+        raise LossError(
+            f"the step function returned {len(found)} states, and was given {own}: return each of them once"
+        )

@@ -1,0 +1,286 @@
+"""The five stages of a step function on all ranks: those of ``runtime.steps.protocol``, around a function of parts.
+
+``prepare`` finds what the function does, and its schedule. ``handshake`` compares it on all ranks. ``run`` runs the
+function, whose parts come to the ops of the schedule in their order. ``consensus`` is one exchange of all losses, norms
+and failures. ``conclude`` makes the next states of it.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fshard import tree
+from fshard.errors import CommError, LossError, PeerError, PlanError, ScheduleError, TreeError
+from fshard.parts.assemble import Assembled, assemble
+from fshard.parts.compose import Arguments, Final, Result
+from fshard.parts.numbers import Numbers
+from fshard.parts.record import Recorded, record
+from fshard.parts.replay import Replay
+from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator
+from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.runtime.engine.batch import signature
+from fshard.runtime.engine.proxies import Mispredicted
+from fshard.runtime.engine.rng import seeded
+from fshard.runtime.execution import Pending, Shield, Update, partly_updated, parts_of
+from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.execution.update import joined
+from fshard.runtime.steps import Verdict, raise_failure
+from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, exchange_sums
+from fshard.runtime.steps.failures import together
+from fshard.runtime.steps.handshake import Intent, agree
+from fshard.schedule.ops import Op
+from fshard.schedule.policy import Policy
+from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
+from fshard.state.memory import Memory
+from fshard.state.settle import complete
+from fshard.state.train_state import TrainState
+
+CALL = "step"
+"""What ranks call it when they compare their calls."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a step function came to on this rank.
+
+    Attributes:
+        status: how it went.
+        result: what it returned.
+        numbers: what this rank brings to the consensus.
+        failure: what it raised.
+        left: where it left its schedule, if it did.
+    """
+
+    status: int = OK
+    result: Result | None = None
+    numbers: Sequence[float] = ()
+    failure: BaseException | None = None
+    left: str = ""
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The latest step on this rank: its schedule, and which ops began when."""
+
+    step: Assembled | None = None
+    record: Sequence[Op] = ()
+    times: Sequence[float] = field(default=(), repr=False)
+
+
+class StepRunner:
+    """Runs a step function.
+
+    Args:
+        fn: the function.
+        plan: a plan on the mesh, whose data axes are those of the batch.
+        policy: how schedules are built.
+        donate: whether a step takes the memory of the states that it is given.
+        debug: whether copies are compared before every step.
+
+    Attributes:
+        latest: the latest step.
+    """
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, donate: bool, debug: bool) -> None:
+        self.fn, self.plan, self.policy, self.donate, self.debug = fn, plan, policy, donate, debug
+        self.latest = Latest()
+        self._recorded: dict[Hashable, Recorded | None] = {}
+        self._replays: dict[Hashable, Replay] = {}
+        self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
+
+    def run(self, given: Arguments, shield: Shield) -> tuple[Any, Any] | str:
+        """Run the function on all ranks.
+
+        Returns:
+            What it returned; or why it must run part by part, the same on all ranks.
+
+        Raises:
+            Exception: on all ranks alike, with every state as it was; whatever the function raises on this one.
+        """
+        control = mesh_communicator(self.plan.mesh)
+        try:
+            facts, replay = self._facts(given), self._prepare(given)
+        except BaseException as error:
+            agree(control, CALL, Intent(), None, False, error)
+            raise
+        if replay is None:
+            agree(control, CALL, Intent(), given.batch, False, None, facts)
+            return "it asks for values that a trace does not have"
+        try:
+            attempt, verdict = self._scheduled(replay, given, shield, facts)
+            if verdict.worst == FAILED:
+                raise_failure(control, attempt.failure, verdict.status, verdict.status[self.plan.mesh.rank])
+            if verdict.worst == OK:
+                return self._concluded(replay, attempt, verdict, given)
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            replay.end()
+        self._abort()
+        return f"it left its schedule: {attempt.left or 'on another rank'}"
+
+    # -- prepare ------------------------------------------------------------------------------------------------------
+
+    def _facts(self, given: Arguments) -> Facts:
+        """What must be equal on all ranks, if the states fit."""
+        for state in given.states:
+            state.check_plan(state.plan)
+            if state.plan.mesh is not self.plan.mesh:
+                raise PlanError(f"a state lies on {state.plan.mesh}, and the step on {self.plan.mesh}")
+        if len({id(state.memory) for state in given.states[: given.own]}) < given.own:
+            raise TreeError("step(state, batch): one state was given twice")
+        if self.plan.mesh.size == 1:
+            return Facts()
+        told = {"schedule": self.policy}
+        facts = [Equal(state.plan, told, always=self.debug).of(state) for state in given.states]
+        if len(facts) == 1:
+            return facts[0]
+        return Facts(digest([each.number for each in facts]), lambda: [tier for each in facts for tier in each.items()])
+
+    def _prepare(self, given: Arguments) -> Replay | None:
+        """What the function does, with a schedule; None if only a real run can tell."""
+        key = signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
+        if key not in self._recorded:
+            self._recorded[key] = record(self.fn, given, self.plan)
+        recorded = self._recorded[key]
+        if recorded is not None and key not in self._replays:
+            self._replays[key] = Replay((), given.own, ready=assemble(recorded, self.policy))
+        return self._replays.get(key)
+
+    # -- handshake, run, consensus ------------------------------------------------------------------------------------
+
+    def _scheduled(self, replay: Replay, given: Arguments, shield: Shield, facts: Facts) -> tuple[Attempt, Verdict]:
+        step, control = replay.step, mesh_communicator(self.plan.mesh)
+        comms, intent = step.programs[0].comms, Intent(step.digest, lambda: str(step.schedule))
+        plain = any([each.spec.train and not each.found.weighted for each in step.recorded.passes])
+        executor = self._started(replay, given, shield)
+        try:
+            with together(comms):
+                executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts))
+                for programs in step.programs:
+                    programs.comms.open()
+                for axes in step.axes:
+                    comms.transport.communicator(COLLECTIVES, axes)
+                attempt = _drained(executor, self._run(replay, executor, given, shield))
+                attempt = _tallied(replay, attempt)
+                verdict = executor.consensus(
+                    lambda: exchange_sums(control, attempt.status, attempt.numbers, step.width)
+                )
+        finally:
+            self.latest = Latest(step, executor.record, executor.times)
+            for prepared in step.passes:
+                prepared.actions.stop()
+        for state in given.states:
+            state.memory.note_compared()
+        return attempt, verdict
+
+    def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
+        """The executor of a step on these states, whose waiting updates it applies."""
+        step, updates = replay.step, list[Update]()
+        held = {id(part) for state in given.states for part in parts_of(state.pending)}
+        for pending in self._last:
+            if id(pending) not in held:
+                pending.detach()
+        self._last = ()
+        for number, state in enumerate(given.states):
+            if state.stale:
+                complete(state, self.plan.mesh)
+            if state.pending is not None and not step.updates_of(number).issuperset(state.pending.waiting):
+                state.applied()
+            updates.append(Update(state.shards(), state.pending, {}))
+        executor = Scheduled(step.route, step.actions, shield)
+        replay.begin(given.states, executor)
+        for version, (_, origin) in enumerate(step.recorded.versions):
+            for actions in step.of_version(version) if origin is not None else ():
+                actions.start(given.states[origin or 0].shards(), updates[origin or 0])
+        return executor
+
+    def _run(self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield) -> Attempt:
+        """Run the function. What it raises is part of the result."""
+        try:
+            arguments = replay.inside(given)
+            with self._randomness(given.states[0]), shield.opened():
+                return Attempt(OK, replay.result(self.fn(*arguments)))
+        except CommError as error:
+            if executor.lost:
+                raise
+            attempt = Attempt(CUT, failure=error)
+        except Mispredicted as reason:
+            attempt = Attempt(RETRY, left=str(reason))
+        except BaseException as error:  # Ctrl-C too: other ranks wait for this one's collectives
+            if executor.lost:
+                raise
+            attempt = Attempt(FAILED, failure=error)
+        # Ranks that wait for this one in a collective of the function learn at once that it will not come.
+        self._abort(f"{attempt.failure or attempt.left}")
+        return attempt
+
+    def _randomness(self, state: TrainState) -> AbstractContextManager[None]:
+        mesh = self.plan.mesh
+        return seeded(state.seed, state.step, mesh.index(self.plan.data_axes), mesh.device)
+
+    def _abort(self, reason: str = "the step failed") -> None:
+        (self.plan.mesh.transport or SingleRankTransport()).abort(COLLECTIVES, reason)
+
+    # -- conclude -----------------------------------------------------------------------------------------------------
+
+    def _concluded(self, replay: Replay, attempt: Attempt, verdict: Verdict, given: Arguments) -> tuple[Any, Any]:
+        """The next states, and the metrics."""
+        result = attempt.result
+        assert result is not None
+        numbers = Numbers(replay, result, verdict.rules)
+        numbers.check()
+        memories = iter([self._memory(replay, final, given.states, numbers) for final in result.finals])
+        metrics = tree.map(numbers.named, result.metrics)
+        if self.donate:
+            for state in given.states[: given.own]:
+                state.memory.donate()
+        origins = iter([given.states[final.memory.origin] for final in result.finals])
+
+        def one(inside: TrainState) -> TrainState:
+            return replace(inside, memory=next(memories), past=next(origins).past.compared())
+
+        return tree.swap(one, TrainState, result.state), metrics
+
+    def _memory(self, replay: Replay, final: Final, states: Sequence[TrainState], numbers: Numbers) -> Memory:
+        """The memory of a state that the step returns, with the updates that wait for the next forward."""
+        origin = states[final.memory.origin]
+        shards = replay.shards_of(final.memory)
+        if not self.donate:
+            origin.applied()
+            shards = shards.clone()
+        pendings, stale = list[Pending](), dict[int, None]()
+        for updated in final.updates:
+            norms, scale = numbers.of_update(updated)
+            pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale))
+            stale |= partly_updated(updated.part.chosen)
+        self._last += tuple(pendings)
+        return Memory(origin.plan, shards, joined(pendings), stale)
+
+
+def _tallied(replay: Replay, attempt: Attempt) -> Attempt:
+    """What this rank brings to the consensus."""
+    if attempt.result is None:
+        return attempt
+    try:
+        return replace(
+            attempt, numbers=replay.tally([each for final in attempt.result.finals for each in final.updates])
+        )
+    except Exception as error:  # a device reports late what went wrong there
+        return Attempt(FAILED, failure=error)
+
+
+def _drained(executor: Scheduled, attempt: Attempt) -> Attempt:
+    """Run what is left of a schedule: for the update, or, after a failure, for the other ranks alone."""
+    try:
+        executor.finish()
+    except (CommError, PeerError, ScheduleError, LossError):
+        raise
+    except Exception as error:
+        if attempt.status == OK:
+            attempt = Attempt(FAILED, failure=error)
+    executor.drain()
+    return attempt

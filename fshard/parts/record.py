@@ -1,0 +1,219 @@
+"""Finding out what a step function does: it is run once on fake tensors, and its parts write themselves down."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives.ranks import Ranks
+from fshard.collectives.scope import bind
+from fshard.parts.compose import Arguments, Composition, Final, Result, number_of_means
+from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated
+from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
+from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
+from fshard.runtime.engine.loss import as_means, detached, read_loss
+from fshard.runtime.execution import Found, Shard, Shards
+from fshard.runtime.execution.trace import FAKE_ONLY, fake_mode, foreseeing, trace_in
+from fshard.runtime.steps import PassSpec
+from fshard.sharding.mesh import Axes
+from fshard.sharding.plan import Plan
+from fshard.state.flat import Form, form_of
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedPass:
+    """A pass of a step function.
+
+    Attributes:
+        spec: what it runs.
+        version: the number of the parameters that it reads.
+        found: its program.
+        key: of the batch that it was given.
+        means: the number of its auxiliary means.
+    """
+
+    spec: PassSpec
+    version: int
+    found: Found
+    key: Hashable
+    means: int
+
+
+@dataclass(frozen=True)
+class RecordedLocal:
+    """The code between passes reads, or has made, something: see ``Composition.reach_local``."""
+
+    what: str
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedUpdate:
+    """An update that is left to the next step.
+
+    Attributes:
+        origin: the number of the state that it updates.
+        part: the update.
+        bank: the pass of its gradients; None if arithmetic made them.
+        fresh: whether it updates the parameters that the step was given, and not those that the step has made of them.
+    """
+
+    origin: int
+    part: Any
+    bank: int | None
+    fresh: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """What a step function does.
+
+    Attributes:
+        stages: its passes, and the code between them that reads or makes shards.
+        versions: for each version of parameters its plan, and the state that it is of, if the step was given it.
+        updates: the updates that are left to the next step.
+        axes: those over which the function communicates itself.
+    """
+
+    stages: tuple[RecordedPass | RecordedLocal, ...]
+    versions: tuple[tuple[Plan, int | None], ...]
+    updates: tuple[RecordedUpdate, ...]
+    axes: tuple[Axes, ...]
+
+    @property
+    def passes(self) -> list[RecordedPass]:
+        """Its passes."""
+        return [stage for stage in self.stages if isinstance(stage, RecordedPass)]
+
+
+class Untraceable(Exception):  # noqa: N818 - not an error: the step runs part by part
+    """A part depends on values that a trace does not have."""
+
+
+@dataclass(eq=False)
+class Recording(Composition):
+    """A step function on fake tensors."""
+
+    mode: Any = None
+    stages: list[RecordedPass | RecordedLocal] = field(default_factory=list)
+
+    def given_chunks(self, state: int) -> Mapping[int, Tensor]:
+        """Fake shards."""
+        return self._fake(form_of(self.states[state].plan))
+
+    def _fake(self, form: Form) -> dict[int, Tensor]:
+        with self.mode:
+            device = form.plan.mesh.device
+            return {g.id: torch.empty(g.chunk, dtype=g.dtype, device=device) for g in form.groups}
+
+    def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
+        """Trace its function."""
+        parts = microbatches(batch, spec.accumulate)
+        traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
+        if traced is None:
+            raise Untraceable("a part depends on values of tensors")
+        found, result = traced
+        if spec.train and not found.weighted:
+            check_even(batch, spec.accumulate)
+        means = number_of_means(as_means(result) if not spec.train else read_loss(result).aux)
+        self.stages.append(RecordedPass(spec, version, found, signature(batch), means))
+        if not spec.train:
+            return torch.float32, result
+        loss = read_loss(result)
+        with self.mode:
+            aux = tree.map(detached, loss.aux) if loss.aux else {}
+            return loss.total.dtype, tree.map(lambda x: _stacked(x, spec.accumulate), aux)
+
+    def bank(self, form: Form, number: int) -> Bank:
+        """Fake gradients."""
+        return Bank(self, form, self._fake(form), number)
+
+    def reach_local(self, what: str, number: int) -> None:
+        """Write it down."""
+        self.stages.append(RecordedLocal(what, number))
+
+    def settle_bank(self, bank: Bank) -> None:
+        """Counts are summed where the loss is an ``fs.Mean``."""
+        if self._pass(bank.number).found.weighted:
+            foresee(bank.form.plan)
+
+    def place(self, version: int, source: RunningFlat) -> None:
+        """Nothing to place."""
+
+    def updated(self, updated: Updated, before: RunningMemory) -> Any:
+        """Fake shards."""
+        foresee(updated.part.plan)
+        chunks = self._fake(form_of(updated.part.plan))
+        return Shards([Shard(chunks[group.id], {}) for group in updated.part.plan.groups])
+
+    def shards_of(self, memory: RunningMemory) -> Shards:
+        """Fake shards."""
+        chunks = self._fake(form_of(memory.plan))
+        return Shards([Shard(chunks[group.id], {}) for group in memory.plan.groups])
+
+    def number(self, value: Number) -> Tensor:
+        """A fake number, which ranks exchange."""
+        if value.kind == "norm" and isinstance(value.of.grads, RunningFlat):
+            self.chunks(value.of.grads)
+        foresee(value.of.part.plan if value.kind == "norm" else self._pass(value.of).spec.plan)
+        with self.mode:
+            return torch.empty((), dtype=value.dtype)
+
+    def _pass(self, number: int) -> RecordedPass:
+        return [stage for stage in self.stages if isinstance(stage, RecordedPass)][number]
+
+    def recorded(self, result: Result, axes: Sequence[Axes]) -> Recorded:
+        """What the function did."""
+        versions = [(version.plan, version.given) for version in self.versions]
+        updates = [_recorded(final, updated) for final in result.finals for updated in final.updates]
+        return Recorded(tuple(self.stages), tuple(versions), tuple(updates), tuple(axes))
+
+
+def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | None:
+    """What a step function does with these states and this batch; None if only a real run can tell.
+
+    Args:
+        fn: ``fn(state, batch)``.
+        given: its arguments.
+        plan: whose data axes are bound.
+    """
+    mode = fake_mode()
+    recording = Recording(given.states, given.own, mode=mode)
+    axes: dict[Axes, None] = {}
+    fake = faked(given.batch, mode.from_tensor)
+    inside = recording.inside(replace(given, batch=fake))
+    try:
+        with ExitStack() as stack:
+            for context in (explaining(fake), quiet(), mode, FakeFallback(mode), foreseeing(plan.mesh, axes)):
+                stack.enter_context(context)
+            stack.enter_context(bind(plan.mesh, plan.data_axes))
+            result = recording.result(fn(*inside))
+    except (*VALUES_NEEDED, Untraceable):
+        return None
+    except (RuntimeError, TypeError) as error:
+        if not any(words in str(error) for words in FAKE_ONLY):
+            raise
+        return None
+    return recording.recorded(result, [*axes])
+
+
+def foresee(plan: Plan) -> None:
+    """Note, in a trace, that ranks will exchange numbers."""
+    if plan.mesh.size > 1:
+        Ranks(plan.mesh, plan.mesh.axis_names).foresee()
+
+
+def _recorded(final: Final, updated: Updated) -> RecordedUpdate:
+    bank = updated.grads.number if isinstance(updated.grads, Bank) else None
+    return RecordedUpdate(final.memory.origin, updated.part, bank, final.memory.shards_made is None)
+
+
+def _stacked(leaf: Any, many: int) -> Any:
+    """An auxiliary value of a rank, of all its microbatches."""
+    if many == 1 or not isinstance(leaf, Tensor):
+        return leaf
+    return torch.stack([leaf] * many)

@@ -1,0 +1,360 @@
+"""A step function on its schedule: parts find the ops that the trace has foreseen, in their order."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives.linear import Sum, apply
+from fshard.collectives.ranks import Ranks
+from fshard.errors import different_microbatches
+from fshard.parts.assemble import Assembled
+from fshard.parts.compose import Composition, number_of_means
+from fshard.parts.record import RecordedLocal, RecordedPass
+from fshard.parts.running import Bank, Given, Number, RunningFlat, RunningMemory, Updated
+from fshard.runtime.engine.batch import check_device, check_even, microbatches, signature
+from fshard.runtime.engine.loss import Mean, as_means, check_differentiable, check_means, detached, means_of, read_loss
+from fshard.runtime.engine.proxies import Mispredicted
+from fshard.runtime.execution import Shard, Shards
+from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.memory.allocation import deallocate
+from fshard.runtime.steps import PassSpec
+from fshard.runtime.steps.consensus import RuleNorms, Verdict, read
+from fshard.runtime.steps.float16 import divisor_of
+from fshard.runtime.steps.programs import Prepared
+from fshard.schedule.ops import LOCAL, ROOT, Program
+from fshard.sharding.plan import Plan
+from fshard.state.flat import Form
+from fshard.training.metrics import combine_aux
+
+
+@dataclass(frozen=True)
+class View:
+    """The executor of a step as the engine of one pass sees it.
+
+    Attributes:
+        executor: the executor.
+        prepared: the pass.
+        program: its program.
+    """
+
+    executor: Scheduled
+    prepared: Prepared
+    program: Program
+
+    def reach(self, kind: str, unit: str, index: int) -> None:
+        """The program is at this compute op: whatever must precede it is done on return."""
+        self.executor.reach(kind, unit, index)
+
+    def settle(self) -> None:
+        """The compute op is over: start what can run beside the code that follows."""
+        self.executor.settle()
+
+    def readable(self, groups: Sequence[int]) -> bool:
+        """Whether all of these groups can be read now."""
+        return self.prepared.actions.readable.issuperset(groups)
+
+    def outside(self, group: int) -> bool:
+        """Whether code outside of units may read this group."""
+        return group in self.program.reads[ROOT]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a pass came to on this rank.
+
+    Attributes:
+        losses: the total and the count of each microbatch.
+        aux: the auxiliary values of each microbatch.
+        weighted: whether the loss is an ``fs.Mean``.
+        divisor: what its gradients were divided by before they were summed.
+        parts: microbatches of the global batch.
+    """
+
+    losses: Sequence[tuple[Tensor, Tensor | float]]
+    aux: Sequence[Any]
+    weighted: bool
+    divisor: float
+    parts: int
+
+
+@dataclass(eq=False)
+class Replay(Composition):
+    """A step function on its schedule. It is kept from step to step, and so are the trees that it hands out."""
+
+    ready: Any = None
+    executor: Any = None
+    at: int = 0
+    ran: list[Ran] = field(default_factory=list)
+    dead: list[Tensor] = field(default_factory=list)
+    numbers: dict[tuple[str, Any, int], float] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+    banks: dict[int, Bank] = field(default_factory=dict)
+    givens: dict[int, Given] = field(default_factory=dict)
+    slots: list[dict[int, Tensor]] = field(default_factory=list)
+
+    @property
+    def step(self) -> Assembled:
+        """The step."""
+        step: Assembled = self.ready
+        return step
+
+    def begin(self, states: Sequence[Any], executor: Scheduled) -> None:
+        """Begin a step."""
+        self.states, self.executor = states, executor
+        self.slots = [{group.id: shard.param for group, shard in zip(s.plan.groups, s.shards())} for s in states]  # noqa: B905
+        for held in (self.versions, self.ran, self.dead, self.numbers, self.scales, self.complete, self.read):
+            held.clear()
+        self.at = self.locals = self.passes = 0
+
+    def end(self) -> None:
+        """The step is over: let go of what it was given."""
+        self.states, self.executor, self.slots = (), None, []
+        self.versions.clear()
+        self.ran.clear()
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def given(self, number: int) -> Given:
+        """The parameters of a state: one tree for all steps."""
+        if number not in self.givens:
+            self.givens[number] = super().given(number)
+        return self.givens[number]
+
+    def given_chunks(self, state: int) -> Mapping[int, Tensor]:
+        """The shards of the parameters of a state."""
+        return self.slots[state]
+
+    def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
+        """Run the pass on its part of the schedule."""
+        stage = self._due(RecordedPass)
+        if stage.spec is not spec or stage.version != version or stage.key != signature(batch):
+            raise Mispredicted("another pass of the step function is due, or its batch has another structure")
+        self._forget()
+        check_device(batch, spec.plan.mesh.device)
+        parts = microbatches(batch, spec.accumulate)
+        if spec.train and not stage.found.weighted:
+            check_even(batch, spec.accumulate)
+        ran = self._microbatches(spec, number, stage, parts)
+        self.ran.append(ran)
+        aux = _marked(ran.aux) if spec.train else ran.aux[0]
+        dtype = ran.losses[0][0].dtype if spec.train else torch.float32
+        return dtype, aux
+
+    def _microbatches(self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]) -> Ran:
+        prepared, all_parts = self.step.passes[number], spec.plan.data_size * spec.accumulate
+        engine, view = prepared.engine, View(self.executor, prepared, stage.found.program)
+        divisor = divisor_of(spec.plan, all_parts, False) if spec.train else 1.0
+        losses: list[tuple[Tensor, Tensor | float]] = []
+        found: list[Any] = []
+        weighted: bool | None = None
+        try:
+            # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
+            torch.clear_autocast_cache()
+            for index, part in enumerate(parts):
+                self.executor.microbatch = self.step.first[number] + index
+                engine.start(view)
+                view.reach("forward", ROOT, 0)
+                view.settle()
+                if not spec.train:
+                    with torch.no_grad():
+                        found.append(engine.run(spec.fn, part, False))
+                    check_means(found[-1])
+                    view.reach("backward", ROOT, 0)
+                    continue
+                loss = read_loss(engine.run(spec.fn, part, True))
+                check_differentiable(loss)
+                aux = tree.map(detached, loss.aux) if loss.aux else {}
+                alike = not found or tree.flatten(found[0])[1] == tree.flatten(aux)[1]
+                if weighted not in (None, loss.count is not None) or not alike:
+                    raise different_microbatches()
+                weighted = loss.count is not None
+                engine.differentiate(loss.total, torch.full_like(loss.total, 1.0 / divisor))
+                losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
+                found.append(aux)
+        finally:
+            engine.stop()
+        if spec.train and weighted is not stage.found.weighted:
+            raise Mispredicted("the loss of a pass changed between a mean and an fs.Mean")
+        if number_of_means(found[0] if spec.train else as_means(found[0])) != stage.means:
+            raise Mispredicted("a pass returned other auxiliary means than when it was traced")
+        return Ran(losses, found, bool(weighted), divisor, all_parts)
+
+    def bank(self, form: Form, number: int) -> Bank:
+        """The gradients of a pass: one tree for all steps."""
+        if number not in self.banks:
+            memory = self.step.programs[number].memory
+            zeros = {
+                group.id: torch.zeros(1, dtype=group.dtype, device=form.plan.mesh.device).expand(group.chunk)
+                for group in form.groups
+                if not group.trainable
+            }
+            hosted = {group.id for group in form.groups if group.offloaded}
+            self.banks[number] = Bank(self, form, memory.homes | zeros, number, memory.reduced - hosted)
+        return self.banks[number]
+
+    def reach_local(self, what: str, number: int) -> None:
+        """Come to the next point between passes."""
+        if self._due(RecordedLocal) != RecordedLocal(what, number):
+            raise Mispredicted("the code between passes reads other shards than when it was traced")
+        self._forget()
+        self.executor.microbatch = 0
+        self.executor.reach(LOCAL, "", self.locals)
+        for group in self.step.stages.freed[self.locals]:
+            entry = self.step.table.entries[group]
+            memory = self.step.programs[entry.bank or 0].memory
+            if (
+                entry.group in memory.reduced
+                and not memory.gradients[entry.group].home.device != memory.plan.mesh.device
+            ):
+                self.dead.append(memory.homes[entry.group])
+        self.locals += 1
+
+    def _forget(self) -> None:
+        """Let go of gradients that nobody reads any more."""
+        if self.dead and not self.read:
+            for chunk in self.dead:
+                deallocate(chunk)
+            self.dead.clear()
+
+    def _due(self, kind: Any) -> Any:
+        stages = self.step.recorded.stages
+        if self.at >= len(stages) or not isinstance(stages[self.at], kind):
+            raise Mispredicted("the step function makes other passes, or reads other shards, than when it was traced")
+        self.at += 1
+        return stages[self.at - 1]
+
+    def settle_bank(self, bank: Bank) -> None:
+        """Make gradients those of the global mean, in place."""
+        ran = self.ran[bank.number]
+        scale = ran.divisor / ran.parts
+        if ran.weighted:
+            (count,) = self._summed(bank.form.plan, [_counted(ran)])
+            scale = self.scale(bank.number, count)
+        if scale != 1.0:
+            for group in bank.form.groups:
+                if group.trainable:
+                    bank.held[group.id].mul_(scale)
+        self.scales[bank.number] = 1.0
+
+    def scale(self, number: int, count: float) -> float:
+        """What sums of gradients of a pass are multiplied by to become those of the mean.
+
+        Args:
+            number: of the pass.
+            count: of its elements, over all ranks.
+        """
+        ran, plan = self.ran[number], self.step.recorded.passes[number].spec.plan
+        if number in self.scales:
+            return self.scales[number]
+        if not ran.weighted:
+            return ran.divisor / ran.parts
+        return ran.divisor * (plan.mesh.size // plan.data_size) / count if count else math.nan
+
+    def place(self, version: int, source: RunningFlat) -> None:
+        """Let passes read parameters that the step has made."""
+        plan = self.step.recorded.versions[version][0] if version < len(self.step.recorded.versions) else None
+        if plan is None:
+            raise Mispredicted("the step function makes more parameters than when it was traced")
+        shards = [Shard(source.held[group.id].detach(), {}) for group in plan.groups]
+        for actions in self.step.of_version(version):
+            actions.start(shards, None)
+
+    def updated(self, updated: Updated, before: RunningMemory) -> Any:
+        """Copies of shards, updated."""
+        rules = updated.part.rule_norms(updated.grads)
+        squares = self._summed(updated.part.plan, _squares(rules))
+        norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
+        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        updated.part.check_finite(Verdict((), math.nan, norm, 1.0))
+        self.numbers["norm", updated, 0] = norm
+        shards = self.shards_of(before).clone()
+        updated.part.pending(updated.state, updated.grads, norms, 1.0).finish(shards)
+        return shards
+
+    def shards_of(self, memory: RunningMemory) -> Shards:
+        """The shards of a state of the step that has no update waiting."""
+        made = memory.shards_made
+        found: Shards = self.states[memory.origin].shards() if made is None else made
+        return found
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    def number(self, value: Number) -> Tensor:
+        """A number, by an exchange of its own."""
+        key = value.kind, value.of, value.at
+        if key not in self.numbers:
+            self.numbers[key] = self._exchanged(value)
+        return torch.tensor(self.numbers[key], dtype=value.dtype)
+
+    def _exchanged(self, value: Number) -> float:
+        if value.kind == "norm":
+            if isinstance(value.of.grads, RunningFlat):
+                self.chunks(value.of.grads)
+            squares = self._summed(value.of.part.plan, _squares(value.of.part.rule_norms(value.of.grads)))
+            return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        plan, ran = self.step.recorded.passes[value.of].spec.plan, self.ran[value.of]
+        pair = _totals(ran)[0] if value.kind == "loss" else _mean_totals(ran)[value.at]
+        total, count = self._summed(plan, pair)
+        return total / count if count else total * math.inf
+
+    def _summed(self, plan: Plan, values: Sequence[float]) -> list[float]:
+        """Numbers, summed over all ranks: equal on all of them."""
+        if plan.mesh.size == 1:
+            return [*values]
+        row = torch.tensor([*values], dtype=torch.float64, device="cpu").to(plan.mesh.device)
+        summed: list[float] = apply(row, Sum(Ranks(plan.mesh, plan.mesh.axis_names))).tolist()
+        return summed
+
+    def tally(self, updates: Sequence[Updated]) -> list[float]:
+        """What this rank brings to the end of the step: the totals and counts of losses and means, squared norms.
+
+        The order is that of ``Outcome.of``.
+        """
+        values: list[float] = []
+        for ran in self.ran:
+            values += _totals(ran)[0] if ran.losses else (0.0, 0.0)
+            values += [part for pair in _mean_totals(ran) for part in pair]
+        for updated in updates:
+            values += _squares(updated.part.rule_norms(updated.grads))
+        return values
+
+
+def _totals(ran: Ran) -> list[tuple[float, float]]:
+    """The total and the count of a pass, over its microbatches."""
+    numbers = [*read([part for loss in ran.losses for part in loss])]
+    return [(sum(numbers[::2]), sum(numbers[1::2]))]
+
+
+def _counted(ran: Ran) -> float:
+    return _totals(ran)[0][1]
+
+
+def _mean_totals(ran: Ran) -> list[tuple[float, float]]:
+    """The total and the count of each auxiliary mean of a pass, over its microbatches."""
+    columns = zip(*[means_of(aux if ran.losses else as_means(aux)) for aux in ran.aux], strict=True)
+    found = []
+    for column in columns:
+        numbers = [*read([part for mean in column for part in (mean.total, mean.count)])]
+        found.append((sum(numbers[::2]), sum(numbers[1::2])))
+    return found
+
+
+def _squares(rules: Sequence[RuleNorms]) -> list[float]:
+    """This rank's part of the squared norm of each clipping rule's leaves."""
+    numbers = read([norm for rule in rules for _, norm in rule])
+    return [math.fsum([share * norm * norm for (share, _), norm in zip(rule, numbers, strict=False)]) for rule in rules]
+
+
+def _marked(parts: Sequence[Any]) -> Any:
+    """The auxiliary values of all microbatches as one, with ``fs.Mean`` where they are means over ranks."""
+    if not parts or not tree.leaves(parts[0]):
+        return parts[0] if parts else {}
+    marks = [leaf if isinstance(leaf, Mean) else None for leaf in tree.leaves(parts[0])]
+    whole = combine_aux(parts, [0.0] * number_of_means(parts[0]))
+    leaves, spec = tree.flatten(whole)
+    return tree.unflatten(spec, [leaf if mark is None else mark for leaf, mark in zip(leaves, marks, strict=True)])

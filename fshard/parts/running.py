@@ -1,0 +1,282 @@
+"""Values inside of a step function: states, trees of shards and numbers that know the step that runs.
+
+What is asked of them is done when it must be: a gradient that nobody reads is still on its way while the next pass
+computes, an update that nobody reads waits for the next step, and a loss that nobody reads is exchanged at the end of
+the step with all other numbers. So a step function that only hands values on is as fast as a train step, and one that
+computes with them is as right.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fshard import tree
+from fshard.arguments import described
+from fshard.errors import StateError, TreeError
+from fshard.runtime.engine.proxies import METADATA, PLACE
+from fshard.sharding.plan import Plan
+from fshard.state.flat import Flat, Form, mark_of
+from fshard.state.train_state import TrainState
+
+PART = "part of a step"
+"""What ranks call a part when they compare their calls. They compare which part it is besides."""
+
+
+class Running(Protocol):
+    """A step function that is traced, or runs on a schedule."""
+
+    def gradient(self, part: Any, params: Any, batch: Any) -> Any:
+        """Perform ``fs.value_and_grad``."""
+
+    def update(self, part: Any, state: TrainState, grads: Any) -> Any:
+        """Perform ``fs.make_update``."""
+
+    def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
+        """Perform what ``fs.make_eval_step`` made."""
+
+    def chunks(self, flat: "RunningFlat") -> Mapping[int, Tensor]:
+        """The chunks of a tree of this step, as they are when all that fills them is over."""
+
+    def apply(self, memory: "RunningMemory") -> None:
+        """Apply an update that somebody reads, to copies of what it updates."""
+
+    def replaced(self, memory: "RunningMemory", params: Any) -> "RunningMemory":
+        """A state of this step with other parameters."""
+
+    def given_chunks(self, state: int) -> Mapping[int, Tensor]:
+        """The shards of the parameters of a state that the step was given."""
+
+    def number(self, value: "Number") -> Tensor:
+        """The value of a number of this step, now."""
+
+
+def running_of(given: Any) -> Running | None:
+    """The step function that this state or tree belongs to; None outside of one."""
+    if isinstance(given, TrainState):
+        return getattr(given.memory, "running", None)
+    while isinstance(given, Mapping) and given:
+        given = next(iter(given.values()))
+    flat = mark_of(given)
+    return flat.running if isinstance(flat, RunningFlat) else None
+
+
+class Later(Tensor):
+    """A tensor whose value is asked for when an operation reads it. Its shape and dtype are there before."""
+
+    now: Callable[[], Tensor]
+    lies_on: torch.device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer questions of shape and place; else run the operation on values."""
+        if func in PLACE:
+            return PLACE[func](args[0].lies_on)
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree.map(current, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<a tensor of a step that runs: {list(self.shape)}>"
+
+
+def later(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, now: Callable[[], Tensor]) -> Tensor:
+    """A tensor of this shape whose value ``now`` returns."""
+    with _disable_current_modes():  # a trace would make it a fake tensor
+        made: Later = Tensor._make_subclass(Later, torch.empty(shape, dtype=dtype, device="meta"))
+    made.now, made.lies_on = now, device
+    return made
+
+
+def current(value: Any) -> Any:
+    """The value of a tensor that is asked for now; other values as they are."""
+    return value.now() if isinstance(value, Later) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """A number that all ranks learn together: a loss, an auxiliary mean, a gradient norm.
+
+    Attributes:
+        kind: ``"loss"``, ``"mean"`` or ``"norm"``.
+        of: the pass, or the update.
+        at: which of the auxiliary means.
+        dtype: of its tensor.
+    """
+
+    kind: str
+    of: Any
+    at: int
+    dtype: torch.dtype
+
+    def tensor(self, running: Running) -> Tensor:
+        """It as a tensor of the step."""
+        made = later((), self.dtype, torch.device("cpu"), lambda: running.number(self))
+        made._fshard_number = self  # type: ignore[attr-defined]
+        return made
+
+
+def number_of(value: Any) -> Number | None:
+    """The number behind a tensor."""
+    return getattr(value, "_fshard_number", None) if isinstance(value, Later) else None
+
+
+class RunningFlat(Flat):
+    """A tree of shards of a step that runs. Its leaves ask for their values when they are read."""
+
+    def __init__(self, running: Running, form: Form, chunks: Mapping[int, Tensor]) -> None:
+        super().__init__(form, chunks)
+        self.running = running
+
+    @property
+    def chunks(self) -> Mapping[int, Tensor]:
+        """The chunks, once all that fills them is over."""
+        return self.running.chunks(self)
+
+    @functools.cached_property
+    def leaves(self) -> list[Tensor]:
+        """A tensor for each leaf, whose value is asked for when it is read."""
+        device, dtypes = self.form.plan.mesh.device, {g.id: g.dtype for g in self.form.groups}
+        return self.marked([
+            later(shape, dtypes[group], device, functools.partial(self._leaf, number))
+            for number, (group, _, _, shape) in enumerate(self.form.places)
+        ])  # fmt: skip
+
+    def _leaf(self, number: int) -> Tensor:
+        group, begin, end, shape = self.form.places[number]
+        return self.chunks[group][begin:end].view(shape)
+
+    def made(self, chunks: Mapping[int, Tensor], form: Form | None = None) -> "Flat":
+        """What arithmetic on this tree makes."""
+        return Made(self.running, form or self.form, chunks)
+
+
+class Given(RunningFlat):
+    """The parameters of a state that the step was given.
+
+    Attributes:
+        state: its number among them.
+    """
+
+    def __init__(self, running: Running, form: Form, state: int) -> None:
+        super().__init__(running, form, {})
+        self.state = state
+
+    @property
+    def held(self) -> Mapping[int, Tensor]:
+        """The chunks as they lie."""
+        return self.running.given_chunks(self.state)
+
+
+class Bank(RunningFlat):
+    """The gradients of a pass.
+
+    Attributes:
+        number: of the pass.
+    """
+
+    def __init__(
+        self,
+        running: Running,
+        form: Form,
+        chunks: Mapping[int, Tensor],
+        number: int,
+        passing: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(running, form, chunks)
+        self.number, self.passing = number, passing
+
+
+class Made(RunningFlat):
+    """What arithmetic in the step has made."""
+
+
+@dataclass(frozen=True, eq=False)
+class Updated:
+    """Parameters that an update in the step makes, when somebody reads them.
+
+    Attributes:
+        before: the memory of the state that it updates.
+        part: the update.
+        grads: the gradients.
+        state: the state as the update was given it.
+    """
+
+    before: "RunningMemory"
+    part: Any
+    grads: Flat
+    state: TrainState
+
+
+class RunningMemory:
+    """The memory of a state inside of a step function.
+
+    Attributes:
+        running: the step.
+        plan: the plan.
+        source: the parameters, or the update that makes them.
+        origin: the number of the state, of those that the step was given.
+        shards_made: the shards, with the optimizer's state, that the step has made; None for those of that state.
+    """
+
+    def __init__(self, running: Running, plan: Plan, source: "RunningFlat | Updated", origin: int) -> None:
+        self.running, self.plan, self.source, self.origin = running, plan, source, origin
+        self.donated, self.compared, self.lent = False, True, False
+        self.pending, self.stale = None, dict[int, None]()
+        self.shards_made: Any = None
+
+    def params(self, step: int, *, stale: bool = False) -> Any:
+        """The tree of parameters."""
+        return self.flat().tree()
+
+    def flat(self) -> RunningFlat:
+        """The parameters: an update that waits is applied, to copies."""
+        if isinstance(self.source, Updated):
+            self.running.apply(self)
+        assert isinstance(self.source, RunningFlat)
+        return self.source
+
+    def with_params(self, step: int, params: Any) -> "RunningMemory":
+        """The memory of the same state with other parameters."""
+        return self.running.replaced(self, params)
+
+    def check_unwritten(self) -> None:
+        """Nothing can be written to it."""
+
+    def note_compared(self) -> None:
+        """Ranks have compared what they hold copies of before the step began."""
+
+    def _refused(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StateError(
+            "inside of a step function a state has parameters, and goes to parts of the step: fs.value_and_grad, "
+            "fs.make_update, fs.make_eval_step. Read its optimizer state, copy, save or settle the state that the step "
+            "returns"
+        )
+
+    opt_state = shards = applied = whole = layout = clone = donate = _refused
+
+
+def with_memory(state: TrainState, memory: Any, **changes: Any) -> TrainState:
+    """A state with another memory."""
+    return replace(state, memory=memory, **changes)
+
+
+def memory_of(state: Any, running: Running) -> RunningMemory:
+    """The memory of a state of this step.
+
+    Raises:
+        TreeError: it is no state of it.
+    """
+    memory: Any = getattr(state, "memory", None)
+    if not isinstance(memory, RunningMemory) or memory.running is not running:
+        raise TreeError(
+            f"{described(state)} is not a state of the step that runs: pass it to the step, as its state or in the "
+            f"batch, and not in a closure; a step function returns the states that it was given, updated"
+        )
+    return memory

@@ -1,0 +1,182 @@
+"""``fs.make_step``: a function of parts becomes one step, on one schedule."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from fshard.arguments import Want, described, expect
+from fshard.collectives.scope import bind
+from fshard.errors import PlanError, TreeError
+from fshard.parts.assemble import scheduled
+from fshard.parts.compose import arguments
+from fshard.parts.piecewise import piecewise
+from fshard.parts.protocol import StepRunner
+from fshard.parts.record import record
+from fshard.runtime.execution import Shield
+from fshard.runtime.steps import refuse_transforms
+from fshard.schedule.ops import Op
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.simulate import Simulation, measured
+from fshard.sharding.plan import Plan
+from fshard.state.train_state import not_copied
+
+
+class Step:
+    """``step(state, batch) -> (state, metrics)``. Made by ``fs.make_step``.
+
+    A step is atomic: if it raises, on this rank or on another, every state that it was given is as it was before, bit
+    for bit, and can be used again.
+    """
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, donate: bool, debug: bool) -> None:
+        self.plan = plan
+        self._runner = StepRunner(fn, plan, policy, donate, debug)
+        self._late: BaseException | None = None  # a signal that came when the step before was made
+        self._told = False
+
+    def __repr__(self) -> str:
+        return f"<step of {getattr(self._runner.fn, '__name__', 'a function')}>"
+
+    __reduce__ = not_copied
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Make one step.
+
+        Args:
+            state: the state, or any pytree of states, that the function returns updated; donated unless the step was
+                made with ``donate=False``.
+            batch: this rank's part of the global batch: any pytree. States in it are only read.
+
+        Returns:
+            What the function returned: the states, and the metrics. Losses, auxiliary means and norms in these are
+            0-dim tensors, equal on all ranks.
+
+        Raises:
+            DonatedError, TreeError: a state was donated to an earlier step, or is none.
+            BatchError, LossError, UnitError: the batch or the function breaks a rule; alike on all ranks.
+            NonFiniteError: the norm of gradients that update a state is not finite.
+            ReplicationError: ranks differ in what must be equal.
+            PeerError: another rank failed.
+            CommError: a collective failed or timed out; the process group is lost.
+            Exception: whatever the function raises.
+        """
+        refuse_transforms("a train step")
+        given = arguments(state, batch)
+        if not given.own:
+            raise TreeError(f"step(state, batch): {described(state)} holds no state; fs.init_state makes one")
+        late, self._late = self._late, None
+        with Shield(late) as shield, bind(self.plan.mesh, self.plan.data_axes):
+            result = self._runner.run(given, shield)
+        self._late = shield.late
+        if isinstance(result, str):
+            self._tell(result)
+            with bind(self.plan.mesh, self.plan.data_axes):
+                return piecewise(self._runner.fn, self.plan.mesh, given, self._runner.donate)
+        return result
+
+    def _tell(self, why: str) -> None:
+        """Say once that the parts run one by one."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"the parts of {self!r} run one by one, since {why}. That is right, but slower, with a handshake and a "
+                f"consensus for each: decide by torch.where, or outside of the step",
+                stacklevel=3,
+            )
+
+    def trace(self, state: Any, batch: Any) -> Schedule:
+        """The schedule for such states and batches, without running it. Needs no processes: any mesh will do.
+
+        Raises:
+            PlanError: the function depends on values of tensors, so that it has no schedule.
+        """
+        recorded = record(self._runner.fn, arguments(state, batch), self.plan)
+        if recorded is None:
+            raise PlanError(
+                "the step function depends on values of tensors, which a trace does not have: it runs part by part"
+            )
+        return scheduled(recorded, self._runner.policy)[1]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the latest step. ``print`` it.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if self._runner.latest.step is None:
+            raise PlanError("no schedule yet: it is found from a batch; call step.trace(state, batch), or the step")
+        return self._runner.latest.step.schedule
+
+    @property
+    def record(self) -> tuple[Op, ...]:
+        """What the latest step ran on this rank, op by op. It equals ``schedule.ops`` if the function kept to it."""
+        return tuple(self._runner.latest.record)
+
+    @property
+    def measured(self) -> Simulation:
+        """The latest step as it ran on this rank, in the form of a simulation: ``print`` it, or draw it.
+
+        Raises:
+            PlanError: the latest step did not keep to a schedule, or there was none.
+        """
+        times = self._runner.latest.times
+        if not times or self.record != self.schedule.ops:
+            raise PlanError("nothing was measured: the latest step left its schedule, or is to come")
+        return measured(self.schedule, times)
+
+
+def make_step(
+    fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    schedule: Policy | None = None,
+    donate: bool = True,
+    debug: bool = False,
+) -> Step:
+    """Make a step of a function of parts: ``step(state, batch) -> (state, metrics)``.
+
+    The function composes ``fs.value_and_grad``, ``fs.make_update``, evaluation steps and arithmetic on trees of shards
+    as it likes: several losses, several gradients, perturbed parameters, several updates. It is run once on fake
+    tensors. Then all its passes, gathers, reductions and updates are one schedule, which is checked and can be printed,
+    with one handshake and one consensus: if anything fails on any rank, every state is as it was.
+
+    Args:
+        fn: ``fn(state, batch)``, which returns ``(state, metrics)``. It calls its parts outside of transforms, in the
+            same order on all ranks.
+        plan: a plan on the mesh; its data axes are those of the batch.
+        schedule: how the schedule is built, for all passes.
+        donate: reuse the memory of the states that the step takes.
+        debug: compare copies of leaves before every step.
+
+    Raises:
+        PlanError: an option that cannot be.
+
+    >>> import fshard as fs, torch
+    >>> params = {"w": torch.ones(3)}
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> opt = fs.optim.sgd(0.5)
+    >>> grad = fs.value_and_grad(lambda params, x: (params["w"] * x).sum(), plan)
+    >>> update = fs.make_update(opt, plan)
+    >>> def fn(state, batch):
+    ...     loss, grads = grad(state, batch)
+    ...     state, metrics = update(state, grads)
+    ...     return state, {"loss": loss, "norm": metrics.grad_norm}
+    >>> step = make_step(fn, plan)
+    >>> state, metrics = step(fs.init_state(plan, opt, params=params), torch.ones(3))
+    >>> state.params["w"], metrics["loss"]
+    (tensor([0.5000, 0.5000, 0.5000]), tensor(3.))
+    """
+    wants: list[Want] = [
+        ("fn", fn, Callable, "a function of (state, batch)"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+        ("schedule", schedule, (Policy, type(None)), "fs.Policy(...) or None"),
+        ("donate", donate, bool, "True or False"),
+        ("debug", debug, bool, "True or False"),
+    ]
+    expect("make_step(fn, plan)", wants)
+    policy = Policy() if schedule is None else schedule
+    if policy.update != "deferred":
+        raise PlanError("schedule=: a step function updates by fs.make_update, not in the backward")
+    return Step(fn, plan, policy, donate, debug)

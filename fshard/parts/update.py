@@ -1,0 +1,333 @@
+"""``fs.make_update``: the other part of a step. Gradients become an update that the next forward hides."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import Want, described, expect
+from fshard.errors import PlanError, TreeError, lines
+from fshard.optim.base import Optimizer, rate
+from fshard.optim.checks import is_optimizer, optimizer_meant
+from fshard.optim.contract import contract
+from fshard.parts.running import PART, running_of
+from fshard.runtime.comm import digest, mesh_communicator
+from fshard.runtime.comm.facts import Facts
+from fshard.runtime.execution import Gradients, Pending, Rounding, Several, partly_updated, parts_of, rounded_groups
+from fshard.runtime.memory.memory_spaces import update_stagings
+from fshard.runtime.memory.norms import norms_of, share_of
+from fshard.runtime.memory.optimizer_layout import UpdateSlice, optimizer_layout, update_slices
+from fshard.runtime.steps import refuse_transforms, scalar, widened
+from fshard.runtime.steps.clip import norms_by_rule, read_clip
+from fshard.runtime.steps.consensus import FAILED, RuleNorms, Tally, Verdict, consensus, tally
+from fshard.runtime.steps.decide import not_finite
+from fshard.runtime.steps.failures import raise_failure
+from fshard.runtime.steps.handshake import Intent, agree
+from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
+from fshard.state.fit import check_late, check_optimizer
+from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_layout
+from fshard.state.memory import Memory
+from fshard.state.settle import complete
+from fshard.state.train_state import TrainState, expect_state, not_copied
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """Metrics of an update.
+
+    Attributes:
+        grad_norm: the norm of the gradients of the updated leaves before clipping, 0-dim, float32 or wider, equal on
+            all ranks.
+    """
+
+    grad_norm: Tensor
+
+
+class UpdateStep:
+    """``update(state, grads) -> (state, metrics)``. Made by ``fs.make_update``.
+
+    Attributes:
+        plan: the plan.
+        chosen: the plan in which every leaf is frozen that it does not update.
+        form: the form of the gradients.
+        clip: the limits of gradient norms.
+    """
+
+    def __init__(self, opt: Optimizer, plan: Plan, clip_norm: Any, only: str | None, donate: bool) -> None:
+        self.opt, self.plan, self.only, self.donate = opt, plan, only, donate
+        self.rule = check_optimizer(plan, opt)
+        self.chosen = plan if only is None else plan.only(only)
+        self.clip = read_clip(clip_norm, self.chosen)
+        self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
+        self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
+        self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules}, opt)
+        self._slices: tuple[Mapping[str, int], dict[int, tuple[UpdateSlice, ...]]] | None = None
+        self._fitting: Form | None = None  # the latest form of gradients that was found to fit
+        self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
+
+    def __repr__(self) -> str:
+        what = "" if self.only is None else f" of {self.only!r}"
+        return f"<update{what} by {self.opt!r}>"
+
+    __reduce__ = not_copied
+
+    def __call__(self, state: TrainState, grads: Any) -> tuple[TrainState, UpdateMetrics]:
+        """Update a state. The update waits for the next forward, which hides it, or for the first read of the state.
+
+        Args:
+            state: the state; donated unless the update was made with ``donate=False``.
+            grads: the gradients of the leaves that it updates, as ``fs.value_and_grad`` returns them, or any tree of
+                this rank's parts. They are donated with the state: a clone can be used afterwards.
+
+        Returns:
+            The next state, and the metrics.
+
+        Raises:
+            DonatedError: the state, or the gradients, were donated before.
+            TreeError: gradients of other leaves, or of another plan.
+            NonFiniteError: the gradient norm is not finite.
+            PeerError: another rank failed.
+        """
+        refuse_transforms("an update")
+        expect_state(state, "update")
+        if (running := running_of(state)) is not None:
+            found: tuple[TrainState, UpdateMetrics] = running.update(self, state, grads)
+            return found
+        return self._alone(state, grads)
+
+    def _alone(self, state: TrainState, grads: Any) -> tuple[TrainState, UpdateMetrics]:
+        """Update outside of a step: two exchanges of its own."""
+        comm, flat, failure, facts = mesh_communicator(self.plan.mesh), None, None, Facts()
+        try:
+            flat = self.accept(state, grads)
+            facts = self.equal.of(state)
+        except BaseException as error:
+            failure = error
+        intent = Intent(digest(["update", self.only]), self.__repr__)
+        agree(comm, PART, intent, None, False, failure, facts)
+        assert flat is not None
+        if state.stale:
+            complete(state, self.plan.mesh)
+        verdict = self._norms(flat)
+        state.memory.note_compared()
+        return self.conclude(state, flat, verdict, 1.0), self.metrics(verdict.norm)
+
+    def _norms(self, flat: Flat) -> Verdict:
+        """Ask all ranks for the norms of gradients."""
+        comm, failure, mine = mesh_communicator(self.plan.mesh), None, Tally(FAILED)
+        try:
+            mine = tally((), self.rule_norms(flat), (), (), False, False)
+            mine = replace(mine, sumsq=math.fsum(mine.rules) if all(map(math.isfinite, mine.rules)) else math.nan)
+        except Exception as error:  # a device reports late what went wrong there
+            failure = error
+        verdict = consensus(comm, mine, 1, 1, 1.0, len(self.clip.rules))
+        if verdict.worst == FAILED:
+            raise_failure(comm, failure, verdict.status)
+        return verdict
+
+    def rule_norms(self, flat: Flat) -> list[RuleNorms]:
+        """The norms of this rank's gradients, by clipping rule."""
+        slices = _taken(update_slices(self.chosen, self.rule, self.number)) if self._slices is None else self._slices[1]
+        gradients = self._gradients(flat, slices)
+        if len(self.clip.rules) > 1 or len(flat.form.order.paths) > len(self.paths):
+            return norms_by_rule(self.clip, self.plan, gradients)
+        held = [group for group in self.form.groups if gradients.shards[group.id].numel()]
+        norms = norms_of([gradients.shards[group.id] for group in held])
+        shares = [share_of(self.plan.groups[group.id], self.plan.mesh) for group in held]
+        return [list(zip(shares, norms, strict=True))]
+
+    def number(self, path: str) -> int:
+        """The number of a leaf's clipping rule; -1 of one that it does not update."""
+        return self.clip.number(path) if self.chosen.leaves[path].trainable else -1
+
+    def accept(self, state: TrainState, grads: Any) -> Flat:
+        """The gradients as chunks, if both fit.
+
+        Raises:
+            TreeError, DonatedError, PlanError: they do not.
+        """
+        state.check_plan(self.plan)
+        for group, layouts in zip(self.plan.groups, state.shards().layouts, strict=True):
+            kept = optimizer_layout(group.owned, self.plan.mesh, self.rule) if group.trainable else layouts
+            if layouts != kept:
+                raise TreeError(
+                    f"the state holds {list(layouts)} for the optimizer, {self.opt!r} keeps {list(kept)}, or not of "
+                    f"the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
+                )
+        check_late(self.opt, state.late)
+        rate(self.opt.lr, state.step + 1)
+        return self.fitting(grads)
+
+    def fitting(self, grads: Any) -> Flat:
+        """Gradients as chunks: those behind the tree, or copies.
+
+        Raises:
+            TreeError: of other leaves, or of another plan.
+        """
+        if isinstance(grads, TrainState):
+            raise TreeError("update(state, grads): grads is a state; give the gradients of fs.value_and_grad")
+        flat = known_flat(grads)
+        if flat is not None and self._fits(flat.form):
+            return flat
+        if isinstance(grads, Mapping) and self.only is None:  # those of frozen leaves are zero
+            found = dict(tree.paths(grads))
+            idle = {path for path, leaf in self.plan.leaves.items() if not leaf.trainable}
+            grads = tree.nest({path: leaf for path, leaf in found.items() if path not in idle}) if idle else grads
+        return flat_of(grads, self.form, "grads")
+
+    def _fits(self, form: Form) -> bool:
+        """Whether trees of a form have the leaves that are updated, and of others only frozen ones."""
+        if form is self._fitting:
+            return True
+        more = set(form.order.paths) - set(self.paths)
+        fits = (
+            form.plan.mesh is self.plan.mesh
+            and set(self.paths) <= set(form.order.paths)
+            and not any(self.plan.leaves[path].trainable for path in more if path in self.plan.leaves)
+            and same_layout(form.plan, self.plan)
+        )
+        self._fitting = form if fits else self._fitting
+        return fits
+
+    def conclude(self, state: TrainState, flat: Flat, verdict: Verdict, scale: float) -> TrainState:
+        """The next state, whose update waits.
+
+        Args:
+            state: the state.
+            flat: the gradients.
+            verdict: their norms.
+            scale: what the gradients are multiplied by first.
+        """
+        self.check_finite(verdict)
+        pending = self.pending(state, flat, verdict.rules, scale)
+        memory = state.memory
+        shards, before = state.shards(), state.pending
+        if before is not None and before.waiting and before.groups & pending.groups:
+            shards, before = state.applied(), None
+        waiting = before is not None and before.waiting
+        both = Several((*parts_of(before), pending)) if waiting else pending
+        if not self.donate and not memory.lent:
+            shards, both = state.applied().clone(), pending
+        following = Memory(self.plan, shards, both, partly_updated(self.chosen))
+        following.lent = memory.lent
+        step, late = self.counted(state)
+        made = TrainState(self.plan, step, state.seed, following, state.scale, state.count, late, state.past.compared())
+        if self.donate and not memory.lent:
+            memory.donate()
+        return made
+
+    def check_finite(self, verdict: Verdict) -> None:
+        """Refuse gradients that are not finite.
+
+        Raises:
+            NonFiniteError: with the norm.
+        """
+        if not math.isfinite(verdict.norm):
+            raise not_finite(verdict, early=False)
+
+    def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float) -> Pending:
+        """The update, as data."""
+        late = {path: state.late.get(path, 0) for path in self.paths}
+        least = min(late.values())
+        relative = {path: missed - least for path, missed in late.items() if missed > least}
+        if self._slices is None or self._slices[0] != relative:
+            self._slices = relative, _taken(update_slices(self.chosen, self.rule, self.number, relative))
+        factors = self.clip.factors([scale * norm for norm in norms])
+        scales = [None if scale * factor == 1.0 else 1.0 / (scale * factor) for factor in factors]
+        rounded = rounded_groups(self.chosen)
+        rounding = Rounding(self.plan, state.seed, rounded) if rounded else None
+        return Pending(self.rule, state.step - least, self._gradients(flat, self._slices[1]), scales, rounding)
+
+    def counted(self, state: TrainState) -> tuple[int, dict[str, int]]:
+        """The number of steps after this one, and which leaves have had fewer updates.
+
+        Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them.
+        """
+        trained = [path for path, leaf in self.plan.leaves.items() if leaf.trainable]
+        own = set(self.paths)
+        late = {path: state.late.get(path, 0) + (path not in own) for path in trained}
+        least = min(late.values())
+        return state.step + 1 - least, {path: missed - least for path, missed in late.items() if missed > least}
+
+    def metrics(self, norm: float) -> UpdateMetrics:
+        """The metrics of an update."""
+        return UpdateMetrics(scalar(norm, self.wide))
+
+    @functools.cached_property
+    def wide(self) -> torch.dtype:
+        return widened([group.dtype for group in self.form.groups])
+
+    def _gradients(self, flat: Flat, slices: Mapping[int, tuple[UpdateSlice, ...]]) -> Gradients:
+        """The chunks as what an update reads: of each group the part that this rank updates."""
+        if self._made is not None and self._made[0] is flat and self._made[1] is slices:
+            return self._made[2]
+        mesh, owned = self.plan.mesh, {}
+        for group in self.form.groups:
+            whole, chunk = self.plan.groups[group.id], flat.held[group.id]
+            begin, end = whole.own_range(mesh) if whole.opt_parts > 1 else (0, whole.chunk)
+            owned[group.id] = chunk if whole.opt_parts == 1 else chunk[begin:end]
+        host = frozenset(group.id for group in self.form.groups if group.offloaded)
+        made = Gradients(owned, slices, flat.passing & owned.keys(), update_stagings(self.plan), host)
+        self._made = flat, slices, made
+        return made
+
+
+def _taken(slices: Mapping[int, tuple[UpdateSlice, ...]]) -> dict[int, tuple[UpdateSlice, ...]]:
+    """The slices of leaves that have a clipping rule; the others are not updated."""
+    return {group: tuple(cut for cut in cuts if cut.limit >= 0) for group, cuts in slices.items()}
+
+
+def make_update(
+    opt: Optimizer,
+    plan: Plan,
+    *,
+    clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
+    only: str | None = None,
+    donate: bool = True,
+) -> Callable[[TrainState, Any], tuple[TrainState, UpdateMetrics]]:
+    """Make the function that updates: ``update(state, grads) -> (state, metrics)`` (``optax.apply_updates``).
+
+    The update is that of a train step: fused over leaves, with exact clipping, and applied group by group behind the
+    next forward. In a function that ``fs.make_step`` runs it is a part of that step.
+
+    Args:
+        opt: the optimizer of the state.
+        plan: the plan.
+        clip_norm: as for ``fs.make_train_step``; norms are those of the leaves that it updates.
+        only: a regular expression for whole paths: these leaves are updated. The others keep their values, their
+            optimizer state and their number of updates.
+        donate: reuse the memory of the state and of the gradients.
+
+    Raises:
+        PlanError: an option that cannot be; an optimizer that does not fit the plan, or that carries gradients between
+            steps (``fs.optim.every``).
+
+    >>> import fshard as fs
+    >>> params = {"w": torch.ones(3), "b": torch.ones(3)}
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> opt = fs.optim.sgd(0.5)
+    >>> update = fs.make_update(opt, plan, only="w")
+    >>> state, metrics = update(fs.init_state(plan, opt, params=params), {"w": torch.ones(3)})
+    >>> state.params, metrics.grad_norm
+    ({'w': tensor([0.5000, 0.5000, 0.5000]), 'b': tensor([1., 1., 1.])}, tensor(1.7321))
+    """
+    if not isinstance(plan, Plan) or not is_optimizer(opt):
+        raise PlanError(
+            f"make_update(opt, plan) takes an optimizer of fs.optim and a plan, and was given "
+            f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
+        )
+    wants: list[Want] = [
+        ("only", only, (str, type(None)), "a regular expression for paths, or None"),
+        ("donate", donate, bool, "True or False"),
+    ]
+    expect("make_update(opt, plan)", wants)
+    if contract(opt).steps is not None:
+        remedy = "Give value_and_grad accumulate=, or add gradients up with fs.tree_add."
+        raise PlanError(lines("make_update takes no optimizer that carries gradients:", [repr(opt)], remedy))
+    return UpdateStep(opt, plan, clip_norm, only, donate)

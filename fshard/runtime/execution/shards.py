@@ -1,0 +1,185 @@
+"""What a rank keeps of each group, and the gradients that update it, as optimizers take them."""
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fshard.optim.contract import Contract
+from fshard.runtime.memory.allocation import deallocate
+from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory, update_stagings
+from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, start_buffers
+from fshard.runtime.memory.step_memory import StepMemory
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
+
+Slice = tuple[Tensor, dict[str, Tensor]]
+"""Views of a range of a shard: of the parameters, and of the optimizer's buffers by name."""
+
+
+class Shard:
+    """What a rank keeps of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
+
+    ``layouts`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
+    updates; they are fewer where ``part`` says so, and then other ranks that hold the same chunk update the rest.
+    """
+
+    def __init__(
+        self,
+        param: Tensor,
+        opt: dict[str, Tensor],
+        layouts: Mapping[str, BufferLayout] | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        self.param, self.opt, self.layouts, self.part = param, opt, layouts or {}, part
+        self.own = param if part is None else param[part[0] : part[1]]
+        self._cut: tuple[tuple[UpdateSlice, ...], list[Slice]] = ((), [])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A shard is pickled without its views."""
+        return Shard, (self.param, self.opt, self.layouts, self.part)
+
+    def slices(self, update_slices: tuple[UpdateSlice, ...]) -> list[Slice]:
+        """The views that an optimizer updates, one pair an update slice; cached for the lifetime of the shard."""
+        if self._cut[0] is not update_slices:
+            self._cut = (update_slices, [(self.own[cut.begin : cut.end], self._states(cut)) for cut in update_slices])
+        return self._cut[1]
+
+    def _states(self, cut: UpdateSlice) -> dict[str, Tensor]:
+        parts = {name: layout.part(cut) for name, layout in self.layouts.items()}
+        return {name: self.opt[name][part[0] : part[1]] for name, part in parts.items() if part is not None}
+
+    def clone(self) -> "Shard":
+        """A shard of its own memory with the same values."""
+        opt = {name: same_memory(value) for name, value in self.opt.items()}
+        return Shard(same_memory(self.param), opt, self.layouts, self.part)
+
+
+def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard:
+    """A shard before its first update. A frozen group has no optimizer state."""
+    if not group.trainable:
+        return Shard(param, {})
+    part = group.own_range(mesh) if group.opt_parts > 1 else None
+    own = param if part is None else param[part[0] : part[1]]
+    buffers, layouts = start_buffers(group.owned, mesh, opt, own)
+    if group.kinds.hosted or group.kinds.opt != "device":
+        place = memory_space(group.kinds.opt, mesh)
+        buffers = {name: place.keep(value) for name, value in buffers.items()}
+    return Shard(param, buffers, layouts, part)
+
+
+class Shards(list[Shard]):
+    """The shards of all groups, by group id, which a donated state hands on to the next one.
+
+    Attributes:
+        layout: where each one keeps the optimizer's buffers.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        super().__init__(shards)
+        self.layouts = tuple([shard.layouts for shard in self])
+        self._calls: tuple[Gradients | None, dict[tuple[int, ...], Calls]] = (None, {})
+
+    def calls(self, grads: "Gradients", due: tuple[int, ...]) -> "Calls":
+        """The calls of the optimizer that update some groups, cached while gradients lie where they do."""
+        if self._calls[0] is not grads:
+            self._calls = (grads, {})
+        made = self._calls[1]
+        if due not in made:
+            made[due] = Calls(grads.alike({group: self[group] for group in due}))
+        return made[due]
+
+    def tensors(self, groups: Iterable[int]) -> list[Tensor]:
+        """The parameters of some groups, and the optimizer's state of them."""
+        return [tensor for group in groups for tensor in (self[group].param, *self[group].opt.values())]
+
+    def clone(self) -> "Shards":
+        """Shards of their own memory with the same values."""
+        return Shards(shard.clone() for shard in self)
+
+
+class Slices(NamedTuple):
+    """What one call of the optimizer updates.
+
+    Attributes:
+        cut: the first of their update slices: what it says beside its range holds for all.
+        params: the parameters.
+        grads: their gradients.
+        states: the optimizer's state of each.
+    """
+
+    cut: UpdateSlice
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Tensor]]
+
+
+class Calls:
+    """The calls of the optimizer that update some groups, and all tensors that they write."""
+
+    def __init__(self, slices: list[Slices]) -> None:
+        self.slices = slices
+        self.written = [x for call in slices for x in (*call.params, *(t for s in call.states for t in s.values()))]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The reduced gradients of a train step.
+
+    Attributes:
+        shards: a chunk a trainable group, by group id; made when the first step runs.
+        update_slices: what one kernel call can update of each trainable group.
+        passing: the groups whose chunks have memory from their reduction to their update alone.
+        stagings: how groups that are not kept where they are updated come there, by group id.
+        host: the groups that are updated on the host.
+        views: those asked for so far.
+    """
+
+    shards: Mapping[int, Tensor]
+    update_slices: Mapping[int, tuple[UpdateSlice, ...]]
+    passing: frozenset[int]
+    stagings: Mapping[int, UpdateStaging] = field(default_factory=dict)
+    host: frozenset[int] = frozenset()
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        """Let go of gradients that will not be applied."""
+        for group in self.passing:
+            deallocate(self.shards[group])
+
+    def copied(self, groups: Iterable[int]) -> "Gradients":
+        """The gradients of some groups in memory of their own."""
+        return replace(self, shards={group: same_memory(self.shards[group]) for group in groups}, views={})
+
+    def slices(self, group: int) -> list[Tensor]:
+        """The views of one group's gradients, one an update slice."""
+        if group not in self.views:
+            self.views[group] = [self.shards[group][cut.begin : cut.end] for cut in self.update_slices[group]]
+        return self.views[group]
+
+    def alike(self, shards: Mapping[int, Shard]) -> list[Slices]:
+        """The slices of some shards, those together that agree in what optimizers ask for, and lie on one side."""
+        alike: dict[tuple[Hashable, ...], Slices] = {}
+        for group, shard in shards.items():
+            cuts, host = self.update_slices[group], group in self.host
+            for (param, state), grad, cut in zip(shard.slices(cuts), self.slices(group), cuts, strict=True):
+                key = (cut.hyper, cut.limit, cut.late, param.dtype, host)
+                call = alike.setdefault(key, Slices(cut, [], [], []))
+                call.params.append(param)
+                call.grads.append(grad)
+                call.states.append(state)
+        return list(alike.values())
+
+
+def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[UpdateSlice, ...]]) -> Gradients:
+    """What becomes of the gradients of a step.
+
+    Args:
+        plan: the plan.
+        memory: where they lie.
+        slices: the update slices of each trainable group.
+    """
+    host = frozenset(group.id for group in plan.groups if group.offloaded)
+    return Gradients(memory.homes, slices, memory.reduced - host, update_stagings(plan), host)

@@ -1,0 +1,30 @@
+"""What a pass of a step runs, as a value: the same for the trace of a step function and for its runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fshard.runtime.engine.remat import NO_REMAT, Remat
+from fshard.runtime.steps.programs import Programs
+from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class PassSpec:
+    """What a pass runs.
+
+    Attributes:
+        fn: the loss function, or for evaluation any function.
+        plan: the plan as the pass reads it: leaves that get no gradient are frozen.
+        programs: makes programs of the function.
+        train: whether there is a backward.
+        accumulate: microbatches.
+        remat: which units are computed again in their backward.
+    """
+
+    fn: Callable[..., Any]
+    plan: Plan
+    programs: Callable[[], Programs]
+    train: bool = True
+    accumulate: int = 1
+    remat: Remat = NO_REMAT

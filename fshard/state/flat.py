@@ -1,0 +1,197 @@
+"""Trees of shards that know the buffers behind them: one 1-D chunk a group, of which each leaf is a view.
+
+Arithmetic on such trees is one kernel a group, and a pass reads the chunks as they lie. To users they are nested dicts
+of tensors like any other. Each leaf carries a mark, so nothing else has to be kept to find the chunks again.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import described
+from fshard.errors import TreeError, lines
+from fshard.model.leaves import LeafOrder
+from fshard.runtime.memory import memory_space
+from fshard.sharding.layout import Group
+from fshard.sharding.plan import Plan
+
+_ATTRIBUTE = "_fshard_flat"
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Which leaves of a plan a tree has, and where each lies in the chunk of its group.
+
+    Attributes:
+        plan: the plan.
+        order: the leaves.
+        what: the name of such a tree, for errors.
+    """
+
+    plan: Plan
+    order: LeafOrder
+    what: str
+
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
+        """For each leaf, in order, its group's id, its range in the chunk, and its shape on this rank."""
+        found, mesh, out = self.plan.places(), self.plan.mesh, []
+        for path in self.order.paths:
+            group, number = found[path]
+            begin, end = group.shard_range(number, mesh.index(group.gather_axes))
+            out.append((group.id, begin, end, group.local_shape(number, mesh)))
+        return out
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups that hold a leaf of it."""
+        held = {group for group, *_ in self.places}
+        return tuple(group for group in self.plan.groups if group.id in held)
+
+    def views(self, chunks: Mapping[int, Tensor]) -> list[Tensor]:
+        """Each leaf as a view of its group's chunk."""
+        return [chunks[group][begin:end].view(shape) for group, begin, end, shape in self.places]
+
+    def read(self, given: Any, what: str = "") -> list[Tensor]:
+        """The leaves of a tree, in order.
+
+        Raises:
+            TreeError: leaves are missing, unknown, of another shape, or no tensors.
+        """
+        what = what or self.what
+        leaves = self.order.read(given)
+        if leaves is None:
+            leaves = self._found(given, what)
+        shapes = [shape for *_, shape in self.places]
+        wrong = [
+            f"{path}: {list(getattr(leaf, 'shape', ()))}, this rank's part has {list(shape)}"
+            for path, leaf, shape in zip(self.order.paths, leaves, shapes, strict=True)
+            if not isinstance(leaf, Tensor) or leaf.shape != shape
+        ]
+        if wrong:
+            raise TreeError(lines(f"{what} does not have this rank's shapes:", wrong, f"Give {self.what}."))
+        return leaves
+
+    def _found(self, given: Any, what: str) -> list[Any]:
+        """The leaves of a tree of other mappings than plain dicts."""
+        if not isinstance(given, Mapping):
+            raise TreeError(f"{what} is {described(given)}, not a nested dict of tensors: give {self.what}")
+        found = dict(tree.paths(given))
+        wrong = [f"missing  {path}" for path in self.order.paths if path not in found]
+        wrong += [f"unknown  {path}" for path in found if path not in self.order.paths]
+        if wrong:
+            raise TreeError(lines(f"{what} is not a tree of these leaves:", wrong, f"Give {self.what}."))
+        return [found[path] for path in self.order.paths]
+
+
+def form_of(plan: Plan, paths: Sequence[str] | None = None, what: str = "this rank's part of each leaf") -> Form:
+    """The form of trees with these leaves of a plan; by default with all."""
+    return Form(plan, LeafOrder(what, plan.leaves if paths is None else paths), what)
+
+
+class Flat:
+    """A tree of shards by group.
+
+    Args:
+        form: its leaves.
+        chunks: this rank's chunk of each group, 1-D, by group id. Elements of no leaf of it are zero.
+    """
+
+    def __init__(self, form: Form, chunks: Mapping[int, Tensor]) -> None:
+        self.form, self._chunks = form, chunks
+
+    passing: frozenset[int] = frozenset()
+    """The groups whose chunks have memory for a while alone: what reads them last lets go of it."""
+
+    @property
+    def chunks(self) -> Mapping[int, Tensor]:
+        """The chunks."""
+        return self._chunks
+
+    @property
+    def held(self) -> Mapping[int, Tensor]:
+        """The chunks as they lie, whether or not what fills them is over."""
+        return self._chunks
+
+    @functools.cached_property
+    def leaves(self) -> list[Tensor]:
+        """A tensor for each leaf, in the order of the form, each with the mark of this tree."""
+        return self.marked(self.form.views(self._chunks))
+
+    def marked(self, leaves: list[Tensor]) -> list[Tensor]:
+        """The leaves with the mark of this tree."""
+        for leaf in leaves:
+            setattr(leaf, _ATTRIBUTE, self)
+        return leaves
+
+    def tree(self) -> dict[str, Any]:
+        """The nested dict of the leaves."""
+        return self.form.order.tree(self.leaves)
+
+    def made(self, chunks: Mapping[int, Tensor], form: Form | None = None) -> "Flat":
+        """What arithmetic on this tree makes: a tree of the same kind with other chunks."""
+        return Flat(form or self.form, chunks)
+
+
+def mark_of(leaf: Any) -> Flat | None:
+    """The tree that a tensor is a leaf of, if it has one."""
+    return getattr(leaf, _ATTRIBUTE, None)
+
+
+def known_flat(given: Any) -> Flat | None:
+    """The buffers behind a nested dict of tensors; None if it is not just the leaves of one tree."""
+    below = given
+    while type(below) is dict and below:
+        below = next(iter(below.values()))
+    flat = mark_of(below)
+    if flat is None:
+        return None
+    leaves = flat.form.order.read(given)
+    same = leaves is not None and all(map(_same, leaves, flat.leaves))
+    return flat if same else None
+
+
+def flat_of(given: Any, form: Form, what: str = "") -> Flat:
+    """A tree of shards as chunks: those behind it, or new ones with copies of its leaves.
+
+    Raises:
+        TreeError: it does not have these leaves.
+    """
+    flat = known_flat(given)
+    if flat is not None and flat.form.order.paths == form.order.paths and flat.form.plan.mesh is form.plan.mesh:
+        return flat
+    leaves = form.read(given, what)
+    chunks = {
+        group.id: memory_space(group.kinds.param, form.plan.mesh).zeros(group.chunk, group.dtype)
+        for group in form.groups
+    }
+    with torch.no_grad():
+        for leaf, view in zip(leaves, form.views(chunks), strict=True):
+            view.copy_(leaf.detach())
+    return Flat(form, chunks)
+
+
+def each_chunk(call: Callable[..., Tensor], *flats: Flat) -> dict[int, Tensor]:
+    """``call(chunk, ...)`` for each group of the first tree."""
+    with torch.no_grad():
+        columns = [flat.chunks for flat in flats]
+        return {group: call(*[column[group] for column in columns]) for group in columns[0]}
+
+
+def same_layout(a: Plan, b: Plan) -> bool:
+    """Whether the leaves of two plans lie alike."""
+    if len(a.groups) != len(b.groups):
+        return False
+    return all(
+        g.chunk == h.chunk and g.starts == h.starts and [x.path for x in g.leaves] == [x.path for x in h.leaves]
+        for g, h in zip(a.groups, b.groups, strict=True)
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b
