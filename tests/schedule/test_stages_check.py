@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.schedule import Op, Policy, Schedule, build, check, parse
+from fshard.schedule import Op, Pass, Policy, Schedule, Stages, build, check, parse
 from fshard.schedule.policy import keep
-from tests.schedule.stage_cases import STEPS, sam, steps, surgery
+from tests.schedule.cases import info
+from tests.schedule.stage_cases import STEPS, chain, sam, steps, surgery
 from tests.schedule.stage_statements import valid
 from tests.schedule.test_check import edits, passes, with_ops
 
@@ -147,3 +148,14 @@ def test_a_reduction_of_another_pass() -> None:
     again = [*schedule.ops[:first], Op("reduce_scatter", "a", 0, 1), *schedule.ops[first:]]
     with pytest.raises(ScheduleError, match="a's gradient is filled in microbatches 0 to 0"):
         check(with_ops(schedule, again))
+
+
+def test_an_update_comes_before_the_gradient_that_it_reads_is_filled() -> None:
+    groups = [info("a"), info("b", trainable=False)]
+    stages = Stages((Pass(chain(0)), Pass(chain(1))), {1: 0})
+    schedule = build(stages, groups, Policy(0, 1))
+    check(schedule)
+    at = schedule.ops.index(Op("update", "b"))
+    assert schedule[at + 1] == Op("backward", "a")
+    with pytest.raises(ScheduleError, match="b's pending update needs the gradient that this one replaces"):
+        check(moved(schedule, Op("update", "b"), Op("backward", "root")))
