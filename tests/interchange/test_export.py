@@ -111,6 +111,7 @@ def everywhere(spec: Any, sizes: Any) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1,), (3,), (4,), (2, 2)])
 @pytest.mark.parametrize("spec", [P(), P(flat="shard"), P("shard"), P(None, "shard")], ids=str)
 def test_every_way_out_and_in_gives_the_same_values(spec: P, sizes: tuple[int, ...]) -> None:

@@ -287,6 +287,7 @@ def lines_run(work: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [Policy(), Policy(reshard=False), Policy(prefetch=8, reduces=8)], ids=str)
 def test_work_is_linear_in_units(policy: Policy) -> None:
     for name, work in {
