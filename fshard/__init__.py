@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from fshard.played.virtual import VirtualMesh, virtual_mesh
     from fshard.proof.report import Verified, VerifyError
     from fshard.proof.verify import verify
+    from fshard.runtime.engine.stopped import stop_gradient
     from fshard.training.buffers import Whole, sync_buffers
     from fshard.training.elastic import Preempted, Preemption, train_loop
     from fshard.transform.loss import sharded_loss
@@ -104,6 +105,7 @@ _LATER = (
     ("fshard.parts.arithmetic", "tree_add tree_scale"),
     ("fshard.parts.step", "make_step"),
     ("fshard.parts.update", "make_update"),
+    ("fshard.runtime.engine.stopped", "stop_gradient"),
     ("fshard.transform.loss", "sharded_loss"),
     ("fshard.transform.optimizer", "differentiable"),
     ("fshard.transform.products", "gnvp hessian_trace hvp jvp"),
@@ -199,6 +201,7 @@ __all__ = [
     "sharded_loss",
     "simulate",
     "split",
+    "stop_gradient",
     "sync_buffers",
     "to_dtensor",
     "to_optim_state_dict",

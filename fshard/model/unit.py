@@ -40,6 +40,7 @@ class Slot:
     path: str  # of the leaf in the whole parameter tree
     casting: Casting | None = None  # of inputs and results of units
     shape: tuple[int, ...] | None = None  # the whole leaf's, whatever part of it the tensor holds; None if unknown
+    stopped: bool = False  # gradients do not flow into the leaf: see ``fs.stop_gradient``
     instances: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 

@@ -118,7 +118,10 @@ class Lazy(Tensor):
 
 def _gathered(value: Any) -> Any:
     slot = slot_of(value) if isinstance(value, Lazy) else None
-    return value if slot is None else slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
+    if slot is None:
+        return value
+    leaf: Tensor = slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
+    return leaf.detach() if slot.stopped else leaf
 
 
 class Versions:
@@ -187,6 +190,8 @@ class Resharding:
             filled = [
                 leaf if place is None else full[place[0].id][place[1]] for leaf, place in zip(given, at, strict=True)
             ]
+            stopped = [slot is not None and slot.stopped for slot in slots]
+            filled = [leaf.detach() if stop else leaf for leaf, stop in zip(filled, stopped, strict=True)]
             with bind(self.plan.mesh, self.plan.data_axes):  # in a backward no mesh is in scope
                 return unit.fn(tree.unflatten(spec, filled), *args, **kwargs)
 

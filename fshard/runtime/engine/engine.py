@@ -139,7 +139,7 @@ class Engine:
         self.counts[name] = index + 1
         executor.reach("forward", name, index)
         ran, result = False, None
-        if self.graphs is not None:
+        if self.graphs is not None and not called.stopped:
             leaves, paths = called.leaves, called.reads.paths
             ran, result = self.graphs.call(unit, name, index, called.params, leaves, paths, (args, kwargs))
         if not ran:
@@ -148,7 +148,7 @@ class Engine:
         return result
 
     def _eager(self, unit: Unit, called: Called, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, _, leaves, function, reads = called
+        name, _, leaves, function, reads, _ = called
         inputs = _tensors((args, kwargs) if kwargs else args)
         watched = [*inputs, *leaves]
         try:

@@ -82,6 +82,7 @@ class Called(NamedTuple):
         leaves: the leaves of that.
         function: the unit as a function of its other arguments.
         reads: what it reads.
+        stopped: whether no gradient flows into some of these leaves.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Called(NamedTuple):
     leaves: list[Tensor]
     function: Callable[..., Any]
     reads: Reads
+    stopped: bool
 
 
 class Units:
@@ -127,11 +129,15 @@ class Units:
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = self._register(unit, leaves)
+        stopped = [getattr(slot, "stopped", False) for slot in key[1]]
         if any([type(leaf) is Proxy for leaf in leaves]):
             leaves = [self._slots.by_path[path] for path in self.reads[name].paths]
+            leaves = [leaf.detach() if stop else leaf for leaf, stop in zip(leaves, stopped, strict=True)]
             params = tree.unflatten(spec, leaves)
         run = unit.prepare(params) if unit.prepare else functools.partial(unit.fn, params)
-        called = Called(name, params, leaves, self._remat.around(name, run, self._engine), self.reads[name])
+        called = Called(
+            name, params, leaves, self._remat.around(name, run, self._engine), self.reads[name], any(stopped)
+        )
         if unit.name:
             self._trees[unit] = (given, called)
         return called
