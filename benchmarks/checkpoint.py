@@ -77,11 +77,11 @@ class OursAsDcp(Ours):
 
     def save(self, folder: Path) -> None:
         """A file a rank, and the list."""
-        fs.save_dcp(self.peer.state, self.opt, folder)
+        fs.save_dcp(self.peer.state, folder, self.opt)
 
     def restore(self, folder: Path) -> object:
         """A new state."""
-        return fs.load_dcp(self.peer.plan, self.opt, folder)
+        return fs.load_dcp(folder, self.peer.plan, self.opt)
 
 
 class Dcp:

@@ -93,7 +93,7 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
     opt = fs.optim.adamw(args.lr)
     adapters = [(r".*_lora_a", fs.init.kaiming_uniform(a=5**0.5)), (r".*_lora_b", fs.init.zeros())]
-    state = fs.load_hf(plan, opt, args.out / "base", init=adapters, seed=args.seed)  # each rank reads its shards
+    state = fs.load_hf(args.out / "base", plan, opt, init=adapters, seed=args.seed)  # each rank reads its shards
     if mesh.rank == 0:
         sizes = {kind: sum(x.numel for x in plan.leaves.values() if x.trainable == kind) for kind in (True, False)}
         tqdm.write(f"{sizes[False]:,} parameters are frozen, {sizes[True]:,} of adapters learn")

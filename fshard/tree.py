@@ -143,6 +143,8 @@ def flatten(tree: Tree) -> tuple[list[Any], Spec]:
 def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
     """The pytree of this structure with these leaves."""
     if not isinstance(spec, Nested):
+        if not isinstance(spec, optree.PyTreeSpec):
+            raise TreeError(f"fs.tree.unflatten(spec, leaves): spec is {kind(spec)}: give what flatten returned")
         return optree.tree_unflatten(spec, leaves)
     rest = iter(leaves)
     outer = [
@@ -169,6 +171,8 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     >>> map(lambda x: x + 1, {"a": 1, "b": (2, 3)})
     {'a': 2, 'b': (3, 4)}
     """
+    if not callable(fn):
+        raise TreeError(f"fs.tree.map(fn, tree): fn is {kind(fn)}: give a function of a leaf first, then the tree")
     flat, spec = flatten(tree)
     if not isinstance(spec, Nested):
         return optree.tree_map(fn, tree, *rest, none_is_leaf=True)
@@ -212,6 +216,10 @@ def names(tree: Tree, root: str) -> list[str]:
     >>> names((1, {"x": 2}), "args")
     ['args[0]', "args[1]['x']"]
     """
+    if not isinstance(root, str):
+        raise TreeError(
+            f"fs.tree.names(tree, root): root is {kind(root)}: give a name, such as 'batch'"
+        )
     found = [accessor.codify(root) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
     return _repeated(found, flatten(tree)[1], lambda one, path: one + path)
 

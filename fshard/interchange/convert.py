@@ -97,7 +97,7 @@ def to_state(path: str, kind: Kind, mesh: Mesh) -> TrainState:
     if kind == "hf":
         files = HfFiles(path)
         files.check_dense()
-        return load_hf(_plan(files.tensors, mesh), sgd(0.0), path)
+        return load_hf(path, _plan(files.tensors, mesh), sgd(0.0))
     source = DcpSource(Path(path))
     source.check_dense()
     buffers = {name.rpartition(".")[2] for name in source.tensors if name.startswith("optim.state.")}
@@ -110,7 +110,7 @@ def to_state(path: str, kind: Kind, mesh: Mesh) -> TrainState:
         states = PrefixSource(source, "optim.state.").tensors
         trained = {name.rpartition(".")[0] for name in states}
     plan = _plan(tensors, mesh, trained)
-    return load_dcp(plan, opt, path, model=model, optimizer=None if trained is None else "optim")
+    return load_dcp(path, plan, opt, model=model, optimizer=None if trained is None else "optim")
 
 
 def _keys(name: str, paths: set[str]) -> tuple[str, ...]:

@@ -31,9 +31,9 @@ from fshard.state.train_state import TrainState
 
 
 def load_dcp(
-    plan: Plan,
-    opt: Optimizer,
     path: str | os.PathLike[str],
+    plan: Plan,
+    opt: Optimizer | None = None,
     *,
     model: str = "model",
     optimizer: str | None = "optim",
@@ -49,10 +49,10 @@ def load_dcp(
     are read as data, by opcodes, and no name in them is looked up or called.
 
     Args:
+        path: the folder.
         plan: the plan, on any mesh.
         opt: the optimizer, whose buffers must have torch's names, as those of ``fs.optim.adamw`` and ``sgd`` do. It
-            gives the hyper-parameters; those in the folder are ignored.
-        path: the folder.
+            gives the hyper-parameters; those in the folder are ignored. None reads parameters alone.
         model: the key of the model in the job's state dict; ``""`` if the model's is the whole state dict.
         optimizer: the key of the optimizer's state, as from ``get_optimizer_state_dict``; None to start it anew.
         rename: rules from the job's names to paths; ``(pattern, None)`` leaves a tensor, such as a buffer, out.
@@ -72,17 +72,17 @@ def load_dcp(
     >>> import tempfile
     >>> opt = fs.optim.adamw(1e-3)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fs.save_dcp(fs.init_state(plan, opt, params={"w": w}), opt, folder)
-    ...     load_dcp(plan, opt, folder).params["w"]
+    ...     fs.save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
+    ...     load_dcp(folder, plan, opt).params["w"]
     tensor([1., 2., 3., 4.])
     """
     expect(
-        "load_dcp(plan, opt, path)",
-        [("plan", plan, Plan, "what fs.make_plan returned"), ("path", path, (str, os.PathLike), "a folder")],
+        "load_dcp(path, plan, opt)",
+        [("path", path, (str, os.PathLike), "a folder"), ("plan", plan, Plan, "what fs.make_plan returned")],
     )
     source = DcpSource(Path(path))
     params = _under(source, model, optimizer)
-    optim = _under(source, optimizer, None) if optimizer is not None else None
+    optim = _under(source, optimizer, None) if optimizer is not None and opt is not None else None
     return load_with_optimizer(plan, opt, params, optim, step=step, cast=cast, rename=rename, init=init, seed=seed)
 
 

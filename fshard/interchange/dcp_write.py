@@ -52,8 +52,8 @@ class Item:
 
 def save_dcp(
     state: TrainState,
-    opt: Optimizer | None,
     path: str | os.PathLike[str],
+    opt: Optimizer | None = None,
     *,
     model: str = "model",
     optimizer: str = "optim",
@@ -67,8 +67,8 @@ def save_dcp(
 
     Args:
         state: the state.
-        opt: its optimizer, whose hyper-parameters become the job's ``param_groups``; None to write only parameters.
         path: the folder, which every rank must reach; it is made if it does not exist.
+        opt: its optimizer, whose hyper-parameters become the job's ``param_groups``; None to write only parameters.
         model: the key of the model in the job's state dict.
         optimizer: the key of the optimizer.
         rename: rules from paths to the job's names.
@@ -83,8 +83,8 @@ def save_dcp(
     >>> mesh, w, opt = fs.make_mesh((1,), ("shard",)), torch.ones(2, 3), fs.optim.adamw(1e-3)
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_dcp(fs.init_state(plan, opt, params={"w": w}), opt, folder)
-    ...     state = fs.load_dcp(plan, opt, folder)
+    ...     save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
+    ...     state = fs.load_dcp(folder, plan, opt)
     >>> state.step
     0
     """
@@ -93,7 +93,7 @@ def save_dcp(
         ("path", path, (str, os.PathLike), "a folder"),
         ("buffers", buffers, (Mapping, type(None)), "a tree of tensors, such as model.buffers"),
     ]
-    expect("save_dcp(state, opt, path)", wants)
+    expect("save_dcp(state, path, opt)", wants)
     if opt is not None:
         check_optimizer(state.plan, opt)
     names = _renamed(state.plan, rename)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError, lines
 from fshard.interchange.export_plan import exchange_pieces
@@ -40,6 +41,7 @@ def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None
         TreeError: ``params`` is not this rank's part of the plan's tree.
         PlanError: there are no processes, or ``device_mesh`` is another mesh.
     """
+    expect("to_dtensor(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     flat = plan.check_tree(params, whole=False)
     theirs, mesh = joined_mesh(plan.mesh, device_mesh), plan.mesh
     enter(mesh, "to_dtensor")
@@ -77,6 +79,7 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     >>> from_dtensor({"w": w}, plan)  # a plain tensor; under torchrun, from_dtensor(to_dtensor(params, plan), plan)
     {'w': tensor([1., 2., 3., 4.])}
     """
+    expect("from_dtensor(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     aliases = {alias for leaf in plan.leaves.values() for alias in leaf.aliases}
     given = plan.check_tree(tree.nest({k: v for k, v in dotted(params) if k not in aliases}), whole=True)
     pairs = [(value.dtype, plan.leaves[path].dtype, path) for path, value in given.items()]

@@ -148,6 +148,7 @@ def export_entries(
         raise PlanError(
             f"{described(state)} is no state: give plan= with a tree of parameters, and a state for all else"
         )
+    expect("a tree of parameters (params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     listed, mesh = [], plan.mesh
     for path, tensor in plan.check_tree(state, whole=False).items():
         (group, number), leaf = plan.places()[path], plan.leaves[path]

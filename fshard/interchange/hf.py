@@ -23,9 +23,9 @@ from fshard.state.train_state import TrainState
 
 
 def load_hf(
-    plan: Plan,
-    opt: Optimizer,
     path: str | os.PathLike[str],
+    plan: Plan,
+    opt: Optimizer | None = None,
     *,
     rename: Sequence[RenameLike] = (),
     init: Inits = (),
@@ -37,10 +37,11 @@ def load_hf(
     Each rank reads its own part of the files: no rank reads or holds the whole model.
 
     Args:
+        path: a folder with ``model.safetensors`` or ``model.safetensors.index.json``, or one ``.safetensors`` file.
         plan: the plan. If it was split from a ``transformers`` module, its paths are the names in the files, up to the
             prefix of the base model, which some files lack.
-        opt: the optimizer, whose state starts anew.
-        path: a folder with ``model.safetensors`` or ``model.safetensors.index.json``, or one ``.safetensors`` file.
+        opt: the optimizer, whose state starts anew; None for parameters alone: a state for eval steps, such as a frozen
+            reference model, whose ``params`` are the tree of shards.
         rename: rules from names in the files to paths: ``(pattern, path)`` or ``fs.Rename``. The first rule that
             matches a whole name applies; ``(pattern, None)`` leaves a tensor out.
         init: ``(pattern, initializer)`` rules for leaves that the files do not have, such as a new head.
@@ -57,12 +58,12 @@ def load_hf(
     >>> folder = tempfile.mkdtemp()
     >>> safetensors.torch.save_file({"net.w": torch.ones(2, 3)}, f"{folder}/model.safetensors")
     >>> plan = fs.make_plan({"w": torch.empty(2, 3)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    >>> fs.load_hf(plan, fs.optim.sgd(0.1), folder, rename=[(r"net\\.(.*)", r"\\1")]).params["w"].sum()
+    >>> fs.load_hf(folder, plan, fs.optim.sgd(0.1), rename=[(r"net\\.(.*)", r"\\1")]).params["w"].sum()
     tensor(6.)
     """
     expect(
-        "load_hf(plan, opt, path)",
-        [("plan", plan, Plan, "what fs.make_plan returned"), ("path", path, (str, os.PathLike), "a folder or a file")],
+        "load_hf(path, plan, opt)",
+        [("path", path, (str, os.PathLike), "a folder or a file"), ("plan", plan, Plan, "what fs.make_plan returned")],
     )
     return load(plan, opt, HfFiles(path), rename=rename, init=init, seed=seed, cast=cast)
 

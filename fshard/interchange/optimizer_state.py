@@ -23,7 +23,7 @@ STEP = "step"
 
 def load_with_optimizer(
     plan: Plan,
-    opt: Optimizer,
+    opt: Optimizer | None,
     params: TensorSource,
     optim: TensorSource | None,
     *,

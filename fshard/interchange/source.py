@@ -82,7 +82,7 @@ others, those of tied leaves, must be equal to it."""
 
 def load(
     plan: Plan,
-    opt: Optimizer,
+    opt: Optimizer | None,
     source: TensorSource,
     *,
     rename: Sequence[RenameLike] = (),

@@ -66,9 +66,9 @@ def to_state_dict(
 
 
 def from_state_dict(
-    plan: Plan,
-    opt: Optimizer,
     params: Mapping[str, Any],
+    plan: Plan,
+    opt: Optimizer | None = None,
     optim: Mapping[str, Any] | None = None,
     *,
     rename: Sequence[RenameLike] = (),
@@ -80,9 +80,10 @@ def from_state_dict(
     """A train state from full state dicts. Local: each rank copies its own part.
 
     Args:
-        plan: the plan.
-        opt: the optimizer, which gives the hyper-parameters; those in ``optim`` are ignored.
         params: whole tensors, as from ``module.state_dict()``, or a nested dict.
+        plan: the plan.
+        opt: the optimizer, which gives the hyper-parameters; those in ``optim`` are ignored. None reads parameters
+            alone.
         optim: the result of ``optimizer.state_dict()``, or of ``get_optimizer_state_dict`` with
             ``full_state_dict=True``; None to start the optimizer's state anew.
         rename: rules from the names in ``params`` to paths; ``(pattern, None)`` leaves a tensor, such as a buffer, out.
@@ -97,15 +98,17 @@ def from_state_dict(
     >>> import fshard as fs
     >>> module = torch.nn.Linear(2, 3)
     >>> plan = fs.make_plan(fs.split(module), fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    >>> fs.from_state_dict(plan, fs.optim.sgd(0.1), module.state_dict())
+    >>> fs.from_state_dict(module.state_dict(), plan, fs.optim.sgd(0.1))
     <TrainState of step 0: 2 leaves on rank 0>
     """
     wants = [
-        ("plan", plan, Plan, "what fs.make_plan returned"),
         ("params", params, Mapping, "a state dict"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
         ("optim", optim, (Mapping, type(None)), "what optimizer.state_dict() returned, or None"),
     ]
-    expect("from_state_dict(plan, opt, params)", wants)
+    expect("from_state_dict(params, plan, opt)", wants)
+    if optim is not None and opt is None:
+        raise PlanError("from_state_dict: optim= is the state of an optimizer: give opt, such as fs.optim.adamw(1e-3)")
     source = MemorySource("the state dict", flat_tensors(params, "params"))
     state = None
     if optim is not None:

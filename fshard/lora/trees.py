@@ -77,6 +77,7 @@ def linear(params: Mapping[str, Any], x: Tensor, *, alpha: float, name: str = "w
     >>> linear(p, torch.ones(1, 3), alpha=1)
     tensor([[3., 3.]])
     """
+    expect("lora.linear(params, x)", [("params", params, Mapping, "a subtree"), ("x", x, Tensor, "a tensor")])
     missing = [key for key in (name, name + adapted.A, name + adapted.B) if key not in params]
     if missing:
         raise TreeError(f"lora.linear: the subtree has {list(params)} and no {missing}: see name=, and fs.lora.init")

@@ -154,6 +154,8 @@ def rate(lr: Rate, step: int) -> float:
     >>> rate(lambda step: 1.0 / (step + 1), step=4)
     0.25
     """
+    if not isinstance(step, int):
+        raise errors.bad_rate(lr, 1, step)
     value = lr(step - 1) if callable(lr) else lr
     if step < 1 or not isinstance(value, Real) or not 0 <= value < math.inf:
         raise errors.bad_rate(lr, step, value)

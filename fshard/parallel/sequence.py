@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fshard import collectives
+from fshard.arguments import expect
 from fshard.parallel.checks import check_whole
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
@@ -94,6 +95,7 @@ def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | No
     >>> mesh.run(lambda: split_sequence(torch.arange(4), 0, mesh=mesh))
     [tensor([0, 1]), tensor([2, 3])]
     """
+    expect("split_sequence(x, dim)", [("x", x, Tensor, "a tensor"), ("dim", dim, int, "a dim of it")])
     return collectives.cut(x, P(*[None] * (dim % x.dim()), axis), mesh=mesh)
 
 

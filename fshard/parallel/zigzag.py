@@ -28,6 +28,7 @@ def zigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
     >>> zigzag(torch.arange(8), 2, 0)
     tensor([0, 1, 6, 7, 2, 3, 4, 5])
     """
+    _expect("zigzag", x)
     return x.index_select(dim, _order(x.shape[dim], parts).to(x.device))
 
 
@@ -37,6 +38,7 @@ def unzigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
     >>> unzigzag(zigzag(torch.arange(8), 2, 0), 2, 0)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
+    _expect("unzigzag", x)
     return x.index_select(dim, _order(x.shape[dim], parts).argsort().to(x.device))
 
 
@@ -83,6 +85,10 @@ def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, me
     """
     parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)
     return _order(length * parts, parts).chunk(parts)[index].to(device)  # type: ignore[call-overload,no-any-return]
+
+
+def _expect(call: str, x: Tensor) -> None:
+    expect(f"{call}(x, parts)", [("x", x, Tensor, "a tensor with a dim that is the sequence")])
 
 
 def _order(length: int, parts: int) -> Tensor:

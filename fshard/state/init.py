@@ -17,7 +17,7 @@ from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
 from fshard.runtime.comm import enter
-from fshard.runtime.execution import Shards, start_shard
+from fshard.runtime.execution import Shard, Shards, start_shard
 from fshard.runtime.memory import memory_space
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
@@ -32,7 +32,7 @@ Inits = Sequence[tuple[str, Initializer]]
 
 def init_state(
     plan: Plan,
-    opt: Optimizer,
+    opt: Optimizer | None = None,
     seed: int = 0,
     *,
     params: Mapping[str, Any] | None = None,
@@ -43,7 +43,7 @@ def init_state(
 
     Args:
         plan: the plan.
-        opt: the optimizer, whose state starts for each shard.
+        opt: the optimizer, whose state starts for each shard; None for parameters alone: a state for eval steps.
         seed: values depend on ``(seed, path, global index)`` alone, so they are the same on any mesh. It also seeds
             the random numbers inside steps.
         params: whole tensors to start from, instead of fresh values.
@@ -96,13 +96,18 @@ def init_state(
 
 
 def start(
-    plan: Plan, opt: Optimizer, value: Callable[[str, Piece], Tensor], step: int, seed: int, past: Past | None = None
+    plan: Plan,
+    opt: Optimizer | None,
+    value: Callable[[str, Piece], Tensor],
+    step: int,
+    seed: int,
+    past: Past | None = None,
 ) -> TrainState:
     """A state whose optimizer starts from given parameters. Local.
 
     Args:
         plan: the plan.
-        opt: the optimizer.
+        opt: the optimizer; None for parameters alone.
         value: gives the elements of a piece of the leaf with this path, 1-D.
         step: the number of updates that were made, none of which the optimizer's state has seen.
         seed: of random numbers inside of steps.
@@ -111,12 +116,12 @@ def start(
     Raises:
         PlanError: an optimizer that does not fit.
     """
-    made = check_optimizer(plan, opt)
+    made = None if opt is None else check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
         param = _shard_of(plan, group, value)
-        shards.append(start_shard(group, plan.mesh, made, param))
-    late = [path for path, leaf in plan.leaves.items() if leaf.trainable and step]
+        shards.append(Shard(param, {}) if made is None else start_shard(group, plan.mesh, made, param))
+    late = [path for path, leaf in plan.leaves.items() if leaf.trainable and step and made is not None]
     memory, begun = Memory(plan, Shards(shards)), dict.fromkeys(late, step)
     return TrainState(plan, step, seed, memory, late=begun, past=past or Past(made={}))
 

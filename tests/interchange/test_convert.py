@@ -30,7 +30,7 @@ def run_folder(tmp_path: Path) -> Path:
     for path, row in optim["state"].items():
         row["step"], row["exp_avg"], row["exp_avg_sq"] = torch.tensor(4.0), FLAT[path] * 2, FLAT[path].abs()
     with fs.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(fs.from_state_dict(plan(), OPT, LEAVES, optim))
+        ckpt.save(fs.from_state_dict(LEAVES, plan(), OPT, optim))
     return tmp_path / "run"
 
 
@@ -64,7 +64,7 @@ def test_to_torch_and_back(run_folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert status == 0 and "without param_groups" in said
     names = [f"optim.state.{path}.{key}" for path in FLAT for key in ("exp_avg", "exp_avg_sq", "step")]
     assert set(read_metadata(out).tensors) == {*names, *(f"model.{path}" for path in FLAT)}
-    state = fs.load_dcp(plan(), OPT, out)
+    state = fs.load_dcp(out, plan(), OPT)
     assert state.step == 4
     assert fshard(capsys, out, tmp_path / "again")[0] == 0
     with fs.Checkpointer(tmp_path / "again") as ckpt:

@@ -101,7 +101,7 @@ def everywhere(spec: Any, sizes: Any) -> None:
         found = dict(fs.export(state, to=root, dtype=torch.bfloat16))
         assert list(found) == (list(whole) if mesh.rank == root else [])
         assert all(torch.equal(leaf, whole[path].bfloat16()) for path, leaf in found.items())
-    back = fs.from_state_dict(plan, OPT, fs.to_state_dict(state), fs.to_optim_state_dict(state, OPT), step=7)
+    back = fs.from_state_dict(fs.to_state_dict(state), plan, OPT, fs.to_optim_state_dict(state, OPT), step=7)
     assert back.step == 7
     for (path, mine), (_, other) in zip(tree.paths(back.opt_state), tree.paths(state.opt_state), strict=True):
         assert torch.equal(mine, other), path

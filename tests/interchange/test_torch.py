@@ -45,7 +45,7 @@ def dtensors(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
         with pytest.raises(TreeError, match="unknown  x"):
             fs.from_dtensor({**placed, "x": placed["b"]}, plan)
         with pytest.raises(TreeError, match="a DTensor; use fs.from_dtensor"):
-            fs.from_state_dict(plan, OPT, placed)
+            fs.from_state_dict(placed, plan, OPT)
         wrong = init_device_mesh("cpu", (mesh.size, 1), mesh_dim_names=("x", "y"))
         with pytest.raises(PlanError, match="device_mesh has dims"):
             fs.to_dtensor(state.params, plan, device_mesh=wrong)
@@ -93,7 +93,7 @@ def test_optimizers_of_torch_go_on_here_and_back(name: str, named: bool) -> None
     plan = fs.make_plan(fs.split(module), fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
     counted = {} if "sgd" not in name else {"step": 3}
     no_buffers = [(r"2\.(running_.*|num_batches_tracked)", None)]
-    state = fs.from_state_dict(plan, opt, module.state_dict(), theirs.state_dict(), rename=no_buffers, **counted)
+    state = fs.from_state_dict(module.state_dict(), plan, opt, theirs.state_dict(), rename=no_buffers, **counted)
     assert state.step == 3
     full = fs.to_state_dict(state, buffers=fs.split(module).buffers)
     assert full.keys() == module.state_dict().keys()
@@ -120,11 +120,11 @@ def test_decay_of_some_leaves_makes_two_groups_and_comes_back() -> None:
         (0.01, 0.1, ["a", "b", "e"]),
         (0.0, 0.1, ["c"]),
     ]
-    assert fs.from_state_dict(plan, opt, LEAVES, found).step == 0
+    assert fs.from_state_dict(LEAVES, plan, opt, found).step == 0
     for group in found["param_groups"]:
         group.pop("param_names")
     with pytest.raises(TreeError, match="numbers 4 parameters in 2 groups.*named_parameters"):
-        fs.from_state_dict(plan, opt, LEAVES, found)
+        fs.from_state_dict(LEAVES, plan, opt, found)
 
 
 def _rows(change: Any) -> dict[str, Any]:
@@ -151,13 +151,13 @@ BAD_OPTIM: dict[str, tuple[Any, str]] = {
 def test_an_optimizer_state_that_does_not_fit(name: str) -> None:
     change, text = BAD_OPTIM[name]
     with pytest.raises(TreeError, match=text):
-        fs.from_state_dict(one()[0], OPT, LEAVES, _rows(change))
+        fs.from_state_dict(LEAVES, one()[0], OPT, _rows(change))
 
 
 def test_state_dicts_that_do_not_fit() -> None:
     plan, state = one()
     with pytest.raises(TreeError, match="holds values that are not plain tensors:\n  a: ndarray|list"):
-        fs.from_state_dict(plan, OPT, {**LEAVES, "a": [1.0]})
+        fs.from_state_dict({**LEAVES, "a": [1.0]}, plan, OPT)
     with pytest.raises(PlanError, match="keys='path'"):
         fs.to_optim_state_dict(state, OPT, keys="path")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="params= and shards="):
@@ -180,8 +180,8 @@ def over_more_axes(folder: str) -> None:
         if entry.name.startswith("opt."):
             entry.tensor.copy_(torch.arange(entry.piece.start, entry.piece.stop).float())
     full = fs.to_optim_state_dict(state, OPT)
-    fs.save_dcp(state, OPT, folder)
-    for found in (state, fs.from_state_dict(plan, OPT, LEAVES, full), fs.load_dcp(plan, OPT, folder)):
+    fs.save_dcp(state, folder, OPT)
+    for found in (state, fs.from_state_dict(LEAVES, plan, OPT, full), fs.load_dcp(folder, plan, OPT)):
         for path, row in fs.to_optim_state_dict(found, OPT)["state"].items():
             numbers = torch.arange(float(LEAVES[path].numel())).view(LEAVES[path].shape)
             assert torch.equal(row["exp_avg"], numbers) and torch.equal(row["exp_avg_sq"], numbers)

@@ -62,7 +62,7 @@ def load(kind: str, path: Path) -> Any:
     """Read a folder in the way of its kind."""
     if kind == "native":
         return fs.Checkpointer(path.parent).restore(plan(), OPT)
-    return fs.load_dcp(plan(), OPT, path) if kind == "dcp" else fs.load_hf(plan(), OPT, path)
+    return fs.load_dcp(path, plan(), OPT) if kind == "dcp" else fs.load_hf(path, plan(), OPT)
 
 
 @pytest.mark.long

@@ -171,7 +171,7 @@ def test_counts_of_torch_come_in() -> None:
         theirs.step()
     opt, plan = fs.optim.adamw(0.1), _plan(fs.make_mesh((1,), ("shard",)), SHARDED)
     given = {name: leaf.detach() for name, leaf in leaves.items()}
-    state = fs.from_state_dict(plan, opt, given, theirs.state_dict())
+    state = fs.from_state_dict(given, plan, opt, theirs.state_dict())
     assert (state.step, state.late) == (5, {"b": 2, "c": 2})
     step = fs.make_train_step(lambda p, x: sum((leaf * x).square().sum() / 2 for leaf in tree.leaves(p)), opt, plan)
     state, _ = step(state, torch.ones(()))
@@ -180,7 +180,7 @@ def test_counts_of_torch_come_in() -> None:
     theirs.step()
     for name, leaf in state.params.items():
         torch.testing.assert_close(leaf, leaves[name].detach(), rtol=1e-6, atol=1e-7)
-    fresh = fs.from_state_dict(plan, opt, given, step=5)
+    fresh = fs.from_state_dict(given, plan, opt, step=5)
     assert fresh.late == {"a": 5, "b": 5, "c": 5}  # an optimizer that starts anew corrects its moments
 
 

@@ -1,0 +1,144 @@
+"""Every public function says what is wrong where its first two arguments are swapped."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import P, optim, parallel, tree
+from fshard.errors import ShardError
+from tests.mistakes.cases import BATCH, MESH, MODEL, NET, OPT, PLAN, RULES, loss, st, step
+from tests.project.test_public_names import public_names
+
+X, KEY, RULE = torch.ones(4, 4), fs.random.key(0), [("a", "mean")]
+SCHEDULE = step().trace(BATCH)
+HERE = Path(__file__).parent
+
+CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "abstract_mesh": lambda: ((2,), ("shard",)),
+    "averaged": lambda: (st(), "ema"),
+    "clipped_grad": lambda: (loss, PLAN, 1.0),
+    "differentiable": lambda: (optim.sgd(0.1), PLAN),
+    "export": lambda: (st().params, PLAN),
+    "from_dtensor": lambda: ({}, PLAN),
+    "from_state_dict": lambda: (NET.state_dict(), PLAN, OPT),
+    "gnvp": lambda: (loss, loss, PLAN),
+    "hessian_trace": lambda: (loss, PLAN),
+    "hvp": lambda: (loss, PLAN),
+    "init_state": lambda: (PLAN, OPT),
+    "jvp": lambda: (loss, PLAN),
+    "load_dcp": lambda: (HERE, PLAN, OPT),
+    "load_hf": lambda: (HERE, PLAN, OPT),
+    "make_eval_step": lambda: (loss, PLAN),
+    "make_mesh": lambda: ((-1,), ("shard",)),
+    "make_plan": lambda: (MODEL, MESH, RULES),
+    "make_train_step": lambda: (loss, OPT, PLAN),
+    "per_sample_grad": lambda: (loss, PLAN),
+    "remat": lambda: (loss, fs.policies.dots),
+    "reshard_state": lambda: (st(), PLAN, OPT),
+    "save_dcp": lambda: (st(), HERE, OPT),
+    "save_hf": lambda: (st(), HERE),
+    "shard": lambda: (MODEL.params, PLAN),
+    "shard_map": lambda: (loss, MESH, P("shard"), P("shard")),
+    "sharded_loss": lambda: (loss, PLAN),
+    "simulate": lambda: (SCHEDULE, fs.Costs({})),
+    "split": lambda: (NET, "blocks.*"),
+    "sync_buffers": lambda: ({"a": X}, PLAN),
+    "to_dtensor": lambda: (st().params, PLAN),
+    "to_optim_state_dict": lambda: (st(), OPT),
+    "to_state_dict": lambda: (st().params, PLAN),
+    "train_loop": lambda: (step(), st, lambda start: iter(())),
+    "tree_norm": lambda: (st().params, PLAN),
+    "tree_normal": lambda: (KEY, PLAN),
+    "tree_rademacher": lambda: (KEY, PLAN),
+    "unshard": lambda: (st().params, PLAN),
+    "value_and_grad": lambda: (loss, PLAN),
+    "verify": lambda: (step(), st(), BATCH),
+    "virtual_mesh": lambda: ((2,), ("shard",)),
+    "view.timeline": lambda: (SCHEDULE, fs.simulate(SCHEDULE, costs())),
+    "lora.init": lambda: (MODEL.params, r".*weight"),
+    "lora.linear": lambda: ({"weight": X}, X),
+    "lora.wrap": lambda: (MODEL, r".*weight"),
+    "optim.masked": lambda: (OPT, ".*"),
+    "optim.rate": lambda: (optim.constant(0.1), 1),
+    "optim.matrices": lambda: ("w", (2, 2)),
+    "random.bernoulli": lambda: (KEY, 0.5),
+    "random.dropout": lambda: (KEY, X),
+    "random.fold_in": lambda: (KEY, 1),
+    "random.normal": lambda: (KEY, (2,)),
+    "random.split": lambda: (KEY, 2),
+    "random.uniform": lambda: (KEY, (2,)),
+    "tree.map": lambda: (torch.neg, {"a": X}),
+    "tree.names": lambda: ({"a": X}, "batch"),
+    "tree.paths": lambda: ({"a": X}, "a."),
+    "tree.unflatten": lambda: (tree.flatten({"a": X})[1], [X]),
+    "parallel.grouped_linear": lambda: (X, torch.ones(2, 4, 4), [2, 2]),
+    "parallel.combine": lambda: (X, parallel.dispatch(X, parallel.route(X), axis=None)),
+    "parallel.dispatch": lambda: (X, parallel.route(X)),
+    "parallel.moe": lambda: (X, parallel.route(X), lambda rows, counts: rows),
+    "parallel.route": lambda: (X, 2),
+    "parallel.zigzag": lambda: (X, 2),
+    "parallel.unzigzag": lambda: (X, 2),
+    "parallel.join_sequence": lambda: (X, 1),
+    "parallel.split_sequence": lambda: (X, 1),
+    "parallel.zigzag_slice": lambda: (X, 1),
+    "parallel.column_rule": lambda: (".*", "tp"),
+    "parallel.expert_rule": lambda: (".*", "tp"),
+    "parallel.row_rule": lambda: (".*", "tp"),
+    **{
+        f"collectives.{name}": lambda rest=rest: (X, "shard", *rest)  # type: ignore[misc]
+        for name, rest in {
+            **dict.fromkeys(("all_gather", "all_gather_start", "pmax", "pmean", "psum", "psum_scatter"), ()),
+            **dict.fromkeys(("psum_scatter_start", "psum_start", "pvary"), ()),
+            **dict.fromkeys(("all_to_all", "all_to_all_start"), (0, 0)),
+            **dict.fromkeys(("ppermute", "ppermute_start"), ([(0, 0)],)),
+            "ragged_all_to_all": ([4], [4]),
+        }.items()
+    },
+    "collectives.assemble": lambda: (X, P("shard")),
+    "collectives.cut": lambda: (X, P("shard")),
+}
+
+OPTIONS = {"lora.linear": {"alpha": 1.0}, "train_loop": {"steps": 1}}
+
+SAME = {
+    # the first two are of one kind, so that nothing could tell; or swapped they mean something as well
+    "optim.matrices",  # a question that optimizers ask
+    *("tree_vdot", "tree.spread", "gnvp", "parallel.padded", "keep"),
+    *("parallel.column_linear", "parallel.row_linear", "parallel.layer_norm", "parallel.rms_norm"),
+    *("parallel.ring_attention", "parallel.vocab_cross_entropy", "parallel.vocab_embedding", "parallel.linear"),
+    *(f"parallel.{name}" for name in ("column_rule", "row_rule", "expert_rule")),  # two strings
+}
+
+
+def costs() -> fs.Costs:
+    """Some costs of every op."""
+    return fs.Costs({(op.kind, op.target): 1.0 for op in SCHEDULE.ops})
+
+
+def functions() -> Iterator[tuple[str, Any]]:
+    """The public functions of two positional arguments or more."""
+    for name in public_names(fs):
+        value: Any = fs
+        for part in name.split("."):
+            value = getattr(value, part)
+        if inspect.isfunction(value) and name.partition(".")[0] not in ("init", "errors"):
+            parameters = [p for p in inspect.signature(value).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            if len(parameters) > 1:
+                yield name, value
+
+
+def test_every_function_is_called() -> None:
+    assert {name for name, _ in functions()} <= CALLS.keys() | SAME
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - SAME))
+def test_swapped_arguments_are_told(name: str) -> None:
+    first, second, *rest = CALLS[name]()
+    options = {"mesh": MESH} if name.startswith("collectives.") else OPTIONS.get(name, {})
+    with pytest.raises(ShardError):
+        list(dict(functions())[name](second, first, *rest, **options))  # of generators, the first item
