@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from fshard import collectives, errors, optim, tree
 from fshard.launch import make_mesh
-from fshard.model import init, policies, random
+from fshard.model import checkpoint_policies, init, random
 from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
 from fshard.model.remat import remat
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from fshard.training.elastic import Preempted, Preemption, train_loop
     from fshard.transform.loss import sharded_loss
     from fshard.transform.optimizer import differentiable
-    from fshard.transform.products import gnvp, hessian_trace, hvp, jvp
+    from fshard.transform.products import gnvp, hessian_trace_samples, hvp, jvp
     from fshard.transform.samples import clipped_grad, per_sample_grad
     from fshard.transform.trees import tree_norm, tree_normal, tree_rademacher, tree_stack, tree_vdot
 
@@ -108,7 +108,7 @@ _LATER = (
     ("fshard.runtime.engine.stopped", "stop_gradient"),
     ("fshard.transform.loss", "sharded_loss"),
     ("fshard.transform.optimizer", "differentiable"),
-    ("fshard.transform.products", "gnvp hessian_trace hvp jvp"),
+    ("fshard.transform.products", "gnvp hessian_trace_samples hvp jvp"),
     ("fshard.transform.samples", "clipped_grad per_sample_grad"),
     ("fshard.transform.trees", "tree_norm tree_normal tree_rademacher tree_stack tree_vdot"),
     ("fshard.played.virtual", "VirtualMesh virtual_mesh"),
@@ -171,7 +171,7 @@ __all__ = [
     "fsdp",
     "glob",
     "gnvp",
-    "hessian_trace",
+    "hessian_trace_samples",
     "hvp",
     "init",
     "init_state",
@@ -189,7 +189,7 @@ __all__ = [
     "optim",
     "parallel",
     "per_sample_grad",
-    "policies",
+    "checkpoint_policies",
     "random",
     "remat",
     "reshard_state",

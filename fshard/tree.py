@@ -217,9 +217,7 @@ def names(tree: Tree, root: str) -> list[str]:
     ['args[0]', "args[1]['x']"]
     """
     if not isinstance(root, str):
-        raise TreeError(
-            f"fs.tree.names(tree, root): root is {kind(root)}: give a name, such as 'batch'"
-        )
+        raise TreeError(f"fs.tree.names(tree, root): root is {kind(root)}: give a name, such as 'batch'")
     found = [accessor.codify(root) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
     return _repeated(found, flatten(tree)[1], lambda one, path: one + path)
 

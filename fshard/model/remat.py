@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from fshard import tree
 from fshard.arguments import expect
 from fshard.errors import PlanError, RematError, TransformError
+from fshard.model.checkpoint_policies import SavePolicy, nothing
 from fshard.model.exact import Exact
-from fshard.model.policies import SavePolicy, nothing
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -38,7 +38,7 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
     Args:
         fn: a pure function of pytrees of tensors and plain values, which returns a pytree. All tensors that need a
             gradient must be arguments. Random numbers in it must come from ``fs.random``.
-        policy: which results are kept too: ``fs.policies.nothing`` (the default), ``dots``, ``everything``,
+        policy: which results are kept too: ``fs.checkpoint_policies.nothing`` (the default), ``dots``, ``everything``,
             ``saving(ops)``. ``dots`` and ``saving`` work in plain autograd and under ``torch.compile``; they raise
             under a transform of ``torch.func`` and on double backward. Inside of a compiled transform the compiler
             sees the whole computation, and ``remat`` leaves it alone.
@@ -57,7 +57,9 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
     expect("fs.remat(fn)", [("fn", fn, Callable, "a function; units of a step are named by make_train_step(remat=)")])
     policy = nothing if policy is None else policy
     if not isinstance(policy, SavePolicy):
-        raise PlanError(f"remat(policy={policy!r}): give fs.policies.nothing, dots, everything or saving(ops)")
+        raise PlanError(
+            f"remat(policy={policy!r}): give fs.checkpoint_policies.nothing, dots, everything or saving(ops)"
+        )
     if policy.ops is None:
         return fn
 
@@ -75,7 +77,7 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
         if policy.ops:
             raise RematError(
                 f"remat(policy={policy}) under a transform of torch.func, which cannot keep single results: "
-                f"use fs.policies.nothing or everything there"
+                f"use fs.checkpoint_policies.nothing or everything there"
             )
         return _again(fn, args, kwargs)
 

@@ -62,9 +62,9 @@ def make_train_step(
             ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that
             cannot be traced run as they are; ``step.units`` names them.
         remat: which units are computed again in their backward, so that less memory is held between the two: None, for
-            none; ``"all"``; a policy of ``fs.policies``, which says whose results are kept nevertheless; or rules
-            ``[(glob, one of these)]`` on names of units, of which the first that matches counts; ``"**"`` matches all.
-            Gradients keep their bits.
+            none; ``"all"``; a policy of ``fs.checkpoint_policies``, which says whose results are kept nevertheless; or
+            rules ``[(glob, one of these)]`` on names of units, of which the first that matches counts; ``"**"`` matches
+            all. Gradients keep their bits.
         loss_scale: how the loss is scaled for the backward, ``fs.LossScale()``, which float16 needs. A step whose
             gradient is not finite is skipped on all ranks: it returns the state as it was, with a smaller scale, and
             ``metrics.skipped``. A loss that is not finite stays an error, since no scale would mend it.

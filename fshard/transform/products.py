@@ -157,10 +157,10 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
     return product
 
 
-def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[Any, Any, Tensor], Tensor]:
-    """An unbiased estimate of the trace of the Hessian: ``hessian_trace(loss_fn, plan)(params, batch, key)``.
+def hessian_trace_samples(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[Any, Any, Tensor], Tensor]:
+    """Samples whose mean is the trace of the Hessian: ``hessian_trace_samples(loss_fn, plan)(params, batch, key)``.
 
-    The mean of ``z @ H z`` over random signs ``z`` (Hutchinson 1990). It does not depend on the mesh.
+    Each is ``z @ H z`` of random signs ``z``, an unbiased estimate (Hutchinson 1990). They do not depend on the mesh.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
@@ -174,12 +174,12 @@ def hessian_trace(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Callable[[A
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
-    >>> trace = hessian_trace(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan, samples=2)
-    >>> trace({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]), fs.random.key(0))
+    >>> found = hessian_trace_samples(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan, samples=2)
+    >>> found({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]), fs.random.key(0))
     tensor([10., 10.])
     """
     if not isinstance(samples, int) or samples < 1:
-        raise PlanError(f"hessian_trace(samples={samples!r}): an int >= 1")
+        raise PlanError(f"hessian_trace_samples(samples={samples!r}): an int >= 1")
     times = hvp(loss_fn, plan)
 
     def probes(params: Any, batch: Any, key: Tensor) -> Tensor:

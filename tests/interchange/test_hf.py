@@ -362,3 +362,18 @@ def test_rules_read_as_they_are_written() -> None:
     rule = fs.Rename(r"(?P<layer>\d+)\.w", r"blocks.\g<layer>.w")
     assert rule.of("12.w") == "blocks.12.w" and rule.of("x.w") is None
     assert re.fullmatch(r"Rename\(.*\)", repr(rule))
+
+
+def test_parameters_alone_are_a_state_for_evaluation(tmp_path: Path) -> None:
+    folder, plan = written(tmp_path, **GOOD), small()
+    state, trained = fs.load_hf(folder, plan), fs.load_hf(folder, plan, OPT)
+    assert state.opt_state == {} and trained.opt_state
+    assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (state.params, trained.params)), strict=True))
+
+    def total(params: Any, batch: Any) -> torch.Tensor:
+        return torch.stack([leaf.sum() for leaf in tree.leaves(params)]).sum() * batch.mean()
+
+    evaluate, batch = fs.make_eval_step(total, plan), torch.ones(2)
+    assert torch.equal(evaluate(state, batch), evaluate(trained, batch))
+    with pytest.raises(TreeError, match=r"the state holds \[\] for the optimizer"):
+        fs.make_train_step(total, fs.optim.adamw(0.1), plan)(state, batch)

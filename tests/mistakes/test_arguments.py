@@ -68,7 +68,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.make_plan(MODEL, None, RULES), "mesh is None: give a mesh"),
     (lambda: fs.make_plan(Net, MESH, RULES), "model is the class Net: give what fs.split returned"),
     (lambda: fs.init_state(PLAN, torch.optim.AdamW(Net().parameters())), r"from_torch\(torch\.optim\.AdamW, \.\.\.\)"),
-    (lambda: fs.init_state(PLAN, None), r"opt is None, not an optimizer of fs\.optim"),
+    (lambda: fs.init_state(PLAN, 3), r"opt is 3, an int, not an optimizer of fs\.optim"),
     (lambda: fs.init_state(OPT, PLAN), "plan is a sgd: give what fs.make_plan returned"),
     (lambda: fs.init_state(PLAN, OPT, seed="a"), "seed is 'a', a str: give an int"),
     (lambda: fs.init_state(PLAN, OPT, seed=1.5), "seed is 1.5, a float: give an int"),

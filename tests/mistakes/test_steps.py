@@ -217,13 +217,13 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "remat True",
         lambda: step(remat=True)(st(), BATCH),
         errors.PlanError,
-        "fs.policies, or a list of (glob of units, one of these)",
+        "fs.checkpoint_policies, or a list of (glob of units, one of these)",
     ),
     (
         "remat pol",
         lambda: step(remat=torch.utils.checkpoint.checkpoint)(st(), BATCH),
         errors.PlanError,
-        "fs.policies, or a list of (glob of units, one of these)",
+        "fs.checkpoint_policies, or a list of (glob of units, one of these)",
     ),
     ("compile True", lambda: step(compile=True), errors.PlanError, "compile=True must be None, 'fx' or 'inductor'"),
     (
@@ -297,7 +297,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
     ),
     (
         "trace key int",
-        lambda: fs.hessian_trace(loss, PLAN)(st().params, BATCH, 0),
+        lambda: fs.hessian_trace_samples(loss, PLAN)(st().params, BATCH, 0),
         errors.PlanError,
         "and map over several keys with torch.vmap",
     ),

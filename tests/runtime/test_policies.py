@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import fshard as fs
+from fshard import checkpoint_policies as policies
 from fshard.errors import PlanError
 
 aten = torch.ops.aten
@@ -28,14 +28,14 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("policy", "products", "sines"),
     [
-        (fs.policies.nothing, 8, 3),
-        (fs.policies.dots, 6, 3),
-        (fs.policies.saving(aten.sin), 8, 2),
-        (fs.policies.everything, 6, 2),
+        (policies.nothing, 8, 3),
+        (policies.dots, 6, 3),
+        (policies.saving(aten.sin), 8, 2),
+        (policies.everything, 6, 2),
     ],
     ids=repr,
 )
-def test_what_is_kept_is_not_computed_again(policy: fs.policies.SavePolicy, products: int, sines: int) -> None:
+def test_what_is_kept_is_not_computed_again(policy: policies.SavePolicy, products: int, sines: int) -> None:
     w, x = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
 
     def body(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -47,13 +47,16 @@ def test_what_is_kept_is_not_computed_again(policy: fs.policies.SavePolicy, prod
 
 
 def test_policies_are_values_with_names() -> None:
-    assert fs.policies.saving(aten.mm) == fs.policies.saving(aten.mm.default)
-    assert {repr(fs.policies.nothing), repr(fs.policies.dots)} == {"fs.policies.nothing", "fs.policies.dots"}
-    assert fs.policies.dots.saves(aten.addmm.default) and not fs.policies.dots.saves(aten.gelu.default)
+    assert policies.saving(aten.mm) == policies.saving(aten.mm.default)
+    assert {repr(policies.nothing), repr(policies.dots)} == {
+        "fs.checkpoint_policies.nothing",
+        "fs.checkpoint_policies.dots",
+    }
+    assert policies.dots.saves(aten.addmm.default) and not policies.dots.saves(aten.gelu.default)
 
 
 def test_what_is_no_operator_is_refused() -> None:
     with pytest.raises(PlanError, match="torch.ops"):
-        fs.policies.saving(torch.sin)
+        policies.saving(torch.sin)
     with pytest.raises(PlanError, match="torch.ops"):
-        fs.policies.saving()
+        policies.saving()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
+from fshard import checkpoint_policies as policies
 from fshard import tree
 from fshard.errors import PlanError, RematError
 from tests.runtime.test_policies import Count
@@ -92,8 +93,12 @@ def test_equal_to_the_function_itself(case: str) -> None:
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-14) if isinstance(b, Tensor) else a == b
 
 
-@pytest.mark.parametrize("policy", [fs.policies.dots, fs.policies.everything, fs.policies.saving(aten.tanh)], ids=repr)
-def test_policies_in_plain_autograd(policy: fs.policies.SavePolicy) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [policies.dots, policies.everything, policies.saving(aten.tanh)],
+    ids=repr,
+)
+def test_policies_in_plain_autograd(policy: policies.SavePolicy) -> None:
     leaves = {k: v.clone().requires_grad_() for k, v in P.items()}
     grads = [torch.autograd.grad(scalar(f)(leaves, X), list(leaves.values())) for f in (body, fs.remat(body, policy))]
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*grads, strict=True))
@@ -104,7 +109,7 @@ def test_policies_in_plain_autograd(policy: fs.policies.SavePolicy) -> None:
 
 def test_policies_decide_what_runs_again() -> None:
     products = {}
-    for policy in (None, fs.policies.dots, fs.policies.everything):
+    for policy in (None, policies.dots, policies.everything):
         leaves = {k: v.clone().requires_grad_() for k, v in P.items()}
         with Count() as count:
             scalar(fs.remat(body, policy))(leaves, X).backward()
@@ -118,7 +123,7 @@ def test_under_compile() -> None:
         return F.jvp(lambda p: F.grad(scalar(f))(p, X), (p,), (V,))[1], (scalar(f)(p, X) + scalar(g)(p, X)).sin()
 
     leaves = {k: v.clone().requires_grad_() for k, v in P.items()}
-    f, g = fs.remat(body), fs.remat(body, fs.policies.dots)
+    f, g = fs.remat(body), fs.remat(body, policies.dots)
     compiled = torch.compile(lambda p: step(p, f, g), backend="aot_eager", fullgraph=True)
     results = [
         [*hv.values(), *torch.autograd.grad(loss, list(leaves.values()))]
@@ -212,9 +217,9 @@ def test_torchs_generator_is_refused() -> None:
 
 
 def test_policies_that_a_transform_cannot_honour() -> None:
-    with pytest.raises(RematError, match="fs.policies.dots"):
-        F.grad(scalar(fs.remat(body, fs.policies.dots)))(P, X)
-    with pytest.raises(PlanError, match="fs.policies.nothing"):
+    with pytest.raises(RematError, match="fs.checkpoint_policies.dots"):
+        F.grad(scalar(fs.remat(body, policies.dots)))(P, X)
+    with pytest.raises(PlanError, match="fs.checkpoint_policies.nothing"):
         fs.remat(body, "dots")  # type: ignore[arg-type]
 
 

@@ -17,10 +17,10 @@ from tests.shared.workers import Pools
 STEPS = 3
 RULES = {
     "all": "all",
-    "dots": fs.policies.dots,
-    "tanh": fs.policies.saving(torch.ops.aten.tanh, torch.ops.aten.gelu),
-    "everything": fs.policies.everything,
-    "some": [("blocks.[02]", "all"), ("blocks.1", fs.policies.dots), ("**", None)],
+    "dots": fs.checkpoint_policies.dots,
+    "tanh": fs.checkpoint_policies.saving(torch.ops.aten.tanh, torch.ops.aten.gelu),
+    "everything": fs.checkpoint_policies.everything,
+    "some": [("blocks.[02]", "all"), ("blocks.1", fs.checkpoint_policies.dots), ("**", None)],
 }
 
 
@@ -110,7 +110,7 @@ def stack(compile: str | None, remat: Any) -> tuple[list[float], list[Tensor], i
 @pytest.mark.parametrize("compile", [None, "fx"])
 def test_memory_falls_and_dropout_stays(compile: str | None) -> None:
     wide = 512 * 128 * 4
-    none, dots, every = (stack(compile, remat) for remat in (None, fs.policies.dots, "all"))
+    none, dots, every = (stack(compile, remat) for remat in (None, fs.checkpoint_policies.dots, "all"))
     for other in (dots, every):
         assert other[0] == none[0] and all(map(torch.equal, other[1], none[1]))
     # Kept of each block without: a mask, its product, tanh. With dots: the matrix product, and in a graph the mask.
@@ -125,7 +125,7 @@ def test_the_footprint_knows_of_remat() -> None:
     mesh = fs.make_mesh((1,), ("shard",))
     plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
     peaks = []
-    for remat in (None, fs.policies.dots, "all"):
+    for remat in (None, fs.checkpoint_policies.dots, "all"):
         step = fs.make_train_step(lambda p, x: model.apply(p, x).square().mean(), fs.optim.sgd(0.1), plan, remat=remat)
         peaks.append(step.footprint(torch.zeros(512, 16)).activation_bytes)
     wide = 512 * 128 * 4
@@ -134,7 +134,7 @@ def test_the_footprint_knows_of_remat() -> None:
 
 @pytest.mark.long
 def test_units_of_different_policies_do_not_share_a_graph() -> None:
-    units = stack("fx", [("[0-3]", "all"), ("4", fs.policies.dots)])[3]
+    units = stack("fx", [("[0-3]", "all"), ("4", fs.checkpoint_policies.dots)])[3]
     assert [line.split(": ")[1] for line in units.splitlines()] == [
         *["fx graph 0"],
         *["fx graph 1"] * 3,

@@ -182,7 +182,7 @@ def test_arguments_out_of_range() -> None:
     for call in (
         lambda: fs.clipped_grad(cases.mean_loss, plan, 0.0),
         lambda: fs.clipped_grad(cases.mean_loss, plan, 1.0, microbatch=0),
-        lambda: fs.hessian_trace(cases.mean_loss, plan, 0),
+        lambda: fs.hessian_trace_samples(cases.mean_loss, plan, 0),
         lambda: fs.value_and_grad(cases.mean_loss, plan, schedule=fs.Policy(update="in_backward")),
     ):
         with pytest.raises(errors.PlanError):

@@ -14,8 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fshard.errors import PlanError, RematError, lines
+from fshard.model.checkpoint_policies import SavePolicy, everything, nothing
 from fshard.model.objects import held, opaque
-from fshard.model.policies import SavePolicy, everything, nothing
 from fshard.patterns import glob_matches, glob_meant
 from fshard.schedule.ops import ROOT
 
@@ -138,7 +138,8 @@ def read_remat(given: Any) -> Remat:
         if len(pairs) == len(given):
             return Remat(tuple((pattern, _policy(policy)) for pattern, policy in pairs))
     raise PlanError(
-        f"remat={given!r} must be None, 'all', a policy of fs.policies, or a list of (glob of units, one of these)"
+        f"remat={given!r} must be None, 'all', a policy of fs.checkpoint_policies, or a list of (glob of units, one of "
+        f"these)"
     )
 
 
@@ -149,4 +150,4 @@ def _policy(given: Any) -> SavePolicy:
         return given
     if given == "all":
         return nothing
-    raise PlanError(f"remat: {given!r} is no policy: give None, 'all', or one of fs.policies")
+    raise PlanError(f"remat: {given!r} is no policy: give None, 'all', or one of fs.checkpoint_policies")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fshard.model.policies import SavePolicy
+from fshard.model.checkpoint_policies import SavePolicy
 from fshard.runtime.graphs.trace import Joint, Untraceable
 
 ATEN = torch.ops.aten

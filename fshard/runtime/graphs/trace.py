@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
-from fshard.model.policies import SavePolicy
+from fshard.model.checkpoint_policies import SavePolicy
 from fshard.runtime.engine.fake_fallback import quiet
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)

@@ -76,8 +76,13 @@ def refuse_transforms(what: str) -> None:
     """Steps work on memory that transforms know nothing of.
 
     Raises:
-        TransformError: a transform of ``torch.func`` is under way, or it is a train step in inference mode.
+        TransformError: a transform of ``torch.func`` or ``torch.compile`` is under way, or it is a train step in
+            inference mode.
     """
+    if torch.compiler.is_dynamo_compiling():
+        text = _compiled(what)
+        torch._dynamo.graph_break(msg=text)  # what Dynamo traces raises nothing: the code after a break runs
+        raise TransformError(text)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise step_transformed(what)
     if "train" in what and torch.is_inference_mode_enabled():
@@ -85,6 +90,12 @@ def refuse_transforms(what: str) -> None:
             f"{what} was called under torch.inference_mode(), where autograd records nothing: call it outside of that, "
             f"or evaluate with fs.make_eval_step, which works there"
         )
+
+
+def _compiled(what: str) -> str:
+    units = ", which compiles each unit and leaves communication as it is" if "train" in what else ""
+    remedy = f"give fs.make_train_step(..., compile='inductor'){units}" if units else "call it as it is"
+    return f"{what} was called inside of torch.compile, which cannot hold a schedule of communication: {remedy}"
 
 
 def starved(error: BaseException) -> bool:

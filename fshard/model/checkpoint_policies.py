@@ -1,4 +1,4 @@
-"""The results that recomputation keeps: ``fs.policies.nothing``, ``dots``, ``everything``, or ``saving(ops)``.
+"""The results that recomputation keeps: ``fs.checkpoint_policies.nothing``, ``dots``, ``everything``, ``saving(ops)``.
 
 A policy says for each operator of a forward whether its result is kept for the backward or computed again there
 (``jax.checkpoint_policies``). ``fs.remat`` and the train step read it.
@@ -30,7 +30,7 @@ class SavePolicy:
     ops: frozenset[OpOverloadPacket] | None
 
     def __repr__(self) -> str:
-        return f"fs.policies.{self.name}"
+        return f"fs.checkpoint_policies.{self.name}"
 
     def saves(self, op: Any) -> bool:
         """Whether the results of an operator, or of one of its overloads, are kept."""
