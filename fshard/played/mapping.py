@@ -5,15 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, described, expect, kind
 from fshard.collectives.build import untraced
+from fshard.collectives.compare import check_invariant
 from fshard.collectives.linear import Settle, Vary, apply, differentiable
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import SCOPE, bind, cutting
-from fshard.collectives.specs import check_spec, other_axes
+from fshard.collectives.specs import assemble, check_spec, cut, other_axes
 from fshard.collectives.ties import ties_of
 from fshard.errors import AxisError, CollectiveError, TreeError
 from fshard.model.remat import exact
@@ -27,17 +29,24 @@ from fshard.tree import Tree
 
 
 def shard_map(
-    f: Callable[..., Any], mesh: Mesh, in_specs: Tree, out_specs: Tree, *, check: bool | None = None
+    f: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Tree,
+    out_specs: Tree,
+    *,
+    slices: bool = False,
+    check: bool | None = None,
 ) -> Callable[..., Any]:
-    """Map a function over the slices of its arguments (``jax.shard_map``).
+    """Map a function over the slices of global tensors (``jax.shard_map``), on real and on played ranks alike.
 
     Each rank calls ``f`` with its slices of the arguments, and ``f`` may call ``fs.collectives`` on the mesh's axes.
     Together they are a function of global tensors: cut the arguments by ``in_specs``, run ``f`` on every rank, join the
     results by ``out_specs``.
 
-    * On a mesh of real ranks, and inside of ``mesh.run`` on a virtual one, every rank makes the call, with its own
-      slices as plain tensors, and gets its own slices back.
-    * On a virtual mesh outside of ``run``, the call takes global tensors and returns global tensors.
+    * On a mesh of real ranks, and inside of ``mesh.run`` on a virtual one, every rank makes the call, with the same
+      global tensors, and gets the same global results. With ``slices=True`` it makes the call with its own slices, and
+      gets its own slices back: nothing is cut or gathered.
+    * On a virtual mesh outside of ``run``, one call plays all ranks.
 
     **Derivatives** are those of the function of global tensors, cut by the same specs: where an argument's spec names
     no axis, its gradient is the sum over that axis, the same on all ranks; where a result's spec names none, its
@@ -52,17 +61,20 @@ def shard_map(
         in_specs: a pytree prefix of the arguments with specs as leaves: one ``P`` for all, or a tuple with one entry an
             argument. Other arguments than tensors pass through, and need specs without axes.
         out_specs: a pytree prefix of the result.
+        slices: on ranks, take and return slices in the place of global tensors.
         check: compare results over the axes that their specs do not name, along which they must be equal, as
-            ``jax.shard_map(check_vma=True)`` does by types. True compares at every call, False never. None, the
-            default, compares at the first call for each structure and shapes, and always on a virtual mesh.
+            ``jax.shard_map(check_vma=True)`` does by types; and global arguments over all axes. True compares at every
+            call, False never. None, the default, compares at the first call for each structure and shapes, and always
+            on a virtual mesh.
 
     Returns:
         A function of slices, or of global tensors.
 
     Raises:
         AxisError: the mesh lacks an axis of a spec, or a shard_map lies inside of another.
-        CollectiveError: a spec does not fit its tensor, or ``f`` closes over a tensor that needs a gradient.
-        ReplicationError: a result differs between ranks where its spec says that it does not.
+        CollectiveError: a spec does not fit its tensor, ``f`` closes over a tensor that needs a gradient, or there are
+            no ranks that could have slices.
+        ReplicationError: a result differs between ranks where its spec says that it does not, or an argument does.
         TreeError: specs are not a prefix of the arguments or the result.
         CommError: ``f`` raised on another rank, while this one waited for it.
 
@@ -78,10 +90,11 @@ def shard_map(
         ("f", f, Callable, "a function of slices"),
         ("mesh", mesh, Mesh, "what fs.make_mesh or fs.virtual_mesh returned"),
     ]
+    wants.append(("slices", slices, bool, "True or False"))
     expect("fs.shard_map(f, mesh, in_specs, out_specs)", wants, CollectiveError)
     _check_specs(in_specs, "in_specs", "argument")
     _check_specs(out_specs, "out_specs", "result")
-    mapped = Mapped(f, mesh, in_specs, out_specs, check)
+    mapped = Mapped(f, mesh, in_specs, out_specs, slices, check)
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
@@ -98,11 +111,12 @@ class Mapped:
     mesh: Mesh
     in_specs: Tree
     out_specs: Tree
+    slices: bool
     check: bool | None
     checked: set[Any] = field(default_factory=set)
 
     def __call__(self, *args: Any) -> Any:
-        """Call it with slices, or outside of a virtual mesh's run with global tensors."""
+        """Call it with global tensors, or with slices."""
         scope = SCOPE.get()
         if scope is not None and scope.implicit:
             raise AxisError(
@@ -114,11 +128,20 @@ class Mapped:
         leaves, structure = tree.flatten(args)
         specs = _specs_of(self.in_specs, args, "in_specs", "args")
         everywhere = isinstance(self.mesh, VirtualMesh) and self.mesh.transport is None
-        for leaf, spec, name in zip(leaves, specs, tree.names(args, "args"), strict=True):
-            _check_leaf(leaf, spec, self.mesh, f"shard_map: {name}", everywhere)
+        names = [f"shard_map: {name}" for name in tree.names(args, "args")]
+        for leaf, spec, name in zip(leaves, specs, names, strict=True):
+            _check_leaf(leaf, spec, self.mesh, name, not self.slices)
         if not everywhere:
-            results, _, rest = self.local(leaves, specs, structure)
-            return rest(results)
+            if not self.slices:
+                self._check_whole(leaves, names)
+                leaves = [self._cut(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+            results, out_specs, rest = self.local(leaves, specs, structure)
+            return rest(results if self.slices else list(map(self._assemble, results, out_specs)))
+        if self.slices:
+            raise CollectiveError(
+                "shard_map(slices=True) was called outside of mesh.run, where there is no rank that has slices: call "
+                "it inside of mesh.run(...), or with global tensors and slices=False"
+            )
         assert isinstance(self.mesh, VirtualMesh)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         in_specs = tuple(spec for leaf, spec in zip(leaves, specs, strict=True) if isinstance(leaf, Tensor))
@@ -156,6 +179,22 @@ class Mapped:
             return tree.unflatten(form, final)
 
         return [out[number] for number in at], tuple(out_specs[number] for number in at), rest
+
+    def _check_whole(self, leaves: list[Any], names: list[str]) -> None:
+        """Compare global tensors between ranks. Inside of a transform their values are not known."""
+        check = self._checks(leaves, [])
+        if self.mesh.size == 1 or not check or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        for leaf, name in zip(leaves, names, strict=True):
+            if isinstance(leaf, Tensor):
+                label = f"{name}, a global tensor (slices need slices=True),"
+                check_invariant(Ranks(self.mesh, self.mesh.axis_names), leaf.detach(), label)
+
+    def _cut(self, leaf: Any, spec: P) -> Any:
+        return cut(leaf, spec, mesh=self.mesh) if isinstance(leaf, Tensor) and spec.axes else leaf
+
+    def _assemble(self, leaf: Tensor, spec: P) -> Tensor:
+        return assemble(leaf, spec, mesh=self.mesh) if spec.axes else leaf
 
     def _enter(self, leaf: Any, spec: P) -> Any:
         axes = other_axes(spec, self.mesh)

@@ -1,6 +1,7 @@
 """``fs.shard_map`` against its plain reference, on the virtual mesh and on real ranks."""
 
 import functools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,7 @@ def on_slices(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> lis
     out = []
     with fs.make_mesh(sizes, names) as mesh:
         for (spec, weight), steps, seed in programs(names, count):
-            mapped = fs.shard_map(on_rank(program_of(steps, names)), mesh, (spec, weight), (P(names), P()))
+            mapped = fs.shard_map(on_rank(program_of(steps, names)), mesh, (spec, weight), (P(names), P()), slices=True)
             x, w, dx, dw = numbers(seed)
             slices = [slice_of(t, s, mesh, mesh.rank) for t, s in ((x, spec), (w, weight), (dx, spec), (dw, weight))]
             out.append(derivatives(mapped, *(part.contiguous() for part in slices)))
@@ -352,3 +353,46 @@ def test_refused(what: str) -> None:
     error, match, call = REFUSED[what]
     with pytest.raises(error, match=match):
         call()
+
+
+def on_whole(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> list[dict[str, Any]]:
+    """On a rank: what transforms give of the global form."""
+    mesh, out = fs.make_mesh(sizes, names), []
+    for (spec, weight), steps, seed in programs(names, count):
+        mapped = fs.shard_map(on_rank(program_of(steps, names)), mesh, (spec, weight), (P(names), P()))
+        out.append(derivatives(mapped, *numbers(seed)))
+    return out
+
+
+def on_whole_alone(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> list[dict[str, Any]]:
+    """The same, on a mesh of real ranks that is closed at the end."""
+    with fs.make_mesh(sizes, names):
+        return on_whole(sizes, names, count)
+
+
+@pytest.mark.parametrize(("sizes", "names"), [((2,), ("a",)), ((2, 2), ("a", "b"))])
+@pytest.mark.parametrize("real", [False, True])
+def test_ranks_take_global_tensors_and_give_them(pool: Pools, real: bool, sizes: Any, names: Any) -> None:
+    count = 4
+    if real:
+        ranks = pool(math.prod(sizes)).run(on_whole_alone, sizes, names, count)
+    else:
+        ranks = fs.virtual_mesh(sizes, names).run(lambda: on_whole(sizes, names, count))
+    mesh = fs.abstract_mesh(sizes, names)
+    for number, ((spec, weight), steps, seed) in enumerate(programs(names, count)):
+        plain = reference(program_of(steps, names), mesh, (spec, weight), (P(names), P()))
+        want = derivatives(plain, *numbers(seed))
+        assert not [problem for rank in ranks for problem in differences(rank[number], want)], number
+
+
+def test_slices_in_the_place_of_global_tensors_are_told() -> None:
+    mesh = fs.virtual_mesh((2,), ("a",))
+    mapped = fs.shard_map(lambda x: 2 * x, mesh, P("a"), P("a"))
+    with pytest.raises(
+        ReplicationError, match=r"args\[0\], a global tensor \(slices need slices=True\), must be the same"
+    ):
+        mesh.run(lambda: mapped(torch.full((2,), float(mesh.rank))))
+    sliced = fs.shard_map(lambda x: 2 * x, mesh, P("a"), P("a"), slices=True)
+    assert [x.tolist() for x in mesh.run(lambda: sliced(torch.full((1,), float(mesh.rank))))] == [[0.0], [2.0]]
+    with pytest.raises(CollectiveError, match="no rank that has slices"):
+        sliced(torch.ones(2))
