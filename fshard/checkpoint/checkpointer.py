@@ -5,22 +5,22 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, overload
 
-from fshard.arguments import expect, kind
+from fshard.arguments import Want, expect, kind
 from fshard.checkpoint.folder import CheckpointFolder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.problems import other_folder
 from fshard.checkpoint.restore import Request, TakeRules, restore_step
 from fshard.checkpoint.save import Save, Snapshot, check_json, head_of, remove_failed, save_facts, write_and_commit
+from fshard.checkpoint.states import States, all_entries, beside, by_name, one_mesh, step_of
 from fshard.checkpoint.write import owned
-from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError, TreeError
+from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError
 from fshard.optim.base import Optimizer
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm import Communicator, each_rank_or_raise, enter, first_rank_or_raise, mesh_communicator
 from fshard.runtime.comm.facts import compare
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
-from fshard.state.entries import entries
 from fshard.state.equal import Equal
 from fshard.state.past import Run
 from fshard.state.settle import settle
@@ -99,20 +99,21 @@ class Checkpointer:
 
     def save(
         self,
-        state: TrainState,
+        state: States,
         *,
         data: Any = None,
         metadata: Any = None,
         schedule: Schedule | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint of a state. Collective.
+        """Write a checkpoint of a state, or of several: complete or not at all. Collective.
 
         The call first waits for an earlier asynchronous save. With ``async_`` it returns when the state is copied, and
         the next step may run; if writing then fails, the next call raises the error.
 
         Args:
-            state: the state; it is settled first, see ``fs.settle``.
+            state: the state, which is settled first, see ``fs.settle``; or several of one mesh by name, such as
+                ``{"generator": g, "discriminator": d}``. The largest of their steps is that of the checkpoint.
             data: the data loader's position: any JSON value, equal on all ranks.
             metadata: any other JSON value, equal on all ranks.
             schedule: the train step's schedule, whose hash is recorded.
@@ -125,55 +126,82 @@ class Checkpointer:
             DonatedError: the state was donated to a step.
         """
         self.wait()
-        if not isinstance(state, TrainState):
-            raise TreeError(f"save(state) takes a train state, and was given {kind(state)}")
+        states = by_name(state, TrainState, "save(state)")
         expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
-        mesh = state.plan.mesh
-        if state.stale:
-            settle(state)
+        mesh = one_mesh(states)
+        for one in states.values():
+            if one.stale:
+                settle(one)
         enter(mesh, "save")
         comm = mesh_communicator(mesh)
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
-        each_rank_or_raise(comm, lambda: _check(state, user))
-        first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(state, overwrite))
+        each_rank_or_raise(comm, lambda: _check(states, user))
+        first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(states, overwrite))
         try:
-            if mesh.size > 1:
-                facts = save_facts(state, user, {"overwrite": overwrite, "keep": self.keep, "async_": self.async_})
-                compare(comm, facts, CheckpointError)
+            options = {"overwrite": overwrite, "keep": self.keep, "async_": self.async_, "states": list(states)}
+            for one in states.values() if mesh.size > 1 else ():
+                compare(comm, save_facts(one, user, options), CheckpointError)
             later = None
             if self.async_ and not isinstance(mesh.transport, VirtualTransport):
                 later = mesh_communicator(mesh, f"checkpoint {os.path.dirname(first_path)}")
             head = {**user, "run": run}
-            save = each_rank_or_raise(comm, lambda: self._prepare(state, head, first_path, later is not None))
+            save = each_rank_or_raise(comm, lambda: self._prepare(states, head, first_path, later is not None))
         except BaseException as error:
             remove_failed(comm, mesh.rank, first_path, error)
             raise
-        for known in (self._run, state.past.run):
+        for known in (self._run, *(one.past.run for one in states.values())):
             known.ids.add(run)
         if later is None:
             write_and_commit(comm, self._folder, self.keep, save)
         else:
             self._start(later, save)
-        self._damaged.discard(state.step)
+        self._damaged.discard(step_of(states))
 
+    @overload
     def restore(
         self,
         plan: Plan,
-        opt: Optimizer | None,
+        opt: Optimizer | None = None,
         step: int | None = None,
         *,
         fallback: bool = False,
         cast: bool = False,
         rules: TakeRules | None = None,
         into: TrainState | None = None,
-    ) -> TrainState:
-        """Read a state onto any mesh and into any layout. Collective. Sets ``restored``.
+    ) -> TrainState: ...
+
+    @overload
+    def restore(
+        self,
+        plan: Mapping[str, Plan],
+        opt: Mapping[str, Optimizer | None] | None = None,
+        step: int | None = None,
+        *,
+        fallback: bool = False,
+        cast: bool = False,
+        rules: TakeRules | None = None,
+        into: Mapping[str, TrainState] | None = None,
+    ) -> dict[str, TrainState]: ...
+
+    def restore(
+        self,
+        plan: Any,
+        opt: Any = None,
+        step: int | None = None,
+        *,
+        fallback: bool = False,
+        cast: bool = False,
+        rules: TakeRules | None = None,
+        into: Any = None,
+    ) -> Any:
+        """Read a state onto any mesh and into any layout, or several. Collective. Sets ``restored``.
 
         Each rank reads and verifies the chunks that hold its part of the state.
 
         Args:
-            plan: where the leaves are to live; it may differ from the plan of the run that saved.
-            opt: the optimizer; None reads the parameters only.
+            plan: where the leaves are to live; it may differ from the plan of the run that saved. For a checkpoint of
+                several states, a dict of plans by the names of states, all or some: the result is a dict, too.
+            opt: the optimizer, or a dict of them; None reads the parameters only.
             step: the step to read; None for the newest.
             fallback: if that step is damaged, warn (``CheckpointWarning``) and read the newest good one before it.
             cast: convert tensors that were saved in another dtype.
@@ -181,7 +209,9 @@ class Checkpointer:
                 entries (``params.blocks.0.weight``, ``opt.exp_avg.blocks.0.weight``) and the name to read, with
                 ``\\1`` for groups of the pattern, or None for an entry that keeps its value in ``into``. The first
                 match wins, and each entry needs a match. Other tensors of the checkpoint are ignored.
-            into: the state that gives step, seed, and the values of entries that rules do not read. It is not changed.
+                (Of several states, each takes the rules, on its own names.)
+            into: the state that gives step, seed, and the values of entries that rules do not read; or a dict of them.
+                It is not changed.
 
         Raises:
             CheckpointError: no checkpoint here, no such step, a newer format, no permission; ranks see different
@@ -191,22 +221,24 @@ class Checkpointer:
             PlanError: invalid rules.
         """
         self.wait()
-        _check_restore(plan, step, rules, into)
-        if into is not None and into.stale:
-            settle(into)
-        mesh = plan.mesh
+        requests = _requests(plan, opt, step, cast, rules, into)
+        mesh = one_mesh({name: request.plan for name, request in requests.items()})
+        for request in requests.values():
+            if request.into is not None and request.into.stale:
+                settle(request.into)
         enter(mesh, "restore")
         comm = mesh_communicator(mesh)
-        if mesh.size > 1:
-            said = {"step": step, "fallback": fallback, "cast": cast, "rules": rules, "into": into is not None}
-            compare(comm, Equal(plan, said, opt).fixed(), CheckpointError)
+        said = {"step": step, "fallback": fallback, "cast": cast, "rules": rules, "into": into is not None}
+        for request in requests.values() if mesh.size > 1 else ():
+            facts = Equal(request.plan, {**said, "states": list(requests)}, request.opt).fixed()
+            compare(comm, facts, CheckpointError)
         first, steps = first_rank_or_raise(
             comm, mesh.rank, lambda: (self.directory, choose_steps(self.directory, step))
         )
-        request, skipped = Request(plan, opt, cast, rules, into), []
+        skipped: list[str] = []
         for chosen in steps:
             try:
-                state, manifest = restore_step(comm, self.directory, first, chosen, request)
+                states, manifest = restore_step(comm, self.directory, first, chosen, requests)
                 break
             except DamagedError as error:
                 if not fallback or chosen == steps[-1]:
@@ -217,11 +249,12 @@ class Checkpointer:
         self._run.ids.add(manifest.run_id)
         folder = step_folder(self.directory, chosen)
         self.restored = Restored(chosen, folder, manifest.data, manifest.metadata, tuple(skipped))
-        return state
+        return states.get("", states)
 
-    def due(self, state: TrainState) -> bool:
-        """Whether a checkpoint of this state is due: its step is a multiple of ``every``, and not 0."""
-        return self.every is not None and state.step > 0 and state.step % self.every == 0
+    def due(self, state: States) -> bool:
+        """Whether a checkpoint is due: the step of the state, or the largest of several, is a multiple of ``every``."""
+        step = step_of(by_name(state, TrainState, "due(state)"))
+        return self.every is not None and step > 0 and step % self.every == 0
 
     def steps(self) -> list[int]:
         """The steps on disk that this rank sees, in ascending order. Local.
@@ -269,21 +302,21 @@ class Checkpointer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _begin(self, state: TrainState, overwrite: bool) -> tuple[str, str]:
+    def _begin(self, states: Mapping[str, TrainState], overwrite: bool) -> tuple[str, str]:
         """On rank 0: make the temporary folder; returns its path and the run that the folder belongs to."""
-        known = self._run.ids | state.past.run.ids
-        path = self._folder.begin(state.step, overwrite or state.step in self._damaged, known)
+        known, step = self._run.ids.union(*(one.past.run.ids for one in states.values())), step_of(states)
+        path = self._folder.begin(step, overwrite or step in self._damaged, known)
         return path, self._folder.run
 
-    def _prepare(self, state: TrainState, user: Mapping[str, Any], first_path: str, copy: bool) -> Save:
+    def _prepare(self, states: Mapping[str, TrainState], user: Mapping[str, Any], first_path: str, copy: bool) -> Save:
         """What this rank writes, and where: hosts may mount rank 0's folder elsewhere, its random name tells."""
-        rank = state.plan.mesh.rank
+        rank = one_mesh(states).rank
         first, name = os.path.split(first_path)
         path = os.path.join(self.directory, name)
         if rank and not os.path.isdir(path):
             raise other_folder(rank, self.directory, first, name)
-        slices = owned(entries(state), rank)
-        return Save(rank, path, head_of(state, user), self._snapshot.take(slices) if copy else slices)
+        slices = owned(all_entries(states), rank)
+        return Save(rank, path, head_of(states, user), self._snapshot.take(slices) if copy else slices)
 
     def _start(self, comm: Communicator, save: Save) -> None:
         """Write in another thread, which is no daemon: the process ends after its checkpoint is on disk."""
@@ -299,22 +332,29 @@ class Checkpointer:
         self._thread.start()
 
 
-def _check(state: TrainState, user: Mapping[str, Any]) -> None:
+def _check(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> None:
     """Check what this rank was given to save."""
     for name in ("data", "metadata"):
         check_json(name, user[name])
-    entries(state)
+    all_entries(states)
 
 
-def _check_restore(plan: Plan, step: int | None, rules: TakeRules | None, into: TrainState | None) -> None:
-    """Check the arguments of a restore."""
-    if not isinstance(plan, Plan):
-        raise PlanError(f"restore(plan, opt) takes a plan, and was given {kind(plan)}")
-    wants = [
+def _requests(
+    plan: Any, opt: Any, step: int | None, cast: bool, rules: TakeRules | None, into: Any
+) -> dict[str, Request]:
+    """The arguments of a restore for each state, checked."""
+    call = "restore(plan, opt)"
+    if not isinstance(plan, Plan | Mapping):
+        raise PlanError(f"{call} takes a plan, and was given {kind(plan)}")
+    plans = by_name(plan, Plan, call)
+    opts, kept = beside(opt, plans, call, "opt"), beside(into, plans, call, "into")
+    wants: list[Want] = [
         ("step", step, (int, type(None)), "an int, or None for the newest"),
         ("rules", rules, (list, tuple, type(None)), "a list of (pattern, name in the checkpoint or None)"),
-        ("into", into, (TrainState, type(None)), "a train state"),
+        *(("into", one, (TrainState, type(None)), "a train state") for one in kept.values()),
     ]
-    expect("restore(plan, opt)", wants)
-    if into is not None:
-        into.check_plan(plan)
+    expect(call, wants)
+    for name, one in kept.items():
+        if one is not None:
+            one.check_plan(plans[name])
+    return {name: Request(plans[name], opts[name], cast, rules, kept[name]) for name in plans}

@@ -21,8 +21,9 @@ from fshard.errors import MOST, CheckpointError
 from fshard.sharding.layout import Piece
 
 FORMAT = "fshard-checkpoint"
-VERSION = 2
-"""The newest format that this code reads. It writes 2, which added ``run``, or 1 without a run."""
+VERSION = 3
+"""The newest format that this code reads. It writes 3, which added ``states``, where there are several; else 2, which
+added ``run``, or 1 without a run."""
 CHUNK = 1 << 20
 """Bytes of a file that share a SHA-256."""
 LARGEST_CHUNK = 16 * CHUNK
@@ -87,8 +88,9 @@ class Manifest:
     """What a checkpoint holds.
 
     ``data`` and ``metadata`` are the user's JSON, ``schedule`` the hash of the train step's schedule. ``run`` is None
-    for a checkpoint of no run, or written before there were ids. ``seal``, the manifest's own SHA-256, is empty before
-    the manifest is written.
+    for a checkpoint of no run, or written before there were ids. ``states`` names the states, where there are several:
+    the names of tensors and scalars begin with them. ``seal``, the manifest's own SHA-256, is empty before the manifest
+    is written.
     """
 
     step: int
@@ -101,6 +103,7 @@ class Manifest:
     schedule: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     run: str | None = None
+    states: tuple[str, ...] = ()
     seal: str = field(default="", compare=False)
 
     @property
@@ -113,11 +116,18 @@ class Manifest:
         """The id of the run, or without one the beginning of the seal."""
         return self.run or self.seal[:16]
 
+    def of(self, state: str) -> "Manifest":
+        """The manifest of one of several states, with that state's own names."""
+        start = f"{state}."
+        tensors = {name.removeprefix(start): info for name, info in self.tensors.items() if name.startswith(start)}
+        values = {name.removeprefix(start): value for name, value in self.scalars.items() if name.startswith(start)}
+        return replace(self, step=values["step"], tensors=tensors, scalars=values, states=())
+
     def dump(self) -> bytes:
         """The manifest as sealed JSON text; raises a CheckpointError if it exceeds the reader's bounds."""
         body = {
             "format": FORMAT,
-            "version": 1 if self.run is None else VERSION,
+            "version": VERSION if self.states else 1 if self.run is None else 2,
             "step": self.step,
             "scalars": dict(self.scalars),
             "mesh": dict(self.mesh),
@@ -126,6 +136,7 @@ class Manifest:
             "schedule": self.schedule,
             "versions": dict(self.versions),
             **({} if self.run is None else {"run": self.run}),
+            **({"states": list(self.states)} if self.states else {}),
             "files": {name: info.row() for name, info in self.files.items()},
             "tensors": {
                 name: {
@@ -185,6 +196,11 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "metadata": lambda value: True,
     "schedule": lambda value: value is None or isinstance(value, str),
     "run": lambda value: value is None or (isinstance(value, str) and RUN.fullmatch(value) is not None),
+    "states": lambda value: (
+        isinstance(value, list)
+        and all(isinstance(name, str) and name.isidentifier() for name in value)
+        and len(set(value)) == len(value)
+    ),
     "versions": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
     "files": lambda value: isinstance(value, dict),
     "tensors": lambda value: isinstance(value, dict),
@@ -194,7 +210,9 @@ KEYS: dict[str, Callable[[Any], bool]] = {
 
 def _read(path: str, body: Mapping[str, Any]) -> Manifest:
     """A consistent manifest of parts of the right types."""
-    parts = {"run": None} | {name: value for name, value in body.items() if name not in ("format", "version")}
+    parts = {"run": None, "states": []} | {
+        name: value for name, value in body.items() if name not in ("format", "version")
+    }
     problems = [f"{name}: missing" for name in KEYS if name not in parts]
     problems += [f"{name[:80]!r}: unknown" for name in parts if name not in KEYS]
     problems += [f"{name}: {str(parts[name])[:80]}" for name in KEYS if name in parts and not KEYS[name](parts[name])]
@@ -207,7 +225,7 @@ def _read(path: str, body: Mapping[str, Any]) -> Manifest:
                 read[what][name] = reader(name, row)
             except ValueError as error:
                 problems.append(f"{what}[{name[:200]!r}]{error}")
-    manifest = Manifest(**{**parts, **read})
+    manifest = Manifest(**{**parts, **read, "states": tuple(parts["states"])})
     if problems := problems or list(islice(inconsistent(manifest), MOST)):
         raise damaged(path, problems)
     return manifest
@@ -257,6 +275,12 @@ def inconsistent(manifest: Manifest) -> Iterable[str]:
     """Contradictions in a manifest whose values have the right types."""
     if manifest.scalars.get("step") != manifest.step:
         yield f"step: {manifest.step}, and {str(manifest.scalars.get('step'))[:80]} among the scalars"
+    for name in (*manifest.tensors, *manifest.scalars) if manifest.states else ():
+        if name != "step" and name.partition(".")[0] not in manifest.states:
+            yield f"{name[:200]!r}: belongs to none of the states {', '.join(manifest.states)[:200]}"
+    for state in manifest.states:
+        if not is_count(manifest.scalars.get(f"{state}.step")):
+            yield f"scalars: no step of the state {state[:80]!r}"
     taken: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     for name, info in manifest.tensors.items():
         for number, extent in enumerate(info.extents):

@@ -11,6 +11,7 @@ from fshard.checkpoint.manifest import Manifest, TensorInfo
 from fshard.checkpoint.problems import damaged, listed, other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
+from fshard.checkpoint.states import one_mesh
 from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
 from fshard.optim.base import Optimizer
@@ -37,21 +38,29 @@ class Request:
     into: TrainState | None = None
 
 
-def restore_step(comm: Communicator, root: str, first: str, step: int, request: Request) -> tuple[TrainState, Manifest]:
-    """The state of one step in the folder ``root``, which rank 0 calls ``first``. Collective."""
-    folder, rank = step_folder(root, step), request.plan.mesh.rank
+Prepared = tuple[Manifest, TrainState, list[Slice]]
+"""The part of a manifest that tells of one state, the state, and what to read into it."""
 
-    def look() -> tuple[TrainState, list[Slice], Manifest]:
+
+def restore_step(
+    comm: Communicator, root: str, first: str, step: int, requests: Mapping[str, Request]
+) -> tuple[dict[str, TrainState], Manifest]:
+    """The states of one step in the folder ``root``, which rank 0 calls ``first``. Collective."""
+    folder, rank = step_folder(root, step), one_mesh({name: one.plan for name, one in requests.items()}).rank
+
+    def look() -> tuple[Manifest, dict[str, Prepared]]:
         if rank and not os.path.isdir(folder):
             raise other_folder(rank, root, first, os.path.basename(folder))
         manifest = read_manifest(folder)
-        return *prepare(folder, manifest, request), manifest
+        parts = {name: _part(folder, manifest, name) for name in requests}
+        return manifest, {name: (part, *prepare(folder, part, requests[name])) for name, part in parts.items()}
 
     def read() -> None:
         with file_errors("read", folder):
-            read_into(folder, manifest, targets)
+            for part, _, targets in prepared.values():
+                read_into(folder, part, targets)
 
-    state, targets, manifest = each_rank_or_raise(comm, look)
+    manifest, prepared = each_rank_or_raise(comm, look)
     place = f"{folder}, of run {manifest.run_id}, sealed {manifest.seal[:16]}"
     seen = all_ranks_or_raise(comm, lambda: [manifest.seal, place])
     if any(seal != manifest.seal for seal, _ in seen):
@@ -59,7 +68,23 @@ def restore_step(comm: Communicator, root: str, first: str, step: int, request: 
         remedy = "Give all ranks one folder, on a file system that all of them see."
         raise CheckpointError(lines(f"ranks read different checkpoints of step {step}:", rows, remedy))
     each_rank_or_raise(comm, read)
-    return state, manifest
+    return {name: state for name, (_, state, _) in prepared.items()}, manifest
+
+
+def _part(folder: str, manifest: Manifest, name: str) -> Manifest:
+    """What a manifest tells of one state."""
+    if name in manifest.states:
+        return manifest.of(name)
+    if not name and not manifest.states:
+        return manifest
+    if manifest.states:
+        known = ", ".join(f"{state!r}: plan" for state in manifest.states)
+        asked = f"the state {name!r}" if name else "one state"
+        raise TreeError(
+            f"{folder} holds {', '.join(map(repr, manifest.states))}, and {asked} was asked for: "
+            f"give restore({{{known}}}, ...), or some of them"
+        )
+    raise TreeError(f"{folder} holds one state, and {name!r} was asked for: give restore(plan, opt)")
 
 
 def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainState, list[Slice]]:

@@ -12,10 +12,11 @@ from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import CheckpointFolder, discard
 from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsistent, read_extent, read_file
 from fshard.checkpoint.ranges import Slice
+from fshard.checkpoint.states import all_entries, all_scalars, one_mesh, step_of
 from fshard.checkpoint.write import packed, write_files
 from fshard.errors import CheckpointError, CommError, lines
 from fshard.runtime.comm import Communicator, Facts, all_ranks_or_raise, first_rank_or_raise
-from fshard.state.entries import entries, scalars
+from fshard.state.entries import entries
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
@@ -34,11 +35,13 @@ class Save:
     slices: list[Slice]
 
 
-def head_of(state: TrainState, user: Mapping[str, Any]) -> Manifest:
-    """The manifest of a state without files and extents; ``user`` holds data, metadata, schedule and run."""
-    tensors = {entry.name: TensorInfo(entry.shape, entry.dtype, repr(entry.spec), ()) for entry in entries(state)}
+def head_of(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> Manifest:
+    """The manifest of states without files and extents; ``user`` holds data, metadata, schedule and run."""
+    found = {entry.name: TensorInfo(entry.shape, entry.dtype, repr(entry.spec), ()) for entry in all_entries(states)}
     versions = {"fshard": VERSION, "torch": str(torch.__version__)}
-    return Manifest(state.step, scalars(state), tensors, {}, dict(state.plan.mesh.shape), versions=versions, **user)
+    names = () if "" in states else tuple(states)
+    mesh = dict(one_mesh(states).shape)
+    return Manifest(step_of(states), all_scalars(states), found, {}, mesh, versions=versions, states=names, **user)
 
 
 def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:

@@ -46,6 +46,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--match", default=".*", help="a regular expression on whole names of tensors")
     convert.add_argument("out", help="a file that ends in .safetensors, or a folder of checkpoints")
     convert.add_argument("--ranks", type=int, default=1, help="for a folder: cut for this many ranks")
+    convert.add_argument("--state", help="the state to convert, of a checkpoint of several")
     convert.add_argument("--params", action="store_true", help="for a file: only parameters, without 'params.'")
     convert.add_argument("--to", choices=("hf", "dcp"), help="a folder for transformers, or of torch.distributed")
     convert.add_argument("--max-shard-size", default="5GB", help="with --to hf: bytes of a file at most")
@@ -97,6 +98,8 @@ def run_show(args: argparse.Namespace) -> int:
     mesh = " x ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
     print(f"{folder}: step {manifest.step}, {size_text(manifest.nbytes)} in {len(manifest.files)} files")
     print(printable(f"written by {', '.join(f'{k} {v}' for k, v in manifest.versions.items())} on {mesh}"))
+    if manifest.states:
+        print(f"states: {', '.join(manifest.states)}")
     for name in ("scalars", "data", "metadata", "schedule"):
         value = getattr(manifest, name)
         if value is not None:
@@ -142,6 +145,11 @@ def run_convert(args: argparse.Namespace) -> int:
         return _import(args, kind)
     folder = find(args.dir, args.step)
     manifest = read_manifest(folder)
+    if args.state is not None or (manifest.states and (args.to or args.out.endswith(".safetensors"))):
+        if args.state not in manifest.states:
+            known = ", ".join(manifest.states) or "none, since it holds one without a name"
+            raise CheckpointError(f"{folder} holds no state for --state {args.state}: give one of {known}")
+        manifest = manifest.of(args.state)
     if args.to == "hf":
         print(f"{args.out}: {size_text(to_hf(folder, manifest, args.out, size_in_bytes(args.max_shard_size)))}")
         return 0
@@ -185,7 +193,7 @@ def run_diff(args: argparse.Namespace) -> int:
 def differences(one: str, other: str, values: bool) -> Iterator[str]:
     """The differences between the folders of two steps."""
     a, b = read_manifest(one), read_manifest(other)
-    for name in ("scalars", "data", "metadata", "schedule"):
+    for name in ("states", "scalars", "data", "metadata", "schedule"):
         if getattr(a, name) != getattr(b, name):
             yield f"{name}: {json.dumps(getattr(a, name))} and {json.dumps(getattr(b, name))}"
     for name in dict.fromkeys([*a.tensors, *b.tensors]):

@@ -132,11 +132,7 @@ class Mapped:
         for leaf, spec, name in zip(leaves, specs, names, strict=True):
             _check_leaf(leaf, spec, self.mesh, name, not self.slices)
         if not everywhere:
-            if not self.slices:
-                self._check_whole(leaves, names)
-                leaves = [self._cut(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-            results, out_specs, rest = self.local(leaves, specs, structure)
-            return rest(results if self.slices else list(map(self._assemble, results, out_specs)))
+            return self._here(leaves, specs, structure, names)
         if self.slices:
             raise CollectiveError(
                 "shard_map(slices=True) was called outside of mesh.run, where there is no rank that has slices: call "
@@ -152,6 +148,16 @@ class Mapped:
             return self.local(mine, specs, structure)
 
         return on_all_ranks(self.mesh, spmd, in_specs, tensors)
+
+    def _here(self, leaves: list[Any], specs: list[P], structure: Any, names: list[str]) -> Any:
+        """The result on a rank that makes the call with all others."""
+        if self.slices:
+            results, _, rest = self.local(leaves, specs, structure)
+            return rest(results)
+        self._check_whole(leaves, names)
+        mine = [self._cut(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+        results, out_specs, rest = self.local(mine, specs, structure)
+        return rest(list(map(self._assemble, results, out_specs)))
 
     def local(self, leaves: list[Any], specs: list[P], structure: Any) -> tuple[list[Tensor], tuple[P, ...], Any]:
         """Run it on this rank.

@@ -60,7 +60,7 @@ def save_all(root: str, ranks: Sequence[TrainState], limit: int = 1 << 29, user:
     folder = CheckpointFolder(str(root))
     path = folder.begin(ranks[0].step, False)
     rows = [write_files(path, rank, packed(owned(entries(s), rank), limit)) for rank, s in enumerate(ranks)]
-    manifest = complete(head_of(ranks[0], user or NOTHING), rows)
+    manifest = complete(head_of({"": ranks[0]}, user or NOTHING), rows)
     folder.commit(path, ranks[0].step, manifest.dump())
     folder.close()
     return manifest

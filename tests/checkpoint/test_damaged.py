@@ -260,8 +260,8 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    edit(save(tmp_path, 5, 7), put(3, "version"))
-    refused(tmp_path, "has format 3, and this fshard reads formats up to 2: update fshard")
+    edit(save(tmp_path, 5, 7), put(4, "version"))
+    refused(tmp_path, "has format 4, and this fshard reads formats up to 3: update fshard")
 
 
 def test_a_leaf_of_another_dtype_does_not_fit(tmp_path: Path) -> None:

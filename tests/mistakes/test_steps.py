@@ -184,13 +184,13 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "save params",
         lambda: ck().save(st().params),
         errors.TreeError,
-        "save(state) takes a train state, and was given a dict",
+        "save(state): 'inp' is a dict, no TrainState",
     ),
     (
         "save metrics tuple",
         lambda: ck().save(step()(st(), BATCH)),
         errors.TreeError,
-        "save(state) takes a train state, and was given a tuple",
+        "save(state) takes one TrainState, or a dict of them by name, and was given a tuple",
     ),
     (
         "keep str",
