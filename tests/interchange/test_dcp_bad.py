@@ -197,7 +197,7 @@ def test_quantized_parameters_are_no_state(folder: Path) -> None:
     with pytest.raises(PlanError, match=r"not:\n  w: torch.qint8, .*\n.*dequantized"):
         to_state(str(folder), "dcp", fs.make_mesh((1,), ("shard",)))
     with pytest.raises(TreeError, match="w: qint8 would be rounded to float32"):
-        fs.load_dcp(placed(), OPT, folder, cast=True)
+        fs.load_dcp(folder, placed(), OPT, cast=True)
 
 
 def test_parameters_alone(folder: Path, tmp_path: Path) -> None:
