@@ -36,6 +36,8 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "make_eval_step": lambda: (loss, PLAN),
     "make_mesh": lambda: ((-1,), ("shard",)),
     "make_plan": lambda: (MODEL, MESH, RULES),
+    "make_step": lambda: (lambda state, batch: (state, {}), PLAN),
+    "make_update": lambda: (OPT, PLAN),
     "make_train_step": lambda: (loss, OPT, PLAN),
     "per_sample_grad": lambda: (loss, PLAN),
     "remat": lambda: (loss, fs.checkpoint_policies.dots),
@@ -53,6 +55,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "to_state_dict": lambda: (st().params, PLAN),
     "train_loop": lambda: (step(), st, lambda start: iter(())),
     "tree_norm": lambda: (st().params, PLAN),
+    "tree_scale": lambda: (st().params, 2.0),
     "tree_normal": lambda: (KEY, PLAN),
     "tree_rademacher": lambda: (KEY, PLAN),
     "unshard": lambda: (st().params, PLAN),
@@ -108,7 +111,7 @@ OPTIONS = {"lora.linear": {"alpha": 1.0}, "train_loop": {"steps": 1}}
 SAME = {
     # the first two are of one kind, so that nothing could tell; or swapped they mean something as well
     "optim.matrices",  # a question that optimizers ask
-    *("tree_vdot", "tree.spread", "gnvp", "parallel.padded", "keep"),
+    *("tree_add", "tree_vdot", "tree.spread", "gnvp", "parallel.padded", "keep"),
     *("parallel.column_linear", "parallel.row_linear", "parallel.layer_norm", "parallel.rms_norm"),
     *("parallel.ring_attention", "parallel.vocab_cross_entropy", "parallel.vocab_embedding", "parallel.linear"),
     *(f"parallel.{name}" for name in ("column_rule", "row_rule", "expert_rule")),  # two strings
