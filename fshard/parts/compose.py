@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import described
-from fshard.errors import LossError, TreeError
+from fshard.errors import LossError, PlanError, TreeError
 from fshard.parts.running import (
     Bank,
     Given,
@@ -220,9 +220,9 @@ class Composition(ABC):
         flat = part.fitting(grads)
         updated = Updated(before, part, flat, state)
         memory = RunningMemory(self, state.plan, updated, before.origin)
-        step, late = part.counted(state)
         norm = Number("norm", updated, 0, part.wide).tensor(self)
-        return with_memory(state, memory, step=step, late=late), UpdateMetrics(norm)
+        skipped = Number("skipped", updated, 0, torch.bool).tensor(self)
+        return with_memory(part.after(state, False), memory), UpdateMetrics(norm, skipped)
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
         """Perform what ``fs.make_eval_step`` made."""
@@ -267,6 +267,11 @@ class Composition(ABC):
         """Apply an update that somebody reads, to copies of what it updates."""
         updated = memory.source
         assert isinstance(updated, Updated)
+        if updated.part.loss_scale is not None:
+            raise PlanError(
+                "make_update(loss_scale=) knows at the end of the step whether its update happens, and the step "
+                "function reads the state that it returned before: return that state as it is"
+            )
         before = updated.before.flat()
         self.chunks(before)
         if isinstance(updated.grads, RunningFlat):

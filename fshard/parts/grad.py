@@ -10,7 +10,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
-from fshard.errors import PlanError
+from fshard.errors import PlanError, TreeError
+from fshard.optim.scaling import LossScale
 from fshard.parts.running import PART, running_of
 from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.engine.rng import seeded
@@ -42,7 +43,9 @@ class ValueAndGrad:
         grads: the form of the gradients.
     """
 
-    def __init__(self, loss: ShardedLoss, only: str | None, policy: Policy, **options: Any) -> None:
+    def __init__(
+        self, loss: ShardedLoss, only: str | None, policy: Policy, loss_scale: LossScale | None, **options: Any
+    ) -> None:
         self.loss, self.plan, self.policy, self.options, self.only = loss, loss.plan, policy, options, only
         chosen = loss.plan if only is None else loss.plan.only(only)
         # The result is the gradient of all that a rank keeps, not only of the part that its optimizer would update.
@@ -50,9 +53,9 @@ class ValueAndGrad:
         self.params = form_of(self.plan)
         trained = None if only is None else [path for path, leaf in chosen.leaves.items() if leaf.trainable]
         self.grads = form_of(self.read, trained, "gradients, as fs.value_and_grad returns them")
-        self.equal = Equal(self.plan, {"only": only, "schedule": policy} | options)
+        self.equal = Equal(self.plan, {"only": only, "schedule": policy, "loss_scale": loss_scale} | options)
         accumulate, remat = options["accumulate"], options["remat"]
-        self.spec = PassSpec(loss.loss_fn, self.read, self._programs, True, accumulate, remat)
+        self.spec = PassSpec(loss.loss_fn, self.read, self._programs, True, accumulate, remat, loss_scale)
         self.runner = Runner(loss.loss_fn, self._programs(), PART)
 
     def _programs(self) -> Programs:
@@ -83,6 +86,10 @@ class ValueAndGrad:
             return part
         if isinstance(params, TrainState):
             return self._of_state(params, batch)
+        if self.spec.loss_scale is not None:
+            raise TreeError(
+                "value_and_grad(loss_scale=) takes the state, which holds the scale: give it, not its params"
+            )
         flat = self.plan.check_tree(params, whole=False)
         if under_way(list(flat.values())):
             return self._transformed(params, batch)
@@ -96,7 +103,7 @@ class ValueAndGrad:
         if state.memory.lent:
             state.applied()
         shards = complete(state, self.plan.mesh).shards() if state.stale else state.shards()
-        mesh = self.plan.mesh
+        mesh, rule = self.plan.mesh, self.spec.loss_scale
 
         def request(shield: Shield) -> Request:
             return Request(
@@ -105,6 +112,7 @@ class ValueAndGrad:
                 shield,
                 Update(shards, state.pending, {}),
                 facts=lambda: self.equal.of(state),
+                loss_scale=1.0 if rule is None else (state.scale or rule.start()).value,
                 randomness=lambda: seeded(state.seed, state.step, mesh.index(self.plan.data_axes), mesh.device),
             )
 
@@ -189,6 +197,7 @@ def value_and_grad(
     schedule: Policy | None = None,
     remat: Any = None,
     compile: str | None = None,
+    loss_scale: LossScale | None = None,
     debug: bool = False,
 ) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
     """The global mean loss and its gradient, as a function of parameters and a batch (``jax.value_and_grad``).
@@ -208,6 +217,8 @@ def value_and_grad(
         schedule: as for ``fs.make_train_step``; under a transform only ``reshard`` matters.
         remat: as for ``fs.make_train_step``.
         compile: as for ``fs.make_train_step``.
+        loss_scale: scale the loss for the backward by what the state holds, as float16 needs; the gradients are those
+            of the loss itself. ``fs.make_update(loss_scale=)`` adapts it.
         debug: fill freed memory with nan, and check what ``fs.sharded_loss(debug=True)`` checks.
 
     Raises:
@@ -226,13 +237,16 @@ def value_and_grad(
         raise PlanError(
             f"schedule={schedule!r}: give fs.Policy(...) with update='deferred', since there is no update here"
         )
-    wants: list[Want] = [("only", only, (str, type(None)), "a regular expression for paths, or None")]
+    wants: list[Want] = [
+        ("only", only, (str, type(None)), "a regular expression for paths, or None"),
+        ("loss_scale", loss_scale, (LossScale, type(None)), "fs.LossScale(...) or None"),
+    ]
     expect("value_and_grad(loss_fn, plan)", wants)
     if type(accumulate) is not int or accumulate < 1:
         raise PlanError(f"accumulate={accumulate!r} must be an int >= 1")
     loss = ShardedLoss(loss_fn, plan, has_aux, policy.reshard is not False, debug)
     options = {"accumulate": accumulate, "remat": read_remat(remat), "compile": compile, "debug": debug}
-    return ValueAndGrad(loss, only, policy, **options)
+    return ValueAndGrad(loss, only, policy, loss_scale, **options)
 
 
 def under_way(tensors: list[Tensor]) -> bool:

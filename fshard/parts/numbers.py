@@ -43,6 +43,11 @@ class Numbers:
         squares, scale = self.squares[self.updates.index(updated)], self.of_update(updated)[1]
         return scale * math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
+    def skips(self, updated: Updated) -> bool:
+        """Whether an update does not happen, since a smaller loss scale may mend its gradients."""
+        skips: bool = updated.part.skips(updated.state, self.norm(updated))
+        return skips
+
     def check(self) -> None:
         """Refuse updates whose gradients, or the losses of these, are not finite.
 
@@ -53,6 +58,8 @@ class Numbers:
             loss = self._loss(updated.grads.number) if isinstance(updated.grads, Bank) else math.nan
             norm = self.norm(updated)
             finite = math.isfinite(loss) or not isinstance(updated.grads, Bank)
+            if finite and self.skips(updated):
+                continue
             updated.part.check_finite(Verdict((), loss, norm if finite else math.nan, 1.0))
 
     def _loss(self, number: int) -> float:
@@ -70,6 +77,8 @@ class Numbers:
         if number.kind == "mean":
             means: list[float] = self.means[number.of]
             return means[number.at]
+        if number.kind == "skipped":
+            return float(number.of in self.updates and self.skips(number.of))
         known: float | None = self.replay.numbers.get(("norm", number.of, 0))
         if known is not None:
             return known

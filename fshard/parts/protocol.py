@@ -238,10 +238,14 @@ class StepRunner:
         if self.donate:
             for state in given.states[: given.own]:
                 state.memory.donate()
-        origins = iter([given.states[final.memory.origin] for final in result.finals])
+        finals = iter(result.finals)
 
         def one(inside: TrainState) -> TrainState:
-            return replace(inside, memory=next(memories), past=next(origins).past.compared())
+            final = next(finals)
+            after = final.updates[0].state if final.updates else inside
+            for updated in final.updates:
+                after = updated.part.after(after, numbers.skips(updated))
+            return replace(after, memory=next(memories), past=given.states[final.memory.origin].past.compared())
 
         return tree.swap(one, TrainState, result.state), metrics
 
@@ -254,6 +258,8 @@ class StepRunner:
             shards = shards.clone()
         pendings, stale = list[Pending](), dict[int, None]()
         for updated in final.updates:
+            if numbers.skips(updated):
+                continue
             norms, scale = numbers.of_update(updated)
             pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale))
             stale |= partly_updated(updated.part.chosen)

@@ -157,9 +157,10 @@ class Recording(Composition):
 
     def number(self, value: Number) -> Tensor:
         """A fake number, which ranks exchange."""
-        if value.kind == "norm" and isinstance(value.of.grads, RunningFlat):
+        update = value.kind in ("norm", "skipped")
+        if update and isinstance(value.of.grads, RunningFlat):
             self.chunks(value.of.grads)
-        foresee(value.of.part.plan if value.kind == "norm" else self._pass(value.of).spec.plan)
+        foresee(value.of.part.plan if update else self._pass(value.of).spec.plan)
         with self.mode:
             return torch.empty((), dtype=value.dtype)
 

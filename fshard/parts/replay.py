@@ -148,7 +148,7 @@ class Replay(Composition):
     def _microbatches(self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]) -> Ran:
         prepared, all_parts = self.step.passes[number], spec.plan.data_size * spec.accumulate
         engine, view = prepared.engine, View(self.executor, prepared, stage.found.program)
-        divisor = divisor_of(spec.plan, all_parts, False) if spec.train else 1.0
+        divisor = divisor_of(spec.plan, all_parts, False) / self._loss_scale(spec, stage.version) if spec.train else 1.0
         losses: list[tuple[Tensor, Tensor | float]] = []
         found: list[Any] = []
         weighted: bool | None = None
@@ -183,6 +183,13 @@ class Replay(Composition):
         if number_of_means(found[0] if spec.train else as_means(found[0])) != stage.means:
             raise Mispredicted("a pass returned other auxiliary means than when it was traced")
         return Ran(losses, found, bool(weighted), divisor, all_parts)
+
+    def _loss_scale(self, spec: PassSpec, version: int) -> float:
+        """What the loss of a pass is multiplied by: the scale of the state that it reads, or else of the first one."""
+        if spec.loss_scale is None:
+            return 1.0
+        origin = self.step.recorded.versions[version][1]
+        return float((self.states[origin or 0].scale or spec.loss_scale.start()).value)
 
     def bank(self, form: Form, number: int) -> Bank:
         """The gradients of a pass: one tree for all steps."""
@@ -292,6 +299,9 @@ class Replay(Composition):
         return torch.tensor(self.numbers[key], dtype=value.dtype)
 
     def _exchanged(self, value: Number) -> float:
+        if value.kind == "skipped":
+            norm = float(self.number(Number("norm", value.of, 0, torch.float64)))
+            return float(value.of.part.skips(value.of.state, norm))
         if value.kind == "norm":
             if isinstance(value.of.grads, RunningFlat):
                 self.chunks(value.of.grads)

@@ -104,7 +104,7 @@ class Number:
     """A number that all ranks learn together: a loss, an auxiliary mean, a gradient norm.
 
     Attributes:
-        kind: ``"loss"``, ``"mean"`` or ``"norm"``.
+        kind: ``"loss"``, ``"mean"``, ``"norm"``, or ``"skipped"``: whether an update does not happen.
         of: the pass, or the update.
         at: which of the auxiliary means.
         dtype: of its tensor.

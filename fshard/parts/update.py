@@ -15,6 +15,7 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
+from fshard.optim.scaling import LossScale
 from fshard.parts.running import PART, running_of
 from fshard.runtime.comm import digest, mesh_communicator
 from fshard.runtime.comm.facts import Facts
@@ -44,9 +45,11 @@ class UpdateMetrics:
     Attributes:
         grad_norm: the norm of the gradients of the updated leaves before clipping, 0-dim, float32 or wider, equal on
             all ranks.
+        skipped: whether nothing was updated, since the gradient was not finite at this loss scale; 0-dim, bool.
     """
 
     grad_norm: Tensor
+    skipped: Tensor
 
 
 class UpdateStep:
@@ -57,16 +60,19 @@ class UpdateStep:
         chosen: the plan in which every leaf is frozen that it does not update.
         form: the form of the gradients.
         clip: the limits of gradient norms.
+        loss_scale: how the scale of the loss adapts, if gradients are those of a scaled loss.
     """
 
-    def __init__(self, opt: Optimizer, plan: Plan, clip_norm: Any, only: str | None, donate: bool) -> None:
-        self.opt, self.plan, self.only, self.donate = opt, plan, only, donate
+    def __init__(
+        self, opt: Optimizer, plan: Plan, clip_norm: Any, only: str | None, loss_scale: LossScale | None, donate: bool
+    ) -> None:
+        self.opt, self.plan, self.only, self.loss_scale, self.donate = opt, plan, only, loss_scale, donate
         self.rule = check_optimizer(plan, opt)
         self.chosen = plan if only is None else plan.only(only)
         self.clip = read_clip(clip_norm, self.chosen)
         self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
-        self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules}, opt)
+        self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules, "loss_scale": loss_scale}, opt)
         self._slices: tuple[Mapping[str, int], dict[int, tuple[UpdateSlice, ...]]] | None = None
         self._fitting: Form | None = None  # the latest form of gradients that was found to fit
         self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
@@ -116,7 +122,22 @@ class UpdateStep:
             complete(state, self.plan.mesh)
         verdict = self._norms(flat)
         state.memory.note_compared()
-        return self.conclude(state, flat, verdict, 1.0), self.metrics(verdict.norm)
+        if self.skips(state, verdict.norm):
+            return self.after(state, True), self.metrics(verdict.norm, True)
+        return self.conclude(state, flat, verdict, 1.0), self.metrics(verdict.norm, False)
+
+    def skips(self, state: TrainState, norm: float) -> bool:
+        """Whether a smaller scale may mend gradients of this norm."""
+        rule = self.loss_scale
+        return rule is not None and not math.isfinite(norm) and (state.scale or rule.start()).value > rule.least
+
+    def after(self, state: TrainState, skipped: bool) -> TrainState:
+        """A state after this update: its numbers, and not its memory."""
+        rule, step, late = self.loss_scale, state.step, dict(state.late)
+        scale = state.scale if rule is None else rule.after(state.scale or rule.start(), finite=not skipped)
+        if not skipped:
+            step, late = self.counted(state)
+        return replace(state, step=step, late=late, scale=scale)
 
     def _norms(self, flat: Flat) -> Verdict:
         """Ask all ranks for the norms of gradients."""
@@ -216,8 +237,7 @@ class UpdateStep:
             shards, both = state.applied().clone(), pending
         following = Memory(self.plan, shards, both, partly_updated(self.chosen))
         following.lent = memory.lent
-        step, late = self.counted(state)
-        made = TrainState(self.plan, step, state.seed, following, state.scale, state.count, late, state.past.compared())
+        made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
             memory.donate()
         return made
@@ -255,9 +275,9 @@ class UpdateStep:
         least = min(late.values())
         return state.step + 1 - least, {path: missed - least for path, missed in late.items() if missed > least}
 
-    def metrics(self, norm: float) -> UpdateMetrics:
+    def metrics(self, norm: float, skipped: bool) -> UpdateMetrics:
         """The metrics of an update."""
-        return UpdateMetrics(scalar(norm, self.wide))
+        return UpdateMetrics(scalar(norm, self.wide), torch.tensor(skipped))
 
     @functools.cached_property
     def wide(self) -> torch.dtype:
@@ -289,6 +309,7 @@ def make_update(
     *,
     clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
     only: str | None = None,
+    loss_scale: LossScale | None = None,
     donate: bool = True,
 ) -> Callable[[TrainState, Any], tuple[TrainState, UpdateMetrics]]:
     """Make the function that updates: ``update(state, grads) -> (state, metrics)`` (``optax.apply_updates``).
@@ -302,6 +323,8 @@ def make_update(
         clip_norm: as for ``fs.make_train_step``; norms are those of the leaves that it updates.
         only: a regular expression for whole paths: these leaves are updated. The others keep their values, their
             optimizer state and their number of updates.
+        loss_scale: that of ``fs.value_and_grad(loss_scale=)``. Where the gradient norm is not finite nothing is
+            updated, ``metrics.skipped`` says so, and the state that comes back has a smaller scale.
         donate: reuse the memory of the state and of the gradients.
 
     Raises:
@@ -324,10 +347,11 @@ def make_update(
         )
     wants: list[Want] = [
         ("only", only, (str, type(None)), "a regular expression for paths, or None"),
+        ("loss_scale", loss_scale, (LossScale, type(None)), "fs.LossScale(...) or None"),
         ("donate", donate, bool, "True or False"),
     ]
     expect("make_update(opt, plan)", wants)
     if contract(opt).steps is not None:
         remedy = "Give value_and_grad accumulate=, or add gradients up with fs.tree_add."
         raise PlanError(lines("make_update takes no optimizer that carries gradients:", [repr(opt)], remedy))
-    return UpdateStep(opt, plan, clip_norm, only, donate)
+    return UpdateStep(opt, plan, clip_norm, only, loss_scale, donate)

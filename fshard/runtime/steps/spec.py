@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fshard.optim.scaling import LossScale
 from fshard.runtime.engine.remat import NO_REMAT, Remat
 from fshard.runtime.steps.programs import Programs
 from fshard.sharding.plan import Plan
@@ -20,6 +21,7 @@ class PassSpec:
         train: whether there is a backward.
         accumulate: microbatches.
         remat: which units are computed again in their backward.
+        loss_scale: how the scale of the loss adapts, if it is scaled for the backward.
     """
 
     fn: Callable[..., Any]
@@ -28,3 +30,4 @@ class PassSpec:
     train: bool = True
     accumulate: int = 1
     remat: Remat = NO_REMAT
+    loss_scale: LossScale | None = None
