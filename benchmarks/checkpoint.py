@@ -5,7 +5,7 @@ to restore; and an asynchronous save stalls training by at most 5 % of a step. P
 
 * **fshard**: ``save`` and ``restore``.
 * **dcp**: FSDP2, ``get_state_dict`` and ``dcp.save``; ``dcp.load`` and ``set_state_dict``.
-* **dcp from fshard**: ``fs.save_dcp`` and ``fs.load_dcp``, the same format without FSDP2.
+* **dcp from fshard**: ``fs.io.save_dcp`` and ``fs.io.load_dcp``, the same format without FSDP2.
 * **torch.save**: each rank its own shards in one file, which no other number of ranks can read.
 
 All of them sync their files to the disk. Files are read back from the page cache. Memory is the most that one rank's C
@@ -77,11 +77,11 @@ class OursAsDcp(Ours):
 
     def save(self, folder: Path) -> None:
         """A file a rank, and the list."""
-        fs.save_dcp(self.peer.state, folder, self.opt)
+        fs.io.save_dcp(self.peer.state, folder, self.opt)
 
     def restore(self, folder: Path) -> object:
         """A new state."""
-        return fs.load_dcp(folder, self.peer.plan, self.opt)
+        return fs.io.load_dcp(folder, self.peer.plan, self.opt)
 
 
 class Dcp:

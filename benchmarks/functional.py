@@ -64,8 +64,8 @@ class Sharded:
         loss = loss_with(model)
         self.params = tree.map(torch.clone, fs.shard(whole, self.plan))
         self.v = tree.map(lambda leaf: torch.full_like(leaf, 0.01), self.params)
-        self.samples = fs.per_sample_grad(loss, self.plan)
-        self.f = fs.sharded_loss(loss, self.plan, reshard=reshard)
+        self.samples = fs.func.per_sample_grad(loss, self.plan)
+        self.f = fs.func.sharded_loss(loss, self.plan, reshard=reshard)
 
     def hvp(self, x: Tensor) -> Any:
         """The product."""

@@ -49,14 +49,14 @@ def train(args: Namespace, mesh: fs.Mesh, private: bool) -> tuple[float, float]:
     model = fs.split(net, units=("0", "2"))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
     params = fs.init_state(plan, fs.optim.sgd(0.0), seed=args.seed).params
-    update = fs.differentiable(fs.optim.sgd(args.lr, momentum=0.9), plan)
+    update = fs.func.differentiable(fs.optim.sgd(args.lr, momentum=0.9), plan)
     state, key = update.init(params), fs.random.key(args.seed)
 
     def loss_fn(params: dict, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(model.apply(params, batch[0]), batch[1])
 
     clip = args.clip if private else 1e9
-    gradient = fs.clipped_grad(loss_fn, plan, clip, microbatch=64)
+    gradient = fs.func.clipped_grad(loss_fn, plan, clip, microbatch=64)
     clipped = 0.0
     label = "private" if private else "not private"
     for i in tqdm(range(args.steps), desc=label, disable=mesh.rank != 0):
@@ -66,7 +66,7 @@ def train(args: Namespace, mesh: fs.Mesh, private: bool) -> tuple[float, float]:
         mine = chosen[plan.data_rank :: plan.data_size]
         total, norms = gradient(params, (images[mine], labels[mine]))
         if private:  # the noise of an element depends on its place in the whole leaf, not on the ranks
-            normal = fs.tree_normal(noise, plan)
+            normal = fs.tree.normal(noise, plan)
             total = tree.map(lambda g, z: g + args.noise * args.clip * z, total, normal)
         params, state = update(params, tree.map(lambda g: g / args.batch, total), state)
         clipped += (norms > args.clip).float().mean().item() / args.steps

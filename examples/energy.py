@@ -77,10 +77,10 @@ def train(args: Namespace, mesh: fs.Mesh, penalty: float) -> tuple[float, float]
         loss = nn.functional.softplus(low).mean() + nn.functional.softplus(-high).mean()
         return loss + penalty * slopes.square().sum(1).mean(), {"loss": fs.Mean(loss, 1.0)}
 
-    gradient = torch.func.grad(fs.sharded_loss(loss_fn, plan, has_aux=True), has_aux=True)
+    gradient = torch.func.grad(fs.func.sharded_loss(loss_fn, plan, has_aux=True), has_aux=True)
     opt = fs.optim.adamw(args.lr, weight_decay=0.0)
     params = fs.init_state(plan, opt, seed=args.seed).params
-    update, key = fs.differentiable(opt, plan), fs.random.key(args.seed)
+    update, key = fs.func.differentiable(opt, plan), fs.random.key(args.seed)
     state = update.init(params)
     for i in (bar := tqdm(range(args.steps), desc=f"penalty {penalty}", disable=mesh.rank != 0)):
         pick, noise = fs.random.split(fs.random.fold_in(key, i))

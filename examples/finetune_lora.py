@@ -75,13 +75,15 @@ def pretrain(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     """A model to start from: all its parameters learn. It is written as transformers writes one."""
     model = make(config)
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
-    opt = fs.optim.adamw(fs.optim.warmup_cosine(1e-2, warmup=10, total=max(11, args.pretrain)), betas=(0.9, 0.95))
+    opt = fs.optim.adamw(
+        fs.optim.schedules.warmup_cosine(1e-2, warmup=10, total=max(11, args.pretrain)), betas=(0.9, 0.95)
+    )
     init = [(r".*norm\.weight", fs.init.ones()), (r".*", fs.init.normal(0.05))]
     state = fs.init_state(plan, opt, seed=args.seed, init=init)
     rows = windows("".join(topics[name] for name in sorted(topics)), args.context)
     step = fs.make_train_step(loss_of(model), opt, plan, clip_norm=1.0)
     state = train("pretraining", step, state, rows, args.pretrain, args, mesh)
-    fs.save_hf(state, args.out / "base", config=config, overwrite=True)
+    fs.io.save_hf(state, args.out / "base", config=config, overwrite=True)
 
 
 def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
@@ -93,7 +95,7 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
     opt = fs.optim.adamw(args.lr)
     adapters = [(r".*_lora_a", fs.init.kaiming_uniform(a=5**0.5)), (r".*_lora_b", fs.init.zeros())]
-    state = fs.load_hf(args.out / "base", plan, opt, init=adapters, seed=args.seed)  # each rank reads its shards
+    state = fs.io.load_hf(args.out / "base", plan, opt, init=adapters, seed=args.seed)  # each rank reads its shards
     if mesh.rank == 0:
         sizes = {kind: sum(x.numel for x in plan.leaves.values() if x.trainable == kind) for kind in (True, False)}
         tqdm.write(f"{sizes[False]:,} parameters are frozen, {sizes[True]:,} of adapters learn")
@@ -107,7 +109,7 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
 
     whole = fs.lora.merge(fs.unshard(state.params, plan), alpha=2.0 * args.rank)
     plain = fs.make_plan(base, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
-    fs.save_hf(fs.shard(whole, plain), args.out / "tuned", plain, config=config, overwrite=True)
+    fs.io.save_hf(fs.shard(whole, plain), args.out / "tuned", plain, config=config, overwrite=True)
     if mesh.rank == 0:
         tuned = LlamaForCausalLM.from_pretrained(args.out / "tuned")
         with torch.no_grad():

@@ -52,7 +52,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
         return data_loss(params, batch) + 0.5 * args.decay * decay
 
     opt = fs.optim.adamw(
-        fs.optim.warmup_cosine(0.02, warmup=min(10, args.steps // 4), total=args.steps), weight_decay=0.0
+        fs.optim.schedules.warmup_cosine(0.02, warmup=min(10, args.steps // 4), total=args.steps), weight_decay=0.0
     )
     state, step = fs.init_state(plan, opt, seed=args.seed), fs.make_train_step(loss_fn, opt, plan)
     for _ in (bar := tqdm(range(args.steps), desc="train", disable=mesh.rank != 0)):
@@ -61,22 +61,22 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     bar.set_postfix_str(f"loss {metrics.loss:.3f}")
 
     _, target = fs.value_and_grad(data_loss, plan)(params, held)
-    product = fs.hvp(loss_fn, plan)
+    product = fs.func.hvp(loss_fn, plan)
     x = tree.map(torch.zeros_like, target)
     rest, way = target, target
-    square = fs.tree_vdot(rest, rest, plan)
+    square = fs.tree.vdot(rest, rest, plan)
     begin = square
     for _ in tqdm(range(args.solve), desc="solve", disable=mesh.rank != 0):  # conjugate gradients
         curved = add(product(params, way, seen), args.damping, way)
-        size = square / fs.tree_vdot(way, curved, plan)
+        size = square / fs.tree.vdot(way, curved, plan)
         x, rest = add(x, size, way), add(rest, -size, curved)
-        square, before = fs.tree_vdot(rest, rest, plan), square
+        square, before = fs.tree.vdot(rest, rest, plan), square
         way = add(rest, square / before, way)
         if square < 1e-10 * begin:
             break
     say(f"conjugate gradients: residual {(square / begin).sqrt():.1e}")
 
-    gradients = fs.per_sample_grad(data_loss, plan)
+    gradients = fs.func.per_sample_grad(data_loss, plan)
     whole, scores = dict(tree.paths(fs.unshard(x, plan))), []
     for part in zip(seen[0].split(119), seen[1].split(119), strict=True):
         grads = dict(tree.paths(gradients(params, part)))

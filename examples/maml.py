@@ -62,12 +62,12 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
         right = (logits.argmax(-1) == batch[1]).float()
         return nn.functional.cross_entropy(logits, batch[1]), {"right": fs.Mean(right.sum(), right.numel())}
 
-    f = fs.sharded_loss(loss_fn, plan, has_aux=True, reshard=False)
+    f = fs.func.sharded_loss(loss_fn, plan, has_aux=True, reshard=False)
 
     def after_learning(
         params: dict, rate: float, x: Tensor, y: Tensor, query: Tensor, answers: Tensor
     ) -> tuple[Tensor, Tensor]:
-        inner = fs.differentiable(fs.optim.sgd(rate), plan)
+        inner = fs.func.differentiable(fs.optim.sgd(rate), plan)
         state = inner.init(params)
         for _ in range(args.inner_steps):
             grads, _ = torch.func.grad(f, has_aux=True)(params, (x, y))
@@ -87,7 +87,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
 
     opt = fs.optim.adamw(args.lr, weight_decay=0.0)
     params = fs.init_state(plan, opt, seed=args.seed).params
-    update = fs.differentiable(opt, plan)
+    update = fs.func.differentiable(opt, plan)
     state, before = update.init(params), {rate: test(params, rate) for rate in (0.1, 0.3, 1.0, 2.0, 4.0)}
     for i in (bar := tqdm(range(args.steps), disable=mesh.rank != 0)):
         batch = tasks(list(range(7)), args.tasks, f"{args.seed} {i}")

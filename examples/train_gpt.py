@@ -87,7 +87,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     with fs.empty_weights():  # takes no memory: init_state makes each rank's shards, and nothing is ever whole
         model = fs.split(GPT(args.depth, args.width), units=("blocks.*",))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
-    rate = fs.optim.warmup_cosine(args.lr, warmup=min(100, args.steps // 8), total=args.steps)
+    rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=min(100, args.steps // 8), total=args.steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
     normal, narrow = fs.init.normal(0.04), fs.init.normal(0.04 / math.sqrt(2 * args.depth))  # norms start at 1
     init = [(r".*\.(out|down)\.weight", narrow), (r"(.*\.)?(embed|qkv|up)\.weight", normal)]

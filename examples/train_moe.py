@@ -101,7 +101,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
         (r".*", fs.fsdp(AXES)),
     ]
     plan = fs.make_plan(model, mesh, rules, batch=fs.P(AXES))
-    rate = fs.optim.warmup_cosine(args.lr, warmup=max(1, args.steps // 8), total=args.steps)
+    rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=max(1, args.steps // 8), total=args.steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
     normal, narrow = fs.init.normal(0.04), fs.init.normal(0.04 / math.sqrt(2 * args.depth))  # norms start at 1
     init = [(r".*\.(out\.weight|down)", narrow), (r"(.*\.)?((embed|place|qkv|router)\.weight|up)", normal)]

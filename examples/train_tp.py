@@ -94,7 +94,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
         column=[r".*\.(qkv|up)\.weight", r"embed\.weight"], row=r".*\.(out|down)\.weight", flat="shard"
     )
     plan = fs.make_plan(model, mesh, rules, batch=fs.P("shard"))  # tp is no data axis: its ranks share their rows
-    rate = fs.optim.warmup_cosine(args.lr, warmup=max(1, args.steps // 8), total=args.steps)
+    rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=max(1, args.steps // 8), total=args.steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
     normal, narrow = fs.init.normal(0.04), fs.init.normal(0.04 / math.sqrt(2 * args.depth))  # norms start at 1
     init = [(r".*\.(out|down)\.weight", narrow), (r"(.*\.)?(embed|qkv|up)\.weight", normal)]

@@ -89,7 +89,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     with fs.empty_weights():  # init_state makes each rank's shards, and nothing is ever whole
         model = fs.split(ViT(args.depth, args.width, args.heads), units="auto")
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
-    rate = fs.optim.warmup_cosine(args.lr, warmup=args.steps // 10, total=args.steps)
+    rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=args.steps // 10, total=args.steps)
     opt = fs.optim.adamw(rate, weight_decay=0.05, decay=fs.optim.matrices)
     state = fs.init_state(plan, opt, seed=args.seed, init=[(r"place\.table", fs.init.normal(0.5))])
 

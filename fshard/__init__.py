@@ -21,6 +21,7 @@ The spec says where, the schedule says when, the runtime does it::
     transform/      losses of shards for torch.func, and tools on them
     lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes
+    func, io, sim, types  names of less frequent use: derivatives, other formats, simulation, classes of results
     view/           pictures of schedules
 """
 
@@ -38,10 +39,9 @@ from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
 from fshard.patterns import glob
 from fshard.runtime.engine import Mean, Microbatches
-from fshard.schedule.auto import Auto, Choice
+from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy, keep
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.simulate import Costs, Link, Simulation, simulate
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
@@ -51,67 +51,39 @@ from fshard.state.init import init_state, shard, unshard
 from fshard.state.move import reshard_state
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
-from fshard.training.evaluate import EvalStep, make_eval_step
+from fshard.training.evaluate import make_eval_step
 from fshard.training.make_step import make_train_step
-from fshard.training.metrics import Metrics
-from fshard.training.step import TrainStep
 from fshard.version import VERSION
 
 if TYPE_CHECKING:
-    from fshard import lora, parallel, view
-    from fshard.checkpoint.checkpointer import Checkpointer, Restored
-    from fshard.interchange.dcp import load_dcp
-    from fshard.interchange.dcp_write import save_dcp
-    from fshard.interchange.dtensors import from_dtensor, to_dtensor
-    from fshard.interchange.export import export
-    from fshard.interchange.hf import load_hf, save_hf
-    from fshard.interchange.rename import Rename
-    from fshard.interchange.state_dicts import from_state_dict, to_optim_state_dict, to_state_dict
-    from fshard.parts.arithmetic import tree_add, tree_scale
+    from fshard import func, io, lora, parallel, sim, types, view
+    from fshard.checkpoint.checkpointer import Checkpointer
     from fshard.parts.grad import value_and_grad
     from fshard.parts.step import make_step
     from fshard.parts.update import make_update
     from fshard.played.mapping import shard_map
-    from fshard.played.virtual import VirtualMesh, virtual_mesh
-    from fshard.proof.report import Verified, VerifyError
+    from fshard.played.virtual import virtual_mesh
+    from fshard.proof.report import VerifyError
     from fshard.proof.verify import verify
     from fshard.runtime.engine.stopped import stop_gradient
     from fshard.training.buffers import Whole, sync_buffers
     from fshard.training.elastic import Preempted, Preemption, train_loop
-    from fshard.transform.loss import sharded_loss
-    from fshard.transform.optimizer import differentiable
-    from fshard.transform.products import gnvp, hessian_trace_samples, hvp, jvp
-    from fshard.transform.samples import clipped_grad, per_sample_grad
-    from fshard.transform.trees import tree_norm, tree_normal, tree_rademacher, tree_stack, tree_vdot
 
 __version__ = VERSION
 
 _LATER = (
-    ("fshard", "lora parallel view"),
+    ("fshard", "func io lora parallel sim types view"),
     ("fshard.training.buffers", "Whole sync_buffers"),
-    ("fshard.checkpoint.checkpointer", "Checkpointer Restored"),
+    ("fshard.checkpoint.checkpointer", "Checkpointer"),
     ("fshard.training.elastic", "Preempted Preemption train_loop"),
-    ("fshard.interchange.dcp", "load_dcp"),
-    ("fshard.interchange.dcp_write", "save_dcp"),
-    ("fshard.interchange.dtensors", "from_dtensor to_dtensor"),
-    ("fshard.interchange.hf", "load_hf save_hf"),
-    ("fshard.interchange.rename", "Rename"),
-    ("fshard.interchange.state_dicts", "from_state_dict to_optim_state_dict to_state_dict"),
-    ("fshard.interchange.export", "export"),
     ("fshard.played.mapping", "shard_map"),
-    ("fshard.proof.report", "Verified VerifyError"),
+    ("fshard.proof.report", "VerifyError"),
     ("fshard.proof.verify", "verify"),
     ("fshard.parts.grad", "value_and_grad"),
-    ("fshard.parts.arithmetic", "tree_add tree_scale"),
     ("fshard.parts.step", "make_step"),
     ("fshard.parts.update", "make_update"),
     ("fshard.runtime.engine.stopped", "stop_gradient"),
-    ("fshard.transform.loss", "sharded_loss"),
-    ("fshard.transform.optimizer", "differentiable"),
-    ("fshard.transform.products", "gnvp hessian_trace_samples hvp jvp"),
-    ("fshard.transform.samples", "clipped_grad per_sample_grad"),
-    ("fshard.transform.trees", "tree_norm tree_normal tree_rademacher tree_stack tree_vdot"),
-    ("fshard.played.virtual", "VirtualMesh virtual_mesh"),
+    ("fshard.played.virtual", "virtual_mesh"),
 )
 """What is imported when it is first asked for, since not every program needs it: modules, and the names in them."""
 
@@ -131,14 +103,9 @@ def __dir__() -> list[str]:
 __all__ = [
     "Auto",
     "Checkpointer",
-    "Choice",
-    "Costs",
-    "EvalStep",
-    "Link",
     "LossScale",
     "Mean",
     "Mesh",
-    "Metrics",
     "Microbatches",
     "Model",
     "P",
@@ -147,38 +114,24 @@ __all__ = [
     "Precision",
     "Preempted",
     "Preemption",
-    "Rename",
-    "Restored",
     "Rule",
     "Schedule",
-    "Simulation",
     "TrainState",
-    "TrainStep",
-    "Verified",
     "VerifyError",
-    "VirtualMesh",
     "Whole",
     "abstract_mesh",
     "averaged",
-    "clipped_grad",
+    "checkpoint_policies",
     "collectives",
-    "differentiable",
     "empty_weights",
     "errors",
-    "export",
-    "from_dtensor",
-    "from_state_dict",
     "fsdp",
+    "func",
     "glob",
-    "gnvp",
-    "hessian_trace_samples",
-    "hvp",
     "init",
     "init_state",
-    "jvp",
+    "io",
     "keep",
-    "load_dcp",
-    "load_hf",
     "lora",
     "make_eval_step",
     "make_mesh",
@@ -188,33 +141,19 @@ __all__ = [
     "make_update",
     "optim",
     "parallel",
-    "per_sample_grad",
-    "checkpoint_policies",
     "random",
     "remat",
     "reshard_state",
-    "save_dcp",
-    "save_hf",
     "settle",
     "shard",
     "shard_map",
-    "sharded_loss",
-    "simulate",
+    "sim",
     "split",
     "stop_gradient",
     "sync_buffers",
-    "to_dtensor",
-    "to_optim_state_dict",
-    "to_state_dict",
     "train_loop",
     "tree",
-    "tree_add",
-    "tree_norm",
-    "tree_normal",
-    "tree_rademacher",
-    "tree_scale",
-    "tree_stack",
-    "tree_vdot",
+    "types",
     "unit",
     "unshard",
     "value_and_grad",

@@ -386,8 +386,8 @@ def step_transformed(what: str) -> TransformError:
     """A step was called inside of a transform."""
     return TransformError(
         f"{what} was called inside of a transform of torch.func, which cannot follow it, because it reuses the memory "
-        f"of its state. Transform fs.sharded_loss(loss_fn, plan) or fs.value_and_grad(loss_fn, plan) "
-        f"instead, and update with fs.differentiable(opt, plan)"
+        f"of its state. Transform fs.func.sharded_loss(loss_fn, plan) or fs.value_and_grad(loss_fn, plan) "
+        f"instead, and update with fs.func.differentiable(opt, plan)"
     )
 
 

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import optree
@@ -20,7 +21,32 @@ from torch import Tensor
 from fshard.arguments import kind
 from fshard.errors import TreeError
 
-__all__ = ["flatten", "leaves", "map", "names", "nest", "paths", "spread", "unflatten"]
+_LATER = (
+    ("fshard.parts.arithmetic", "add scale"),
+    ("fshard.transform.trees", "norm normal rademacher stack vdot"),
+)
+"""Functions of trees of shards. They need plans, so they lie in higher rooms, and are looked up when asked for."""
+
+__all__ = [
+    "flatten",
+    "leaves",
+    "map",
+    "names",
+    "nest",
+    "paths",
+    "spread",
+    "unflatten",
+    *" ".join(names for _, names in _LATER).split(),
+]
+
+
+def __getattr__(name: str) -> Any:
+    """A name of ``_LATER`` (PEP 562)."""
+    for module, names in _LATER:
+        if name in names.split():
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'fshard.tree' has no attribute {name!r}")
+
 
 Tree = Any
 """A pytree. ``Tree`` says that a value may be nested; Python has no better name for it."""

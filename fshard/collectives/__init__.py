@@ -2,8 +2,8 @@
 
 Each takes a tensor, or a pytree of tensors of which it treats each alike, and the name of an axis or a tuple of names,
 which count as one axis whose last name runs fastest. The axis is looked up on ``mesh=``, or on the mesh in scope: that
-of the enclosing ``fs.shard_map``, train step or ``fs.sharded_loss``, or of ``use_mesh``. All ranks along the axis must
-make the same calls in the same order, with tensors of equal shapes and dtypes.
+of the enclosing ``fs.shard_map``, train step or ``fs.func.sharded_loss``, or of ``use_mesh``. All ranks along the axis
+must make the same calls in the same order, with tensors of equal shapes and dtypes.
 
 A value is *varying* over an axis if each rank has its own, *invariant* if it is a single value of which all ranks hold
 a copy. Types and adjoints, for a linear map of all ranks' values together:

@@ -72,7 +72,7 @@ def load_dcp(
     >>> import tempfile
     >>> opt = fs.optim.adamw(1e-3)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fs.save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
+    ...     fs.io.save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
     ...     load_dcp(folder, plan, opt).params["w"]
     tensor([1., 2., 3., 4.])
     """

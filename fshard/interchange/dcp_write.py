@@ -84,7 +84,7 @@ def save_dcp(
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
-    ...     state = fs.load_dcp(folder, plan, opt)
+    ...     state = fs.io.load_dcp(folder, plan, opt)
     >>> state.step
     0
     """

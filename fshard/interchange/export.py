@@ -79,7 +79,7 @@ def export(
             that axis goes to the rank that has the coordinates of ``to`` on all other axes.
         axes: axes over which leaves are gathered although compute leaves them local, or ``"all"``.
         dtype: the dtype to which floating-point leaves are cast before they are sent; None for no cast.
-        rename: rules from paths to names, ``fs.Rename`` or ``(pattern, name)``; the name None leaves a leaf out.
+        rename: rules from paths to names, ``fs.io.Rename`` or ``(pattern, name)``; the name None leaves a leaf out.
         callback: a function that is called with each name and tensor. If it raises on one rank, the other ranks
             finish the stream, and all ranks raise at its end.
 
@@ -96,7 +96,7 @@ def export(
     >>> import fshard as fs
     >>> params = {"w": torch.ones(2, 3), "b": torch.zeros(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    >>> [(name, tuple(leaf.shape)) for name, leaf in fs.export(fs.shard(params, plan), plan)]
+    >>> [(name, tuple(leaf.shape)) for name, leaf in fs.io.export(fs.shard(params, plan), plan)]
     [('w', (2, 3)), ('b', (3,))]
     """
     expect("export(state)", [("callback", callback, (Callable, type(None)), "a function (name, tensor), or None")])

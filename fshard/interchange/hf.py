@@ -42,7 +42,7 @@ def load_hf(
             prefix of the base model, which some files lack.
         opt: the optimizer, whose state starts anew; None for parameters alone: a state for eval steps, such as a frozen
             reference model, whose ``params`` are the tree of shards.
-        rename: rules from names in the files to paths: ``(pattern, path)`` or ``fs.Rename``. The first rule that
+        rename: rules from names in the files to paths: ``(pattern, path)`` or ``fs.io.Rename``. The first rule that
             matches a whole name applies; ``(pattern, None)`` leaves a tensor out.
         init: ``(pattern, initializer)`` rules for leaves that the files do not have, such as a new head.
         seed: the seed of these values, and of random numbers inside of steps.
@@ -58,7 +58,7 @@ def load_hf(
     >>> folder = tempfile.mkdtemp()
     >>> safetensors.torch.save_file({"net.w": torch.ones(2, 3)}, f"{folder}/model.safetensors")
     >>> plan = fs.make_plan({"w": torch.empty(2, 3)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    >>> fs.load_hf(folder, plan, fs.optim.sgd(0.1), rename=[(r"net\\.(.*)", r"\\1")]).params["w"].sum()
+    >>> fs.io.load_hf(folder, plan, fs.optim.sgd(0.1), rename=[(r"net\\.(.*)", r"\\1")]).params["w"].sum()
     tensor(6.)
     """
     expect(

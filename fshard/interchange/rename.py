@@ -54,7 +54,7 @@ def _rule(number: int, given: Any) -> Rename:
     """One element of ``rename=`` as a rule."""
     rule = Rename(*given) if isinstance(given, tuple) and len(given) in (2, 3) else given
     if not isinstance(rule, Rename):
-        raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.Rename(...)")
+        raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.io.Rename(...)")
     return rule
 
 
@@ -68,7 +68,7 @@ def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) ->
         PlanError: an invalid rule, or one that applies to no name.
         TreeError: two names become one.
     """
-    expect("rename=", [("rules", rules, (list, tuple), "a list of (pattern, new name) or fs.Rename(...)")])
+    expect("rename=", [("rules", rules, (list, tuple), "a list of (pattern, new name) or fs.io.Rename(...)")])
     full = [_rule(number, given) for number, given in enumerate(rules)]
     hits = first_matches([rule.pattern for rule in full], names)
     out: dict[str, tuple[str, bool]] = {}

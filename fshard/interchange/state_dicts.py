@@ -98,7 +98,7 @@ def from_state_dict(
     >>> import fshard as fs
     >>> module = torch.nn.Linear(2, 3)
     >>> plan = fs.make_plan(fs.split(module), fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    >>> fs.from_state_dict(module.state_dict(), plan, fs.optim.sgd(0.1))
+    >>> fs.io.from_state_dict(module.state_dict(), plan, fs.optim.sgd(0.1))
     <TrainState of step 0: 2 leaves on rank 0>
     """
     wants = [
@@ -206,7 +206,7 @@ def flat_tensors(given: Mapping[str, Any], what: str) -> dict[str, Tensor]:
         if value is None:  # torch.optim.SGD without momentum keeps None
             continue
         if type(value).__name__ == "DTensor":
-            wrong.append(f"{name}: a DTensor; use fs.from_dtensor, or give value.full_tensor()")
+            wrong.append(f"{name}: a DTensor; use fs.io.from_dtensor, or give value.full_tensor()")
         elif not isinstance(value, Tensor):
             wrong.append(f"{name}: {type(value).__name__}")
         else:

@@ -59,7 +59,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     """A state with its adapters added to their weights, and ``b`` zero again. Collective.
 
     No rank makes a whole weight: each updates its own shard, and gathers two adapters at a time. The state computes
-    the same function, so ``fs.save_hf(absorb(state, alpha=16), folder, rename=[(PATHS, None)])`` writes
+    the same function, so ``fs.io.save_hf(absorb(state, alpha=16), folder, rename=[(PATHS, None)])`` writes
     the model without adapters. Training may go on from it, with a higher rank in sum (ReLoRA, Lialin et al., 2023).
 
     Args:

@@ -99,7 +99,7 @@ class LeafOrder:
 
 _SHARDS = (
     "These look like shards, this rank's parts of flat-sharded leaves: call fs.unshard(state.params, plan) for whole "
-    "tensors, or give the loss function to a step or to fs.sharded_loss, which gather them."
+    "tensors, or give the loss function to a step or to fs.func.sharded_loss, which gather them."
 )
 
 

@@ -174,7 +174,7 @@ def _exact() -> Iterator[Exact]:
             raise TransformError(
                 "torch.utils.checkpoint was called under a transform of torch.func, which forbids the hooks that it "
                 "needs: call fs.remat(fn)(*args) in its place, which works under every transform, or fn itself: "
-                "fs.sharded_loss computes each unit again in its backward anyway. (For models of transformers: "
+                "fs.func.sharded_loss computes each unit again in its backward anyway. (For models of transformers: "
                 "model.gradient_checkpointing_disable().)"
             ) from error
         raise

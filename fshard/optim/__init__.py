@@ -5,6 +5,7 @@ argument, so nothing is hidden and a resumed run continues bit for bit. Nothing 
 plans or groups.
 """
 
+from fshard.optim import schedules
 from fshard.optim.adafactor import adafactor
 from fshard.optim.adamw import adamw
 from fshard.optim.adamw8bit import adamw8bit
@@ -16,7 +17,6 @@ from fshard.optim.form import Form, LeafInfo
 from fshard.optim.from_torch import from_torch
 from fshard.optim.lion import lion
 from fshard.optim.muon import muon
-from fshard.optim.schedules import constant, linear, warmup_cosine, warmup_linear
 from fshard.optim.sgd import sgd
 
 __all__ = [
@@ -32,11 +32,9 @@ __all__ = [
     "add_decay",
     "chain",
     "clip_value",
-    "constant",
     "ema",
     "every",
     "from_torch",
-    "linear",
     "lion",
     "masked",
     "matrices",
@@ -44,7 +42,6 @@ __all__ = [
     "partition",
     "rate",
     "scale",
+    "schedules",
     "sgd",
-    "warmup_cosine",
-    "warmup_linear",
 ]

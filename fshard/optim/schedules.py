@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from fshard.optim import checks
 
+__all__ = ["constant", "linear", "warmup_cosine", "warmup_linear"]
+
 
 @dataclass(frozen=True)
 class constant:  # noqa: N801 - reads as the function it is, like all schedules

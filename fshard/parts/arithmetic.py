@@ -15,13 +15,13 @@ Number = float | Tensor
 """A number, or a 0-dim tensor that is equal on all ranks."""
 
 
-def tree_add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
+def add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
     """``x + alpha * y``, leaf by leaf. Local.
 
     Args:
         x: a tree of tensors, such as ``state.params`` or gradients.
         y: a tree like it. Leaves of ``x`` that it lacks keep their values.
-        alpha: a number, or a 0-dim tensor such as ``fs.tree_norm`` returns.
+        alpha: a number, or a 0-dim tensor such as ``fs.tree.norm`` returns.
 
     Returns:
         A new tree like ``x``.
@@ -29,7 +29,7 @@ def tree_add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
     Raises:
         TreeError: ``y`` has leaves that ``x`` has not, or of other shapes.
 
-    >>> tree_add({"w": torch.ones(2)}, {"w": torch.ones(2)}, alpha=-0.5)
+    >>> add({"w": torch.ones(2)}, {"w": torch.ones(2)}, alpha=-0.5)
     {'w': tensor([0.5000, 0.5000])}
     """
     left, right = known_flat(x), known_flat(y)
@@ -45,17 +45,17 @@ def tree_add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
     wrong = [path for path, leaf in theirs.items() if path not in mine or mine[path].shape != leaf.shape]
     if wrong:
         raise TreeError(
-            f"tree_add(x, y): y has leaves that x has not, or not in that shape: {', '.join(wrong[:4])}. Give trees of "
-            f"one plan"
+            f"fs.tree.add(x, y): y has leaves that x has not, or not in that shape: {', '.join(wrong[:4])}. Give trees "
+            f"of one plan"
         )
     flat = {path: _plus(leaf, theirs[path], alpha) if path in theirs else leaf.clone() for path, leaf in mine.items()}
     return tree.nest(flat)
 
 
-def tree_scale(x: Any, alpha: Number) -> Any:
+def scale(x: Any, alpha: Number) -> Any:
     """``alpha * x``, leaf by leaf. Local.
 
-    >>> tree_scale({"w": torch.ones(2)}, 3.0)
+    >>> scale({"w": torch.ones(2)}, 3.0)
     {'w': tensor([3., 3.])}
     """
     return _each(x, lambda leaf: leaf * alpha)

@@ -179,7 +179,7 @@ class Composition(ABC):
             if twice := seen & set(updated.part.paths):
                 raise TreeError(
                     f"the step updates {sorted(twice)[0]} and {len(twice) - 1} more leaves twice with gradients of the "
-                    f"same parameters: add the gradients up first, fs.tree_add, or take the second ones of the state "
+                    f"same parameters: add the gradients up first, fs.tree.add, or take the second ones of the state "
                     f"that the first update returned"
                 )
             seen |= set(updated.part.paths)

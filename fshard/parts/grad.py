@@ -135,7 +135,7 @@ class ValueAndGrad:
 
     def _transformed(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         if self.only is not None:
-            raise PlanError("value_and_grad(only=) under a transform: differentiate fs.sharded_loss by the leaves")
+            raise PlanError("value_and_grad(only=) under a transform: differentiate fs.func.sharded_loss by the leaves")
         trained, rest = split_trainable(self.plan, params)
 
         kept: list[Any] = []
@@ -205,7 +205,7 @@ def value_and_grad(
     It takes a state, or this rank's part of the parameters. By itself it runs on a schedule of its own, like a train
     step without the update: gathers and reductions overlap with compute. In a function that ``fs.make_step`` runs, it
     is a part of that step's schedule. Under a transform of ``torch.func``, or where autograd records (a parameter
-    requires grad, or has a forward-mode tangent), it runs ``fs.sharded_loss``, and can be differentiated.
+    requires grad, or has a forward-mode tangent), it runs ``fs.func.sharded_loss``, and can be differentiated.
 
     Args:
         loss_fn: as for ``fs.make_train_step``.
@@ -219,7 +219,7 @@ def value_and_grad(
         compile: as for ``fs.make_train_step``.
         loss_scale: scale the loss for the backward by what the state holds, as float16 needs; the gradients are those
             of the loss itself. ``fs.make_update(loss_scale=)`` adapts it.
-        debug: fill freed memory with nan, and check what ``fs.sharded_loss(debug=True)`` checks.
+        debug: fill freed memory with nan, and check what ``fs.func.sharded_loss(debug=True)`` checks.
 
     Raises:
         PlanError: an option that cannot be; ``only=`` that matches no trained leaf.

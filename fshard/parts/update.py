@@ -352,6 +352,6 @@ def make_update(
     ]
     expect("make_update(opt, plan)", wants)
     if contract(opt).steps is not None:
-        remedy = "Give value_and_grad accumulate=, or add gradients up with fs.tree_add."
+        remedy = "Give value_and_grad accumulate=, or add gradients up with fs.tree.add."
         raise PlanError(lines("make_update takes no optimizer that carries gradients:", [repr(opt)], remedy))
     return UpdateStep(opt, plan, clip_norm, only, loss_scale, donate)

@@ -43,7 +43,7 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        expect("fs.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
+        expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
         problems = []
         if not self.bytes_per_s > 0:
             problems.append(f"bytes_per_s={self.bytes_per_s!r} is not positive")
@@ -83,11 +83,13 @@ class Costs:
         seconds = "a dict of seconds by op, such as {('forward', 'blocks.0'): 2e-3}"
         wants = [
             ("seconds", self.seconds, Mapping, seconds),
-            ("links", self.links, Mapping, "a dict of fs.Link by axes"),
+            ("links", self.links, Mapping, "a dict of fs.sim.Link by axes"),
         ]
-        expect("fs.Costs", wants)
+        expect("fs.sim.Costs", wants)
         links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
-        problems = [f"{name}={link!r} is not an fs.Link" for name, link in links.items() if not isinstance(link, Link)]
+        problems = [
+            f"{name}={link!r} is not an fs.sim.Link" for name, link in links.items() if not isinstance(link, Link)
+        ]
         known = timed()
         for (kind, target), value in self.seconds.items():
             if kind not in known:
@@ -172,7 +174,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     step 3.500 s: compute 2.000 s, wire 1.000 s for 100 B sent, exposed 1.500 s
        1.500 s  wait all_gather layer
     """
-    wants = [("schedule", schedule, Schedule, "step.schedule"), ("costs", costs, Costs, "fs.Costs(...)")]
+    wants = [("schedule", schedule, Schedule, "step.schedule"), ("costs", costs, Costs, "fs.sim.Costs(...)")]
     expect("simulate(schedule, costs)", wants)
     known = {(op.kind, op.target) for op in schedule}
     strange = [f"{kind} {target}: no such op" for kind, target in costs.seconds if (kind, target) not in known]

@@ -47,7 +47,7 @@ def init_state(
         seed: values depend on ``(seed, path, global index)`` alone, so they are the same on any mesh. It also seeds
             the random numbers inside steps.
         params: whole tensors to start from, instead of fresh values.
-        shards: this rank's part of them instead, as ``fs.shard`` and ``fs.from_dtensor`` give it.
+        shards: this rank's part of them instead, as ``fs.shard`` and ``fs.io.from_dtensor`` give it.
         init: ``(pattern, initializer)`` rules on paths, the first match wins, before what the model's own modules say.
 
     Raises:
@@ -162,7 +162,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
     It is a linear map, right under every transform of ``torch.func``, and its adjoint is ``shard``. What is computed
     from the whole tensors must be the same on all ranks for gradients to be right; a loss of each rank's own batch is
-    what ``fs.sharded_loss`` is for.
+    what ``fs.func.sharded_loss`` is for.
 
     Args:
         params: a nested dict of local tensors, such as ``state.params``.

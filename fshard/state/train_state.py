@@ -113,7 +113,7 @@ class TrainState:
         >>> import fshard as fs
         >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
         >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})
-        >>> state.replace(params=fs.tree_scale(state.params, 3.0)).params
+        >>> state.replace(params=fs.tree.scale(state.params, 3.0)).params
         {'w': tensor([3., 3.])}
         """
         return replace(self, memory=self.memory.with_params(self.step, params))

@@ -97,7 +97,7 @@ def refuse_elements(rows: Tensor) -> None:
         raise TransformError(
             f"a derivative by single elements of shards: {rows.shape[1]} ranks would each move an element of their own "
             f"at the same time, which gives meaningless sums (torch.func.hessian and jacfwd do this). Differentiate by "
-            f"whole tensors, g = lambda whole: f(fs.shard(whole, plan), batch), or multiply by vectors with fs.hvp"
+            f"whole tensors, g = lambda whole: f(fs.shard(whole, plan), batch), or multiply by vectors with fs.func.hvp"
         )
 
 

@@ -1,4 +1,4 @@
-"""``fs.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
+"""``fs.func.sharded_loss``: the global mean loss as a pure function of one rank's shards."""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +34,7 @@ LossFn = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class ShardedLoss:
-    """``f(params, batch) -> loss``. Made by ``fs.sharded_loss``."""
+    """``f(params, batch) -> loss``. Made by ``fs.func.sharded_loss``."""
 
     loss_fn: LossFn
     plan: Plan
@@ -222,7 +222,7 @@ def sharded_loss(
     >>> import fshard as fs
     >>> params = {"w": torch.ones(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    >>> f = fs.sharded_loss(lambda p, x: (p["w"] * x).sum(), plan)
+    >>> f = fs.func.sharded_loss(lambda p, x: (p["w"] * x).sum(), plan)
     >>> torch.func.grad(f)(fs.shard(params, plan), torch.arange(3.0))
     {'w': tensor([0., 1., 2.])}
     """

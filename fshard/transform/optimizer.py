@@ -1,4 +1,4 @@
-"""``fs.differentiable``: an optimizer as a pure function of trees, to take gradients through."""
+"""``fs.func.differentiable``: an optimizer as a pure function of trees, to take gradients through."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Differentiable:
-    """``update(params, grads, state) -> (params, state)``. Made by ``fs.differentiable``."""
+    """``update(params, grads, state) -> (params, state)``. Made by ``fs.func.differentiable``."""
 
     opt: sgd | adamw
     plan: Plan
@@ -79,7 +79,7 @@ def differentiable(opt: Optimizer, plan: Plan) -> Differentiable:
     >>> import fshard as fs
     >>> params = {"w": torch.ones(2)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    >>> update = fs.differentiable(fs.optim.sgd(0.5), plan)
+    >>> update = fs.func.differentiable(fs.optim.sgd(0.5), plan)
     >>> params, state = update(params, {"w": torch.ones(2)}, update.init(params))
     >>> params["w"], state["step"]
     (tensor([0.5000, 0.5000]), 1)

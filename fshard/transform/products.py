@@ -22,9 +22,10 @@ from fshard.model.random import fold_in
 from fshard.model.remat import exact
 from fshard.runtime.engine import read_loss
 from fshard.sharding.plan import Plan
+from fshard.transform import trees
 from fshard.transform.gather import gather_all
 from fshard.transform.loss import LossFn, sharded_loss
-from fshard.transform.trees import split_trainable, tree_rademacher, tree_vdot, zero_filled
+from fshard.transform.trees import split_trainable, zero_filled
 
 Flat = dict[str, Tensor]
 
@@ -59,7 +60,7 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
 
         def reverse() -> tuple[Tensor, Tensor]:
             slopes, value = grad_and_value(of)(trained)
-            return value, tree_vdot(zero_filled(plan, slopes, rest), zero_filled(plan, direction, rest), plan)
+            return value, trees.vdot(zero_filled(plan, slopes, rest), zero_filled(plan, direction, rest), plan)
 
         with _plain_attention():
             found: Any = modes.run(lambda: forward(of, (trained,), (direction,)), reverse)
@@ -185,8 +186,8 @@ def hessian_trace_samples(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Cal
     def probes(params: Any, batch: Any, key: Tensor) -> Tensor:
         found = []
         for number in range(samples):
-            signs = tree_rademacher(fold_in(key, number), plan)
-            found.append(tree_vdot(signs, times(params, signs, batch), plan))
+            signs = trees.rademacher(fold_in(key, number), plan)
+            found.append(trees.vdot(signs, times(params, signs, batch), plan))
         return torch.stack(found)
 
     return probes

@@ -18,7 +18,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.flat import known_flat, same_layout
 
 
-def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
+def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     """The inner product of the whole tensors of two trees of shards, equal on all ranks.
 
     Sharded leaves are summed over the ranks that hold their parts; replicated leaves count once. Integer leaves are
@@ -34,10 +34,10 @@ def tree_vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
-    >>> tree_vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
+    >>> vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
     tensor(10.)
     """
-    _expect_plan("tree_vdot(a, b, plan)", plan)
+    _expect_plan("fs.tree.vdot(a, b, plan)", plan)
     if (by_chunk := _of_chunks(a, b, plan)) is not None:
         return _summed(by_chunk, plan)
     left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")
@@ -89,20 +89,20 @@ def _summed(sums: Mapping[Axes, Tensor], plan: Plan) -> Tensor:
     return torch.stack([apply(value, Sum(ranks)) if ranks.size > 1 else value for ranks, value in parts]).sum()
 
 
-def tree_norm(a: Any, plan: Plan) -> Tensor:
+def norm(a: Any, plan: Plan) -> Tensor:
     """The Euclidean norm of all whole tensors of a tree of shards, equal on all ranks.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
-    >>> tree_norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
+    >>> norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
     tensor(5.)
     """
-    _expect_plan("tree_norm(a, plan)", plan)
-    return tree_vdot(a, a, plan).sqrt()
+    _expect_plan("fs.tree.norm(a, plan)", plan)
+    return vdot(a, a, plan).sqrt()
 
 
-def tree_normal(key: Tensor, plan: Plan) -> dict[str, Any]:
+def normal(key: Tensor, plan: Plan) -> dict[str, Any]:
     """A tree of shards of standard normal numbers, which do not depend on the mesh. Local.
 
     Args:
@@ -115,19 +115,19 @@ def tree_normal(key: Tensor, plan: Plan) -> dict[str, Any]:
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
-    >>> tree_normal(fs.random.key(0), plan)["w"].shape
+    >>> normal(fs.random.key(0), plan)["w"].shape
     torch.Size([4])
     """
     return _random(key, plan, random.normal)
 
 
-def tree_rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
-    """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``tree_normal``.
+def rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
+    """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``normal``.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
-    >>> tree_rademacher(fs.random.key(0), plan)["w"].abs()
+    >>> rademacher(fs.random.key(0), plan)["w"].abs()
     tensor([1., 1., 1., 1.])
     """
 
@@ -137,18 +137,18 @@ def tree_rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
     return _random(key, plan, signs)
 
 
-def tree_stack(trees: Sequence[Any]) -> Any:
+def stack(trees: Sequence[Any]) -> Any:
     """Equal trees as one, with a new first dim for ``torch.vmap``: the members of an ensemble.
 
     Raises:
         TreeError: no trees, or unequal ones.
 
-    >>> tree_stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
+    >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
     torch.Size([2, 2])
     """
     if not isinstance(trees, (list, tuple)) or not trees:
         raise TreeError(
-            f"tree_stack(trees) takes a list of trees of one structure, and was given {kind(trees)} of no trees"
+            f"fs.tree.stack(trees) takes a list of trees of one structure, and was given {kind(trees)} of no trees"
         )
     return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 

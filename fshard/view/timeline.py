@@ -68,7 +68,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
 
     Args:
         schedule: the schedule, for example ``step.trace(batch)`` on an abstract mesh.
-        simulation: what ``fs.simulate(schedule, costs)`` gave, or ``step.measured``: the axis is then time.
+        simulation: what ``fs.sim.simulate(schedule, costs)`` gave, or ``step.measured``: the axis is then time.
 
     Returns:
         A figure of its own, which pyplot does not know: ``figure.savefig("step.png")``.
@@ -80,7 +80,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
     """
     wants = [
         ("schedule", schedule, Schedule, "step.schedule, or what step.trace(batch) returned"),
-        ("simulation", simulation, (Simulation, type(None)), "what fs.simulate returned, or step.measured"),
+        ("simulation", simulation, (Simulation, type(None)), "what fs.sim.simulate returned, or step.measured"),
     ]
     expect("timeline(schedule)", wants)
     try:

@@ -41,7 +41,8 @@ def trained(mesh: fs.Mesh, rounds: int = 2) -> dict[str, fs.TrainState]:
 def whole(states: dict[str, fs.TrainState]) -> dict[str, Any]:
     """All of some states, as whole tensors and numbers."""
     return {
-        name: (state.step, state.seed, dict(fs.export(state, what="state"))) for name, state in sorted(states.items())
+        name: (state.step, state.seed, dict(fs.io.export(state, what="state")))
+        for name, state in sorted(states.items())
     }
 
 

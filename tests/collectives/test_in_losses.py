@@ -59,8 +59,8 @@ def on_a_rank(named: bool) -> list[str]:
         local = batch.chunk(mesh.size)[mesh.rank]
         params = fs.shard(whole, plan)
         grads = {
-            "sharded_loss": torch.func.grad(fs.sharded_loss(loss, plan))(params, local),
-            "gathered once": torch.func.grad(fs.sharded_loss(loss, plan, reshard=False))(params, local),
+            "sharded_loss": torch.func.grad(fs.func.sharded_loss(loss, plan))(params, local),
+            "gathered once": torch.func.grad(fs.func.sharded_loss(loss, plan, reshard=False))(params, local),
             "value_and_grad": fs.value_and_grad(loss, plan)(params, local)[1],
         }
         state = fs.init_state(plan, fs.optim.sgd(1.0), params=whole)

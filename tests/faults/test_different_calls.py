@@ -30,7 +30,7 @@ AT_ONCE = {
     "restore": "Checkpointer.restore",
     "move": "fs.reshard_state",
     "buffers": "fs.sync_buffers",
-    "export": "fs.export",
+    "export": "fs.io.export",
 }
 """Calls of the library that begin on the control communicator, and what errors call them."""
 
@@ -51,7 +51,7 @@ def calls_of(mesh: fs.Mesh, folder: str) -> dict[str, Callable[[], Any]]:
     state = fs.init_state(plan, opt, params=weights())
     step = fs.make_train_step(loss, opt, plan, donate=False)
     evaluate = fs.make_eval_step(loss, plan)
-    sharded = fs.sharded_loss(loss, plan)
+    sharded = fs.func.sharded_loss(loss, plan)
     rows = torch.ones(4, 6) * (1 + mesh.rank)
     other = plan.replace(rules=[(".*", fs.P())])
     checkpoints = fs.Checkpointer(folder)
@@ -64,7 +64,7 @@ def calls_of(mesh: fs.Mesh, folder: str) -> dict[str, Callable[[], Any]]:
         "restore": lambda: checkpoints.restore(plan, opt),
         "move": lambda: fs.reshard_state(state, other, opt),
         "buffers": lambda: fs.sync_buffers({"a": torch.ones(1)}, plan),
-        "export": lambda: list(fs.export(state.params, plan)),
+        "export": lambda: list(fs.io.export(state.params, plan)),
         "psum": lambda: fc.psum(torch.ones(1), "shard", mesh=mesh),
     }
 

@@ -39,7 +39,7 @@ def regions(mesh: fs.Mesh, fault: list[bool]) -> dict[str, Callable[[], Any]]:
 
     plan, opt, state = start(mesh)
     evaluate = fs.make_eval_step(loss, plan)
-    f, rows = fs.sharded_loss(loss, plan), batch(0, mesh.rank)
+    f, rows = fs.func.sharded_loss(loss, plan), batch(0, mesh.rank)
     return {
         "shard_map": lambda: fs.shard_map(total, mesh, fs.P(), fs.P())(AFTER),
         "use_mesh": used,

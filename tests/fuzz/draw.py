@@ -18,7 +18,7 @@ ELEMENTWISE: dict[str, Callable[[], Any]] = {
     "sgd": lambda: O.sgd(0.1),
     "momentum": lambda: O.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw": lambda: O.adamw(0.01, eps=1e-6, weight_decay=0.1, decay=O.matrices),
-    "scheduled": lambda: O.adamw(O.warmup_cosine(0.02, 2, 8), eps=1e-6),
+    "scheduled": lambda: O.adamw(O.schedules.warmup_cosine(0.02, 2, 8), eps=1e-6),
     "lion": lambda: O.lion(0.003),
     "NAdam": lambda: O.from_torch(torch.optim.NAdam, lr=0.01, eps=1e-6),
     "Adagrad": lambda: O.from_torch(torch.optim.Adagrad, lr=0.02, initial_accumulator_value=0.1),

@@ -16,7 +16,7 @@ RARE = frozenset(("branching",))
 """Programs that leave their schedule, in which the order of calls changes."""
 
 
-def train(name: str, compile: str | None, mesh: fs.Mesh, **options: Any) -> tuple[parity.Run, fs.TrainStep]:
+def train(name: str, compile: str | None, mesh: fs.Mesh, **options: Any) -> tuple[parity.Run, fs.types.TrainStep]:
     """Some steps of an example of the zoo, and the step."""
     example = zoo.build(name)
     plan = example.plan(mesh)
@@ -42,7 +42,7 @@ def step_of(units: Callable[..., Tensor], params: dict[str, Any], **options: Any
 
 def trained(
     loss: Callable[..., Any], params: dict[str, Any], batches: list[Any], compile: str | None
-) -> tuple[fs.TrainStep, list[float], list[Tensor]]:
+) -> tuple[fs.types.TrainStep, list[float], list[Tensor]]:
     """A step that has seen these batches, the losses, and the parameters after them."""
     step, state = step_of(loss, params, compile=compile)
     losses = []

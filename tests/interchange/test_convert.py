@@ -26,11 +26,11 @@ def plan() -> fs.Plan:
 def run_folder(tmp_path: Path) -> Path:
     """A checkpoint of step 4, whose optimizer state tells buffers apart."""
     state = fs.init_state(plan(), OPT, params=LEAVES)
-    optim = fs.to_optim_state_dict(state, OPT)
+    optim = fs.io.to_optim_state_dict(state, OPT)
     for path, row in optim["state"].items():
         row["step"], row["exp_avg"], row["exp_avg_sq"] = torch.tensor(4.0), FLAT[path] * 2, FLAT[path].abs()
     with fs.Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.save(fs.from_state_dict(LEAVES, plan(), OPT, optim))
+        ckpt.save(fs.io.from_state_dict(LEAVES, plan(), OPT, optim))
     return tmp_path / "run"
 
 
@@ -55,7 +55,7 @@ def test_to_hugging_face_and_back(run_folder: Path, tmp_path: Path, capsys: pyte
     assert fshard(capsys, one, tmp_path / "again")[0] == 0
     with fs.Checkpointer(tmp_path / "again") as ckpt:
         state = ckpt.restore(plan(), None)
-    assert all(torch.equal(leaf, FLAT[name]) for name, leaf in fs.to_state_dict(state).items())
+    assert all(torch.equal(leaf, FLAT[name]) for name, leaf in fs.io.to_state_dict(state).items())
 
 
 def test_to_torch_and_back(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,14 +64,14 @@ def test_to_torch_and_back(run_folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert status == 0 and "without param_groups" in said
     names = [f"optim.state.{path}.{key}" for path in FLAT for key in ("exp_avg", "exp_avg_sq", "step")]
     assert set(read_metadata(out).tensors) == {*names, *(f"model.{path}" for path in FLAT)}
-    state = fs.load_dcp(out, plan(), OPT)
+    state = fs.io.load_dcp(out, plan(), OPT)
     assert state.step == 4
     assert fshard(capsys, out, tmp_path / "again")[0] == 0
     with fs.Checkpointer(tmp_path / "again") as ckpt:
         again = ckpt.restore(plan(), OPT)
     for found in (state, again):
-        assert all(torch.equal(leaf, FLAT[name]) for name, leaf in fs.to_state_dict(found).items())
-        for path, row in fs.to_optim_state_dict(found, OPT)["state"].items():
+        assert all(torch.equal(leaf, FLAT[name]) for name, leaf in fs.io.to_state_dict(found).items())
+        for path, row in fs.io.to_optim_state_dict(found, OPT)["state"].items():
             assert torch.equal(row["exp_avg"], FLAT[path] * 2) and torch.equal(row["exp_avg_sq"], FLAT[path].abs())
     assert again.step == 4
     assert fshard(capsys, run_folder, out, "--to", "dcp")[1].startswith(f"fshard: {out} holds a checkpoint already")

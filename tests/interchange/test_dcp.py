@@ -125,8 +125,8 @@ def read_fsdp(folder: str, axes: Any, rules: Any) -> Any:
     """On a rank: read a folder of an FSDP2 job; returns whole state dicts, the step, and elements read and held."""
     with fs.make_mesh(*axes) as mesh:
         plan, _ = make_plan(mesh, rules)
-        state = fs.load_dcp(folder, plan, adamw(), rename=NO_BUFFER)
-        return fs.to_state_dict(state), fs.to_optim_state_dict(state, adamw()), state.step
+        state = fs.io.load_dcp(folder, plan, adamw(), rename=NO_BUFFER)
+        return fs.io.to_state_dict(state), fs.io.to_optim_state_dict(state, adamw()), state.step
 
 
 def equal(found: Any, expected: Any) -> None:
@@ -171,8 +171,8 @@ def go_on(folder: str) -> Any:
     """On a rank: read a folder of an FSDP2 job, train two more steps; returns whole state dicts."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         plan, loss = make_plan(mesh)
-        state = fshard_steps(fs.load_dcp(folder, plan, adamw(), rename=NO_BUFFER), plan, loss, range(3, 5))
-        return fs.to_state_dict(state), state.step
+        state = fshard_steps(fs.io.load_dcp(folder, plan, adamw(), rename=NO_BUFFER), plan, loss, range(3, 5))
+        return fs.io.to_state_dict(state), state.step
 
 
 def test_training_goes_on_as_the_fsdp2_job_would(saved: tuple[str, Any], pool: Pools, tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def write_here(folder: str, axes: Any, rules: Any, world: int) -> Any:
         plan, loss = make_plan(mesh, rules)
         state = fs.init_state(plan, adamw(), params=fs.split(net()).params)
         state = fshard_steps(state, plan, loss, range(3))
-        fs.save_dcp(state, folder, adamw(), buffers={"scale": torch.full((2,), 5.0)})
-        return fs.to_state_dict(state), fs.to_optim_state_dict(state, adamw()), state.step
+        fs.io.save_dcp(state, folder, adamw(), buffers={"scale": torch.full((2,), 5.0)})
+        return fs.io.to_state_dict(state), fs.io.to_optim_state_dict(state, adamw()), state.step
 
 
 def fsdp_load(folder: str) -> Any:

@@ -32,7 +32,7 @@ def placed(mesh: fs.Mesh | None = None) -> fs.Plan:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A good folder."""
-    fs.save_dcp(fs.init_state(placed(), OPT, params=LEAVES), tmp_path / "dcp", OPT)
+    fs.io.save_dcp(fs.init_state(placed(), OPT, params=LEAVES), tmp_path / "dcp", OPT)
     return tmp_path / "dcp"
 
 
@@ -153,7 +153,7 @@ def test_a_bad_folder_is_refused(folder: Path, name: str, monkeypatch: pytest.Mo
     spoil, error, text = CASES[name]
     spoil(folder)
     with pytest.raises(error, match=text) as caught:
-        fs.load_dcp(folder, placed(), OPT)
+        fs.io.load_dcp(folder, placed(), OPT)
     assert str(folder) in str(caught.value)
     assert not (folder.parent / "harmed").exists()
 
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_named(folder: Path, name: str) -> None:
     arguments, error, text = MISFITS[name]
     opt = arguments.get("opt", OPT)
     with pytest.raises(error, match=text):
-        fs.load_dcp(folder, placed(), opt, **{key: value for key, value in arguments.items() if key != "opt"})
+        fs.io.load_dcp(folder, placed(), opt, **{key: value for key, value in arguments.items() if key != "opt"})
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
@@ -197,49 +197,49 @@ def test_quantized_parameters_are_no_state(folder: Path) -> None:
     with pytest.raises(PlanError, match=r"not:\n  w: torch.qint8, .*\n.*dequantized"):
         to_state(str(folder), "dcp", fs.make_mesh((1,), ("shard",)))
     with pytest.raises(TreeError, match="w: qint8 would be rounded to float32"):
-        fs.load_dcp(folder, placed(), OPT, cast=True)
+        fs.io.load_dcp(folder, placed(), OPT, cast=True)
 
 
 def test_parameters_alone(folder: Path, tmp_path: Path) -> None:
-    state = fs.load_dcp(folder, placed(), fs.optim.sgd(0.1), optimizer=None, step=9)
-    assert state.step == 9 and torch.equal(fs.to_state_dict(state)["w"], LEAVES["w"])
-    fs.save_dcp(state, tmp_path / "alone", None, model="", rename=[("(.)", r"net.\1")])
+    state = fs.io.load_dcp(folder, placed(), fs.optim.sgd(0.1), optimizer=None, step=9)
+    assert state.step == 9 and torch.equal(fs.io.to_state_dict(state)["w"], LEAVES["w"])
+    fs.io.save_dcp(state, tmp_path / "alone", None, model="", rename=[("(.)", r"net.\1")])
     assert set(read_metadata(tmp_path / "alone").tensors) == {"net.w", "net.b"}
-    again = fs.load_dcp(tmp_path / "alone", placed(), OPT, model="", optimizer=None, rename=[(r"net\.(.)", r"\1")])
-    assert torch.equal(fs.to_state_dict(again)["b"], LEAVES["b"])
+    again = fs.io.load_dcp(tmp_path / "alone", placed(), OPT, model="", optimizer=None, rename=[(r"net\.(.)", r"\1")])
+    assert torch.equal(fs.io.to_state_dict(again)["b"], LEAVES["b"])
 
 
 def test_names_of_a_job_reach_its_settings(tmp_path: Path) -> None:
     rules: Any = [("(.)", r"net.\1")]
-    fs.save_dcp(fs.init_state(placed(), OPT, params=LEAVES), tmp_path / "dcp", OPT, rename=rules)
+    fs.io.save_dcp(fs.init_state(placed(), OPT, params=LEAVES), tmp_path / "dcp", OPT, rename=rules)
     found = read_metadata(tmp_path / "dcp")
     assert {"optim.state.net.w.exp_avg", "optim.state.net.w.step", "model.net.w"} <= set(found.tensors)
     where = found.others["optim.param_groups.0.params"]
     text = (tmp_path / "dcp" / where.file).read_bytes()[where.begin : where.begin + where.length]
     assert torch.load(io.BytesIO(text), weights_only=True) == ["net.w", "net.b"]
-    assert fs.load_dcp(tmp_path / "dcp", placed(), OPT, rename=[(r"net\.(.)", r"\1")]).step == 0
+    assert fs.io.load_dcp(tmp_path / "dcp", placed(), OPT, rename=[(r"net\.(.)", r"\1")]).step == 0
     with pytest.raises(TreeError, match="cannot transpose"):
-        turned = [fs.Rename("w", "w", transpose=True)]
-        fs.save_dcp(fs.init_state(placed(), OPT, params=LEAVES), tmp_path / "other", OPT, rename=turned)
+        turned = [fs.io.Rename("w", "w", transpose=True)]
+        fs.io.save_dcp(fs.init_state(placed(), OPT, params=LEAVES), tmp_path / "other", OPT, rename=turned)
 
 
 def test_a_checkpoint_that_is_there_stays(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     state = fs.init_state(placed(), OPT, params={name: leaf + 1 for name, leaf in LEAVES.items()})
     with pytest.raises(CheckpointError, match="holds a checkpoint already.*overwrite=True"):
-        fs.save_dcp(state, folder, OPT)
+        fs.io.save_dcp(state, folder, OPT)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     (folder / "__7_0.distcp").write_bytes(b"of a larger job")
-    fs.save_dcp(state, folder, OPT, overwrite=True)
+    fs.io.save_dcp(state, folder, OPT, overwrite=True)
     assert sorted(path.name for path in folder.iterdir()) == [".metadata", FILE]
-    assert torch.equal(fs.to_state_dict(fs.load_dcp(folder, placed(), OPT))["w"], LEAVES["w"] + 1)
+    assert torch.equal(fs.io.to_state_dict(fs.io.load_dcp(folder, placed(), OPT))["w"], LEAVES["w"] + 1)
 
 
 def refused(folder: str) -> str:
     """On a rank: what becomes of a folder that cannot be written to."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         try:
-            fs.save_dcp(fs.init_state(placed(mesh), OPT, params=LEAVES), folder, OPT)
+            fs.io.save_dcp(fs.init_state(placed(mesh), OPT, params=LEAVES), folder, OPT)
         except CheckpointError as error:
             return str(error)
         return "nothing"

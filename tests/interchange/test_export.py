@@ -58,21 +58,21 @@ def experts_stay() -> tuple[int, list[str]]:
     whole = dict(tree.paths(EXPERTS))
     here = {path: local(leaf, mesh) if path.startswith("experts") else leaf for path, leaf in whole.items()}
     for axes, expected in (((), here), (("ep",), whole), ("all", whole), (("dp",), here)):
-        found = dict(fs.export(state, axes=axes))
+        found = dict(fs.io.export(state, axes=axes))
         assert list(found) == list(expected)
         for path, leaf in expected.items():
             assert found[path].shape == leaf.shape and torch.equal(found[path], leaf), (axes, path)
     # The consolidated optimizer state has an entry for each buffer of each leaf, in the shape of what was exported.
     for axes, expected in (((), here), ("all", whole)):
-        found = fs.to_optim_state_dict(state, OPT, axes=axes)["state"]
+        found = fs.io.to_optim_state_dict(state, OPT, axes=axes)["state"]
         assert list(found) == list(expected)
         for path, leaf in expected.items():
             assert found[path].keys() == {"step", "exp_avg", "exp_avg_sq"}
             assert torch.equal(found[path]["exp_avg"], leaf * 2) and torch.equal(found[path]["exp_avg_sq"], leaf.abs())
-    every = [name for name, _ in fs.export(state, what="state", to=1)]
-    got = [name for name, leaf in fs.export(state, to=1)]
+    every = [name for name, _ in fs.io.export(state, what="state", to=1)]
+    got = [name for name, leaf in fs.io.export(state, to=1)]
     assert len(every) == 3 * len(got)
-    assert [name for name, _ in fs.export(state, what="opt_state", to=1, axes="all")] == [
+    assert [name for name, _ in fs.io.export(state, what="opt_state", to=1, axes="all")] == [
         f"{buffer}.{path}" for buffer in ("exp_avg", "exp_avg_sq") for path in whole if mesh.rank == 1
     ]
     return mesh.rank, got
@@ -94,14 +94,14 @@ def everywhere(spec: Any, sizes: Any) -> None:
     plan = fs.make_plan(LEAVES, mesh, [("b", spec), (".*", fs.fsdp("shard"))], batch=P("shard"))
     state = moved(fs.init_state(plan, OPT, params=LEAVES))
     whole = dict(tree.paths(fs.unshard(state.params, plan)))
-    for found in (dict(fs.export(state)), dict(fs.export(state.params, plan)), fs.to_state_dict(state)):
+    for found in (dict(fs.io.export(state)), dict(fs.io.export(state.params, plan)), fs.io.to_state_dict(state)):
         assert list(found) == list(whole) and all(torch.equal(found[k], v) for k, v in whole.items())
         assert all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in found.values())
     for root in range(mesh.size):
-        found = dict(fs.export(state, to=root, dtype=torch.bfloat16))
+        found = dict(fs.io.export(state, to=root, dtype=torch.bfloat16))
         assert list(found) == (list(whole) if mesh.rank == root else [])
         assert all(torch.equal(leaf, whole[path].bfloat16()) for path, leaf in found.items())
-    back = fs.from_state_dict(fs.to_state_dict(state), plan, OPT, fs.to_optim_state_dict(state, OPT), step=7)
+    back = fs.io.from_state_dict(fs.io.to_state_dict(state), plan, OPT, fs.io.to_optim_state_dict(state, OPT), step=7)
     assert back.step == 7
     for (path, mine), (_, other) in zip(tree.paths(back.opt_state), tree.paths(state.opt_state), strict=True):
         assert torch.equal(mine, other), path
@@ -134,10 +134,10 @@ def tensor_parallel() -> None:
     mine = {"col": whole["col"].chunk(2, 1)[at], "row": whole["row"].chunk(2)[at], "norm": whole["norm"]}
     for axes, expected in (((), mine), ("all", whole)):
         for to in (None, 2):
-            found = dict(fs.export(state, axes=axes, to=to))
+            found = dict(fs.io.export(state, axes=axes, to=to))
             assert all(torch.equal(leaf, expected[path]) for path, leaf in found.items())
             assert to == 2 or list(found) == list(whole)
-    turned = dict(fs.export(state, axes="all", rename=[fs.Rename("(col|row)", r"\1.t", transpose=True)]))
+    turned = dict(fs.io.export(state, axes="all", rename=[fs.io.Rename("(col|row)", r"\1.t", transpose=True)]))
     assert torch.equal(turned["col.t"], whole["col"].t()) and turned["row.t"].is_contiguous()
 
 
@@ -159,13 +159,13 @@ def streamed(to: int | None, way: str) -> dict[str, Any]:
         state = fs.init_state(plan, fs.optim.sgd(0.1), init=[(".*", fs.init.ones())])
         del params
         seen = 0
-        for _ in fs.export(state, to=to):  # communicators and their shared memory are made at the first call
+        for _ in fs.io.export(state, to=to):  # communicators and their shared memory are made at the first call
             pass
         with Peak() as peak:
             if way == "callback":
-                fs.export(state, to=to, callback=lambda name, leaf: None)
+                fs.io.export(state, to=to, callback=lambda name, leaf: None)
             else:
-                for _, leaf in fs.export(state, to=to):
+                for _, leaf in fs.io.export(state, to=to):
                     seen += leaf.numel()
                     del leaf
         total = sum(math.prod(leaf.shape) for leaf in plan.leaves.values())
@@ -199,7 +199,7 @@ def broken(where: int) -> str:
                 raise OSError("the engine hung up")
 
         try:
-            fs.export(state, callback=push)
+            fs.io.export(state, callback=push)
         except Exception as error:
             return f"{type(error).__name__}: {error} {names}"
         return "nothing"
@@ -218,7 +218,7 @@ def disagreeing() -> str:
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         plan = fs.make_plan(LEAVES, mesh, [(".*", fs.fsdp("shard"))])
         with pytest.raises(CheckpointError) as caught:
-            fs.export(fs.init_state(plan, OPT, params=LEAVES), to=mesh.rank)
+            fs.io.export(fs.init_state(plan, OPT, params=LEAVES), to=mesh.rank)
         return str(caught.value)
 
 
@@ -241,7 +241,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype": ({"dtype": torch.int8}, PlanError, "dtype=torch.int8"),
     "rename": ({"rename": [("x", "y")]}, PlanError, "decide no name"),
     "collision": ({"rename": [("[ab]", "y")]}, TreeError, "same name"),
-    "turned": ({"rename": [fs.Rename("c", "c", transpose=True)]}, TreeError, "have not two dims"),
+    "turned": ({"rename": [fs.io.Rename("c", "c", transpose=True)]}, TreeError, "have not two dims"),
 }
 
 
@@ -249,21 +249,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_arguments_that_cannot_be(name: str) -> None:
     arguments, error, text = BAD[name]
     with pytest.raises(error, match=text):
-        fs.export(one()[1], **arguments)
+        fs.io.export(one()[1], **arguments)
 
 
 def test_states_and_trees_that_cannot_be_exported() -> None:
     plan, state = one()
     with pytest.raises(PlanError, match="give plan= with a tree"):
-        fs.export(state.params)
+        fs.io.export(state.params)
     with pytest.raises(PlanError, match="give plan= with a tree"):
-        fs.export(state.params, plan, what="state")
+        fs.io.export(state.params, plan, what="state")
     with pytest.raises(TreeError, match="missing  b"):
-        fs.export({"a": state.params["a"]}, plan)
+        fs.io.export({"a": state.params["a"]}, plan)
     with pytest.raises(PlanError, match="abstract"):
         mesh = fs.abstract_mesh((2,), ("shard",))
-        fs.export(fs.init_state(fs.make_plan(LEAVES, mesh, [(".*", P())]), OPT, params=LEAVES))
-    stream = fs.export(state)
+        fs.io.export(fs.init_state(fs.make_plan(LEAVES, mesh, [(".*", P())]), OPT, params=LEAVES))
+    stream = fs.io.export(state)
     next(stream)
     state.memory.donate()
     with pytest.raises(DonatedError):

@@ -47,9 +47,9 @@ def there_and_back(kind: str, source: str, target: str, size: str) -> list[str]:
     model = fs.split(module, units=("transformer.h.*",) if kind == "gpt2" else ("model.layers.*",))
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         plan = flat_plan(model, mesh)
-        state = fs.load_hf(source, plan, OPT)
+        state = fs.io.load_hf(source, plan, OPT)
         full = dict(tree.paths(fs.unshard(state.params, plan)))
-        fs.save_hf(state, target, config=module.config, max_shard_size=size)
+        fs.io.save_hf(state, target, config=module.config, max_shard_size=size)
     return [path for path, leaf in tree.paths(model.params) if not torch.equal(leaf, full[path])]
 
 
@@ -81,8 +81,8 @@ class Mlp(nn.Module):
 
 
 GPT2_MLP = [
-    fs.Rename(r"transformer\.h\.(\d)\.mlp\.c_fc\.weight", r"\1.up.weight", transpose=True),
-    fs.Rename(r"transformer\.h\.(\d)\.mlp\.c_proj\.weight", r"\1.down.weight", transpose=True),
+    fs.io.Rename(r"transformer\.h\.(\d)\.mlp\.c_fc\.weight", r"\1.up.weight", transpose=True),
+    fs.io.Rename(r"transformer\.h\.(\d)\.mlp\.c_proj\.weight", r"\1.down.weight", transpose=True),
     (r"transformer\.h\.(\d)\.mlp\.c_fc\.bias", r"\1.up.bias"),
     (r"transformer\.h\.(\d)\.mlp\.c_proj\.bias", r"\1.down.bias"),
     (r".*", None),
@@ -94,10 +94,10 @@ def transposed(source: str, target: str) -> Any:
     model = fs.split(nn.Sequential(Mlp(), Mlp()))
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         plan = flat_plan(model, mesh)
-        state = fs.load_hf(source, plan, OPT, rename=GPT2_MLP)
-        back = [fs.Rename(r"(\d)\.up\.(weight)", r"h.\1.c_fc.\2", transpose=True), (r".*(bias|down\.weight)", None)]
-        fs.save_hf(state, target, rename=back)
-        return fs.to_state_dict(state)
+        state = fs.io.load_hf(source, plan, OPT, rename=GPT2_MLP)
+        back = [fs.io.Rename(r"(\d)\.up\.(weight)", r"h.\1.c_fc.\2", transpose=True), (r".*(bias|down\.weight)", None)]
+        fs.io.save_hf(state, target, rename=back)
+        return fs.io.to_state_dict(state)
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ class Spy(MemorySource):
 counts: dict[str, int] = {}
 
 
-@pytest.mark.parametrize("rename", [[], [fs.Rename("w", "w", transpose=True)]])
+@pytest.mark.parametrize("rename", [[], [fs.io.Rename("w", "w", transpose=True)]])
 def test_each_rank_reads_what_it_holds_and_no_more(rename: list[Any]) -> None:
     whole = {"w": torch.randn(7, 5), "cut": torch.randn(6, 4), "s": torch.tensor(2.0)}
     read: dict[str, int] = {}
@@ -166,31 +166,31 @@ def test_each_rank_reads_what_it_holds_and_no_more(rename: list[Any]) -> None:
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
 def test_widening_is_fine_and_rounding_must_be_asked_for(tmp_path: Path, kept: torch.dtype) -> None:
     narrow = written(tmp_path / "narrow", **{name: leaf.to(kept) for name, leaf in GOOD.items()})
-    state = fs.load_hf(narrow, small(), OPT)
-    assert torch.equal(fs.to_state_dict(state)["net.w"], GOOD["net__w"])
+    state = fs.io.load_hf(narrow, small(), OPT)
+    assert torch.equal(fs.io.to_state_dict(state)["net.w"], GOOD["net__w"])
     wide, plan = written(tmp_path / "wide", **GOOD), small(dtype=kept)
     with pytest.raises(TreeError, match=f"float32 would be rounded to {str(kept)[6:]}.*\n.*\n.*cast=True"):
-        fs.load_hf(wide, plan, OPT)
-    assert fs.load_hf(wide, plan, OPT, cast=True).params["b"].dtype == kept
+        fs.io.load_hf(wide, plan, OPT)
+    assert fs.io.load_hf(wide, plan, OPT, cast=True).params["b"].dtype == kept
 
 
 def test_new_leaves_start_as_their_rules_say(tmp_path: Path) -> None:
     folder = written(tmp_path / "part", net__w=GOOD["net__w"])
-    state = fs.load_hf(folder, small(), OPT, init=[("b", fs.init.ones())])
-    assert fs.to_state_dict(state)["b"].eq(1).all()
+    state = fs.io.load_hf(folder, small(), OPT, init=[("b", fs.init.ones())])
+    assert fs.io.to_state_dict(state)["b"].eq(1).all()
     with pytest.raises(PlanError, match=r"match no missing leaf:\n  init\[0\] 'net.w'"):
-        fs.load_hf(folder, small(), OPT, init=[("net.w", fs.init.ones())])
+        fs.io.load_hf(folder, small(), OPT, init=[("net.w", fs.init.ones())])
 
 
 def test_what_does_not_fit_is_one_report(tmp_path: Path) -> None:
     folder = written(tmp_path / "odd", net__w=torch.zeros(6, 4), c=torch.zeros(2), d=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(TreeError) as caught:
-        fs.load_hf(folder, small(), OPT)
+        fs.io.load_hf(folder, small(), OPT)
     for part in (str(folder), "missing     b  [5]", "mismatched  net.w: [6, 4], the plan has [4, 6]", "unexpected  c"):
         assert part in str(caught.value)
     with pytest.raises(TreeError, match="c .as d.: int64 would be rounded"):
         plan = flat_plan({"c": torch.empty(2)}, fs.make_mesh((1,), ("shard",)))
-        fs.load_hf(folder, plan, OPT, rename=[("d", "c"), (".*", None)])
+        fs.io.load_hf(folder, plan, OPT, rename=[("d", "c"), (".*", None)])
 
 
 BAD_RULES: dict[str, tuple[Any, type[Exception], str]] = {
@@ -200,7 +200,7 @@ BAD_RULES: dict[str, tuple[Any, type[Exception], str]] = {
     "is no expression": ([(r"net(", "b")], PlanError, "rename rule .*regular expression"),
     "names no group": ([(r"net\.w", r"\1")], PlanError, "invalid group reference"),
     "is no rule": (["net.w"], PlanError, r"rename\[0\] is 'net.w'"),
-    "turns a vector": ([fs.Rename("b", "b", transpose=True)], TreeError, "cannot be transposed"),
+    "turns a vector": ([fs.io.Rename("b", "b", transpose=True)], TreeError, "cannot be transposed"),
 }
 
 
@@ -208,7 +208,7 @@ BAD_RULES: dict[str, tuple[Any, type[Exception], str]] = {
 def test_a_rule_that_cannot_be(tmp_path: Path, name: str) -> None:
     rules, error, text = BAD_RULES[name]
     with pytest.raises(error, match=text):
-        fs.load_hf(written(tmp_path / "good", **GOOD), small(), OPT, rename=rules)
+        fs.io.load_hf(written(tmp_path / "good", **GOOD), small(), OPT, rename=rules)
 
 
 def test_tied_leaves_may_be_there_once_or_twice_but_not_differ(tmp_path: Path) -> None:
@@ -220,10 +220,10 @@ def test_tied_leaves_may_be_there_once_or_twice_but_not_differ(tmp_path: Path) -
         folder = tmp_path / names[-1] / names[0]
         folder.mkdir(parents=True)
         safetensors.torch.save_file({name: one.clone() for name in names}, folder / SINGLE)
-        assert torch.equal(fs.to_state_dict(fs.load_hf(folder, plan, OPT))["1.weight"], one)
+        assert torch.equal(fs.io.to_state_dict(fs.io.load_hf(folder, plan, OPT))["1.weight"], one)
     safetensors.torch.save_file({"0.weight": one, "1.weight": one + 1}, tmp_path / SINGLE)
     with pytest.raises(TreeError, match=r"other values in 1.weight than in 0.weight.*rename=\[\('1.weight', None\)\]"):
-        fs.load_hf(tmp_path, plan, OPT)
+        fs.io.load_hf(tmp_path, plan, OPT)
 
 
 def _index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -279,46 +279,46 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
 def test_a_damaged_folder_is_an_error_with_its_path(tmp_path: Path, name: str) -> None:
     plan = flat_plan({"w": torch.empty(5, 5), "a": torch.empty(5), "b": torch.empty(5)}, fs.make_mesh((1,), ("shard",)))
     folder = tmp_path / "parts"
-    fs.save_hf(fs.init_state(plan, OPT, init=[(".*", fs.init.ones())]), folder, max_shard_size=100)
+    fs.io.save_hf(fs.init_state(plan, OPT, init=[(".*", fs.init.ones())]), folder, max_shard_size=100)
     assert len(json.loads((folder / INDEX).read_text())["weight_map"]) == 3
     assert len(list(folder.glob("*.safetensors"))) == 2
     spoil, error, text = DAMAGE[name]
     spoil(folder)
     with pytest.raises(error, match=text) as caught:
-        fs.load_hf(folder, plan, OPT)
+        fs.io.load_hf(folder, plan, OPT)
     assert str(folder) in str(caught.value)
 
 
 def test_paths_that_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="snapshot_download"):
-        fs.load_hf("gpt2", small(), OPT)
+        fs.io.load_hf("gpt2", small(), OPT)
     torch.save(GOOD, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="It holds pytorch_model.bin: pickles"):
-        fs.load_hf(tmp_path, small(), OPT)
+        fs.io.load_hf(tmp_path, small(), OPT)
     (tmp_path / "new.safetensors").write_bytes(b"\x80\x02}q\x00.")
     with pytest.raises(CheckpointError, match="is a pickle"):
-        fs.load_hf(tmp_path / "new.safetensors", small(), OPT)
+        fs.io.load_hf(tmp_path / "new.safetensors", small(), OPT)
     torch.save(GOOD, tmp_path / "old.safetensors", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="is a pickle"):
-        fs.load_hf(tmp_path / "old.safetensors", small(), OPT)
+        fs.io.load_hf(tmp_path / "old.safetensors", small(), OPT)
 
 
 def test_one_file_and_the_index_itself_can_be_named(tmp_path: Path) -> None:
     written(tmp_path, **GOOD)
-    state = fs.load_hf(tmp_path / SINGLE, small(), OPT)
-    fs.save_hf(state, tmp_path / "parts", max_shard_size=100)
-    again = fs.load_hf(tmp_path / "parts" / INDEX, small(), OPT)
-    assert torch.equal(fs.to_state_dict(again)["net.w"], GOOD["net__w"])
+    state = fs.io.load_hf(tmp_path / SINGLE, small(), OPT)
+    fs.io.save_hf(state, tmp_path / "parts", max_shard_size=100)
+    again = fs.io.load_hf(tmp_path / "parts" / INDEX, small(), OPT)
+    assert torch.equal(fs.io.to_state_dict(again)["net.w"], GOOD["net__w"])
 
 
 def test_weights_that_are_there_are_not_overwritten_by_chance(tmp_path: Path) -> None:
     folder = written(tmp_path / "there", **GOOD)
-    state = fs.load_hf(folder, small(), OPT)
+    state = fs.io.load_hf(folder, small(), OPT)
     before = (folder / SINGLE).read_bytes()
     with pytest.raises(CheckpointError, match="holds weights already:\n  model.safetensors\n.*overwrite=True"):
-        fs.save_hf(state, folder)
+        fs.io.save_hf(state, folder)
     assert (folder / SINGLE).read_bytes() == before
-    fs.save_hf(state, folder, overwrite=True, max_shard_size=40, config={"model_type": "x"}, dtype=torch.bfloat16)
+    fs.io.save_hf(state, folder, overwrite=True, max_shard_size=40, config={"model_type": "x"}, dtype=torch.bfloat16)
     names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", INDEX]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
     assert {stored.dtype for stored in HfFiles(folder).tensors.values()} == {torch.bfloat16}
@@ -326,11 +326,11 @@ def test_weights_that_are_there_are_not_overwritten_by_chance(tmp_path: Path) ->
 
 @pytest.mark.parametrize("size", ["5", "GB", 0, -3, True, "0GB", 1.5])
 def test_a_size_that_is_none(tmp_path: Path, size: Any) -> None:
-    state = fs.load_hf(written(tmp_path, **GOOD), small(), OPT)
+    state = fs.io.load_hf(written(tmp_path, **GOOD), small(), OPT)
     with pytest.raises(PlanError, match="max_shard_size"):
-        fs.save_hf(state, tmp_path / "out", max_shard_size=size)
+        fs.io.save_hf(state, tmp_path / "out", max_shard_size=size)
     with pytest.raises(PlanError, match="config="):
-        fs.save_hf(state, tmp_path / "out", config="config.json")
+        fs.io.save_hf(state, tmp_path / "out", config="config.json")
     assert not (tmp_path / "out").exists()
 
 
@@ -339,7 +339,7 @@ def refused(folder: str) -> str:
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         state = fs.init_state(small(mesh), OPT, init=[(".*", fs.init.ones())])
         try:
-            fs.save_hf(state, folder)
+            fs.io.save_hf(state, folder)
         except (CheckpointError, PeerError) as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
@@ -359,14 +359,14 @@ def test_files_hold_tensors_up_to_the_limit() -> None:
 
 
 def test_rules_read_as_they_are_written() -> None:
-    rule = fs.Rename(r"(?P<layer>\d+)\.w", r"blocks.\g<layer>.w")
+    rule = fs.io.Rename(r"(?P<layer>\d+)\.w", r"blocks.\g<layer>.w")
     assert rule.of("12.w") == "blocks.12.w" and rule.of("x.w") is None
     assert re.fullmatch(r"Rename\(.*\)", repr(rule))
 
 
 def test_parameters_alone_are_a_state_for_evaluation(tmp_path: Path) -> None:
     folder, plan = written(tmp_path, **GOOD), small()
-    state, trained = fs.load_hf(folder, plan), fs.load_hf(folder, plan, OPT)
+    state, trained = fs.io.load_hf(folder, plan), fs.io.load_hf(folder, plan, OPT)
     assert state.opt_state == {} and trained.opt_state
     assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, (state.params, trained.params)), strict=True))
 

@@ -29,7 +29,7 @@ def dtensors(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
         plan = fs.make_plan(whole, mesh, rules, batch=P("shard"))
         state = fs.init_state(plan, OPT, params=whole)
         theirs = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        placed = fs.to_dtensor(state.params, plan, device_mesh=theirs)
+        placed = fs.io.to_dtensor(state.params, plan, device_mesh=theirs)
         for path, leaf in placed.items():
             assert isinstance(leaf, DTensor) and torch.equal(leaf.full_tensor(), whole[path]), path
             again = distribute_tensor(whole[path], theirs, leaf.placements)
@@ -39,18 +39,18 @@ def dtensors(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
         }
         summed = DTensor.from_local(torch.tensor(3.0) / mesh.size, theirs, [Partial()] * len(sizes))
         for tree_ in (placed, {**spread, "s": whole["s"]}, {**spread, "s": summed}):
-            back = fs.from_dtensor(tree_, plan)
+            back = fs.io.from_dtensor(tree_, plan)
             for path, leaf in tree.paths(state.params):
                 torch.testing.assert_close(back[path], leaf, rtol=0, atol=0 if path != "s" else 1e-6)
         with pytest.raises(TreeError, match="unknown  x"):
-            fs.from_dtensor({**placed, "x": placed["b"]}, plan)
-        with pytest.raises(TreeError, match="a DTensor; use fs.from_dtensor"):
-            fs.from_state_dict(placed, plan, OPT)
+            fs.io.from_dtensor({**placed, "x": placed["b"]}, plan)
+        with pytest.raises(TreeError, match="a DTensor; use fs.io.from_dtensor"):
+            fs.io.from_state_dict(placed, plan, OPT)
         wrong = init_device_mesh("cpu", (mesh.size, 1), mesh_dim_names=("x", "y"))
         with pytest.raises(PlanError, match="device_mesh has dims"):
-            fs.to_dtensor(state.params, plan, device_mesh=wrong)
+            fs.io.to_dtensor(state.params, plan, device_mesh=wrong)
         with pytest.raises(TreeError, match="lies on"):
-            fs.from_dtensor({**placed, "b": distribute_tensor(whole["b"], wrong)}, plan)
+            fs.io.from_dtensor({**placed, "b": distribute_tensor(whole["b"], wrong)}, plan)
         dist.barrier()
 
 
@@ -62,7 +62,7 @@ def test_trees_become_dtensors_and_back(pool: Pools, sizes: tuple[int, ...], nam
 def test_a_dtensor_needs_processes() -> None:
     plan, state = one()
     with pytest.raises(PlanError, match="needs a process group"):
-        fs.to_dtensor(state.params, plan)
+        fs.io.to_dtensor(state.params, plan)
 
 
 def linears() -> nn.Module:
@@ -93,14 +93,14 @@ def test_optimizers_of_torch_go_on_here_and_back(name: str, named: bool) -> None
     plan = fs.make_plan(fs.split(module), fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
     counted = {} if "sgd" not in name else {"step": 3}
     no_buffers = [(r"2\.(running_.*|num_batches_tracked)", None)]
-    state = fs.from_state_dict(module.state_dict(), plan, opt, theirs.state_dict(), rename=no_buffers, **counted)
+    state = fs.io.from_state_dict(module.state_dict(), plan, opt, theirs.state_dict(), rename=no_buffers, **counted)
     assert state.step == 3
-    full = fs.to_state_dict(state, buffers=fs.split(module).buffers)
+    full = fs.io.to_state_dict(state, buffers=fs.split(module).buffers)
     assert full.keys() == module.state_dict().keys()
     twin = linears()
     twin.load_state_dict(full)
     ours = make(twin.parameters())
-    ours.load_state_dict(fs.to_optim_state_dict(state, opt, keys="index"))
+    ours.load_state_dict(fs.io.to_optim_state_dict(state, opt, keys="index"))
     for number, row in theirs.state_dict()["state"].items():
         for key, value in row.items():
             assert value is None or torch.equal(torch.as_tensor(ours.state_dict()["state"][number][key]), value)
@@ -114,21 +114,21 @@ def test_optimizers_of_torch_go_on_here_and_back(name: str, named: bool) -> None
 
 def test_decay_of_some_leaves_makes_two_groups_and_comes_back() -> None:
     plan, state = one()
-    opt = fs.optim.adamw(fs.optim.linear(0.1, 0.0, 10), decay=fs.optim.matrices)
-    found = fs.to_optim_state_dict(fs.init_state(plan, opt, params=LEAVES), opt, keys="index")
+    opt = fs.optim.adamw(fs.optim.schedules.linear(0.1, 0.0, 10), decay=fs.optim.matrices)
+    found = fs.io.to_optim_state_dict(fs.init_state(plan, opt, params=LEAVES), opt, keys="index")
     assert [(group["weight_decay"], group["lr"], group["param_names"]) for group in found["param_groups"]] == [
         (0.01, 0.1, ["a", "b", "e"]),
         (0.0, 0.1, ["c"]),
     ]
-    assert fs.from_state_dict(LEAVES, plan, opt, found).step == 0
+    assert fs.io.from_state_dict(LEAVES, plan, opt, found).step == 0
     for group in found["param_groups"]:
         group.pop("param_names")
     with pytest.raises(TreeError, match="numbers 4 parameters in 2 groups.*named_parameters"):
-        fs.from_state_dict(LEAVES, plan, opt, found)
+        fs.io.from_state_dict(LEAVES, plan, opt, found)
 
 
 def _rows(change: Any) -> dict[str, Any]:
-    found = fs.to_optim_state_dict(one()[1], OPT)
+    found = fs.io.to_optim_state_dict(one()[1], OPT)
     change(found)
     return found
 
@@ -151,20 +151,20 @@ BAD_OPTIM: dict[str, tuple[Any, str]] = {
 def test_an_optimizer_state_that_does_not_fit(name: str) -> None:
     change, text = BAD_OPTIM[name]
     with pytest.raises(TreeError, match=text):
-        fs.from_state_dict(LEAVES, one()[0], OPT, _rows(change))
+        fs.io.from_state_dict(LEAVES, one()[0], OPT, _rows(change))
 
 
 def test_state_dicts_that_do_not_fit() -> None:
     plan, state = one()
     with pytest.raises(TreeError, match="holds values that are not plain tensors:\n  a: ndarray|list"):
-        fs.from_state_dict({**LEAVES, "a": [1.0]}, plan, OPT)
+        fs.io.from_state_dict({**LEAVES, "a": [1.0]}, plan, OPT)
     with pytest.raises(PlanError, match="keys='path'"):
-        fs.to_optim_state_dict(state, OPT, keys="path")  # type: ignore[arg-type]
+        fs.io.to_optim_state_dict(state, OPT, keys="path")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="params= and shards="):
         fs.init_state(plan, OPT, params=LEAVES, shards=state.params)
     with pytest.raises(TreeError, match="shards has 1 leaves"):
         fs.init_state(plan, OPT, shards={"a": state.params["a"]})
-    nested = fs.to_state_dict(
+    nested = fs.io.to_state_dict(
         fs.init_state(placed(fs.make_mesh((1, 1), ("dp", "ep"))), OPT, params=EXPERTS), nested=True
     )
     assert torch.equal(nested["experts"]["b"], EXPERTS["experts"]["b"])  # type: ignore[index]
@@ -179,10 +179,10 @@ def over_more_axes(folder: str) -> None:
     for entry in entries(fs.settle(state)):
         if entry.name.startswith("opt."):
             entry.tensor.copy_(torch.arange(entry.piece.start, entry.piece.stop).float())
-    full = fs.to_optim_state_dict(state, OPT)
-    fs.save_dcp(state, folder, OPT)
-    for found in (state, fs.from_state_dict(LEAVES, plan, OPT, full), fs.load_dcp(folder, plan, OPT)):
-        for path, row in fs.to_optim_state_dict(found, OPT)["state"].items():
+    full = fs.io.to_optim_state_dict(state, OPT)
+    fs.io.save_dcp(state, folder, OPT)
+    for found in (state, fs.io.from_state_dict(LEAVES, plan, OPT, full), fs.io.load_dcp(folder, plan, OPT)):
+        for path, row in fs.io.to_optim_state_dict(found, OPT)["state"].items():
             numbers = torch.arange(float(LEAVES[path].numel())).view(LEAVES[path].shape)
             assert torch.equal(row["exp_avg"], numbers) and torch.equal(row["exp_avg_sq"], numbers)
 

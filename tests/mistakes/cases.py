@@ -48,7 +48,7 @@ def st() -> fs.TrainState:
     return fs.init_state(PLAN, OPT)
 
 
-def step(loss_fn: Any = loss, **options: Any) -> fs.TrainStep:
+def step(loss_fn: Any = loss, **options: Any) -> fs.types.TrainStep:
     """A step."""
     return fs.make_train_step(loss_fn, OPT, PLAN, **options)
 

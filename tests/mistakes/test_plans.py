@@ -332,13 +332,13 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
     ),
     (
         "sharded_loss state",
-        lambda: fs.sharded_loss(loss, PLAN)(st(), BATCH),
+        lambda: fs.func.sharded_loss(loss, PLAN)(st(), BATCH),
         errors.TreeError,
         "TrainState, not a nested dict of tensors: give state.params",
     ),
     (
         "sharded_loss full",
-        lambda: v2(lambda m, p, s: fs.sharded_loss(loss, p)(MODEL.params, BATCH)),
+        lambda: v2(lambda m, p, s: fs.func.sharded_loss(loss, p)(MODEL.params, BATCH)),
         errors.TreeError,
         "These are whole tensors: give fs.shard(params, plan), this r",
     ),

@@ -285,19 +285,19 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
     ),
     (
         "hvp full v",
-        lambda: v2(lambda m, p, s: fs.hvp(loss, p)(s.params, MODEL.params, BATCH)),
+        lambda: v2(lambda m, p, s: fs.func.hvp(loss, p)(s.params, MODEL.params, BATCH)),
         errors.TreeError,
         "These are whole tensors: give fs.shard(v, plan), this rank's",
     ),
     (
         "hvp state",
-        lambda: fs.hvp(loss, PLAN)(st(), st().params, BATCH),
+        lambda: fs.func.hvp(loss, PLAN)(st(), st().params, BATCH),
         errors.TreeError,
         "TrainState, not a nested dict of tensors: give state.params",
     ),
     (
         "trace key int",
-        lambda: fs.hessian_trace_samples(loss, PLAN)(st().params, BATCH, 0),
+        lambda: fs.func.hessian_trace_samples(loss, PLAN)(st().params, BATCH, 0),
         errors.PlanError,
         "and map over several keys with torch.vmap",
     ),

@@ -273,7 +273,7 @@ def products(name: str) -> list[str]:
         def loss(p: Any, batch: Any) -> Tensor:
             return outer(predict(p, batch), batch)
 
-        hvp, gnvp, slope = fs.hvp(loss, plan), fs.gnvp(predict, outer, plan), fs.jvp(loss, plan)
+        hvp, gnvp, slope = fs.func.hvp(loss, plan), fs.func.gnvp(predict, outer, plan), fs.func.jvp(loss, plan)
         bad = []
         for _ in range(2):  # the way that is taken the second time may be another one
             got = {"hvp": hvp(params, v, mine), "gnvp": gnvp(params, v, mine)}
@@ -308,7 +308,7 @@ def test_a_gradient_through_a_product() -> None:
         centred = w - w.mean(-1, keepdim=True)
         return (centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * Y).exp().mean()
 
-    product = fs.hvp(loss, plan)
+    product = fs.func.hvp(loss, plan)
     got = grad(lambda w: product({"w": w}, v, None)["w"].square().sum())(whole["w"].flatten())
     want = grad(lambda w: vjp(grad(plain), w)[1](v["w"].view(4, 6))[0].square().sum())(whole["w"])
     torch.testing.assert_close(got, want.flatten())

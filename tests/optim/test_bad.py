@@ -165,4 +165,4 @@ def test_masked_takes_any_pattern_even_one_that_matches_all() -> None:
 def test_only_plain_rules_are_differentiable() -> None:
     plan = fs.make_plan(PARAMS, fs.abstract_mesh((2,), ("shard",)), FLAT)
     with pytest.raises(PlanError, match="no differentiable form"):
-        fs.differentiable(O.ema(O.adamw(0.1), 0.9), plan)
+        fs.func.differentiable(O.ema(O.adamw(0.1), 0.9), plan)

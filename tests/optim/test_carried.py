@@ -29,7 +29,7 @@ OPTS: dict[str, Callable[[], Any]] = {
     "ema": lambda: O.ema(O.sgd(0.1, momentum=0.9), 0.7),
     "chain": lambda: O.chain(O.clip_value(0.05), O.scale(lambda step: 1.0 / (1 + step)), O.add_decay(0.1), O.sgd(0.3)),
     "partition": lambda: O.partition([(r".*bias", O.sgd(0.2)), (r".*", O.ema(O.adamw(0.01), 0.5))]),
-    "masked": lambda: O.masked(O.sgd(O.warmup_cosine(0.3, 2, 9)), r".*weight"),
+    "masked": lambda: O.masked(O.sgd(O.schedules.warmup_cosine(0.3, 2, 9)), r".*weight"),
     "from_torch": lambda: O.from_torch(torch.optim.NAdam, lr=0.02),
     "muon": lambda: O.partition([(r".*weight", O.muon(0.02, dtype=torch.float64)), (r".*", O.sgd(0.1))]),
     "adafactor": lambda: O.adafactor(0.05),

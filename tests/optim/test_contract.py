@@ -10,8 +10,9 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import PlanError
-from fshard.optim import Optimizer, State, adafactor, adamw, adamw8bit, linear, lion, matrices, sgd, warmup_cosine
+from fshard.optim import Optimizer, State, adafactor, adamw, adamw8bit, lion, matrices, sgd
 from fshard.optim.contract import contract
+from fshard.optim.schedules import linear, warmup_cosine
 
 SCHEDULE = warmup_cosine(0.1, warmup=2, total=8, floor=0.01)
 OPTIMIZERS = [

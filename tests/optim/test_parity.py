@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fshard.optim import adamw, rate, sgd, warmup_cosine
+from fshard.optim import adamw, rate, sgd
+from fshard.optim.schedules import warmup_cosine
 
 SIZES = [0, 1, 17, 4096]
 SCHEDULE = warmup_cosine(0.1, warmup=3, total=9, floor=0.001)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import PlanError
-from fshard.optim import adamw, constant, linear, sgd, warmup_cosine, warmup_linear
+from fshard.optim import adamw, sgd
+from fshard.optim.schedules import constant, linear, warmup_cosine, warmup_linear
 
 steps = st.integers(0, 10_000)
 

@@ -77,7 +77,9 @@ def _objective(case: Outside, model: fs.Model) -> Any:
     return loss_fn
 
 
-def _train(case: Outside, model: fs.Model, plan: fs.Plan, step: fs.TrainStep, state: Any, microbatches: int) -> Outcome:
+def _train(
+    case: Outside, model: fs.Model, plan: fs.Plan, step: fs.types.TrainStep, state: Any, microbatches: int
+) -> Outcome:
     mesh, buffers = plan.mesh, model.buffers
     losses, norms, departures, early = [], [], [], True
     for number in range(STEPS):

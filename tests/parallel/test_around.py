@@ -37,8 +37,8 @@ def transformed(case: Case, second: bool) -> list[str]:
         plain = program(case.plain())
         wanted, value = torch.func.grad_and_value(plain)(start, batch(0))
         found = {
-            "sharded_loss": torch.func.grad_and_value(fs.sharded_loss(loss, plan))(params, mine),
-            "gathered once": torch.func.grad_and_value(fs.sharded_loss(loss, plan, reshard=False))(params, mine),
+            "sharded_loss": torch.func.grad_and_value(fs.func.sharded_loss(loss, plan))(params, mine),
+            "gathered once": torch.func.grad_and_value(fs.func.sharded_loss(loss, plan, reshard=False))(params, mine),
             "value_and_grad": fs.value_and_grad(loss, plan)(params, mine)[::-1],
         }
         for way, (grads, mean) in found.items():
@@ -47,7 +47,7 @@ def transformed(case: Case, second: bool) -> list[str]:
         if second:
             along = tree.map(torch.cos, start)
             hv = torch.func.jvp(lambda p: torch.func.grad(plain)(p, batch(0)), (start,), (along,))[1]
-            got = fs.hvp(loss, plan)(params, fs.shard(along, plan), mine)
+            got = fs.func.hvp(loss, plan)(params, fs.shard(along, plan), mine)
             out += _far("hvp", fs.unshard(got, plan), hv)
     return out
 

@@ -134,12 +134,12 @@ class Parts:
             self.made[key] = fs.make_eval_step(lambda params, batch: {"loss": LOSSES[name](params, batch)}, self.plan)
         return self.made[key](state, batch)
 
-    add = staticmethod(fs.tree_add)
-    scale = staticmethod(fs.tree_scale)
+    add = staticmethod(fs.tree.add)
+    scale = staticmethod(fs.tree.scale)
 
     def norm(self, x: Any) -> Any:
         """The norm of a tree."""
-        return fs.tree_norm(x, self.plan)
+        return fs.tree.norm(x, self.plan)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def check(world: int) -> None:
             assert all(close(grad(state, part)[1]) for _ in range(2)), (loss, options)
             assert grad.record == grad.schedule.ops
             assert len(grad.schedule.program.reads["root"]) == 1, "a unit's leaves are gathered for the whole step"
-        sharded = fs.sharded_loss(loss, plan)
+        sharded = fs.func.sharded_loss(loss, plan)
         assert close(torch.func.grad(lambda params, of=sharded: of(params, part))(tree.map(torch.clone, state.params)))
 
 

@@ -198,6 +198,6 @@ def test_checkpoints_of_pytorch_under_transforms() -> None:
             out: Tensor = checkpoint(lambda w: (w * x).sin().sum(), p["w"], use_reentrant=reentrant)
             return out
 
-        f = fs.sharded_loss(loss, plan)
+        f = fs.func.sharded_loss(loss, plan)
         with pytest.raises(fs.errors.TransformError, match=r"call fs\.remat\(fn\)\(\*args\) in its place"):
             grad(f)({"w": torch.ones(3)}, X[:3])

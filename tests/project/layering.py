@@ -27,6 +27,7 @@ LAYERS = (
     ("transform",),
     ("parts",),
     ("proof",),
+    ("func", "io", "sim", "types"),
     ("",),
 )
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files

@@ -266,7 +266,7 @@ def _train(case: Any, mesh: fs.Mesh, config: Config) -> tuple[Run, tuple[bool, .
     return run, tuple(scheduled)
 
 
-def _kept(step: fs.TrainStep) -> bool:
+def _kept(step: fs.types.TrainStep) -> bool:
     """Whether the last step ran its schedule; one that gathers on demand has none."""
     try:
         return step.record == step.schedule.ops

@@ -106,11 +106,11 @@ def test_it_prints_the_table() -> None:
 def test_without_needs_only_the_wire_counts() -> None:
     work = task()
     choice = choose(Task(work.program, work.groups, ()), fs.Auto(), SLOW)
-    run = simulate(choice.schedule, fs.Costs(link=fs.Link(SLOW.wire)))
+    run = simulate(choice.schedule, fs.sim.Costs(link=fs.sim.Link(SLOW.wire)))
     assert next(each.seconds for each in choice.candidates if each.policy == choice.policy) == run.seconds
 
 
-def made(mesh: fs.Mesh, schedule: Any, weighted: bool = False, accumulate: int = 1) -> tuple[Any, fs.TrainStep]:
+def made(mesh: fs.Mesh, schedule: Any, weighted: bool = False, accumulate: int = 1) -> tuple[Any, fs.types.TrainStep]:
     """State and step of the zoo's GPT."""
     example = zoo.build("gpt")
     plan = example.plan(mesh)

@@ -34,7 +34,7 @@ def loss(p: Any, b: Any) -> Tensor:
     return b.square().mean()
 
 
-def make(mesh: fs.Mesh, policy: fs.Policy, accumulate: int = 1) -> tuple[Any, fs.TrainStep]:
+def make(mesh: fs.Mesh, policy: fs.Policy, accumulate: int = 1) -> tuple[Any, fs.types.TrainStep]:
     """State and step of the stack."""
     params = {str(number): {"w": torch.eye(WIDTH)} for number in range(LAYERS)}
     plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("*",), batch=fs.P("shard"))

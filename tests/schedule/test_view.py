@@ -70,7 +70,7 @@ def test_exposed_transfers_are_those_without_compute() -> None:
 
 def test_with_a_simulation_the_axis_is_time(schedule: Schedule, tmp_path: Any) -> None:
     costs = {(op.kind, op.target): 1.0 for op in schedule if op.kind in ("forward", "backward")}
-    run = fs.simulate(schedule, fs.Costs(costs, fs.Link(4096.0)))
+    run = fs.sim.simulate(schedule, fs.sim.Costs(costs, fs.sim.Link(4096.0)))
     figure = timeline(schedule, run)
     figure.savefig(tmp_path / "step.png", dpi=40)
     if schedule.program.forward:

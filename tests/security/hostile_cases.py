@@ -65,9 +65,9 @@ def good(root: Path) -> dict[str, Files]:
     state = dataclasses.replace(state, step=3)
     with fs.Checkpointer(root / "native") as ckpt:
         ckpt.save(state, data={"position": [1, 2.5, "x"]})
-    fs.save_hf(state, root / "hf")
-    fs.save_hf(state, root / "index", max_shard_size=100)
-    fs.save_dcp(state, root / "dcp", OPT)
+    fs.io.save_hf(state, root / "hf")
+    fs.io.save_hf(state, root / "index", max_shard_size=100)
+    fs.io.save_dcp(state, root / "dcp", OPT)
     folders = {"native": root / "native" / STEP, **{kind: root / kind for kind in ("hf", "index", "dcp")}}
     return {kind: {p.name: p.read_bytes() for p in path.iterdir()} for kind, path in folders.items()}
 
@@ -99,8 +99,8 @@ def attempts(kind: str, root: Path, path: Path) -> list[Callable[[], Any]]:
         return [lambda: fs.Checkpointer(root).restore(plan(), OPT), lambda: verify_step(str(path)), tensors]
     mesh = fs.make_mesh((1,), ("shard",))
     if kind == "dcp":
-        return [lambda: fs.load_dcp(path, plan(), OPT), lambda: to_state(str(path), "dcp", mesh)]
-    return [lambda: fs.load_hf(path, plan(), OPT), lambda: to_state(str(path), "hf", mesh)]
+        return [lambda: fs.io.load_dcp(path, plan(), OPT), lambda: to_state(str(path), "dcp", mesh)]
+    return [lambda: fs.io.load_hf(path, plan(), OPT), lambda: to_state(str(path), "hf", mesh)]
 
 
 def pick(draw: random.Random, files: Files) -> str:

@@ -31,7 +31,7 @@ def folders(tmp_path: Path) -> Folders:
     """A good folder."""
     state = fs.init_state(plan(), OPT, params=LEAVES)
     state = dataclasses.replace(state, step=3)
-    fs.save_dcp(state, tmp_path / "dcp", OPT)
+    fs.io.save_dcp(state, tmp_path / "dcp", OPT)
     return {"dcp": tmp_path / "dcp"}
 
 

@@ -62,7 +62,7 @@ def load(kind: str, path: Path) -> Any:
     """Read a folder in the way of its kind."""
     if kind == "native":
         return fs.Checkpointer(path.parent).restore(plan(), OPT)
-    return fs.load_dcp(path, plan(), OPT) if kind == "dcp" else fs.load_hf(path, plan(), OPT)
+    return fs.io.load_dcp(path, plan(), OPT) if kind == "dcp" else fs.io.load_hf(path, plan(), OPT)
 
 
 @pytest.mark.long
@@ -170,7 +170,7 @@ def test_links_of_the_hubs_cache_are_followed_to_plain_files(folders: Folders) -
     for path in list(folder.iterdir()):
         path.rename(folder.parent / path.name)
         path.symlink_to(Path("..") / path.name)
-    assert torch.equal(fs.to_state_dict(load("index", folder))["w"], LEAVES["w"])
+    assert torch.equal(fs.io.to_state_dict(load("index", folder))["w"], LEAVES["w"])
 
 
 # Sizes that are claims.

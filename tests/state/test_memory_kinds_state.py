@@ -105,10 +105,10 @@ def around() -> list[str]:
                 "full": fs.make_eval_step(loss, plan, precision=fs.Precision(torch.float64))(state, x),
                 "value": value,
                 "grad": torch.cat([g.flatten() for _, g in tree.paths(fs.unshard(grads, plan))]),
-                "pure": torch.func.grad(fs.sharded_loss(loss, plan))(state.params, x)["first"]["w"],
+                "pure": torch.func.grad(fs.func.sharded_loss(loss, plan))(state.params, x)["first"]["w"],
                 "whole": torch.cat([g.flatten() for _, g in tree.paths(fs.unshard(fs.settle(state).params, plan))]),
                 "mean": fs.averaged(state).params["middle"]["w"],
-                "norm": fs.tree_norm(state.params, plan),
+                "norm": fs.tree.norm(state.params, plan),
             }
             want = want or seen
             out += [f"{kinds}: {name}" for name, x in seen.items() if not torch.equal(x, want[name])]

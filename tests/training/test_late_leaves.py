@@ -19,7 +19,7 @@ LATE = r"(blocks\.1|tok)\..*"
 SOME = [fs.Rule(LATE, fs.fsdp("shard"), trainable=False), SHARDED]
 SWITCH, STEPS = 4, 9
 EPS = 1e-4  # or Adam makes something of the rounding of gradients that are nearly zero
-RATE = fs.optim.warmup_linear(0.05, warmup=2, total=12)
+RATE = fs.optim.schedules.warmup_linear(0.05, warmup=2, total=12)
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "adamw": (
         fs.optim.adamw(RATE, eps=EPS, weight_decay=0.1),
@@ -83,7 +83,7 @@ def run(name: str, folder: str) -> tuple[list[float], dict[str, Tensor], dict[st
             state, metrics = step(state, leaf_rows.part(number, mesh.rank, mesh.size))
             losses.append(float(metrics.loss))
         counts = {
-            p: float(row["step"]) for p, row in fs.to_optim_state_dict(state, opt)["state"].items() if "step" in row
+            p: float(row["step"]) for p, row in fs.io.to_optim_state_dict(state, opt)["state"].items() if "step" in row
         }
         same = resumed["losses"] == losses[SWITCH + 2 :] and resumed["state"].late == state.late
         return losses, dict(tree.paths(fs.unshard(state.params, plan))), counts, same
@@ -156,7 +156,7 @@ def test_who_is_late_goes_with_the_state() -> None:
         seen.append(state.late)
     assert seen == [{"b": 2}, {"b": 2, "c": 4}, {"b": 2, "c": 4}, {"b": 2, "c": 4, "a": 8}]
     state = train(state, 1)
-    steps = {path: row["step"].item() for path, row in fs.to_optim_state_dict(state, opt)["state"].items()}
+    steps = {path: row["step"].item() for path, row in fs.io.to_optim_state_dict(state, opt)["state"].items()}
     assert steps == {"a": 1, "b": 7, "c": 5}
 
 
@@ -171,7 +171,7 @@ def test_counts_of_torch_come_in() -> None:
         theirs.step()
     opt, plan = fs.optim.adamw(0.1), _plan(fs.make_mesh((1,), ("shard",)), SHARDED)
     given = {name: leaf.detach() for name, leaf in leaves.items()}
-    state = fs.from_state_dict(given, plan, opt, theirs.state_dict())
+    state = fs.io.from_state_dict(given, plan, opt, theirs.state_dict())
     assert (state.step, state.late) == (5, {"b": 2, "c": 2})
     step = fs.make_train_step(lambda p, x: sum((leaf * x).square().sum() / 2 for leaf in tree.leaves(p)), opt, plan)
     state, _ = step(state, torch.ones(()))
@@ -180,7 +180,7 @@ def test_counts_of_torch_come_in() -> None:
     theirs.step()
     for name, leaf in state.params.items():
         torch.testing.assert_close(leaf, leaves[name].detach(), rtol=1e-6, atol=1e-7)
-    fresh = fs.from_state_dict(given, plan, opt, step=5)
+    fresh = fs.io.from_state_dict(given, plan, opt, step=5)
     assert fresh.late == {"a": 5, "b": 5, "c": 5}  # an optimizer that starts anew corrects its moments
 
 

@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[Changes, tuple[str, ...]]] = {
     "class of torch": ({"opt": lambda: fs.optim.from_torch(torch.optim.Adam, lr=0.001)}, ("adamw", "from_torch")),
     "schedule": ({"opt": lambda: fs.optim.adamw(lambda step: 0.001 * (step < 10))}, ("0.0 at steps 10, 100",)),
     "made schedule": (
-        {"opt": lambda: fs.optim.adamw(fs.optim.warmup_cosine(0.001, 1, 9))},
+        {"opt": lambda: fs.optim.adamw(fs.optim.schedules.warmup_cosine(0.001, 1, 9))},
         ("learning rate.peak: ", "nothing", "0.001"),
     ),
     "chain": ({"opt": lambda: fs.optim.chain(fs.optim.clip_value(1.0), fs.optim.adamw(0.001))}, ("chain", "adamw")),
@@ -259,7 +259,7 @@ def test_evaluation_and_gradients_compare_as_well() -> None:
             told(lambda: fs.make_eval_step(loss, plan)(state, batch)),
             told(lambda: fs.make_eval_step(loss, plan, schedule=policy)(state, batch)),
             told(lambda: fs.value_and_grad(loss, plan, schedule=policy)(state.params, batch)),
-            told(lambda: fs.sharded_loss(loss, plan, reshard=rank == 0)(state.params, batch)),
+            told(lambda: fs.func.sharded_loss(loss, plan, reshard=rank == 0)(state.params, batch)),
         ]
 
     for values, policies, grads, transform in fs.virtual_mesh((2,), ("any",)).run(run):

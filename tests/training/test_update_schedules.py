@@ -192,7 +192,7 @@ def disagree(how: str) -> list[str]:
     """On a rank: a predicate that is not the same on all ranks, and whether the state can be used after it."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
 
-        def decide(metrics: fs.Metrics) -> bool:
+        def decide(metrics: fs.types.Metrics) -> bool:
             if how == "raises" and mesh.rank == 1:
                 raise ZeroDivisionError("mine")
             return mesh.rank == 1

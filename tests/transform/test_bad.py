@@ -46,19 +46,19 @@ def loss_raises_on_one(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
             raise ZeroDivisionError("no such luck")
         return cases.weighted_loss(p, x)
 
-    f = fs.sharded_loss(loss, plan)
+    f = fs.func.sharded_loss(loss, plan)
     return [raised(lambda: F.grad(f)(fs.shard(cases.whole(), plan), mine(X, mesh)))]
 
 
 def uneven(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
     x = tree.map(lambda leaf: leaf[: 1 + mesh.rank], X)
     params = fs.shard(cases.whole(), plan)
-    found = raised(lambda: F.grad(fs.sharded_loss(cases.mean_loss, plan))(params, x))
+    found = raised(lambda: F.grad(fs.func.sharded_loss(cases.mean_loss, plan))(params, x))
     return [found] if mesh.size > 1 else []
 
 
 def unlike(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
-    f = fs.sharded_loss(lambda p, x: (cases.weighted_loss if mesh.rank else cases.mean_loss)(p, x), plan)
+    f = fs.func.sharded_loss(lambda p, x: (cases.weighted_loss if mesh.rank else cases.mean_loss)(p, x), plan)
     return [raised(lambda: f(fs.shard(cases.whole(), plan), mine(X, mesh)))] if mesh.size > 1 else []
 
 
@@ -73,8 +73,8 @@ def writes(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
 
     params, x = fs.shard(cases.whole(), plan), tree.map(torch.clone, mine(X, mesh))
     calls = [on_params, on_batch]
-    return [raised(lambda loss=loss: fs.sharded_loss(loss, plan)(params, x)) for loss in calls] + [
-        raised(lambda loss=loss: F.grad(fs.sharded_loss(loss, plan))(params, x)) for loss in calls
+    return [raised(lambda loss=loss: fs.func.sharded_loss(loss, plan)(params, x)) for loss in calls] + [
+        raised(lambda loss=loss: F.grad(fs.func.sharded_loss(loss, plan))(params, x)) for loss in calls
     ]
 
 
@@ -82,17 +82,17 @@ def bad_params(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
     params = fs.shard(cases.whole(), plan)
     if mesh.rank == mesh.size - 1:  # on one rank alone
         del params["scale"]
-    return [raised(lambda: F.grad(fs.sharded_loss(cases.weighted_loss, plan))(params, mine(X, mesh)))]
+    return [raised(lambda: F.grad(fs.func.sharded_loss(cases.weighted_loss, plan))(params, mine(X, mesh)))]
 
 
 def linearized(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
-    f, params = fs.sharded_loss(cases.weighted_loss, plan), fs.shard(cases.whole(), plan)
+    f, params = fs.func.sharded_loss(cases.weighted_loss, plan), fs.shard(cases.whole(), plan)
     x = mine(X, mesh)
     return [raised(lambda: F.linearize(lambda p: f(p, x), params))] if mesh.size > 1 else []
 
 
 def with_aux(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
-    f = fs.sharded_loss(lambda p, x: (cases.weighted_loss(p, x), {"a": 1}), plan)
+    f = fs.func.sharded_loss(lambda p, x: (cases.weighted_loss(p, x), {"a": 1}), plan)
     return [raised(lambda: f(fs.shard(cases.whole(), plan), mine(X, mesh)))]
 
 
@@ -102,15 +102,15 @@ def depends_on_rank(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
         return fs.Mean(found.total * (1 + mesh.rank), found.count)
 
     params, x = fs.shard(cases.whole(), plan), mine(X, mesh)
-    fs.sharded_loss(cases.weighted_loss, plan, debug=True)(params, x)  # this one does not
-    F.grad(fs.sharded_loss(cases.weighted_loss, plan, debug=True))(params, x)
-    return [raised(lambda: fs.sharded_loss(loss, plan, debug=True)(params, x))] if mesh.size > 1 else []
+    fs.func.sharded_loss(cases.weighted_loss, plan, debug=True)(params, x)  # this one does not
+    F.grad(fs.func.sharded_loss(cases.weighted_loss, plan, debug=True))(params, x)
+    return [raised(lambda: fs.func.sharded_loss(loss, plan, debug=True)(params, x))] if mesh.size > 1 else []
 
 
 def replicas_differ(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
     params = fs.shard(cases.whole(), plan)
     params["scale"] = params["scale"] + mesh.rank
-    f = fs.sharded_loss(cases.weighted_loss, plan, debug=True)
+    f = fs.func.sharded_loss(cases.weighted_loss, plan, debug=True)
     return [raised(lambda: f(params, mine(X, mesh)))] if mesh.size > 1 else []
 
 
@@ -118,7 +118,7 @@ def dropout_from_nowhere(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
     net = fs.split(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), units=("0", "1"))
     own = fs.make_plan(net, mesh, [(r".*", fs.fsdp("shard"))])
     drops = fs.unit(lambda p, x: torch.dropout(x @ p["weight"], 0.5, True))
-    f = fs.sharded_loss(lambda p, x: drops(p["0"], x).sum(), own)
+    f = fs.func.sharded_loss(lambda p, x: drops(p["0"], x).sum(), own)
     x = torch.ones(2, 4).double()
     return [raised(lambda: F.grad(f)(fs.shard(net.params, own), x))] if mesh.size > 1 else []
 
@@ -130,7 +130,7 @@ def single_elements(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
     found = []
     for rules in ([(r".*w", fs.fsdp("shard")), (r".*", P())], [(r".*w", P("shard")), (r".*", P())]):
         own = fs.make_plan(whole, mesh, rules, units=("*",))
-        f, shards = fs.sharded_loss(lambda p, x: layer(p["0"], x).square().mean(), own), fs.shard(whole, own)
+        f, shards = fs.func.sharded_loss(lambda p, x: layer(p["0"], x).square().mean(), own), fs.shard(whole, own)
         for take in (F.hessian, F.jacfwd, lambda g: F.jacrev(F.grad(g)), lambda g: F.jacfwd(F.jacfwd(g))):
             found.append(raised(lambda f=f, take=take, shards=shards: take(lambda p: f(p, x))(shards)))
         # Batches of directions that belong together are none of that.
@@ -180,19 +180,19 @@ def alone() -> fs.Plan:
 def test_arguments_out_of_range() -> None:
     plan = alone()
     for call in (
-        lambda: fs.clipped_grad(cases.mean_loss, plan, 0.0),
-        lambda: fs.clipped_grad(cases.mean_loss, plan, 1.0, microbatch=0),
-        lambda: fs.hessian_trace_samples(cases.mean_loss, plan, 0),
+        lambda: fs.func.clipped_grad(cases.mean_loss, plan, 0.0),
+        lambda: fs.func.clipped_grad(cases.mean_loss, plan, 1.0, microbatch=0),
+        lambda: fs.func.hessian_trace_samples(cases.mean_loss, plan, 0),
         lambda: fs.value_and_grad(cases.mean_loss, plan, schedule=fs.Policy(update="in_backward")),
     ):
         with pytest.raises(errors.PlanError):
             call()
     params = fs.shard(cases.whole(), plan)
     with pytest.raises(errors.BatchError, match="one row a sample"):
-        fs.per_sample_grad(cases.mean_loss, plan)(params, {"x": X["x"], "y": X["y"][:3]})
+        fs.func.per_sample_grad(cases.mean_loss, plan)(params, {"x": X["x"], "y": X["y"][:3]})
     with pytest.raises(errors.TreeError, match="v has"):
-        fs.hvp(cases.mean_loss, plan)(params, {}, X)
-    update = fs.differentiable(fs.optim.adamw(0.1), plan)
+        fs.func.hvp(cases.mean_loss, plan)(params, {}, X)
+    update = fs.func.differentiable(fs.optim.adamw(0.1), plan)
     with pytest.raises(errors.TreeError, match="make it with .init"):
         update(params, params, {"step": 0})
 
@@ -200,4 +200,4 @@ def test_arguments_out_of_range() -> None:
 def test_an_abstract_mesh_has_no_losses() -> None:
     plan = cases.plan_on(fs.abstract_mesh((2,), ("shard",)))
     with pytest.raises(errors.PlanError, match="abstract"):
-        fs.sharded_loss(cases.mean_loss, plan)({}, X)
+        fs.func.sharded_loss(cases.mean_loss, plan)({}, X)

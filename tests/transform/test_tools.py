@@ -54,16 +54,16 @@ def tools(axes: Axes) -> list[str]:
         plan, x, v = cases.plan_on(mesh), mine(X, mesh), cases.directions()
         params, along = fs.shard(cases.whole(), plan), fs.shard(v, plan)
         pairs: dict[str, tuple[Any, Any]] = {
-            "hvp": (fs.hvp(cases.weighted_loss, plan)(params, along, x), whole_hvp(v)),
-            "gnvp": (fs.gnvp(cases.predict, outer_loss, plan)(params, along, x), whole_gnvp(v)),
+            "hvp": (fs.func.hvp(cases.weighted_loss, plan)(params, along, x), whole_hvp(v)),
+            "gnvp": (fs.func.gnvp(cases.predict, outer_loss, plan)(params, along, x), whole_gnvp(v)),
             "jvp": (
-                fs.jvp(cases.weighted_loss, plan)(params, along, x),
+                fs.func.jvp(cases.weighted_loss, plan)(params, along, x),
                 F.jvp(lambda p: PLAIN(p, X), (cases.whole(),), (v,)),
             ),
-            "vdot": (fs.tree_vdot(params, along, plan), flat(cases.whole()) @ flat(v)),
-            "norm": (fs.tree_norm(params, plan), flat(cases.whole()).norm()),
+            "vdot": (fs.tree.vdot(params, along, plan), flat(cases.whole()) @ flat(v)),
+            "norm": (fs.tree.norm(params, plan), flat(cases.whole()).norm()),
             "grad of norm": (
-                F.grad(lambda p: fs.tree_norm(p, plan))(params),
+                F.grad(lambda p: fs.tree.norm(p, plan))(params),
                 F.grad(lambda p: flat(p).norm())(cases.whole()),
             ),
         }
@@ -77,7 +77,7 @@ def samples(plan: fs.Plan, params: Any, x: Any) -> list[str]:
     mesh, out = plan.mesh, []
     rows = len(x["x"])
     want = dict(tree.paths(whole_samples(slice(mesh.rank * rows, (mesh.rank + 1) * rows))))
-    got = dict(tree.paths(fs.per_sample_grad(cases.mean_loss, plan)(params, x)))
+    got = dict(tree.paths(fs.func.per_sample_grad(cases.mean_loss, plan)(params, x)))
     out += ["frozen"] * ("frozen" in got)
     for path in got:
         out += _far(got[path], want[path], f"per sample {path}")
@@ -88,7 +88,7 @@ def samples(plan: fs.Plan, params: Any, x: Any) -> list[str]:
     factor = (limit / norms).clamp(max=1)
     summed = tree.nest({path: torch.tensordot(factor, g, 1) for path, g in every.items()})
     for microbatch in (None, 2):
-        clipped, own = fs.clipped_grad(cases.mean_loss, plan, limit, microbatch=microbatch)(params, x)
+        clipped, own = fs.func.clipped_grad(cases.mean_loss, plan, limit, microbatch=microbatch)(params, x)
         out += _far(own, norms.chunk(mesh.size)[mesh.rank], "norms")
         out += differences(clipped, summed, plan, f"clipped {microbatch}")
     return out
@@ -97,11 +97,11 @@ def samples(plan: fs.Plan, params: Any, x: Any) -> list[str]:
 def probes(plan: fs.Plan, params: Any, x: Any) -> list[str]:
     out = []
     alone = cases.plan_on(fs.abstract_mesh((1,), ("shard",)))
-    for make in (fs.tree_normal, fs.tree_rademacher):
+    for make in (fs.tree.normal, fs.tree.rademacher):
         out += differences(make(KEY, plan), fs.unshard(make(KEY, alone), alone), plan, make.__name__)
-    signs = [fs.unshard(fs.tree_rademacher(fs.random.fold_in(KEY, i), alone), alone) for i in range(3)]
+    signs = [fs.unshard(fs.tree.rademacher(fs.random.fold_in(KEY, i), alone), alone) for i in range(3)]
     want = torch.stack([flat(s) @ flat(whole_hvp(s)) for s in signs])
-    return out + _far(fs.hessian_trace_samples(cases.weighted_loss, plan, 3)(params, x, KEY), want, "trace")
+    return out + _far(fs.func.hessian_trace_samples(cases.weighted_loss, plan, 3)(params, x, KEY), want, "trace")
 
 
 @pytest.mark.parametrize("world", [2, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))])
@@ -174,11 +174,11 @@ def test_value_and_grad(pool: Pools, world: int) -> None:
 def test_differentiable_updates(opt: Any, plain: Any) -> None:
     plan = cases.plan_on(fs.make_mesh((1,), ("shard",)))
     shards = fs.shard(cases.whole(), plan)
-    update = fs.differentiable(opt, plan)
+    update = fs.func.differentiable(opt, plan)
     state, params = update.init(shards), shards
     leaves = {path: leaf.clone().requires_grad_() for path, leaf in tree.paths(shards) if path != "frozen"}
     theirs = plain(list(leaves.values()))
-    f = fs.sharded_loss(cases.weighted_loss, plan)
+    f = fs.func.sharded_loss(cases.weighted_loss, plan)
     for _ in range(3):
         grads = F.grad(f)(params, X)
         params, state = update(params, grads, state)
@@ -197,12 +197,12 @@ def test_differentiable_updates(opt: Any, plain: Any) -> None:
 
     slope = F.jvp(adapted, (shards,), (fs.shard(cases.directions(), plan),))[1]
     gradient = F.grad(adapted)(shards)
-    assert torch.allclose(slope, fs.tree_vdot(gradient, fs.shard(cases.directions(), plan), plan), rtol=1e-8)
+    assert torch.allclose(slope, fs.tree.vdot(gradient, fs.shard(cases.directions(), plan), plan), rtol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_short_dtypes_have_the_digits_of_float32(dtype: torch.dtype) -> None:
     params = {"w": torch.full((1001,), 300.0, dtype=dtype), "b": torch.ones(3)}
     plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    assert fs.tree_vdot(params, params, plan).item() == pytest.approx(1001 * 90000 + 3, rel=1e-6)
-    assert fs.tree_norm(params, plan).item() == pytest.approx((1001 * 90000 + 3) ** 0.5, rel=1e-7)
+    assert fs.tree.vdot(params, params, plan).item() == pytest.approx(1001 * 90000 + 3, rel=1e-6)
+    assert fs.tree.norm(params, plan).item() == pytest.approx((1001 * 90000 + 3) ** 0.5, rel=1e-7)

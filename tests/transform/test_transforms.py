@@ -1,4 +1,4 @@
-"""``fs.sharded_loss`` under every transform, on real ranks, against the plain loss of whole tensors in float64."""
+"""``fs.func.sharded_loss`` under every transform, on real ranks, against the plain loss of whole tensors in float64."""
 
 import functools
 import gc
@@ -58,7 +58,7 @@ def every_case(axes: Axes, loss: str, reshard: bool, names: tuple[str, ...]) -> 
     out = []
     with fs.make_mesh(*axes) as mesh:
         plan = cases.plan_on(mesh)
-        f = fs.sharded_loss(LOSSES[loss], plan, reshard=reshard)
+        f = fs.func.sharded_loss(LOSSES[loss], plan, reshard=reshard)
         params, along = fs.shard(cases.whole(), plan), fs.shard(cases.directions(), plan)
         for name in names:
             got = cases.CASES[name](f, params, along, mine(cases.batch(), mesh))
@@ -85,7 +85,7 @@ def through_whole_trees(axes: Axes) -> list[str]:
     out = []
     with fs.make_mesh(*axes) as mesh:
         plan, x = cases.plan_on(mesh), mine(cases.batch(), mesh)
-        f = fs.sharded_loss(cases.weighted_loss, plan)
+        f = fs.func.sharded_loss(cases.weighted_loss, plan)
         plain = cases.of_part(cases.reference(cases.weighted_loss), cases.batch())
         for name, case in cases.ON_WHOLE.items():
             got = tree.leaves(case(cases.of_part(lambda p, x: f(fs.shard(p, plan), x), x)))
@@ -161,7 +161,7 @@ def held_by_a_call(depth: int) -> tuple[int, int]:
         gc.disable()
         try:
             before = whole()
-            fs.sharded_loss(loss, plan)(params, torch.ones(2, 64))
+            fs.func.sharded_loss(loss, plan)(params, torch.ones(2, 64))
             return held[0] - before, whole() - before
         finally:
             gc.enable()

@@ -1,0 +1,20 @@
+"""Functions of losses on shards: derivatives in directions, Hessians, gradients of single samples, for ``torch.func``.
+
+``fs.value_and_grad`` is the fast way to a gradient. These are for all else ([transforms](docs/transforms.md)).
+"""
+
+from fshard.transform.loss import sharded_loss
+from fshard.transform.optimizer import differentiable
+from fshard.transform.products import gnvp, hessian_trace_samples, hvp, jvp
+from fshard.transform.samples import clipped_grad, per_sample_grad
+
+__all__ = [
+    "clipped_grad",
+    "differentiable",
+    "gnvp",
+    "hessian_trace_samples",
+    "hvp",
+    "jvp",
+    "per_sample_grad",
+    "sharded_loss",
+]

@@ -1,0 +1,5 @@
+"""When the ops of a schedule would run, given what ops and bytes cost: simulation without processes."""
+
+from fshard.schedule.simulate import Costs, Link, Simulation, simulate
+
+__all__ = ["Costs", "Link", "Simulation", "simulate"]
