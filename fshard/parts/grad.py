@@ -1,6 +1,7 @@
 """``fs.value_and_grad``: the first part of a step. A loss and its gradient, on a schedule of its own or in a step's."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -103,7 +104,9 @@ class ValueAndGrad:
         if state.memory.lent:
             state.applied()
         shards = complete(state, self.plan.mesh).shards() if state.stale else state.shards()
-        mesh, rule = self.plan.mesh, self.spec.loss_scale
+        mesh, rule, within = self.plan.mesh, self.spec.loss_scale, state.memory.within
+
+        part = mesh.index(self.plan.data_axes)
 
         def request(shield: Shield) -> Request:
             return Request(
@@ -113,7 +116,7 @@ class ValueAndGrad:
                 Update(shards, state.pending, {}),
                 facts=lambda: self.equal.of(state),
                 loss_scale=1.0 if rule is None else (state.scale or rule.start()).value,
-                randomness=lambda: seeded(state.seed, state.step, mesh.index(self.plan.data_axes), mesh.device),
+                randomness=lambda: nullcontext() if within else seeded(state.seed, state.step, part, mesh.device),
             )
 
         found = self._made(batch, request)

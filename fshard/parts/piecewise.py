@@ -10,29 +10,32 @@ from fshard.errors import CommError, LossError, ScheduleError
 from fshard.parts.compose import Arguments, Place
 from fshard.parts.running import PART
 from fshard.runtime.comm import digest, mesh_communicator
+from fshard.runtime.engine.rng import seeded
 from fshard.runtime.steps.handshake import Intent, agree
-from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 
 
-def piecewise(fn: Callable[..., Any], mesh: Mesh, given: Arguments, donate: bool) -> tuple[Any, Any]:
+def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool) -> tuple[Any, Any]:
     """Run a step function on states that share the memory of these, each part with exchanges of its own.
 
     Updates that parts read are applied to copies, so that a failure leaves every state as it was.
 
     Args:
         fn: the function.
-        mesh: the mesh.
+        plan: a plan on the mesh, whose data axes are those of the batch.
         given: its arguments.
         donate: whether the step takes their memory.
     """
+    mesh = plan.mesh
     control, failure, returned = mesh_communicator(mesh), None, None
     lent = [_lent(complete(state, mesh)) for state in given.states]
     try:
         state, batch = (tree.swap(lambda at: lent[at.number], Place, value) for value in (given.state, given.batch))
-        returned = fn(state, batch)
+        with seeded(lent[0].seed, lent[0].step, mesh.index(plan.data_axes), mesh.device):
+            returned = fn(state, batch)
         _check_returned(returned, given.own)
     except CommError:
         raise
@@ -52,7 +55,7 @@ def piecewise(fn: Callable[..., Any], mesh: Mesh, given: Arguments, donate: bool
 def _lent(state: TrainState) -> TrainState:
     """A state on the memory of another, which stays as it is."""
     memory = Memory(state.plan, state.shards())
-    memory.lent, memory.compared = True, state.memory.compared
+    memory.lent, memory.within, memory.compared = True, True, state.memory.compared
     return replace(state, memory=memory)
 
 
@@ -60,6 +63,7 @@ def _kept(state: TrainState, donate: bool) -> TrainState:
     """A state that owns its memory: that of the state which it came from, or a copy."""
     memory = state.memory
     if not memory.lent:
+        memory.within = False
         return state
     shards = state.shards() if donate else state.shards().clone()
     return replace(state, memory=Memory(state.plan, shards, memory.pending, memory.stale))

@@ -86,7 +86,7 @@ class StepRunner:
     def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, donate: bool, debug: bool) -> None:
         self.fn, self.plan, self.policy, self.donate, self.debug = fn, plan, policy, donate, debug
         self.latest = Latest()
-        self._recorded: dict[Hashable, Recorded | None] = {}
+        self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[Plan]]] = {}
         self._replays: dict[Hashable, Replay] = {}
         self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
 
@@ -142,10 +142,11 @@ class StepRunner:
 
     def _prepare(self, given: Arguments) -> Replay | None:
         """What the function does, with a schedule; None if only a real run can tell."""
-        key = signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
+        plans = [state.plan for state in given.states]
+        key = signature(given.state), signature(given.batch), tuple(map(id, plans))
         if key not in self._recorded:
-            self._recorded[key] = record(self.fn, given, self.plan)
-        recorded = self._recorded[key]
+            self._recorded[key] = record(self.fn, given, self.plan), plans  # which live as long as their ids are keys
+        recorded, _ = self._recorded[key]
         if recorded is not None and key not in self._replays:
             self._replays[key] = Replay((), given.own, ready=assemble(recorded, self.policy))
         return self._replays.get(key)

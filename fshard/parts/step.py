@@ -72,7 +72,7 @@ class Step:
         if isinstance(result, str):
             self._tell(result)
             with bind(self.plan.mesh, self.plan.data_axes):
-                return piecewise(self._runner.fn, self.plan.mesh, given, self._runner.donate)
+                return piecewise(self._runner.fn, self.plan, given, self._runner.donate)
         return result
 
     def _tell(self, why: str) -> None:

@@ -236,7 +236,7 @@ class UpdateStep:
         if not self.donate and not memory.lent:
             shards, both = state.applied().clone(), pending
         following = Memory(self.plan, shards, both, partly_updated(self.chosen))
-        following.lent = memory.lent
+        following.lent, following.within = memory.lent, memory.within
         made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
             memory.donate()

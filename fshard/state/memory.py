@@ -101,6 +101,7 @@ class Memory:
     Attributes:
         compared: whether ranks have compared what they hold copies of.
         lent: whether the shards belong to another state, so that an update is applied to copies.
+        within: whether it is that of a state inside of a step function, whose random numbers its parts draw.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Memory:
         stale: Mapping[int, None] | None = None,
     ) -> None:
         self.plan, self.pending, self.stale = plan, pending, dict(stale or {})
-        self.compared = self.lent = False
+        self.compared = self.lent = self.within = False
         self._shards = shards
         self._loose: Layout | None = None
         self._params: Any = None

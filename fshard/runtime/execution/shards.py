@@ -80,13 +80,16 @@ class Shards(list[Shard]):
     def __init__(self, shards: Iterable[Shard]) -> None:
         super().__init__(shards)
         self.layouts = tuple([shard.layouts for shard in self])
-        self._calls: tuple[Gradients | None, dict[tuple[int, ...], Calls]] = (None, {})
+        self._calls: dict[int, tuple[Gradients, dict[tuple[int, ...], Calls]]] = {}
 
     def calls(self, grads: "Gradients", due: tuple[int, ...]) -> "Calls":
         """The calls of the optimizer that update some groups, cached while gradients lie where they do."""
-        if self._calls[0] is not grads:
-            self._calls = (grads, {})
-        made = self._calls[1]
+        held = self._calls.get(id(grads))
+        if held is None or held[0] is not grads:
+            if len(self._calls) == MOST:
+                self._calls.clear()
+            held = self._calls[id(grads)] = grads, {}
+        made = held[1]
         if due not in made:
             made[due] = Calls(grads.alike({group: self[group] for group in due}))
         return made[due]
@@ -98,6 +101,10 @@ class Shards(list[Shard]):
     def clone(self) -> "Shards":
         """Shards of their own memory with the same values."""
         return Shards(shard.clone() for shard in self)
+
+
+MOST = 8
+"""Gradients whose calls shards keep: those of the updates of a step, and of the step before."""
 
 
 class Slices(NamedTuple):
