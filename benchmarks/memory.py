@@ -8,7 +8,7 @@ What counts: all that the C allocator has handed out, tensors and gloo's buffers
 peak is that of a step, above parameter shards and optimizer state; the median over some steps. fshard's arena stays
 between steps, as do gradients that wait for their update: they count in full.
 
-What is predicted: ``step.footprint(batch)``, made before anything runs: the arena, gradients and their
+What is predicted: ``step.trace(batch).footprint``, made before anything runs: the arena, gradients and their
 shards op by op, and the activations that fake tensors show.
 """
 
@@ -121,7 +121,7 @@ def above_resident(name: str, size: Size, batch: torch.Tensor, steps: int) -> tu
         peer.step(batch)
 
     if isinstance(peer, peers.Fshard):
-        said = peer.train.footprint(batch).peak_bytes
+        said = peer.train.trace(batch).footprint.peak_bytes
         return peaks(step, 2, steps), said
     step()
     return peaks(step, 1, steps), 0.0

@@ -33,7 +33,7 @@ def trace(policy: fs.Policy) -> fs.Schedule:
         return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
     step = fs.make_train_step(loss_fn, fs.optim.adamw(1e-3), plan, schedule=policy)
-    return step.trace(torch.zeros(2, 33, dtype=torch.long))
+    return step.trace(torch.zeros(2, 33, dtype=torch.long)).schedule
 
 
 def main() -> None:

@@ -1,11 +1,25 @@
 """The classes of what functions of fshard return, for annotations: no program makes them itself."""
 
 from fshard.checkpoint.checkpointer import Restored
+from fshard.parts.grad import ValueAndGrad
+from fshard.parts.step import Step
 from fshard.played.virtual import VirtualMesh
 from fshard.proof.report import Verified
 from fshard.schedule.auto import Choice
+from fshard.schedule.trace import Trace
 from fshard.training.evaluate import EvalStep
 from fshard.training.metrics import Metrics
 from fshard.training.step import TrainStep
 
-__all__ = ["Choice", "EvalStep", "Metrics", "Restored", "TrainStep", "Verified", "VirtualMesh"]
+__all__ = [
+    "Choice",
+    "EvalStep",
+    "Metrics",
+    "Restored",
+    "Step",
+    "Trace",
+    "TrainStep",
+    "ValueAndGrad",
+    "Verified",
+    "VirtualMesh",
+]

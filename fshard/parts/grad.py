@@ -18,14 +18,14 @@ from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs
-from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
-from fshard.schedule.schedule import Schedule
+from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.flat import Flat, Form, flat_of, form_of
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
+from fshard.training.latest import LatestRun, traced
 from fshard.training.metrics import combine_aux
 from fshard.transform.loss import LossFn, ShardedLoss
 from fshard.transform.trees import split_trainable, zero_filled
@@ -33,7 +33,7 @@ from fshard.transform.trees import split_trainable, zero_filled
 _TENSOR = object()
 
 
-class ValueAndGrad:
+class ValueAndGrad(LatestRun):
     """``(params_or_state, batch) -> (loss, grads)``. Made by ``fs.value_and_grad``.
 
     Attributes:
@@ -43,6 +43,8 @@ class ValueAndGrad:
         params: the form of the parameters.
         grads: the form of the gradients.
     """
+
+    _runner: Runner
 
     def __init__(
         self, loss: ShardedLoss, only: str | None, policy: Policy, loss_scale: LossScale | None, **options: Any
@@ -57,7 +59,7 @@ class ValueAndGrad:
         self.equal = Equal(self.plan, {"only": only, "schedule": policy, "loss_scale": loss_scale} | options)
         accumulate, remat = options["accumulate"], options["remat"]
         self.spec = PassSpec(loss.loss_fn, self.read, self._programs, True, accumulate, remat, loss_scale)
-        self.runner = Runner(loss.loss_fn, self._programs(), PART)
+        self._runner = Runner(loss.loss_fn, self._programs(), PART)
 
     def _programs(self) -> Programs:
         options = dict(self.options)
@@ -123,18 +125,13 @@ class ValueAndGrad:
         state.memory.note_compared()
         return found
 
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the latest call on the executor."""
-        schedule = self.runner.latest.schedule
-        if schedule is None:
-            raise PlanError("no schedule yet: call the function once, outside of transforms; it needs a batch")
-        return schedule
+    def trace(self, batch: Any) -> Trace:
+        """What a call with batches like this one does, without running it. Needs no processes: any mesh will do.
 
-    @property
-    def record(self) -> tuple[Op, ...]:
-        """The ops that the latest call on the executor ran on this rank."""
-        return tuple(self.runner.latest.record)
+        Raises:
+            PlanError: the loss function depends on values of tensors, so that only a real call finds its program.
+        """
+        return traced(self._runner, batch)
 
     def _transformed(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         if self.only is not None:
@@ -160,7 +157,7 @@ class ValueAndGrad:
         """Run the function on its own schedule."""
         with Shield() as shield:
             with bind(self.plan.mesh, self.plan.data_axes):
-                outcome = self.runner.run(request(shield))
+                outcome = self._runner.run(request(shield))
             result = self._result(outcome)
         if shield.late is not None:
             raise shield.late
@@ -171,7 +168,7 @@ class ValueAndGrad:
         dtype = torch.promote_types(total.dtype, torch.float32)
         value = torch.tensor(verdict.loss, dtype=dtype, device=total.device)
         self.loss.refuse_aux(outcome.aux[0] if outcome.aux else {})
-        homes = self.runner.programs.memory.homes
+        homes = self._runner.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one.
         chunks = {group.id: homes[group.id] * verdict.scale for group in self.grads.groups if group.id in homes}
         grads = Flat(self.grads, chunks | zero_chunks(self.grads)).tree()
@@ -202,7 +199,7 @@ def value_and_grad(
     compile: str | None = None,
     loss_scale: LossScale | None = None,
     debug: bool = False,
-) -> Callable[[Any, Any], tuple[Any, dict[str, Any]]]:
+) -> ValueAndGrad:
     """The global mean loss and its gradient, as a function of parameters and a batch (``jax.value_and_grad``).
 
     It takes a state, or this rank's part of the parameters. By itself it runs on a schedule of its own, like a train

@@ -7,12 +7,12 @@ and failures. ``conclude`` makes the next states of it.
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fshard import tree
 from fshard.errors import CommError, LossError, PeerError, PlanError, ScheduleError, TreeError
-from fshard.parts.assemble import Assembled, assemble
+from fshard.parts.assemble import assemble
 from fshard.parts.compose import Arguments, Final, Result
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, record
@@ -25,11 +25,10 @@ from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Pending, Shield, Update, partly_updated, parts_of
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.update import joined
-from fshard.runtime.steps import Verdict, raise_failure
+from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, exchange_sums
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
-from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
@@ -58,15 +57,6 @@ class Attempt:
     numbers: Sequence[float] = ()
     failure: BaseException | None = None
     left: str = ""
-
-
-@dataclass(frozen=True)
-class Latest:
-    """The latest step on this rank: its schedule, and which ops began when."""
-
-    step: Assembled | None = None
-    record: Sequence[Op] = ()
-    times: Sequence[float] = field(default=(), repr=False)
 
 
 class StepRunner:
@@ -106,6 +96,7 @@ class StepRunner:
             agree(control, CALL, Intent(), None, False, error)
             raise
         if replay is None:
+            self.latest = Latest()
             agree(control, CALL, Intent(), given.batch, False, None, facts)
             return "it asks for values that a trace does not have"
         try:
@@ -140,13 +131,18 @@ class StepRunner:
             return facts[0]
         return Facts(digest([each.number for each in facts]), lambda: [tier for each in facts for tier in each.items()])
 
+    def recorded(self, given: Arguments) -> Recorded | None:
+        """What the function does with such states and batches; None if only a real run can tell."""
+        key = _key(given)
+        if key not in self._recorded:
+            plans = [state.plan for state in given.states]  # which live as long as their ids are keys
+            self._recorded[key] = record(self.fn, given, self.plan), plans
+        return self._recorded[key][0]
+
     def _prepare(self, given: Arguments) -> Replay | None:
         """What the function does, with a schedule; None if only a real run can tell."""
-        plans = [state.plan for state in given.states]
-        key = signature(given.state), signature(given.batch), tuple(map(id, plans))
-        if key not in self._recorded:
-            self._recorded[key] = record(self.fn, given, self.plan), plans  # which live as long as their ids are keys
-        recorded, _ = self._recorded[key]
+        key = _key(given)
+        recorded = self.recorded(given)
         if recorded is not None and key not in self._replays:
             self._replays[key] = Replay((), given.own, ready=assemble(recorded, self.policy))
         return self._replays.get(key)
@@ -171,7 +167,7 @@ class StepRunner:
                     lambda: exchange_sums(control, attempt.status, attempt.numbers, step.width)
                 )
         finally:
-            self.latest = Latest(step, executor.record, executor.times)
+            self.latest = Latest(step.schedule, executor.record, executor.times)
             for prepared in step.passes:
                 prepared.actions.stop()
         for state in given.states:
@@ -266,6 +262,11 @@ class StepRunner:
             stale |= partly_updated(updated.part.chosen)
         self._last += tuple(pendings)
         return Memory(origin.plan, shards, joined(pendings), stale)
+
+
+def _key(given: Arguments) -> Hashable:
+    """Equal for arguments with which the function does the same."""
+    return signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
 
 
 def _tallied(replay: Replay, attempt: Attempt) -> Attempt:

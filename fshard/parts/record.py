@@ -13,12 +13,14 @@ from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.parts.compose import Arguments, Composition, Final, Result, number_of_means
 from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated
+from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
 from fshard.runtime.engine.loss import as_means, detached, read_loss
 from fshard.runtime.execution import Found, Shard, Shards
 from fshard.runtime.execution.trace import FAKE_ONLY, fake_mode, foreseeing, trace_in
 from fshard.runtime.steps import PassSpec
+from fshard.schedule.footprint import Need
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Form, form_of
@@ -77,17 +79,31 @@ class Recorded:
         versions: for each version of parameters its plan, and the state that it is of, if the step was given it.
         updates: the updates that are left to the next step.
         axes: those over which the function communicates itself.
+        needs: what the compute ops of one microbatch of each pass need, and the code between passes.
     """
 
     stages: tuple[RecordedPass | RecordedLocal, ...]
     versions: tuple[tuple[Plan, int | None], ...]
     updates: tuple[RecordedUpdate, ...]
     axes: tuple[Axes, ...]
+    needs: tuple[Need, ...]
 
     @property
     def passes(self) -> list[RecordedPass]:
         """Its passes."""
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The leaves that its passes differentiate by, and to which none gives a gradient."""
+        leaves: dict[tuple[tuple[str, ...], str], bool] = {}  # by the paths of their tree: each model has its own
+        for each in self.passes:
+            plan, idle = each.spec.plan, each.found.idle or ()
+            for path, leaf in plan.leaves.items() if each.spec.train else ():
+                if leaf.trainable:
+                    key = tuple(plan.leaves), path
+                    leaves[key] = leaves.get(key, True) and path in idle
+        return tuple([path for (_, path), idle in leaves.items() if idle])
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error: the step runs part by part
@@ -100,20 +116,27 @@ class Recording(Composition):
 
     mode: Any = None
     stages: list[RecordedPass | RecordedLocal] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+    between: Activations = field(default_factory=lambda: Activations([]))  # of the code between passes
 
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """Fake shards."""
         return self._fake(form_of(self.states[state].plan))
 
     def _fake(self, form: Form) -> dict[int, Tensor]:
-        with self.mode:
+        """Fake shards, which belong to states, or are items of the schedule."""
+        with self.between.outside(), self.mode:
             device = form.plan.mesh.device
-            return {g.id: torch.empty(g.chunk, dtype=g.dtype, device=device) for g in form.groups}
+            chunks = {g.id: torch.empty(g.chunk, dtype=g.dtype, device=device) for g in form.groups}
+            self.between.know(chunks.values())
+            return chunks
 
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
         """Trace its function."""
         parts = microbatches(batch, spec.accumulate)
-        traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
+        before = self.between.take()
+        with self.between.outside():
+            traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
         if traced is None:
             raise Untraceable("a part depends on values of tensors")
         found, result = traced
@@ -121,6 +144,7 @@ class Recording(Composition):
             check_even(batch, spec.accumulate)
         means = number_of_means(as_means(result) if not spec.train else read_loss(result).aux)
         self.stages.append(RecordedPass(spec, version, found, signature(batch), means))
+        self.needs += _beside(before, found.needs)
         if not spec.train:
             return torch.float32, result
         loss = read_loss(result)
@@ -135,6 +159,7 @@ class Recording(Composition):
     def reach_local(self, what: str, number: int) -> None:
         """Write it down."""
         self.stages.append(RecordedLocal(what, number))
+        self.needs.append(self.between.take())
 
     def settle_bank(self, bank: Bank) -> None:
         """Counts are summed where the loss is an ``fs.Mean``."""
@@ -171,7 +196,7 @@ class Recording(Composition):
         """What the function did."""
         versions = [(version.plan, version.given) for version in self.versions]
         updates = [_recorded(final, updated) for final in result.finals for updated in final.updates]
-        return Recorded(tuple(self.stages), tuple(versions), tuple(updates), tuple(axes))
+        return Recorded(tuple(self.stages), tuple(versions), tuple(updates), tuple(axes), tuple(self.needs))
 
 
 def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | None:
@@ -186,10 +211,12 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | N
     recording = Recording(given.states, given.own, mode=mode)
     axes: dict[Axes, None] = {}
     fake = faked(given.batch, mode.from_tensor)
+    recording.between.know(leaf for leaf in tree.leaves(fake) if isinstance(leaf, Tensor))
     inside = recording.inside(replace(given, batch=fake))
+    around = explaining(fake), quiet(), mode, FakeFallback(mode), recording.between, foreseeing(plan.mesh, axes)
     try:
         with ExitStack() as stack:
-            for context in (explaining(fake), quiet(), mode, FakeFallback(mode), foreseeing(plan.mesh, axes)):
+            for context in around:
                 stack.enter_context(context)
             stack.enter_context(bind(plan.mesh, plan.data_axes))
             result = recording.result(fn(*inside))
@@ -211,6 +238,13 @@ def foresee(plan: Plan) -> None:
 def _recorded(final: Final, updated: Updated) -> RecordedUpdate:
     bank = updated.grads.number if isinstance(updated.grads, Bank) else None
     return RecordedUpdate(final.memory.origin, updated.part, bank, final.memory.shards_made is None)
+
+
+def _beside(before: Need, needs: Sequence[Need]) -> list[Need]:
+    """The needs of a pass beside what the code before it has left. The first need has those of that code too."""
+    held = before.after
+    first, *rest = [Need(need.peak + held, need.after + held, need.flops) for need in needs]
+    return [Need(max(first.peak, before.peak), first.after, first.flops + before.flops), *rest]
 
 
 def _stacked(leaf: Any, many: int) -> Any:

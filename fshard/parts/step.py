@@ -11,23 +11,23 @@ from fshard.parts.assemble import scheduled
 from fshard.parts.compose import arguments
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
-from fshard.parts.record import record
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import refuse_transforms
-from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
-from fshard.schedule.schedule import Schedule
-from fshard.schedule.simulate import Simulation, measured
+from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.train_state import not_copied
+from fshard.training.latest import LatestRun
 
 
-class Step:
+class Step(LatestRun):
     """``step(state, batch) -> (state, metrics)``. Made by ``fs.make_step``.
 
     A step is atomic: if it raises, on this rank or on another, every state that it was given is as it was before, bit
     for bit, and can be used again.
     """
+
+    _runner: StepRunner
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, donate: bool, debug: bool) -> None:
         self.plan = plan
@@ -85,46 +85,18 @@ class Step:
                 stacklevel=3,
             )
 
-    def trace(self, state: Any, batch: Any) -> Schedule:
-        """The schedule for such states and batches, without running it. Needs no processes: any mesh will do.
+    def trace(self, state: Any, batch: Any) -> Trace:
+        """What the step does with such states and batches, without running it. Needs no processes: any mesh will do.
 
         Raises:
             PlanError: the function depends on values of tensors, so that it has no schedule.
         """
-        recorded = record(self._runner.fn, arguments(state, batch), self.plan)
+        recorded = self._runner.recorded(arguments(state, batch))
         if recorded is None:
             raise PlanError(
                 "the step function depends on values of tensors, which a trace does not have: it runs part by part"
             )
-        return scheduled(recorded, self._runner.policy)[1]
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the latest step. ``print`` it.
-
-        Raises:
-            PlanError: there is none.
-        """
-        if self._runner.latest.step is None:
-            raise PlanError("no schedule yet: it is found from a batch; call step.trace(state, batch), or the step")
-        return self._runner.latest.step.schedule
-
-    @property
-    def record(self) -> tuple[Op, ...]:
-        """What the latest step ran on this rank, op by op. It equals ``schedule.ops`` if the function kept to it."""
-        return tuple(self._runner.latest.record)
-
-    @property
-    def measured(self) -> Simulation:
-        """The latest step as it ran on this rank, in the form of a simulation: ``print`` it, or draw it.
-
-        Raises:
-            PlanError: the latest step did not keep to a schedule, or there was none.
-        """
-        times = self._runner.latest.times
-        if not times or self.record != self.schedule.ops:
-            raise PlanError("nothing was measured: the latest step left its schedule, or is to come")
-        return measured(self.schedule, times)
+        return Trace(scheduled(recorded, self._runner.policy)[1], None, recorded.needs, recorded.idle)
 
 
 def make_step(

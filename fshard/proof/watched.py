@@ -99,8 +99,8 @@ class Watched(TrainStep):
 
     def check_alone(self) -> None:
         """Raise a PlanError with the axes over which the program itself communicates, if there are any."""
-        found = self._runner.finder.seen
-        axes = [axis for together in (found.axes if found is not None else ()) for axis in together]
+        prepared = self._runner.latest.prepared
+        axes = [axis for together in (prepared.axes if prepared is not None else ()) for axis in together]
         over = {axis: self.plan.mesh.shape[axis] for axis in axes if self.plan.mesh.shape[axis] > 1}
         if over:
             raise PlanError(

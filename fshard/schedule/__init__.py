@@ -8,6 +8,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.simulate import Costs, Link, Simulation, simulate
 from fshard.schedule.stages import Local, Pass, Stages
+from fshard.schedule.trace import Trace
 from fshard.schedule.transfers import Transfer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Stages",
+    "Trace",
     "Transfer",
     "build",
     "check",

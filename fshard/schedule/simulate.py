@@ -174,7 +174,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     step 3.500 s: compute 2.000 s, wire 1.000 s for 100 B sent, exposed 1.500 s
        1.500 s  wait all_gather layer
     """
-    wants = [("schedule", schedule, Schedule, "step.schedule"), ("costs", costs, Costs, "fs.sim.Costs(...)")]
+    wants = [
+        ("schedule", schedule, Schedule, "step.schedule, or step.trace(batch).schedule"),
+        ("costs", costs, Costs, "fs.sim.Costs(...)"),
+    ]
     expect("simulate(schedule, costs)", wants)
     known = {(op.kind, op.target) for op in schedule}
     strange = [f"{kind} {target}: no such op" for kind, target in costs.seconds if (kind, target) not in known]

@@ -9,23 +9,24 @@ import torch
 from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
-from fshard.errors import PlanError
 from fshard.model.precision import Precision
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import PassSpec, Request, Runner, make_programs, refuse_transforms, uneven_rows
-from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
-from fshard.schedule.schedule import Schedule
+from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
+from fshard.training.latest import LatestRun, traced
 from fshard.training.metrics import global_result
 
 
-class EvalStep:
+class EvalStep(LatestRun):
     """``evaluate(state, batch) -> result``. Made by ``fs.make_eval_step``."""
+
+    _runner: Runner
 
     def __init__(
         self, fn: Callable[..., Any], plan: Plan, policy: Policy, debug: bool, precision: Precision | None
@@ -78,18 +79,13 @@ class EvalStep:
             raise uneven_rows(outcome.uneven)
         return global_result(outcome.aux[0], outcome.verdict.means)
 
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the latest evaluation."""
-        schedule = self._runner.latest.schedule
-        if schedule is None:
-            raise PlanError("no schedule yet: it is found from a batch; evaluate once first")
-        return schedule
+    def trace(self, batch: Any) -> Trace:
+        """What an evaluation of batches like this one does, without running it. Needs no processes: any mesh will do.
 
-    @property
-    def record(self) -> tuple[Op, ...]:
-        """What the latest evaluation ran on this rank, op by op."""
-        return tuple(self._runner.latest.record)
+        Raises:
+            PlanError: the function depends on values of tensors, so that only a real evaluation finds its program.
+        """
+        return traced(self._runner, batch)
 
 
 def make_eval_step(

@@ -52,7 +52,7 @@ def make_train_step(
             an ``fs.Mean`` they may be of unequal size. ``fs.Microbatches`` gives them one by one.
         schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
             updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
-            first step, by memory and simulated time; ``step.choice`` says what and why.
+            first step, by memory and simulated time; ``step.trace(batch).choice`` says what and why.
         donate: reuse the memory of the state that a step takes.
         debug: fill every freed range with nan, so that a read of freed memory shows; compare copies of leaves and of
             optimizer state before every step; and the gradients of leaves that ranks along other than the data axes

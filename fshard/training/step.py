@@ -11,11 +11,10 @@ import torch
 
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
-from fshard.errors import PlanError, TreeError
+from fshard.errors import TreeError
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import Contract, contract
 from fshard.optim.scaling import Scale
-from fshard.runtime.engine.batch import microbatches
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import (
     Pending,
@@ -24,11 +23,9 @@ from fshard.runtime.execution import (
     Shield,
     Update,
     gradients_of,
-    idle_leaves,
     partly_updated,
     rounded_groups,
 )
-from fshard.runtime.execution.trace import trace
 from fshard.runtime.memory.optimizer_layout import BufferLayout, most_bytes, optimizer_layout, update_slices
 from fshard.runtime.steps import (
     Decisions,
@@ -45,27 +42,26 @@ from fshard.runtime.steps import (
 )
 from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
-from fshard.schedule.auto import Auto, Choice
-from fshard.schedule.footprint import Footprint, footprint
-from fshard.schedule.ops import Op
-from fshard.schedule.schedule import Schedule
-from fshard.schedule.simulate import Simulation, measured
+from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_late
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
+from fshard.training.latest import LatestRun, traced
 from fshard.training.metrics import Metrics, combine_aux
 
 
-class TrainStep:
+class TrainStep(LatestRun):
     """``step(state, batch) -> (state, metrics)``. Made by ``fs.make_train_step``.
 
     With deferred updates, the default, the step is atomic: if it raises, on this rank or on another, the state that it
     was given is as it was before, bit for bit, and can be used again. With ``update="in_backward"`` a step that fails
     may have updated some groups already.
     """
+
+    _runner: Runner
 
     def __init__(
         self,
@@ -88,7 +84,6 @@ class TrainStep:
         self._layouts: object = None  # where the states so far keep the optimizer's buffers
         self._since: Mapping[str, int] = {}
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
-        self._traced: tuple[Schedule, Choice | None] | None = None
         self._late: BaseException | None = None  # a signal that came when the step before was made
 
     @functools.cached_property
@@ -228,104 +223,19 @@ class TrainStep:
         """The shards of the next state."""
         return state.shards() if self.options.donate else state.finished().clone()
 
-    def trace(self, batch: Any) -> Schedule:
-        """The schedule for batches like this one, without running it. Needs no processes: any mesh will do.
+    def trace(self, batch: Any) -> Trace:
+        """What the step does with batches like this one, without running it. Needs no processes: any mesh will do.
 
         Raises:
             PlanError: the program depends on values of tensors, so that only a real step finds it.
         """
-        with bind(self.plan.mesh, self.plan.data_axes):
-            found = self._runner.finder.look(batch)
-        if found is None:
-            raise PlanError(
-                "the program depends on values of the batch's tensors, which a trace does not have: call the step "
-                "once; it gathers on demand and finds the schedule for the next"
-            )
-        programs, auto = self._runner.programs, self.options.policy
-        schedule = programs.schedule(found)
-        self._traced = schedule, programs.choice(found, auto) if isinstance(auto, Auto) else None
-        return schedule
-
-    def footprint(self, batch: Any) -> Footprint:
-        """What a step on batches of these shapes holds at its peak beside its state, without running it.
-
-        Activations are those of the eager engine (``compile=None``), as fake tensors show them: memory that an operator
-        takes for itself alone is not in it.
-
-        Raises:
-            PlanError: the program depends on values of tensors, so that only a real step finds it.
-        """
-        part = microbatches(batch, self.options.accumulate)[0]
-        with bind(self.plan.mesh, self.plan.data_axes):
-            found = trace(self._runner.finder.fn, self.plan, part, True, self.options.remat)
-        if found is None:
-            raise PlanError("the program depends on values of the batch's tensors, so its memory cannot be foreseen")
-        return footprint(self._runner.programs.schedule(found), found.needs)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the latest step, or of the latest ``trace``. ``print`` it.
-
-        Raises:
-            PlanError: neither has happened yet.
-        """
-        if (schedule := self._runner.latest.schedule) is not None:
-            return schedule
-        if self._traced is None:
-            raise PlanError("no schedule yet: it is found from a batch; call step.trace(batch), or the step itself")
-        return self._traced[0]
-
-    @property
-    def choice(self) -> Choice:
-        """What ``schedule="auto"`` chose for the latest step, or the latest ``trace``, and from what. ``print`` it.
-
-        Raises:
-            PlanError: nothing was chosen.
-        """
-        made, schedule = self._runner.programs.choices, self._runner.latest.schedule
-        if schedule is not None and schedule.program.text in made:
-            return made[schedule.program.text]
-        choice = self._traced[1] if self._traced is not None else None
-        if choice is None:
-            raise PlanError("no choice: the schedule was given, or is not found yet; see schedule= of make_train_step")
-        return choice
-
-    @property
-    def record(self) -> tuple[Op, ...]:
-        """What the latest step ran on this rank, op by op. It equals ``schedule.ops`` if the program kept to it."""
-        return tuple(self._runner.latest.record)
-
-    @property
-    def measured(self) -> Simulation:
-        """The latest step as it ran on this rank, in the form of a simulation: ``print`` it, or draw it.
-
-        Times are those of the host, which on a GPU runs ahead of the device. A transfer counts as under way until the
-        op that waits for it is over, since nothing tells when it has arrived.
-
-        Raises:
-            PlanError: the latest step did not keep to a schedule, or there was none.
-        """
-        times = self._runner.latest.times
-        if not times or self.record != self.schedule.ops:
-            raise PlanError(
-                "nothing was measured: the latest step left its schedule, was made on demand, or is to come"
-            )
-        return measured(self.schedule, times)
+        return traced(self._runner, batch)
 
     @property
     def units(self) -> str:
         """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
         cache = self._runner.programs.cache
         return "every unit runs as it is: compile=None" if cache is None else cache.text()
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The trained leaves that the latest program gives no gradient: theirs is zero, and they only decay.
-
-        Raises:
-            PlanError: no program yet, or one that no trace finds.
-        """
-        return idle_leaves(self._runner.finder.seen)
 
     def _accept(self, state: TrainState) -> None:
         """Refuse a state that does not fit, and go by what it says of leaves that began late."""

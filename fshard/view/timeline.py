@@ -67,7 +67,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
     """Draw a schedule: a lane for compute, updates and each kind of transfer, and below them memory.
 
     Args:
-        schedule: the schedule, for example ``step.trace(batch)`` on an abstract mesh.
+        schedule: the schedule, for example ``step.trace(batch).schedule`` on an abstract mesh.
         simulation: what ``fs.sim.simulate(schedule, costs)`` gave, or ``step.measured``: the axis is then time.
 
     Returns:
@@ -79,7 +79,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         ScheduleError: the ops open or close a lifetime twice.
     """
     wants = [
-        ("schedule", schedule, Schedule, "step.schedule, or what step.trace(batch) returned"),
+        ("schedule", schedule, Schedule, "step.schedule, or step.trace(batch).schedule"),
         ("simulation", simulation, (Simulation, type(None)), "what fs.sim.simulate returned, or step.measured"),
     ]
     expect("timeline(schedule)", wants)

@@ -175,7 +175,7 @@ WRONG += [
     (lambda: fs.parallel.dispatch(X, X, axis=None), "routing is a Tensor: give what fs.parallel.route"),
     (lambda: fs.parallel.moe(X, fs.parallel.route(X), X, axis=None), "experts is a Tensor: give a function"),
     (lambda: fs.parallel.zigzag(X, 0), "parts=0"),
-    (lambda: fs.view.timeline(_step().trace(BATCH), COSTS), "simulation is a dict"),
+    (lambda: fs.view.timeline(_step().trace(BATCH).schedule, COSTS), "simulation is a dict"),
 ]
 
 

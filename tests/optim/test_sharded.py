@@ -96,7 +96,7 @@ def test_no_optimizer_adds_communication(name: str) -> None:
         step = fs.make_train_step(
             lambda params, x: optims.loss_of(lambda x: model.apply(params, x), x), opt, plan, **CASES[name].options
         )
-        schedule = step.trace(optims.batch(0)[:6])
+        schedule = step.trace(optims.batch(0)[:6]).schedule
         sent = [(group.name, group.transfers) for group in schedule.groups]
         found.append((sent, [op for op in schedule.ops if op.kind in COMMUNICATION]))
     assert found[0] == found[1] and found[0][1]

@@ -80,7 +80,7 @@ REGEX = r"blocks\.\d"
 def trace(**options: object) -> object:
     """Find the schedule of a step."""
     step = fs.make_train_step(lambda p, x: MODEL.apply(p, x).mean(), fs.optim.sgd(0.1), PLAN, **options)  # type: ignore[arg-type]
-    return step.trace(torch.zeros(2, 4))
+    return step.trace(torch.zeros(2, 4)).schedule
 
 
 UNITS: dict[str, Callable[[str], object]] = {

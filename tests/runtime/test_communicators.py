@@ -197,7 +197,7 @@ def test_branches_have_one_order_at_any_depth(prefetch: int) -> None:
     for rank in range(4):
         mesh = fs.abstract_mesh((2, 2), ("far", "near"), rank=rank)
         _, _, _, step = make(mesh, "far", fs.Policy(prefetch))
-        schedules.add(step.trace(torch.zeros(8, 16)).hash)
+        schedules.add(step.trace(torch.zeros(8, 16)).schedule.hash)
     assert len(schedules) == 1
 
 
@@ -205,7 +205,7 @@ def test_waits_in_the_simulation_are_for_what_a_unit_needs() -> None:
     held = {}
     for axes in ("far", "near"):
         _, _, _, step = make(fs.abstract_mesh((2, 2), ("far", "near")), axes, fs.Policy(prefetch=4))
-        schedule = step.trace(torch.zeros(8, 16))
+        schedule = step.trace(torch.zeros(8, 16)).schedule
         run = simulate(schedule, Costs(links={"far": Link(1e6), "near": Link(1e6)}))
         at = next(i for i, op in enumerate(schedule) if op == Op("all_gather", "joined"))
         held[axes] = run.ends[at] - run.issued[at]

@@ -71,7 +71,7 @@ def measured(policy: fs.Policy, accumulate: int, spec: P) -> dict[str, Any]:
         state = fs.init_state(plan, rule, params=_params())
         step = fs.make_train_step(loss, rule, plan, schedule=policy, accumulate=accumulate)
         batch = torch.ones(2 * accumulate, WIDTH)
-        memory = step.trace(batch).memory
+        memory = step.trace(batch).schedule.memory
         peaks = []
         for _ in range(3):
             with Peak() as peak:
@@ -131,5 +131,5 @@ def test_prefetch_costs_what_the_schedule_says() -> None:
     plan = fs.make_plan(_params(), fs.abstract_mesh((4,), ("shard",)), [(".*", fs.fsdp("shard"))], units=("*",))
     for prefetch in range(4):
         step = fs.make_train_step(loss, fs.optim.adamw(1e-3), plan, schedule=fs.Policy(prefetch=prefetch))
-        sizes.append(step.trace(torch.ones(2, WIDTH)).memory.arena_bytes)
+        sizes.append(step.trace(torch.ones(2, WIDTH)).schedule.memory.arena_bytes)
     assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [UNIT_BYTES] * 3

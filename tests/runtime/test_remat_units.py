@@ -127,7 +127,7 @@ def test_the_footprint_knows_of_remat() -> None:
     peaks = []
     for remat in (None, fs.checkpoint_policies.dots, "all"):
         step = fs.make_train_step(lambda p, x: model.apply(p, x).square().mean(), fs.optim.sgd(0.1), plan, remat=remat)
-        peaks.append(step.footprint(torch.zeros(512, 16)).activation_bytes)
+        peaks.append(step.trace(torch.zeros(512, 16)).footprint.activation_bytes)
     wide = 512 * 128 * 4
     assert peaks[1] < peaks[0] - 6 * wide and peaks[2] < peaks[1] - 4 * wide
 

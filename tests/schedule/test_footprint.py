@@ -76,17 +76,17 @@ def test_the_peak_is_where_items_and_activations_are_most_together() -> None:
 def test_microbatches_need_their_part(policy: fs.Policy, accumulate: int) -> None:
     _, step = make(fs.abstract_mesh((2,), ("shard",)), policy, accumulate)
     batch = torch.ones(ROWS, WIDTH)
-    said = step.footprint(batch)
+    said = step.trace(batch).footprint
     found = trace(loss, step.plan, microbatches(batch, accumulate)[0], True)
-    assert found is not None and said == footprint(step.trace(batch), found.needs)
+    assert found is not None and said == footprint(step.trace(batch).schedule, found.needs)
     assert said.peak_bytes == said.arena_bytes + said.gradient_bytes + said.activation_bytes
 
 
 def test_what_only_a_real_step_finds_has_no_footprint() -> None:
     _, step = make(fs.abstract_mesh((2,), ("shard",)), fs.Policy())
     branching = fs.make_train_step(lambda p, b: loss(p, b) * b.sum().item(), step.opt, step.plan)
-    with pytest.raises(PlanError, match="cannot be foreseen"):
-        branching.footprint(torch.ones(ROWS, WIDTH))
+    with pytest.raises(PlanError, match="run it once"):
+        branching.trace(torch.ones(ROWS, WIDTH))
 
 
 def measured(policy: fs.Policy, accumulate: int) -> tuple[int, int]:
@@ -94,8 +94,7 @@ def measured(policy: fs.Policy, accumulate: int) -> tuple[int, int]:
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         state, step = make(mesh, policy, accumulate)
         batch = torch.ones(16 * ROWS, WIDTH)
-        step.trace(batch)
-        said = step.footprint(batch).peak_bytes
+        said = step.trace(batch).footprint.peak_bytes
         with Peak() as peak:
             step(state, batch)
         return peak.above, said

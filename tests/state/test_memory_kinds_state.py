@@ -233,7 +233,7 @@ def traced(kinds: str, policy: fs.Policy, accumulate: int = 1, opt: Any = OPT) -
     """The schedule on two ranks."""
     mesh = fs.abstract_mesh((2,), ("shard",))
     step = fs.make_train_step(loss, opt, planned(mesh, kinds), schedule=policy, accumulate=accumulate)
-    return step.trace(torch.zeros(4 * accumulate, 6))
+    return step.trace(torch.zeros(4 * accumulate, 6)).schedule
 
 
 @pytest.mark.parametrize("kinds", KINDS)

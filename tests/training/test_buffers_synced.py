@@ -108,12 +108,10 @@ def test_leaves_without_a_gradient_are_named() -> None:
 
         opt = fs.optim.sgd(0.1)
         step = fs.make_train_step(loss_fn, opt, plan)
-        with pytest.raises(PlanError, match=r"step\.trace"):
-            _ = step.unused
-        step.trace({"x": torch.ones(2), "some": True})
-        assert step.unused == ("idle",)
+        assert step.trace({"x": torch.ones(2), "some": True}).unused == ("idle",)
         state = fs.init_state(plan, opt, params=params)
-        state, _ = step(state, {"x": torch.ones(2), "some": False})
-        assert step.unused == ("idle", "some")
+        batch = {"x": torch.ones(2), "some": False}
+        state, _ = step(state, batch)
+        assert step.trace(batch).unused == ("idle", "some")
         assert torch.equal(state.params["some"], params["some"])
         assert not torch.equal(state.params["used"], params["used"])

@@ -74,7 +74,7 @@ def test_frozen_groups_take_nothing(prefetch: int) -> None:
     model, plan = _frozen_block()
     policy = fs.Policy(prefetch=prefetch)
     step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.adamw(0.1), plan, schedule=policy)
-    schedule = step.trace(leaf_rows.part(0, 0, 4))
+    schedule = step.trace(leaf_rows.part(0, 0, 4)).schedule
     ops = [(op.kind, op.target) for op in schedule.ops]
     words = {"all_gather", "wait all_gather", "free", "forward", "backward"}
     assert {kind for kind, target in ops if target == "blocks.1"} == words
@@ -99,7 +99,7 @@ def test_what_is_kept_is_gathered_once(kept: Any) -> None:
     model, plan = _frozen_block()
     policy = fs.Policy(prefetch=0, reshard=kept)
     step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.sgd(0.1), plan, schedule=policy, accumulate=3)
-    ops = [(op.kind, op.target) for op in step.trace(leaf_rows.part(0, 0, 2)).ops]
+    ops = [(op.kind, op.target) for op in step.trace(leaf_rows.part(0, 0, 2)).schedule.ops]
     once = {"blocks.1"} if kept == fs.keep("blocks.1") else {f"blocks.{n}" for n in range(3) if kept is not True}
     for name in ("blocks.0", "blocks.1", "blocks.2"):
         often = 1 if name in once else {"blocks.0": 4, "blocks.1": 6, "blocks.2": 3}[name]  # neighbours across turns
@@ -113,7 +113,7 @@ def test_units_below_which_nothing_trains_have_no_backward() -> None:
     model = fs.split(leaf_rows.module(), units=("blocks.*",))
     plan = fs.make_plan(model, mesh, ROWS_OF_LEAVES["the first units"].rules)
     step = fs.make_train_step(leaf_rows.loss_fn(model), fs.optim.sgd(0.1), plan)
-    ops = step.trace(leaf_rows.part(0, 0, 4)).ops
+    ops = step.trace(leaf_rows.part(0, 0, 4)).schedule.ops
     assert {op.target for op in ops if op.kind == "backward"} == {"blocks.2", "root"}
     assert sum(op.kind == "all_gather" and op.target == "blocks.0" for op in ops) == 1
 

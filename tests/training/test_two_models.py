@@ -201,7 +201,7 @@ def test_a_unit_may_have_the_name_of_another_ones_second_group() -> None:
         return second(params["a/1"], first(params["a"], x)).mean()
 
     step = fs.make_train_step(loss, fs.optim.sgd(0.1), plan)
-    schedule = step.trace(torch.zeros(3, 4))
+    schedule = step.trace(torch.zeros(3, 4)).schedule
     assert [group.name for group in schedule.groups] == names
 
 

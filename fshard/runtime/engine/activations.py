@@ -1,6 +1,8 @@
 """What a program's compute ops need, read off its run on fake tensors: memory of activations, and arithmetic."""
 
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ class Activations(TorchDispatchMode):
 
     Args:
         known: tensors that are there before.
+
+    Attributes:
+        paused: whether what is made now does not count.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -30,17 +35,41 @@ class Activations(TorchDispatchMode):
         self.held: dict[int, Any] = {}
         self.live = self.peak = self.flops = 0
         self.needs: list[Need] = []
-        self.known = [x.untyped_storage() for x in known]  # kept, so that no other takes their place
-        self.seen = {storage._cdata for storage in self.known}
+        self.known: list[Any] = []
+        self.seen: set[int] = set()
+        self.paused = False
+        self.know(known)
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """These were there before, like parameters."""
+        found = [x.untyped_storage() for x in tensors]
+        self.known += found  # kept, so that no other takes their place
+        self.seen.update(storage._cdata for storage in found)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is made inside does not count."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def turn(self) -> None:
         """One compute op is over, and the next begins."""
-        self.needs.append(Need(self.peak, self.live, self.flops))
+        self.needs.append(self.take())
+
+    def take(self) -> Need:
+        """What was needed since the turn before."""
+        need = Need(self.peak, self.live, self.flops)
         self.peak, self.flops = self.live, 0
+        return need
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then note what it made."""
         out = func(*args, **(kwargs or {}))
+        if self.paused:
+            return out
         for x in tree.leaves(out):
             if isinstance(x, Tensor):
                 self._note(x)

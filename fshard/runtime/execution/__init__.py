@@ -3,7 +3,7 @@
 from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.shards import Gradients, Shard, Shards, gradients_of, start_shard
 from fshard.runtime.execution.signals import Shield
-from fshard.runtime.execution.trace import Found, idle_leaves
+from fshard.runtime.execution.trace import Found
 from fshard.runtime.execution.update import Pending, Several, Update, partly_updated, parts_of
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Shield",
     "Update",
     "gradients_of",
-    "idle_leaves",
     "partly_updated",
     "parts_of",
     "rounded_groups",

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
-from fshard.errors import PlanError, UnitError
+from fshard.errors import RematError, UnitError
 from fshard.model.objects import held, opaque
 from fshard.model.unit import slot_of
 from fshard.runtime.comm import ProcessTransport
@@ -60,17 +60,6 @@ class Found:
     axes: tuple[Axes, ...] = ()
     idle: tuple[str, ...] | None = None
     exact: bool = False
-
-
-def idle_leaves(found: Found | None) -> tuple[str, ...]:
-    """The trained leaves that a program gives no gradient.
-
-    Raises:
-        PlanError: there is no program yet, or one that no trace finds.
-    """
-    if found is None or found.idle is None:
-        raise PlanError("which leaves get no gradient is known from a trace: call step.trace(batch), or the step")
-    return found.idle
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -145,6 +134,15 @@ def trace_in(
 
     Arguments and errors are those of ``trace``.
     """
+    try:
+        return _traced_in(mode, fn, plan, batch, train, remat)
+    except RematError:  # of a unit that the eager engine cannot compute again; a graph of it may
+        return _traced_in(mode, fn, plan, batch, train, NO_REMAT)
+
+
+def _traced_in(
+    mode: FakeTensorMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat
+) -> tuple[Found, Any] | None:
     moved: set[str] = set()
     engine = Engine(plan, functools.partial(_note_moved, plan, moved), remat)
     own: dict[Axes, None] = {}
@@ -176,7 +174,9 @@ def trace_in(
         check_kept(batch, objects)
     groups = {name: list(reads.groups) for name, reads in engine.units.reads.items()}
     activations.turn()
-    idle = tuple(path for path, leaf in plan.leaves.items() if train and leaf.trainable and path not in moved)
+    if not train:
+        activations.turn()  # what would be the backward of the code between units
+    idle = _unmoved(plan, moved) if train else ()
     inner, needs = frozenset(engine.inner), tuple(activations.needs)
     program = program_of(seen, groups)
     return Found(program, weighted, foreign, inner, needs, tuple(own), idle, engine.exact), result
@@ -232,6 +232,11 @@ def _leaves_below(total: Tensor) -> list[Tensor]:
             found.append(leaf)
         stack.extend(below for below, _ in node.next_functions)
     return found
+
+
+def _unmoved(plan: Plan, moved: set[str]) -> tuple[str, ...]:
+    """The trained leaves that got no gradient."""
+    return tuple(path for path, leaf in plan.leaves.items() if leaf.trainable and path not in moved)
 
 
 def _note_moved(plan: Plan, moved: set[str], group: int, numbers: list[int], grads: list[Tensor | None]) -> None:

@@ -7,11 +7,12 @@ from fshard.runtime.steps.handshake import uneven_rows
 from fshard.runtime.steps.options import Options
 from fshard.runtime.steps.programs import Programs, make_programs
 from fshard.runtime.steps.protocol import Runner
-from fshard.runtime.steps.records import Outcome, Request
+from fshard.runtime.steps.records import Latest, Outcome, Request
 from fshard.runtime.steps.spec import PassSpec
 
 __all__ = [
     "Decisions",
+    "Latest",
     "Options",
     "Outcome",
     "PassSpec",

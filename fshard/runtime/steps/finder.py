@@ -21,14 +21,10 @@ class Finder:
     Args:
         fn: the loss function, or for evaluation any function.
         programs: for what it is found.
-
-    Attributes:
-        seen: what was found for the latest batch; None if only a real run can tell.
     """
 
     def __init__(self, fn: Fn, programs: Programs) -> None:
         self.fn, self.programs = fn, programs
-        self.seen: Found | None = None
         self._found: dict[Hashable, Found | None] = {}
 
     def look(self, batch: Any) -> Found | None:
@@ -37,11 +33,10 @@ class Finder:
         if key not in self._found:
             self._count()
             part = microbatches(batch, programs.accumulate)[0]
-            found = self._found[key] = trace(self.fn, programs.plan, part, programs.train)
+            found = self._found[key] = trace(self.fn, programs.plan, part, programs.train, programs.remat)
             if found is not None:
                 programs.remat.check({*found.program.reads, *(group.unit for group in programs.plan.groups)})
-        self.seen = self._found[key]
-        return self.seen
+        return self._found[key]
 
     def learn(self, batch: Any, found: Found) -> None:
         """Keep what a run on demand has found for batches like this one."""

@@ -26,7 +26,7 @@ from fshard.schedule.footprint import Need
 from fshard.schedule.infos import group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
-from fshard.schedule.schedule import Schedule
+from fshard.schedule.trace import Trace
 from fshard.schedule.transfers import KINDS
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
@@ -108,14 +108,16 @@ class Programs:
         memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison)
         return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), made={})
 
-    def schedule(self, found: Found) -> Schedule:
-        """The checked schedule of a program."""
+    def trace(self, found: Found) -> Trace:
+        """What is known of a program before it runs. Its schedule is checked."""
+        choice = None
         if isinstance(self.policy, Auto):
-            schedule = self.choice(found, self.policy).schedule
+            choice = self.choice(found, self.policy)
+            schedule = choice.schedule
         else:
             schedule = build(found.program, self.infos, self.policy, self.accumulate, self.train)
         check(schedule)
-        return schedule
+        return Trace(schedule, choice, found.needs, found.idle)
 
     def undecided(self, found: Found) -> Auto | None:
         """What chooses the policy of a program, where all ranks still have to do that together; else None."""
@@ -150,7 +152,7 @@ class Programs:
         program, weighted, foreign = found.program, found.weighted, found.foreign
         key = (program.text, weighted, foreign, found.inner, found.axes, found.exact)
         if key not in self.made:
-            schedule = self.schedule(found)
+            schedule = self.trace(found).schedule
             placed = self.placed(found, self._arena(schedule.memory.arena_bytes), schedule.memory.offsets)
             number = int(schedule.hash[:15], 16)
             number = digest((number, found.axes)) if found.axes else number

@@ -123,7 +123,7 @@ class Runner:
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated)
             executor = Scheduled(prepared.route, prepared.actions, given.shield)
-            self.latest = Latest(prepared, executor.record, executor.times)
+            self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared)
             return executor
         control, reads = self.programs.comms.control, prepared.engine.units.reads
         on_demand = OnDemand(
@@ -134,7 +134,7 @@ class Runner:
             self.programs.closing,
             given.shield,
         )
-        self.latest = Latest(None, on_demand.record)
+        self.latest = Latest(record=on_demand.record)
         return on_demand
 
     def _choose_policy(self, found: Found, auto: Auto, batch: Any, facts: Facts) -> None:

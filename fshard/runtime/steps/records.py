@@ -118,14 +118,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Latest:
-    """The latest run on this rank: its schedule, unless it ran on demand, and which ops began when."""
+    """The latest run on this rank.
 
-    prepared: Prepared | None = None
+    Attributes:
+        schedule: its schedule; None if it ran on demand.
+        record: the ops that it ran.
+        times: when each of them began, and when the last one was over.
+        prepared: the program that ran.
+    """
+
+    schedule: Schedule | None = None
     record: Sequence[Op] = ()
     times: Sequence[float] = field(default=(), repr=False)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule; None if there was none."""
-        route = self.prepared.route if self.prepared is not None else None
-        return route.schedule if route is not None else None
+    prepared: Prepared | None = field(default=None, repr=False)

@@ -1,0 +1,72 @@
+"""What a trace found of a step, as a value."""
+
+import functools
+from dataclasses import dataclass, field
+
+from fshard.errors import PlanError
+from fshard.schedule.auto import Choice
+from fshard.schedule.footprint import Footprint, Need, footprint
+from fshard.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step does with batches like one that it was shown, found without running it. ``print`` the schedule.
+
+    ``step.trace(batch)`` of train steps, of evaluation steps and of gradients returns one, and so does
+    ``step.trace(state, batch)`` of a step of parts.
+
+    Attributes:
+        schedule: the schedule.
+        choice: what ``schedule="auto"`` chose, and from what; None where the policy was given.
+        needs: what the compute ops of one microbatch of each pass need; nothing where only a run has found the program.
+        idle: the trained leaves that get no gradient; None where only a run has found the program.
+
+    >>> import torch, fshard as fs
+    >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
+    >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), fs.optim.sgd(0.1), plan)
+    >>> found = step.trace(torch.ones(4))
+    >>> found.schedule, found.unused, found.footprint.arena_bytes
+    (<Schedule train, 12 ops, 1 groups, 0 calls, accumulate=1, prefetch=2 reduces=2 reshard=true update=deferred>, \
+('idle',), 256)
+    """
+
+    schedule: Schedule
+    choice: Choice | None = field(default=None, repr=False)
+    needs: tuple[Need, ...] = field(default=(), repr=False)
+    idle: tuple[str, ...] | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def footprint(self) -> Footprint:
+        """What the step holds at its peak beside its state, on batches of these shapes.
+
+        Activations are those of the eager engine (``compile=None``), as fake tensors show them: memory that an operator
+        takes for itself alone is not in it.
+
+        Raises:
+            PlanError: a run has found the program, which depends on values of tensors.
+        """
+        if not self.needs:
+            raise _found_by_a_run("its memory cannot be foreseen")
+        return footprint(self.schedule, self.needs)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The trained leaves that get no gradient: theirs is zero, and they only decay.
+
+        Raises:
+            PlanError: a run has found the program, which depends on values of tensors.
+        """
+        if self.idle is None:
+            raise _found_by_a_run("it is not known which leaves get no gradient")
+        return self.idle
+
+    def __str__(self) -> str:
+        return str(self.schedule)
+
+
+def _found_by_a_run(unknown: str) -> PlanError:
+    return PlanError(
+        f"a run has found this program, which depends on values of the batch's tensors, and no trace can: {unknown}"
+    )

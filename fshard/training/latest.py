@@ -1,0 +1,75 @@
+"""What a step says of its latest run, and what a trace finds: alike for all that runs on a schedule."""
+
+from typing import Any, Protocol
+
+from fshard.collectives.scope import bind
+from fshard.errors import PlanError
+from fshard.runtime.steps import Latest, Runner
+from fshard.schedule.ops import Op
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.simulate import Simulation, measured
+from fshard.schedule.trace import Trace
+
+
+class Runs(Protocol):
+    """What runs a step."""
+
+    @property
+    def latest(self) -> Latest:
+        """The latest run."""
+
+
+class LatestRun:
+    """What the latest run did on this rank."""
+
+    _runner: Runs
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the latest run. ``print`` it. ``trace`` finds one without a run.
+
+        Raises:
+            PlanError: nothing has run yet, or the latest run gathered on demand.
+        """
+        latest = self._runner.latest
+        if latest.schedule is not None:
+            return latest.schedule
+        if latest.record:
+            raise PlanError("no schedule: the latest run gathered on demand; the next with such a batch has one")
+        raise PlanError("no schedule yet: it is found from a batch; run it once, or ask trace, which runs nothing")
+
+    @property
+    def record(self) -> tuple[Op, ...]:
+        """What the latest run did on this rank, op by op. It equals ``schedule.ops`` if the program kept to it."""
+        return tuple(self._runner.latest.record)
+
+    @property
+    def measured(self) -> Simulation:
+        """The latest run on this rank, in the form of a simulation: ``print`` it, or draw it.
+
+        Times are those of the host, which on a GPU runs ahead of the device. A transfer counts as under way until the
+        op that waits for it is over, since nothing tells when it has arrived.
+
+        Raises:
+            PlanError: the latest run did not keep to a schedule, or there was none.
+        """
+        times = self._runner.latest.times
+        if not times or self.record != self.schedule.ops:
+            raise PlanError("nothing was measured: the latest run left its schedule, was made on demand, or is to come")
+        return measured(self.schedule, times)
+
+
+def traced(runner: Runner, batch: Any) -> Trace:
+    """What a runner's function does with such a batch.
+
+    Raises:
+        PlanError: the function depends on values of tensors, so that only a real run finds its program.
+    """
+    with bind(runner.plan.mesh, runner.plan.data_axes):
+        found = runner.finder.look(batch)
+    if found is None:
+        raise PlanError(
+            "the program depends on values of the batch's tensors, which a trace does not have: run it once; it "
+            "gathers on demand and finds the schedule for the next"
+        )
+    return runner.programs.trace(found)
