@@ -12,6 +12,7 @@ from fshard.runtime.execution.actions import Actions, Run
 from fshard.runtime.execution.executor import Route, make_route
 from fshard.runtime.steps import Programs
 from fshard.runtime.steps.programs import Prepared
+from fshard.schedule.auto import Task
 from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.infos import group_infos
@@ -269,11 +270,18 @@ def scheduled(recorded: Recorded, policy: Policy) -> tuple[Table, Schedule]:
     return table, schedule
 
 
-def assemble(recorded: Recorded, policy: Policy) -> Assembled:
+def task_of(recorded: Recorded) -> Task:
+    """What a policy is chosen for."""
+    table = Table(recorded)
+    full = all([g.reduce_dtype == g.dtype for each in recorded.passes for g in each.spec.plan.groups])
+    return Task(table.stages(), table.infos, recorded.needs, full=full)
+
+
+def assemble(recorded: Recorded, policy: Policy, debug: bool) -> Assembled:
     """A step function with its schedule and memory."""
     table, schedule = scheduled(recorded, policy)
     memory = schedule.memory
-    programs = tuple([each.spec.programs() for each in recorded.passes])
+    programs = tuple([each.spec.programs(debug) for each in recorded.passes])
     arena: Tensor = programs[0].memory.new_arena(memory.arena_bytes)
     home: dict[int, Actions] = {}
     passes: list[Prepared] = []

@@ -14,18 +14,18 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
 from fshard.optim.scaling import LossScale
 from fshard.parts.running import PART, running_of
-from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs
+from fshard.runtime.steps.options import Running, read_running
+from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
-from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.flat import Flat, Form, flat_of, form_of
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
-from fshard.training.latest import LatestRun, traced
+from fshard.training.latest import OneFunction
 from fshard.training.metrics import combine_aux
 from fshard.transform.loss import LossFn, ShardedLoss
 from fshard.transform.trees import split_trainable, zero_filled
@@ -33,7 +33,7 @@ from fshard.transform.trees import split_trainable, zero_filled
 _TENSOR = object()
 
 
-class ValueAndGrad(LatestRun):
+class ValueAndGrad(OneFunction):
     """``(params_or_state, batch) -> (loss, grads)``. Made by ``fs.value_and_grad``.
 
     Attributes:
@@ -44,26 +44,23 @@ class ValueAndGrad(LatestRun):
         grads: the form of the gradients.
     """
 
-    _runner: Runner
-
     def __init__(
-        self, loss: ShardedLoss, only: str | None, policy: Policy, loss_scale: LossScale | None, **options: Any
+        self, loss: ShardedLoss, only: str | None, accumulate: int, running: Running, loss_scale: LossScale | None
     ) -> None:
-        self.loss, self.plan, self.policy, self.options, self.only = loss, loss.plan, policy, options, only
+        self.loss, self.plan, self.only, self.accumulate, self.running = loss, loss.plan, only, accumulate, running
         chosen = loss.plan if only is None else loss.plan.only(only)
         # The result is the gradient of all that a rank keeps, not only of the part that its optimizer would update.
         self.read = replace(chosen, groups=tuple(replace(g, opt_axes=(), opt_parts=1) for g in chosen.groups))
         self.params = form_of(self.plan)
         trained = None if only is None else [path for path, leaf in chosen.leaves.items() if leaf.trainable]
         self.grads = form_of(self.read, trained, "gradients, as fs.value_and_grad returns them")
-        self.equal = Equal(self.plan, {"only": only, "schedule": policy, "loss_scale": loss_scale} | options)
-        accumulate, remat = options["accumulate"], options["remat"]
-        self.spec = PassSpec(loss.loss_fn, self.read, self._programs, True, accumulate, remat, loss_scale)
+        told = running.told() | {"only": only, "accumulate": accumulate, "loss_scale": loss_scale}
+        self.equal = Equal(self.plan, told, always=running.debug)
+        self.spec = PassSpec(loss.loss_fn, self.read, self._programs, True, accumulate, running.remat, loss_scale)
         self._runner = Runner(loss.loss_fn, self._programs(), PART)
 
-    def _programs(self) -> Programs:
-        options = dict(self.options)
-        return make_programs(self.read, self.policy, poison=options.pop("debug"), **options)
+    def _programs(self, debug: bool = False) -> Programs:
+        return make_programs(self.read, self.running.debugged(debug), accumulate=self.accumulate)
 
     def __repr__(self) -> str:
         return f"<value and grad of {self.loss!r}>"
@@ -124,14 +121,6 @@ class ValueAndGrad(LatestRun):
         found = self._made(batch, request)
         state.memory.note_compared()
         return found
-
-    def trace(self, batch: Any) -> Trace:
-        """What a call with batches like this one does, without running it. Needs no processes: any mesh will do.
-
-        Raises:
-            PlanError: the loss function depends on values of tensors, so that only a real call finds its program.
-        """
-        return traced(self._runner, batch)
 
     def _transformed(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         if self.only is not None:
@@ -194,7 +183,7 @@ def value_and_grad(
     only: str | None = None,
     has_aux: bool = False,
     accumulate: int = 1,
-    schedule: Policy | None = None,
+    schedule: Policy | Auto | str | None = None,
     remat: Any = None,
     compile: str | None = None,
     loss_scale: LossScale | None = None,
@@ -219,7 +208,7 @@ def value_and_grad(
         compile: as for ``fs.make_train_step``.
         loss_scale: scale the loss for the backward by what the state holds, as float16 needs; the gradients are those
             of the loss itself. ``fs.make_update(loss_scale=)`` adapts it.
-        debug: fill freed memory with nan, and check what ``fs.func.sharded_loss(debug=True)`` checks.
+        debug: as for ``fs.make_train_step``; under a transform, check what ``fs.func.sharded_loss(debug=True)`` checks.
 
     Raises:
         PlanError: an option that cannot be; ``only=`` that matches no trained leaf.
@@ -232,11 +221,7 @@ def value_and_grad(
     >>> fs.value_and_grad(loss_fn, plan, only="w")(fs.shard(params, plan), torch.arange(3.0))
     (tensor(6.), {'w': tensor([0., 1., 2.])})
     """
-    policy = Policy() if schedule is None else schedule
-    if not isinstance(policy, Policy) or policy.update != "deferred":
-        raise PlanError(
-            f"schedule={schedule!r}: give fs.Policy(...) with update='deferred', since there is no update here"
-        )
+    running = read_running(schedule, debug, compile, remat)
     wants: list[Want] = [
         ("only", only, (str, type(None)), "a regular expression for paths, or None"),
         ("loss_scale", loss_scale, (LossScale, type(None)), "fs.LossScale(...) or None"),
@@ -244,9 +229,10 @@ def value_and_grad(
     expect("value_and_grad(loss_fn, plan)", wants)
     if type(accumulate) is not int or accumulate < 1:
         raise PlanError(f"accumulate={accumulate!r} must be an int >= 1")
-    loss = ShardedLoss(loss_fn, plan, has_aux, policy.reshard is not False, debug)
-    options = {"accumulate": accumulate, "remat": read_remat(remat), "compile": compile, "debug": debug}
-    return ValueAndGrad(loss, only, policy, loss_scale, **options)
+    policy = running.policy
+    resharded = isinstance(policy, Auto) or policy.reshard is not False
+    loss = ShardedLoss(loss_fn, plan, has_aux, resharded, debug)
+    return ValueAndGrad(loss, only, accumulate, running, loss_scale)
 
 
 def under_way(tensors: list[Tensor]) -> bool:

@@ -8,17 +8,18 @@ and failures. ``conclude`` makes the next states of it.
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from fshard import tree
 from fshard.errors import CommError, LossError, PeerError, PlanError, ScheduleError, TreeError
-from fshard.parts.assemble import assemble
+from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.compose import Arguments, Final, Result
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, record
 from fshard.parts.replay import Replay
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator
 from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import signature
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.rng import seeded
@@ -29,7 +30,11 @@ from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, exchange_sums
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.options import Running
+from fshard.runtime.steps.rates import decided, foreseen
+from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.policy import Policy
+from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.memory import Memory
@@ -65,19 +70,20 @@ class StepRunner:
     Args:
         fn: the function.
         plan: a plan on the mesh, whose data axes are those of the batch.
-        policy: how schedules are built.
+        running: how its passes are scheduled, and whether in debug mode.
         donate: whether a step takes the memory of the states that it is given.
-        debug: whether copies are compared before every step.
 
     Attributes:
         latest: the latest step.
+        choices: what ``fs.Auto`` chose for what the function does.
     """
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, donate: bool, debug: bool) -> None:
-        self.fn, self.plan, self.policy, self.donate, self.debug = fn, plan, policy, donate, debug
+    def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
+        self.fn, self.plan, self.running, self.donate = fn, plan, running, donate
         self.latest = Latest()
+        self.choices: dict[Recorded, Choice] = {}
         self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[Plan]]] = {}
-        self._replays: dict[Hashable, Replay] = {}
+        self._replays: dict[Recorded, Replay] = {}
         self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
 
     def run(self, given: Arguments, shield: Shield) -> tuple[Any, Any] | str:
@@ -91,10 +97,15 @@ class StepRunner:
         """
         control = mesh_communicator(self.plan.mesh)
         try:
-            facts, replay = self._facts(given), self._prepare(given)
+            facts, recorded = self._facts(given), self.recorded(given)
         except BaseException as error:
-            agree(control, CALL, Intent(), None, False, error)
-            raise
+            self._decline(error)
+        if recorded is not None and recorded not in self._replays:
+            self._choose_policy(recorded, given, facts)
+        try:
+            replay = self._prepare(recorded, given.own)
+        except BaseException as error:
+            self._decline(error)
         if replay is None:
             self.latest = Latest()
             agree(control, CALL, Intent(), given.batch, False, None, facts)
@@ -125,27 +136,53 @@ class StepRunner:
             raise TreeError("step(state, batch): one state was given twice")
         if self.plan.mesh.size == 1:
             return Facts()
-        told = {"schedule": self.policy}
-        facts = [Equal(state.plan, told, always=self.debug).of(state) for state in given.states]
+        told, always = {"schedule": self.running.policy, "debug": self.running.debug}, self.running.debug
+        facts = [Equal(state.plan, told, always=always).of(state) for state in given.states]
         if len(facts) == 1:
             return facts[0]
         return Facts(digest([each.number for each in facts]), lambda: [tier for each in facts for tier in each.items()])
 
     def recorded(self, given: Arguments) -> Recorded | None:
         """What the function does with such states and batches; None if only a real run can tell."""
-        key = _key(given)
-        if key not in self._recorded:
-            plans = [state.plan for state in given.states]  # which live as long as their ids are keys
+        plans = [state.plan for state in given.states]
+        key = signature(given.state), signature(given.batch), tuple(map(id, plans))
+        if key not in self._recorded:  # the plans live as long as their ids are keys
             self._recorded[key] = record(self.fn, given, self.plan), plans
         return self._recorded[key][0]
 
-    def _prepare(self, given: Arguments) -> Replay | None:
+    def trace(self, recorded: Recorded) -> Trace:
+        """What is known of the step before it runs."""
+        choice, policy = None, self.running.policy
+        if isinstance(policy, Auto):
+            choice = self.choices.get(recorded) or foreseen(task_of(recorded), policy)
+            policy = choice.policy
+        return Trace(scheduled(recorded, policy)[1], choice, recorded.needs, recorded.idle)
+
+    def _choose_policy(self, recorded: Recorded, given: Arguments, facts: Facts) -> None:
+        """Choose a policy, if nobody has given one. All ranks are here, with the same function, or none goes on."""
+        auto = self.running.policy
+        if isinstance(auto, Policy):
+            return
+        task, comms = task_of(recorded), Communicators(self.plan)
+        text = repr(task.program)
+        agree(comms.control, CALL, Intent(digest(text), lambda: text), given.batch, False, None, facts)
+        comms.open()
+        self.choices[recorded] = decided(self.plan, comms, task, auto)
+
+    def _prepare(self, recorded: Recorded | None, own: int) -> Replay | None:
         """What the function does, with a schedule; None if only a real run can tell."""
-        key = _key(given)
-        recorded = self.recorded(given)
-        if recorded is not None and key not in self._replays:
-            self._replays[key] = Replay((), given.own, ready=assemble(recorded, self.policy))
-        return self._replays.get(key)
+        if recorded is None:
+            return None
+        if recorded not in self._replays:
+            policy = self.running.policy
+            policy = policy if isinstance(policy, Policy) else self.choices[recorded].policy
+            self._replays[recorded] = Replay((), own, ready=assemble(recorded, policy, self.running.debug))
+        return self._replays[recorded]
+
+    def _decline(self, error: BaseException) -> NoReturn:
+        """Tell the other ranks, which wait in the handshake, why this one does not take part, and raise it."""
+        agree(mesh_communicator(self.plan.mesh), CALL, Intent(), None, False, error)
+        raise error
 
     # -- handshake, run, consensus ------------------------------------------------------------------------------------
 
@@ -262,11 +299,6 @@ class StepRunner:
             stale |= partly_updated(updated.part.chosen)
         self._last += tuple(pendings)
         return Memory(origin.plan, shards, joined(pendings), stale)
-
-
-def _key(given: Arguments) -> Hashable:
-    """Equal for arguments with which the function does the same."""
-    return signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
 
 
 def _tallied(replay: Replay, attempt: Attempt) -> Attempt:

@@ -7,12 +7,13 @@ from typing import Any
 from fshard.arguments import Want, described, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
-from fshard.parts.assemble import scheduled
 from fshard.parts.compose import arguments
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import refuse_transforms
+from fshard.runtime.steps.options import Running, read_running
+from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
@@ -29,9 +30,9 @@ class Step(LatestRun):
 
     _runner: StepRunner
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, policy: Policy, donate: bool, debug: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
         self.plan = plan
-        self._runner = StepRunner(fn, plan, policy, donate, debug)
+        self._runner = StepRunner(fn, plan, running, donate)
         self._late: BaseException | None = None  # a signal that came when the step before was made
         self._told = False
 
@@ -96,14 +97,14 @@ class Step(LatestRun):
             raise PlanError(
                 "the step function depends on values of tensors, which a trace does not have: it runs part by part"
             )
-        return Trace(scheduled(recorded, self._runner.policy)[1], None, recorded.needs, recorded.idle)
+        return self._runner.trace(recorded)
 
 
 def make_step(
     fn: Callable[..., Any],
     plan: Plan,
     *,
-    schedule: Policy | None = None,
+    schedule: Policy | Auto | str | None = None,
     donate: bool = True,
     debug: bool = False,
 ) -> Step:
@@ -118,9 +119,9 @@ def make_step(
         fn: ``fn(state, batch)``, which returns ``(state, metrics)``. It calls its parts outside of transforms, in the
             same order on all ranks.
         plan: a plan on the mesh; its data axes are those of the batch.
-        schedule: how the schedule is built, for all passes.
+        schedule: as for ``fs.make_train_step``, for all passes.
         donate: reuse the memory of the states that the step takes.
-        debug: compare copies of leaves before every step.
+        debug: fill every freed range with nan, and compare copies of leaves before every step.
 
     Raises:
         PlanError: an option that cannot be.
@@ -143,12 +144,7 @@ def make_step(
     wants: list[Want] = [
         ("fn", fn, Callable, "a function of (state, batch)"),
         ("plan", plan, Plan, "what fs.make_plan returned"),
-        ("schedule", schedule, (Policy, type(None)), "fs.Policy(...) or None"),
         ("donate", donate, bool, "True or False"),
-        ("debug", debug, bool, "True or False"),
     ]
     expect("make_step(fn, plan)", wants)
-    policy = Policy() if schedule is None else schedule
-    if policy.update != "deferred":
-        raise PlanError("schedule=: a step function updates by fs.make_update, not in the backward")
-    return Step(fn, plan, policy, donate, debug)
+    return Step(fn, plan, read_running(schedule, debug), donate)

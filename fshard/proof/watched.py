@@ -116,6 +116,6 @@ class Watched(TrainStep):
     def _conclude(self, state: TrainState, update: Update, outcome: Outcome) -> tuple[TrainState, Metrics]:
         self.seen, self.divided = outcome.verdict, outcome.divided
         self.outputs.drop()
-        if self.options.policy.update == "deferred":
+        if self.options.running.policy.update == "deferred":
             self.kept = {group: grad.detach().clone() for group, grad in self._decide.grads.shards.items()}
         return super()._conclude(state, update, outcome)

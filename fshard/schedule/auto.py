@@ -130,7 +130,7 @@ class Task:
     """What a policy is chosen for. ``needs`` are those of a microbatch's compute ops, in order; empty if not known.
 
     With several passes they are those of ``Stages.computes``. ``full``: whether whole gradients may be added up over
-    microbatches.
+    microbatches. ``train``: whether a program has a backward.
     """
 
     program: Program | Stages
@@ -138,11 +138,12 @@ class Task:
     needs: Sequence[Need]
     accumulate: int = 1
     full: bool = True
+    train: bool = True
 
     @property
     def stages(self) -> Stages:
         """What the step does."""
-        return as_stages(self.program, self.groups, self.accumulate, train=True)
+        return as_stages(self.program, self.groups, self.accumulate, self.train)
 
 
 def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
@@ -155,7 +156,7 @@ def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
     costs = Costs(_seconds(task, rates.compute), Link(rates.wire, rates.latency))
     found: list[tuple[Candidate, Schedule]] = []
     for policy in candidates(task, auto.update):
-        schedule = build(task.program, task.groups, policy, task.accumulate)
+        schedule = build(task.program, task.groups, policy, task.accumulate, task.train)
         run = simulate(schedule, costs)
         found.append((Candidate(policy, footprint(schedule, needs), run.seconds, run.exposed), schedule))
     fits = [pair for pair in found if auto.memory is None or pair[0].memory.peak_bytes <= auto.memory]
@@ -181,7 +182,7 @@ def candidates(task: Task, update: str) -> Iterator[Policy]:
     for accumulation in ("sharded", "full") if task.full and any([p.accumulate > 1 for p in passes]) else ("sharded",):
         for reshard in reshards:
             for prefetch in (0, 1, 2, 3):
-                for reduces in (1, 2):
+                for reduces in (1, 2) if task.train else (2,):  # nothing is reduced without a backward
                     yield Policy(prefetch, reduces, reshard, update, accumulation)
 
 

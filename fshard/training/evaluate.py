@@ -12,30 +12,30 @@ from fshard.collectives.scope import bind
 from fshard.model.precision import Precision
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution import Shield
-from fshard.runtime.steps import PassSpec, Request, Runner, make_programs, refuse_transforms, uneven_rows
+from fshard.runtime.steps import PassSpec, Programs, Request, Runner, make_programs, refuse_transforms, uneven_rows
+from fshard.runtime.steps.options import Running, read_running
+from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
-from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
-from fshard.training.latest import LatestRun, traced
+from fshard.training.latest import OneFunction
 from fshard.training.metrics import global_result
 
 
-class EvalStep(LatestRun):
+class EvalStep(OneFunction):
     """``evaluate(state, batch) -> result``. Made by ``fs.make_eval_step``."""
 
-    _runner: Runner
+    def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, precision: Precision | None) -> None:
+        self.plan, self.running = plan, running
+        read = self._read = plan if precision is None else plan.read_in(precision)
+        self.spec = PassSpec(fn, read, self._programs, train=False)
+        self._runner = Runner(fn, self._programs(), "evaluation step")
+        self._equal = Equal(read, running.told(), always=running.debug)
 
-    def __init__(
-        self, fn: Callable[..., Any], plan: Plan, policy: Policy, debug: bool, precision: Precision | None
-    ) -> None:
-        self.plan = plan
-        read = plan if precision is None else plan.read_in(precision)
-        self.spec = PassSpec(fn, read, lambda: make_programs(read, policy, train=False, poison=debug), train=False)
-        self._runner = Runner(fn, self.spec.programs(), "evaluation step")
-        self._equal = Equal(read, {"schedule": policy, "debug": debug}, always=debug)
+    def _programs(self, debug: bool = False) -> Programs:
+        return make_programs(self._read, self.running.debugged(debug), train=False)
 
     def __repr__(self) -> str:
         return f"<eval step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups>"
@@ -79,21 +79,14 @@ class EvalStep(LatestRun):
             raise uneven_rows(outcome.uneven)
         return global_result(outcome.aux[0], outcome.verdict.means)
 
-    def trace(self, batch: Any) -> Trace:
-        """What an evaluation of batches like this one does, without running it. Needs no processes: any mesh will do.
-
-        Raises:
-            PlanError: the function depends on values of tensors, so that only a real evaluation finds its program.
-        """
-        return traced(self._runner, batch)
-
 
 def make_eval_step(
     fn: Callable[..., Any],
     plan: Plan,
     *,
-    schedule: Policy | None = None,
+    schedule: Policy | Auto | str | None = None,
     debug: bool = False,
+    compile: str | None = None,
     precision: Precision | None = None,
 ) -> EvalStep:
     """Make a function that evaluates sharded parameters: ``evaluate(state, batch) -> result``.
@@ -101,10 +94,14 @@ def make_eval_step(
     Args:
         fn: ``fn(params, batch)``; it may return any pytree, and is run without gradients.
         plan: the plan.
-        schedule: prefetch depth and reshard after forward.
-        debug: fill every freed range with nan.
+        schedule: as for ``fs.make_train_step``: prefetch depth and reshard after forward, or what chooses them.
+        debug: fill every freed range with nan, and compare copies of leaves before every evaluation.
+        compile: as for ``fs.make_train_step``.
         precision: in which dtypes to evaluate, instead of those of the plan and its rules: with ``fs.Precision()``
             units read all parameters as they are kept.
+
+    Raises:
+        PlanError: an option that cannot be.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -117,8 +114,7 @@ def make_eval_step(
     wants: list[Want] = [
         ("fn", fn, Callable, "a function of (params, batch)"),
         ("plan", plan, Plan, "what fs.make_plan returned"),
-        ("schedule", schedule, (Policy, type(None)), "fs.Policy(...) or None"),
         ("precision", precision, (Precision, type(None)), "fs.Precision(...) or None"),
     ]
     expect("make_eval_step(fn, plan)", wants)
-    return EvalStep(fn, plan, Policy() if schedule is None else schedule, debug, precision)
+    return EvalStep(fn, plan, read_running(schedule, debug, compile), precision)

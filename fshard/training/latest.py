@@ -59,17 +59,29 @@ class LatestRun:
         return measured(self.schedule, times)
 
 
-def traced(runner: Runner, batch: Any) -> Trace:
-    """What a runner's function does with such a batch.
+class OneFunction(LatestRun):
+    """What runs one function of ``(params, batch)``: what a trace finds of it, and what its units run as."""
 
-    Raises:
-        PlanError: the function depends on values of tensors, so that only a real run finds its program.
-    """
-    with bind(runner.plan.mesh, runner.plan.data_axes):
-        found = runner.finder.look(batch)
-    if found is None:
-        raise PlanError(
-            "the program depends on values of the batch's tensors, which a trace does not have: run it once; it "
-            "gathers on demand and finds the schedule for the next"
-        )
-    return runner.programs.trace(found)
+    _runner: Runner
+
+    def trace(self, batch: Any) -> Trace:
+        """What a run on batches like this one does, without running it. Needs no processes: any mesh will do.
+
+        Raises:
+            PlanError: the function depends on values of tensors, so that only a real run finds its program.
+        """
+        runner = self._runner
+        with bind(runner.plan.mesh, runner.plan.data_axes):
+            found = runner.finder.look(batch)
+        if found is None:
+            raise PlanError(
+                "the program depends on values of the batch's tensors, which a trace does not have: run it once; it "
+                "gathers on demand and finds the schedule for the next"
+            )
+        return runner.programs.trace(found)
+
+    @property
+    def units(self) -> str:
+        """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
+        cache = self._runner.programs.cache
+        return "every unit runs as it is: compile=None" if cache is None else cache.text()

@@ -8,11 +8,10 @@ from fshard.errors import PlanError
 from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.scaling import LossScale
-from fshard.runtime.engine.remat import read_remat
 from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
-from fshard.runtime.steps.options import flag_problems, late_problems, step_problems
+from fshard.runtime.steps.options import flag_problems, late_problems, read_running, step_problems
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -81,9 +80,8 @@ def make_train_step(
     >>> metrics.loss, state.step, state.params["w"]
     (tensor(10.), 1, tensor([0.9000, 1.9000, 2.9000, 3.9000]))
     """
-    policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
-    if not isinstance(policy, Policy | Auto):
-        raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
+    running = read_running(schedule, debug, compile, remat, updates=True)
+    policy = running.policy
     if not isinstance(plan, Plan) or not is_optimizer(opt):
         raise PlanError(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
@@ -91,7 +89,7 @@ def make_train_step(
         )
     clip = read_clip(clip_norm, plan)
     problems = [
-        *flag_problems(donate=donate, debug=debug),
+        *flag_problems(donate=donate),
         *step_problems(loss_fn, plan, clip, accumulate, policy),
         *late_problems(opt, policy, skip_norm, skip),
         *scale_problems(loss_scale, policy),
@@ -99,6 +97,6 @@ def make_train_step(
     if problems:
         raise PlanError("; ".join(problems))
     check_optimizer(plan, opt)
-    options = Options(clip, skip_norm, skip, accumulate, policy, donate, debug, compile, read_remat(remat), loss_scale)
+    options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale)
     warn_of_float16(plan, loss_scale)
     return TrainStep(loss_fn, opt, plan, options)

@@ -42,26 +42,23 @@ from fshard.runtime.steps import (
 )
 from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
-from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_late
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
-from fshard.training.latest import LatestRun, traced
+from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
 
 
-class TrainStep(LatestRun):
+class TrainStep(OneFunction):
     """``step(state, batch) -> (state, metrics)``. Made by ``fs.make_train_step``.
 
     With deferred updates, the default, the step is atomic: if it raises, on this rank or on another, the state that it
     was given is as it was before, bit for bit, and can be used again. With ``update="in_backward"`` a step that fails
     may have updated some groups already.
     """
-
-    _runner: Runner
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class TrainStep(LatestRun):
         self._decide = Decisions(
             self._rule, plan, options.clip, options.skip_norm, options.skip, runner.parts, runner.divisor, grads
         )
-        self._equal = Equal(plan, options.told(), opt, always=options.debug)
+        self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
         self._kept = {g.id: optimizer_layout(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
         self._layouts: object = None  # where the states so far keep the optimizer's buffers
         self._since: Mapping[str, int] = {}
@@ -223,20 +220,6 @@ class TrainStep(LatestRun):
         """The shards of the next state."""
         return state.shards() if self.options.donate else state.finished().clone()
 
-    def trace(self, batch: Any) -> Trace:
-        """What the step does with batches like this one, without running it. Needs no processes: any mesh will do.
-
-        Raises:
-            PlanError: the program depends on values of tensors, so that only a real step finds it.
-        """
-        return traced(self._runner, batch)
-
-    @property
-    def units(self) -> str:
-        """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
-        cache = self._runner.programs.cache
-        return "every unit runs as it is: compile=None" if cache is None else cache.text()
-
     def _accept(self, state: TrainState) -> None:
         """Refuse a state that does not fit, and go by what it says of leaves that began late."""
         state.check_plan(self.plan)
@@ -268,7 +251,7 @@ class TrainStep(LatestRun):
     def _check_numbers(self, verdict: Verdict) -> None:
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
             raise not_finite(verdict, self._early)
-        if self.options.debug and not self._early:
+        if self.options.running.debug and not self._early:
             check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
 
     def _metrics(self, outcome: Outcome, norm: float, skipped: bool) -> Metrics:
@@ -283,10 +266,7 @@ def programs_of(plan: Plan, options: Options, opt: Contract) -> Programs:
     moved = [group for group in plan.groups if group.update_staged and group.kinds.moved[1]]
     return make_programs(
         plan,
-        options.policy,
+        options.running,
         accumulate=options.accumulate,
-        poison=options.debug,
-        remat=options.remat,
-        compile=options.compile,
         visiting={group.id: most_bytes(group.owned, plan.mesh, opt) for group in moved},
     )

@@ -84,7 +84,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: _step(Net()), r"loss_fn is Net, not a function \(params, batch\) that calls model\.apply"),
     (lambda: _step(clip_norm="1"), "clip_norm is '1', a str: give a number that is positive"),
     (lambda: fs.make_eval_step(PLAN, _loss), "fn is a Plan: give a function(?s:.*)plan is a function"),
-    (lambda: fs.make_eval_step(_loss, PLAN, schedule="auto"), "schedule is 'auto', a str: give fs.Policy"),
+    (lambda: fs.make_eval_step(_loss, PLAN, schedule="fast"), "schedule='fast' must be fs.Policy"),
     (lambda: fs.io.load_hf(PLAN, OPT, "folder"), "path is a Plan(?s:.*)plan is a sgd: give what fs.make_plan returned"),
     (
         lambda: fs.io.load_dcp(PLAN, OPT, "folder"),

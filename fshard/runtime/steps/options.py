@@ -1,20 +1,64 @@
 """The options of a train step: which of them cannot be, or cannot be together."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fshard.errors import PlanError
 from fshard.optim import checks
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
-from fshard.runtime.engine.remat import Remat
+from fshard.runtime.engine.remat import NO_REMAT, Remat, read_remat
 from fshard.runtime.steps.clip import Clip
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Running:
+    """How something runs: what train and evaluation steps, gradients and steps of parts are asked alike."""
+
+    policy: Policy | Auto
+    debug: bool
+    compile: str | None = None
+    remat: Remat = NO_REMAT
+
+    def debugged(self, debug: bool) -> "Running":
+        """The same, in debug mode also where this says so."""
+        return replace(self, debug=self.debug or debug)
+
+    def told(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        return {"schedule": self.policy, "remat": self.remat.rules, "debug": self.debug, "compile": self.compile}
+
+
+def read_running(
+    schedule: Any, debug: Any, compile: str | None = None, remat: Any = None, *, updates: bool = False
+) -> Running:
+    """The options of running, as a user gives them.
+
+    Args:
+        schedule: a policy, what chooses one, ``"auto"``, or None for the default policy.
+        debug: True or False.
+        compile: the backend, which ``make_cache`` knows.
+        remat: what ``read_remat`` reads.
+        updates: whether there are updates, which may happen in the backward.
+
+    Raises:
+        PlanError: an option that cannot be.
+    """
+    policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
+    if not isinstance(policy, Policy | Auto):
+        raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")
+    if problems := [*flag_problems(debug=debug)]:
+        raise PlanError("; ".join(problems))
+    if not updates and policy.update != "deferred":
+        raise PlanError(f"schedule={schedule!r}: only fs.make_train_step can update in the backward")
+    return Running(policy, debug, compile, read_remat(remat))
 
 
 @dataclass(frozen=True)
@@ -25,19 +69,15 @@ class Options:
     skip_norm: float | None
     skip: Callable[[Any], bool] | None
     accumulate: int
-    policy: Policy | Auto
     donate: bool
-    debug: bool
-    compile: str | None
-    remat: Remat
+    running: Running
     loss_scale: LossScale | None
 
     def told(self) -> dict[str, Any]:
         """Those that must be equal on all ranks. What a rank does with its own memory is its own affair."""
-        named = {"clip_norm": self.clip.rules, "schedule": self.policy, "remat": self.remat.rules}
-        kept = ("skip_norm", "accumulate", "debug", "compile", "loss_scale")
         skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
-        return named | {"skip": skip} | {name: getattr(self, name) for name in kept}
+        kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale")}
+        return self.running.told() | {"clip_norm": self.clip.rules, "skip": skip} | kept
 
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:

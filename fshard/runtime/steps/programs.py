@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fshard.errors import unknown_rates
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
-from fshard.runtime.engine.remat import NO_REMAT, Remat
+from fshard.runtime.engine.remat import Remat
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.actions import Actions, make_resident
 from fshard.runtime.execution.executor import Route, make_route
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache
-from fshard.runtime.steps.rates import common, measured
-from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
+from fshard.runtime.steps.options import Running
+from fshard.runtime.steps.rates import decided, foreseen
+from fshard.schedule.auto import Auto, Choice, Task
 from fshard.schedule.build import build
 from fshard.schedule.check import check
-from fshard.schedule.footprint import Need
 from fshard.schedule.infos import group_infos, stage_numel
-from fshard.schedule.ops import ROOT, GroupInfo, Op, Program
+from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
 from fshard.schedule.transfers import KINDS
@@ -126,8 +125,7 @@ class Programs:
 
     def decide(self, found: Found, auto: Auto) -> None:
         """Choose the policy of a program. Collective."""
-        rates, needs = common(self.comms, measured(self.plan, self.comms, auto), found.needs)
-        self.choices[found.program.text] = choose(self._task(found.program, needs), auto, rates)
+        self.choices[found.program.text] = decided(self.plan, self.comms, self._task(found), auto)
 
     def choice(self, found: Found, auto: Auto) -> Choice:
         """What was chosen for a program; before any step, what this rank alone would choose.
@@ -135,17 +133,12 @@ class Programs:
         Raises:
             PlanError: nothing was chosen yet, and it is not known what this machine does in a second.
         """
-        if found.program.text in self.choices:
-            return self.choices[found.program.text]
-        missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
-        if missing:
-            raise unknown_rates(missing)
-        rates = Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency)
-        return choose(self._task(found.program, found.needs), auto, rates)
+        known = self.choices.get(found.program.text)
+        return known if known is not None else foreseen(self._task(found), auto)
 
-    def _task(self, program: Program, needs: tuple[Need, ...]) -> Task:
+    def _task(self, found: Found) -> Task:
         full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
-        return Task(program, self.infos, needs, self.accumulate, full)
+        return Task(found.program, self.infos, found.needs, self.accumulate, full, self.train)
 
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
@@ -246,30 +239,24 @@ class Programs:
 
 def make_programs(
     plan: Plan,
-    policy: Policy | Auto,
+    running: Running,
     *,
     accumulate: int = 1,
     train: bool = True,
-    poison: bool = False,
-    remat: Remat = NO_REMAT,
-    compile: str | None = None,
     visiting: Mapping[int, int] | None = None,
 ) -> Programs:
     """The programs of a step, of which there are none yet.
 
     Args:
         plan: the plan.
-        policy: how schedules are built.
+        running: how they run.
         accumulate: microbatches of a step.
         train: whether there is a backward.
-        poison: fill freed memory with nan.
-        remat: which units are computed again in their backward.
-        compile: the backend of compiled graphs, if any.
         visiting: bytes of optimizer state that visit the side on which they are updated, by group id.
     """
     infos = group_infos(plan, visiting or {})
-    memory = StepMemory(plan, infos, train, poison)
-    return Programs(plan, policy, accumulate, train, Communicators(plan), infos, memory, remat, make_cache(compile))
+    memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
+    return Programs(plan, running.policy, accumulate, train, Communicators(plan), infos, memory, running.remat, cache)
 
 
 def _refuse(groups: Sequence[tuple[int, bool]]) -> bool:

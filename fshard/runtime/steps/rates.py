@@ -1,14 +1,19 @@
-"""What this machine does in a second, by one product of matrices and one all-gather. Rough, and alike on all ranks."""
+"""Choosing a policy by what this machine does in a second: one product of matrices, one all-gather.
+
+That is rough, and alike on all ranks.
+"""
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from fshard.errors import unknown_rates
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.comm.communicators import Communicators
-from fshard.schedule.auto import Auto, Rates
+from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.footprint import Need
 from fshard.sharding.plan import Plan
 
@@ -16,6 +21,24 @@ SHARD = 1 << 20
 """Elements that each rank sends: 4 MiB."""
 
 TRIES = 4
+
+
+def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto) -> Choice:
+    """The choice of all ranks together. Collective."""
+    rates, needs = common(comms, measured(plan, comms, auto), tuple(task.needs))
+    return choose(replace(task, needs=needs), auto, rates)
+
+
+def foreseen(task: Task, auto: Auto) -> Choice:
+    """What this rank alone would choose before any step.
+
+    Raises:
+        PlanError: it is not known what this machine does in a second.
+    """
+    missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
+    if missing:
+        raise unknown_rates(missing)
+    return choose(task, auto, Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency))
 
 
 def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:

@@ -17,7 +17,7 @@ class PassSpec:
     Attributes:
         fn: the loss function, or for evaluation any function.
         plan: the plan as the pass reads it: leaves that get no gradient are frozen.
-        programs: makes programs of the function.
+        programs: makes programs of the function; told True, in debug mode.
         train: whether there is a backward.
         accumulate: microbatches.
         remat: which units are computed again in their backward.
@@ -26,7 +26,7 @@ class PassSpec:
 
     fn: Callable[..., Any]
     plan: Plan
-    programs: Callable[[], Programs]
+    programs: Callable[[bool], Programs]
     train: bool = True
     accumulate: int = 1
     remat: Remat = NO_REMAT
