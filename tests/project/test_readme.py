@@ -47,6 +47,16 @@ def test_the_script_runs_and_prints_what_the_readme_says(capsys: pytest.CaptureF
     assert names["full"]["blocks"]["0"]["1"]["weight"].shape == (64, 64)
 
 
+def test_the_step_of_ones_own_follows_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [text for info, text, _ in blocks(README) if info == "python"]
+    own = next(text for text in texts if "fs.make_step" in text)
+    names: dict[str, Any] = {}
+    exec(compile(_script() + own, str(README), "exec"), names)
+    assert names["step"].record == names["step"].schedule.ops
+    assert names["metrics"]["loss"] > 0
+    assert names["state"].step == 101
+
+
 def test_the_plan_is_the_one_shown(planned: dict[str, Any]) -> None:
     assert quoted(_text("mesh shard=2"), str(planned["plan"]))
 
