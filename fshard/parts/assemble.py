@@ -1,5 +1,6 @@
 """From what a step function does to one schedule, with an engine for each pass and one place for each group."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -7,7 +8,6 @@ from torch import Tensor
 
 from fshard.parts.record import Recorded, RecordedLocal, RecordedPass
 from fshard.runtime.comm.facts import digest
-from fshard.runtime.execution import Update
 from fshard.runtime.execution.actions import Actions, Run
 from fshard.runtime.execution.executor import Route, make_route
 from fshard.runtime.steps import Programs
@@ -164,7 +164,7 @@ class StepActions:
         self.home: dict[int, Actions] = {}
         for prepared, each in zip(passes, table.recorded.passes, strict=True):
             self.home.setdefault(each.version, prepared.actions)
-        self.updates: Mapping[int, Update] = {}
+        self._places = [(entry.version, entry.group) for entry in table.entries]
 
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
         """What to call for each op; None for computes, updates, the handshake and the consensus."""
@@ -185,8 +185,8 @@ class StepActions:
         """Update these groups, where a step has left an update for them."""
         by_version: dict[int, list[int]] = {}
         for number in groups:
-            entry = self.table.entries[number]
-            by_version.setdefault(entry.version, []).append(entry.group)
+            version, group = self._places[number]
+            by_version.setdefault(version, []).append(group)
         for version, own in by_version.items():
             self.home[version].apply(own)
 
@@ -228,19 +228,19 @@ class Assembled:
         """What the step function does."""
         return self.table.recorded
 
-    @property
+    @functools.cached_property
     def means(self) -> list[int]:
         """The number of auxiliary means of each pass."""
         return [each.means for each in self.recorded.passes]
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """How many numbers ranks exchange at the end of the step."""
         return sum(2 + 2 * means for means in self.means) + sum(
             len(update.part.clip.rules) for update in self.recorded.updates
         )
 
-    @property
+    @functools.cached_property
     def axes(self) -> list[Axes]:
         """Those over which the step communicates itself."""
         return sorted({axes for each in self.recorded.passes for axes in each.found.axes} | {*self.recorded.axes})
@@ -250,11 +250,15 @@ class Assembled:
         """Its schedule."""
         return self.route.schedule
 
-    def updates_of(self, state: int) -> set[int]:
-        """The groups of a given state whose waiting update the schedule applies."""
-        version, due = self.table.version_of(state), self.stages.updates
-        entries = enumerate(self.table.entries)
-        return {entry.group for at, entry in entries if entry.read and entry.version == version and at in due}
+    @functools.cached_property
+    def updates(self) -> Mapping[int, frozenset[int]]:
+        """The groups of each given state, by its number, whose waiting update the schedule applies."""
+        found: dict[int, set[int]] = {state: set() for _, state in self.recorded.versions if state is not None}
+        for at, entry in enumerate(self.table.entries):
+            state = self.recorded.versions[entry.version][1]
+            if state is not None and entry.read and at in self.stages.updates:
+                found[state].add(entry.group)
+        return {state: frozenset(groups) for state, groups in found.items()}
 
     def of_version(self, version: int) -> list[Actions]:
         """The actions of the passes that read a version of parameters."""

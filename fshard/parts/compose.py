@@ -221,7 +221,9 @@ class Composition(ABC):
         updated = Updated(before, part, flat, state)
         memory = RunningMemory(self, state.plan, updated, before.origin)
         norm = Number("norm", updated, 0, part.wide).tensor(self)
-        skipped = Number("skipped", updated, 0, torch.bool).tensor(self)
+        skipped = torch.tensor(False)
+        if part.loss_scale is not None:
+            skipped = Number("skipped", updated, 0, torch.bool).tensor(self)
         return with_memory(part.after(state, False), memory), UpdateMetrics(norm, skipped)
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
@@ -313,7 +315,7 @@ class Composition(ABC):
     def _version(self, source: RunningFlat, read: Plan) -> int:
         """The number of the parameters that a pass reads in the dtypes of a plan."""
         plan, given = source.form.plan, source.state if isinstance(source, Given) else None
-        if [group.compute_dtype for group in plan.groups] != [group.compute_dtype for group in read.groups]:
+        if plan.compute_dtypes != read.compute_dtypes:
             self.chunks(source)  # what else reads them gathers them by itself
             plan, given = read, None
         for number, known in enumerate(self.versions):

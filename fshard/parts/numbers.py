@@ -2,12 +2,26 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard.parts.compose import Result
 from fshard.parts.replay import Replay
 from fshard.parts.running import Bank, Number, Updated, number_of
 from fshard.runtime.steps import Verdict, scalar
+
+
+class UpdateNumbers(NamedTuple):
+    """The numbers of an update.
+
+    Attributes:
+        norms: of the sums of gradients, by clipping rule.
+        scale: what these sums are multiplied by.
+        norm: of the gradients.
+    """
+
+    norms: Sequence[float]
+    scale: float
+    norm: float
 
 
 class Numbers:
@@ -28,20 +42,22 @@ class Numbers:
             pairs = [(next(found), next(found)) for _ in range(means)]
             self.means.append([total / count if count else total * math.inf for total, count in pairs])
         self.updates = [update for final in result.finals for update in final.updates]
-        self.squares = [[next(found) for _ in update.part.clip.rules] for update in self.updates]
+        self.of_update: dict[Updated, UpdateNumbers] = {}
+        for update in self.updates:
+            self.of_update[update] = self._read(update, [next(found) for _ in update.part.clip.rules])
 
-    def of_update(self, updated: Updated) -> tuple[list[float], float]:
-        """The norms of the sums of gradients by clipping rule, and what these sums are multiplied by."""
-        squares = self.squares[self.updates.index(updated)]
+    def _read(self, updated: Updated, squares: Sequence[float]) -> UpdateNumbers:
+        """The numbers of an update, of the squared norms of sums of gradients."""
         scale = 1.0
         if isinstance(updated.grads, Bank):
             scale = self.replay.scale(updated.grads.number, self.losses[updated.grads.number][1])
-        return [math.sqrt(square) if square >= 0 else math.nan for square in squares], scale
+        norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
+        finite = all(map(math.isfinite, squares))
+        return UpdateNumbers(norms, scale, scale * math.sqrt(math.fsum(squares)) if finite else math.nan)
 
     def norm(self, updated: Updated) -> float:
         """The norm of the gradients of an update."""
-        squares, scale = self.squares[self.updates.index(updated)], self.of_update(updated)[1]
-        return scale * math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        return self.of_update[updated].norm
 
     def skips(self, updated: Updated) -> bool:
         """Whether an update does not happen, since a smaller loss scale may mend its gradients."""

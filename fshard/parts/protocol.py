@@ -23,7 +23,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import signature
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.execution import Pending, Shield, Update, partly_updated, parts_of
+from fshard.runtime.execution import Pending, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
@@ -222,7 +222,8 @@ class StepRunner:
         for number, state in enumerate(given.states):
             if state.stale:
                 complete(state, self.plan.mesh)
-            if state.pending is not None and not step.updates_of(number).issuperset(state.pending.waiting):
+            due = step.updates.get(number, frozenset())
+            if state.pending is not None and not due.issuperset(state.pending.waiting):
                 state.applied()
             updates.append(Update(state.shards(), state.pending, {}))
         executor = Scheduled(step.route, step.actions, shield)
@@ -294,9 +295,9 @@ class StepRunner:
         for updated in final.updates:
             if numbers.skips(updated):
                 continue
-            norms, scale = numbers.of_update(updated)
+            norms, scale, _ = numbers.of_update[updated]
             pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale))
-            stale |= partly_updated(updated.part.chosen)
+            stale |= updated.part.shared
         self._last += tuple(pendings)
         return Memory(origin.plan, shards, joined(pendings), stale)
 

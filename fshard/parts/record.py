@@ -1,5 +1,6 @@
 """Finding out what a step function does: it is run once on fake tensors, and its parts write themselves down."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,7 @@ class Recorded:
     axes: tuple[Axes, ...]
     needs: tuple[Need, ...]
 
-    @property
+    @functools.cached_property
     def passes(self) -> list[RecordedPass]:
         """Its passes."""
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)]

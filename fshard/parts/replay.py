@@ -1,7 +1,7 @@
 """A step function on its schedule: parts find the ops that the trace has foreseen, in their order."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,7 @@ from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.consensus import RuleNorms, Verdict, read
-from fshard.runtime.steps.float16 import divisor_of
-from fshard.runtime.steps.programs import Prepared
-from fshard.schedule.ops import LOCAL, ROOT, Program
+from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Form
 from fshard.training.metrics import combine_aux
@@ -34,33 +32,19 @@ from fshard.training.metrics import combine_aux
 
 @dataclass(frozen=True)
 class View:
-    """The executor of a step as the engine of one pass sees it.
+    """The executor of a step as the engine of one pass sees it: its methods, and what is readable in that pass.
 
     Attributes:
-        executor: the executor.
-        prepared: the pass.
-        program: its program.
+        reach: the program is at this compute op: whatever must precede it is done on return.
+        settle: the compute op is over: start what can run beside the code that follows.
+        readable: whether all of these groups can be read now.
+        outside: whether code outside of units may read this group.
     """
 
-    executor: Scheduled
-    prepared: Prepared
-    program: Program
-
-    def reach(self, kind: str, unit: str, index: int) -> None:
-        """The program is at this compute op: whatever must precede it is done on return."""
-        self.executor.reach(kind, unit, index)
-
-    def settle(self) -> None:
-        """The compute op is over: start what can run beside the code that follows."""
-        self.executor.settle()
-
-    def readable(self, groups: Sequence[int]) -> bool:
-        """Whether all of these groups can be read now."""
-        return self.prepared.actions.readable.issuperset(groups)
-
-    def outside(self, group: int) -> bool:
-        """Whether code outside of units may read this group."""
-        return group in self.program.reads[ROOT]
+    reach: Callable[[str, str, int], None]
+    settle: Callable[[], None]
+    readable: Callable[[Sequence[int]], bool]
+    outside: Callable[[int], bool]
 
 
 @dataclass(frozen=True)
@@ -95,7 +79,7 @@ class Replay(Composition):
     scales: dict[int, float] = field(default_factory=dict)
     banks: dict[int, Bank] = field(default_factory=dict)
     givens: dict[int, Given] = field(default_factory=dict)
-    slots: list[dict[int, Tensor]] = field(default_factory=list)
+    slots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     @property
     def step(self) -> Assembled:
@@ -106,16 +90,19 @@ class Replay(Composition):
     def begin(self, states: Sequence[Any], executor: Scheduled) -> None:
         """Begin a step."""
         self.states, self.executor = states, executor
-        self.slots = [{group.id: shard.param for group, shard in zip(s.plan.groups, s.shards())} for s in states]  # noqa: B905
-        for held in (self.versions, self.ran, self.dead, self.numbers, self.scales, self.complete, self.read):
+        self._clear()
+        for held in (self.dead, self.numbers, self.scales, self.complete, self.read):
             held.clear()
         self.at = self.locals = self.passes = 0
 
     def end(self) -> None:
         """The step is over: let go of what it was given."""
-        self.states, self.executor, self.slots = (), None, []
-        self.versions.clear()
-        self.ran.clear()
+        self.states, self.executor = (), None
+        self._clear()
+
+    def _clear(self) -> None:
+        for held in (self.slots, self.versions, self.ran):
+            held.clear()
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -127,6 +114,9 @@ class Replay(Composition):
 
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """The shards of the parameters of a state."""
+        if state not in self.slots:
+            shards = self.states[state].shards()
+            self.slots[state] = {group.id: shards[group.id].param for group in self.states[state].plan.groups}
         return self.slots[state]
 
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
@@ -146,9 +136,10 @@ class Replay(Composition):
         return dtype, aux
 
     def _microbatches(self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]) -> Ran:
-        prepared, all_parts = self.step.passes[number], spec.plan.data_size * spec.accumulate
-        engine, view = prepared.engine, View(self.executor, prepared, stage.found.program)
-        divisor = divisor_of(spec.plan, all_parts, False) / self._loss_scale(spec, stage.version) if spec.train else 1.0
+        prepared, executor = self.step.passes[number], self.executor
+        engine, outside = prepared.engine, stage.found.program.reads[ROOT].__contains__
+        view = View(executor.reach, executor.settle, prepared.actions.readable.issuperset, outside)
+        divisor = spec.divisor / self._loss_scale(spec, stage.version)
         losses: list[tuple[Tensor, Tensor | float]] = []
         found: list[Any] = []
         weighted: bool | None = None
@@ -156,7 +147,7 @@ class Replay(Composition):
             # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
             torch.clear_autocast_cache()
             for index, part in enumerate(parts):
-                self.executor.microbatch = self.step.first[number] + index
+                executor.microbatch = self.step.first[number] + index
                 engine.start(view)
                 view.reach("forward", ROOT, 0)
                 view.settle()
@@ -182,7 +173,7 @@ class Replay(Composition):
             raise Mispredicted("the loss of a pass changed between a mean and an fs.Mean")
         if number_of_means(found[0] if spec.train else as_means(found[0])) != stage.means:
             raise Mispredicted("a pass returned other auxiliary means than when it was traced")
-        return Ran(losses, found, bool(weighted), divisor, all_parts)
+        return Ran(losses, found, bool(weighted), divisor, spec.parts)
 
     def _loss_scale(self, spec: PassSpec, version: int) -> float:
         """What the loss of a pass is multiplied by: the scale of the state that it reads, or else of the first one."""

@@ -52,6 +52,27 @@ class UpdateMetrics:
     skipped: Tensor
 
 
+@dataclass(frozen=True)
+class Ages:
+    """How an update counts the leaves of states in which some began to train late.
+
+    Attributes:
+        late: how many updates fewer than the oldest each leaf has had; leaves that are not in it have had all.
+        relative: the same among the leaves that it updates.
+        slices: what it updates.
+        least: how many updates fewer the oldest leaf that it updates has had.
+        more: how many steps are added to the state's.
+        after: ``late`` of the state after it.
+    """
+
+    late: Mapping[str, int]
+    relative: Mapping[str, int]
+    slices: dict[int, tuple[UpdateSlice, ...]]
+    least: int
+    more: int
+    after: dict[str, int]
+
+
 class UpdateStep:
     """``update(state, grads) -> (state, metrics)``. Made by ``fs.make_update``.
 
@@ -73,7 +94,7 @@ class UpdateStep:
         self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
         self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules, "loss_scale": loss_scale}, opt)
-        self._slices: tuple[Mapping[str, int], dict[int, tuple[UpdateSlice, ...]]] | None = None
+        self._latest: Ages | None = None  # those of the latest state
         self._fitting: Form | None = None  # the latest form of gradients that was found to fit
         self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
 
@@ -136,7 +157,8 @@ class UpdateStep:
         rule, step, late = self.loss_scale, state.step, dict(state.late)
         scale = state.scale if rule is None else rule.after(state.scale or rule.start(), finite=not skipped)
         if not skipped:
-            step, late = self.counted(state)
+            ages = self._ages(state.late)
+            step, late = step + ages.more, ages.after
         return replace(state, step=step, late=late, scale=scale)
 
     def _norms(self, flat: Flat) -> Verdict:
@@ -154,14 +176,11 @@ class UpdateStep:
 
     def rule_norms(self, flat: Flat) -> list[RuleNorms]:
         """The norms of this rank's gradients, by clipping rule."""
-        slices = _taken(update_slices(self.chosen, self.rule, self.number)) if self._slices is None else self._slices[1]
-        gradients = self._gradients(flat, slices)
+        gradients = self._gradients(flat, (self._latest or self._ages({})).slices)
         if len(self.clip.rules) > 1 or len(flat.form.order.paths) > len(self.paths):
             return norms_by_rule(self.clip, self.plan, gradients)
-        held = [group for group in self.form.groups if gradients.shards[group.id].numel()]
-        norms = norms_of([gradients.shards[group.id] for group in held])
-        shares = [share_of(self.plan.groups[group.id], self.plan.mesh) for group in held]
-        return [list(zip(shares, norms, strict=True))]
+        norms = norms_of([gradients.shards[group] for group in self._shares])
+        return [list(zip(self._shares.values(), norms, strict=True))]
 
     def number(self, path: str) -> int:
         """The number of a leaf's clipping rule; -1 of one that it does not update."""
@@ -235,7 +254,7 @@ class UpdateStep:
         both = Several((*parts_of(before), pending)) if waiting else pending
         if not self.donate and not memory.lent:
             shards, both = state.applied().clone(), pending
-        following = Memory(self.plan, shards, both, partly_updated(self.chosen))
+        following = Memory(self.plan, shards, both, self.shared)
         following.lent, following.within = memory.lent, memory.within
         made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
@@ -253,27 +272,31 @@ class UpdateStep:
 
     def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float) -> Pending:
         """The update, as data."""
-        late = {path: state.late.get(path, 0) for path in self.paths}
-        least = min(late.values())
-        relative = {path: missed - least for path, missed in late.items() if missed > least}
-        if self._slices is None or self._slices[0] != relative:
-            self._slices = relative, _taken(update_slices(self.chosen, self.rule, self.number, relative))
+        ages = self._ages(state.late)
         factors = self.clip.factors([scale * norm for norm in norms])
         scales = [None if scale * factor == 1.0 else 1.0 / (scale * factor) for factor in factors]
-        rounded = rounded_groups(self.chosen)
-        rounding = Rounding(self.plan, state.seed, rounded) if rounded else None
-        return Pending(self.rule, state.step - least, self._gradients(flat, self._slices[1]), scales, rounding)
+        rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
+        return Pending(self.rule, state.step - ages.least, self._gradients(flat, ages.slices), scales, rounding)
 
-    def counted(self, state: TrainState) -> tuple[int, dict[str, int]]:
-        """The number of steps after this one, and which leaves have had fewer updates.
+    def _ages(self, late: Mapping[str, int]) -> Ages:
+        """How it counts the leaves of a state."""
+        if self._latest is None or self._latest.late != late:
+            self._latest = self._aged(dict(late))
+        return self._latest
 
-        Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them.
-        """
+    def _aged(self, late: Mapping[str, int]) -> Ages:
+        # Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them.
+        own = {path: late.get(path, 0) for path in self.paths}
         trained = [path for path, leaf in self.plan.leaves.items() if leaf.trainable]
-        own = set(self.paths)
-        late = {path: state.late.get(path, 0) + (path not in own) for path in trained}
-        least = min(late.values())
-        return state.step + 1 - least, {path: missed - least for path, missed in late.items() if missed > least}
+        every = {path: late.get(path, 0) + (path not in own) for path in trained}
+        least, fewest = min(own.values()), min(every.values())
+        relative = {path: missed - least for path, missed in own.items() if missed > least}
+        if self._latest is not None and self._latest.relative == relative:
+            slices = self._latest.slices
+        else:
+            slices = _taken(update_slices(self.chosen, self.rule, self.number, relative))
+        after = {path: missed - fewest for path, missed in every.items() if missed > fewest}
+        return Ages(late, relative, slices, least, 1 - fewest, after)
 
     def metrics(self, norm: float, skipped: bool) -> UpdateMetrics:
         """The metrics of an update."""
@@ -281,7 +304,23 @@ class UpdateStep:
 
     @functools.cached_property
     def wide(self) -> torch.dtype:
+        """The dtype of the gradient norm."""
         return widened([group.dtype for group in self.form.groups])
+
+    @functools.cached_property
+    def shared(self) -> dict[int, None]:
+        """The groups of which each rank updates a part of its shard."""
+        return partly_updated(self.chosen)
+
+    @functools.cached_property
+    def _rounded(self) -> frozenset[int]:
+        return rounded_groups(self.chosen)
+
+    @functools.cached_property
+    def _shares(self) -> dict[int, float]:
+        """The part of the elements of each group that this rank counts, of those of which it updates any."""
+        held = [self.plan.groups[group.id] for group in self.form.groups if group.chunk]
+        return {group.id: share_of(group, self.plan.mesh) for group in held}
 
     def _gradients(self, flat: Flat, slices: Mapping[int, tuple[UpdateSlice, ...]]) -> Gradients:
         """The chunks as what an update reads: of each group the part that this rank updates."""

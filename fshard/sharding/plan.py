@@ -82,6 +82,11 @@ class Plan:
         """The number of different parts of the global batch."""
         return self.mesh.axis_size(self.data_axes)
 
+    @functools.cached_property
+    def compute_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes in which units read the groups."""
+        return tuple(group.compute_dtype for group in self.groups)
+
     @property
     def data_rank(self) -> int:
         """The number of this rank's part of the global batch, from 0 to ``data_size - 1``.

@@ -1,11 +1,13 @@
 """What a pass of a step runs, as a value: the same for the trace of a step function and for its runs."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fshard.optim.scaling import LossScale
 from fshard.runtime.engine.remat import NO_REMAT, Remat
+from fshard.runtime.steps.float16 import divisor_of
 from fshard.runtime.steps.programs import Programs
 from fshard.sharding.plan import Plan
 
@@ -31,3 +33,13 @@ class PassSpec:
     accumulate: int = 1
     remat: Remat = NO_REMAT
     loss_scale: LossScale | None = None
+
+    @property
+    def parts(self) -> int:
+        """Microbatches of the global batch."""
+        return self.plan.data_size * self.accumulate
+
+    @functools.cached_property
+    def divisor(self) -> float:
+        """What its gradients are divided by before they are summed, unless the loss is scaled."""
+        return divisor_of(self.plan, self.parts, False) if self.train else 1.0
