@@ -212,6 +212,10 @@ def swap(fn: Callable[[Any], Any], kind: type, tree: Tree) -> Tree:
     >>> swap(len, str, {"a": "four", "b": [1, "x"]})
     {'a': 4, 'b': [1, 1]}
     """
+    if isinstance(tree, kind):
+        return fn(tree)
+    if type(tree) is Tensor:
+        return tree
     leaf = functools.partial(_is, kind)
     return optree.tree_map(lambda x: fn(x) if isinstance(x, kind) else x, tree, is_leaf=leaf, none_is_leaf=True)
 

@@ -68,7 +68,7 @@ class LeafOrder:
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The nested dict of these leaves: the inverse of ``leaves``."""
-        nested: dict[str, Any] = tree.unflatten(self._spec, [leaves[i] for i in self._sorted])
+        nested: dict[str, Any] = tree.unflatten(self._spec, [*map(leaves.__getitem__, self._sorted)])
         return nested
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ of tensors like any other. Each leaf carries a mark, so nothing else has to be k
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,7 @@ def known_flat(given: Any) -> Flat | None:
     if flat is None:
         return None
     leaves = flat.form.order.read(given)
-    same = leaves is not None and all(map(_same, leaves, flat.leaves))
+    same = leaves is not None and all(map(operator.is_, leaves, flat.leaves))
     return flat if same else None
 
 
@@ -191,7 +192,3 @@ def same_layout(a: Plan, b: Plan) -> bool:
         g.chunk == h.chunk and g.starts == h.starts and [x.path for x in g.leaves] == [x.path for x in h.leaves]
         for g, h in zip(a.groups, b.groups, strict=True)
     )
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b
