@@ -67,10 +67,9 @@ def case(report: Report, rate: str, ranks: int, chosen: dict[str, Any]) -> None:
     report.rows.append(Row(f"{title}: options in which the bits differ by hand", "of 6", len(unlike), target=0))
     report.notes += [f"{title}: other bits by hand with {name}" for name in unlike]
     if "dpo" in found:
-        fewest = found["dpo"]["fewest"]
-        report.rows.append(
-            Row(f"{title}: dpo, by its schedule / the fewest", "bytes", found["dpo"]["scheduled"] / fewest, target=BYTES)
-        )
+        fewest, scheduled = found["dpo"]["fewest"], found["dpo"]["scheduled"]
+        words = f"{title}: dpo, by its schedule / the fewest"
+        report.rows.append(Row(words, "bytes", scheduled / fewest, target=BYTES))
         if linked:
             sent = statistics.median(samples["dpo"]["sent"])
             report.rows.append(Row(f"{title}: dpo, on the link / the fewest", "bytes", sent / fewest, target=BYTES))

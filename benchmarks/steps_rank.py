@@ -22,7 +22,8 @@ def same_bits(size: Size, steps: int = 3) -> dict[str, bool]:
     """Whether the parts by hand and the train step come to the same losses, norms and states, by option."""
     found = {}
     for name, options in compositions.OPTIONS.items():
-        ready, written = (make_one(make(size), **options) for make_one in (compositions.train_step, compositions.by_parts))
+        ready = compositions.train_step(make(size), **options)
+        written = compositions.by_parts(make(size), **options)
         same = True
         for number in range(steps):
             batch = rows(size, number, dist.get_rank())
