@@ -16,6 +16,7 @@ from fshard.optim.base import Optimizer, rate
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
+from fshard.parts.ages import Ages, ages_of
 from fshard.parts.running import PART, running_of
 from fshard.runtime.comm import digest, mesh_communicator
 from fshard.runtime.comm.facts import Facts
@@ -52,27 +53,6 @@ class UpdateMetrics:
     skipped: Tensor
 
 
-@dataclass(frozen=True)
-class Ages:
-    """How an update counts the leaves of states in which some began to train late.
-
-    Attributes:
-        late: how many updates fewer than the oldest each leaf has had; leaves that are not in it have had all.
-        relative: the same among the leaves that it updates.
-        slices: what it updates.
-        least: how many updates fewer the oldest leaf that it updates has had.
-        more: how many steps are added to the state's.
-        after: ``late`` of the state after it.
-    """
-
-    late: Mapping[str, int]
-    relative: Mapping[str, int]
-    slices: dict[int, tuple[UpdateSlice, ...]]
-    least: int
-    more: int
-    after: dict[str, int]
-
-
 class UpdateStep:
     """``update(state, grads) -> (state, metrics)``. Made by ``fs.make_update``.
 
@@ -95,6 +75,7 @@ class UpdateStep:
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
         self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules, "loss_scale": loss_scale}, opt)
         self._latest: Ages | None = None  # those of the latest state
+        self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
         self._fitting: Form | None = None  # the latest form of gradients that was found to fit
         self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
 
@@ -158,7 +139,7 @@ class UpdateStep:
         scale = state.scale if rule is None else rule.after(state.scale or rule.start(), finite=not skipped)
         if not skipped:
             ages = self._ages(state.late)
-            step, late = step + ages.more, ages.after
+            step, late = step + ages.after.more, ages.after.late
         return replace(state, step=step, late=late, scale=scale)
 
     def _norms(self, flat: Flat) -> Verdict:
@@ -176,7 +157,9 @@ class UpdateStep:
 
     def rule_norms(self, flat: Flat) -> list[RuleNorms]:
         """The norms of this rank's gradients, by clipping rule."""
-        gradients = self._gradients(flat, (self._latest or self._ages({})).slices)
+        if self._latest is None:
+            self._ages({})
+        gradients = self._gradients(flat)
         if len(self.clip.rules) > 1 or len(flat.form.order.paths) > len(self.paths):
             return norms_by_rule(self.clip, self.plan, gradients)
         norms = norms_of([gradients.shards[group] for group in self._shares])
@@ -276,27 +259,17 @@ class UpdateStep:
         factors = self.clip.factors([scale * norm for norm in norms])
         scales = [None if scale * factor == 1.0 else 1.0 / (scale * factor) for factor in factors]
         rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-        return Pending(self.rule, state.step - ages.least, self._gradients(flat, ages.slices), scales, rounding)
+        return Pending(self.rule, state.step - ages.least, self._gradients(flat), scales, rounding)
 
     def _ages(self, late: Mapping[str, int]) -> Ages:
         """How it counts the leaves of a state."""
         if self._latest is None or self._latest.late != late:
-            self._latest = self._aged(dict(late))
+            trained = [path for path, leaf in self.plan.leaves.items() if leaf.trainable]
+            before, self._latest = self._latest, ages_of(late, self.paths, trained)
+            if before is None or before.relative != self._latest.relative:
+                slices = update_slices(self.chosen, self.rule, self.number, self._latest.relative)
+                self._slices = {group: tuple(cut for cut in cuts if cut.limit >= 0) for group, cuts in slices.items()}
         return self._latest
-
-    def _aged(self, late: Mapping[str, int]) -> Ages:
-        # Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them.
-        own = {path: late.get(path, 0) for path in self.paths}
-        trained = [path for path, leaf in self.plan.leaves.items() if leaf.trainable]
-        every = {path: late.get(path, 0) + (path not in own) for path in trained}
-        least, fewest = min(own.values()), min(every.values())
-        relative = {path: missed - least for path, missed in own.items() if missed > least}
-        if self._latest is not None and self._latest.relative == relative:
-            slices = self._latest.slices
-        else:
-            slices = _taken(update_slices(self.chosen, self.rule, self.number, relative))
-        after = {path: missed - fewest for path, missed in every.items() if missed > fewest}
-        return Ages(late, relative, slices, least, 1 - fewest, after)
 
     def metrics(self, norm: float, skipped: bool) -> UpdateMetrics:
         """The metrics of an update."""
@@ -322,9 +295,9 @@ class UpdateStep:
         held = [self.plan.groups[group.id] for group in self.form.groups if group.chunk]
         return {group.id: share_of(group, self.plan.mesh) for group in held}
 
-    def _gradients(self, flat: Flat, slices: Mapping[int, tuple[UpdateSlice, ...]]) -> Gradients:
+    def _gradients(self, flat: Flat) -> Gradients:
         """The chunks as what an update reads: of each group the part that this rank updates."""
-        if self._made is not None and self._made[0] is flat and self._made[1] is slices:
+        if self._made is not None and self._made[0] is flat and self._made[1] is self._slices:
             return self._made[2]
         mesh, owned = self.plan.mesh, {}
         for group in self.form.groups:
@@ -332,14 +305,9 @@ class UpdateStep:
             begin, end = whole.own_range(mesh) if whole.opt_parts > 1 else (0, whole.chunk)
             owned[group.id] = chunk if whole.opt_parts == 1 else chunk[begin:end]
         host = frozenset(group.id for group in self.form.groups if group.offloaded)
-        made = Gradients(owned, slices, flat.passing & owned.keys(), update_stagings(self.plan), host)
-        self._made = flat, slices, made
+        made = Gradients(owned, self._slices, flat.passing & owned.keys(), update_stagings(self.plan), host)
+        self._made = flat, self._slices, made
         return made
-
-
-def _taken(slices: Mapping[int, tuple[UpdateSlice, ...]]) -> dict[int, tuple[UpdateSlice, ...]]:
-    """The slices of leaves that have a clipping rule; the others are not updated."""
-    return {group: tuple(cut for cut in cuts if cut.limit >= 0) for group, cuts in slices.items()}
 
 
 def make_update(

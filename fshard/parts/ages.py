@@ -1,0 +1,57 @@
+"""How an update counts leaves, some of which began to train later than others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class After(NamedTuple):
+    """What becomes of a state's numbers in an update.
+
+    Attributes:
+        more: how many steps are added to the state's.
+        late: which leaves have had fewer updates than that, and how many fewer.
+    """
+
+    more: int
+    late: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Ages:
+    """How an update counts the leaves of states that are late by so much.
+
+    Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them.
+
+    Attributes:
+        late: how many updates fewer than the step each leaf has had; leaves that are not in it have had all.
+        least: how many fewer the oldest leaf that is updated has had.
+        relative: how many updates fewer than that leaf each updated leaf has had, where it is any.
+        after: the numbers of the state after the update.
+    """
+
+    late: Mapping[str, int]
+    least: int
+    relative: Mapping[str, int]
+    after: After
+
+
+def ages_of(late: Mapping[str, int], updated: Sequence[str], trained: Sequence[str]) -> Ages:
+    """How an update counts leaves.
+
+    Args:
+        late: of the state.
+        updated: the leaves that it updates.
+        trained: all trained leaves of the plan.
+
+    >>> ages_of({}, ["a"], ["a", "b"]).after
+    After(more=1, late={'b': 1})
+    >>> ages_of({"b": 1}, ["b"], ["a", "b"]).after
+    After(more=0, late={})
+    """
+    own = {path: late.get(path, 0) for path in updated}
+    every = {path: late.get(path, 0) + (path not in own) for path in trained}
+    least, fewest = min(own.values()), min(every.values())
+    relative = {path: missed - least for path, missed in own.items() if missed > least}
+    after = {path: missed - fewest for path, missed in every.items() if missed > fewest}
+    return Ages(dict(late), least, relative, After(1 - fewest, after))
