@@ -109,7 +109,7 @@ def sam(module: nn.Module) -> Step:
 
     def fn(state: fs.TrainState, rows: Tensor) -> tuple[fs.TrainState, dict[str, Tensor]]:
         loss, grads = grad(state, rows)
-        near = fs.tree_add(state.params, grads, RADIUS / (fs.tree_norm(grads, plan) + 1e-12))
+        near = fs.tree.add(state.params, grads, RADIUS / (fs.tree.norm(grads, plan) + 1e-12))
         _, grads = grad(near, rows)
         state, _ = update(state, grads)
         return state, {"loss": loss}
