@@ -175,7 +175,7 @@ class Composition(ABC):
             updates.insert(0, memory.source)
             memory = memory.source.before
         seen: set[str] = set()
-        for updated in updates:
+        for updated in updates if len(updates) > 1 else ():
             if twice := seen & set(updated.part.paths):
                 raise TreeError(
                     f"the step updates {sorted(twice)[0]} and {len(twice) - 1} more leaves twice with gradients of the "
