@@ -86,12 +86,16 @@ class Later(Tensor):
         return f"<a tensor of a step that runs: {list(self.shape)}>"
 
 
-def later(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, now: Callable[[], Tensor]) -> Tensor:
-    """A tensor of this shape whose value ``now`` returns."""
-    with _disable_current_modes():  # a trace would make it a fake tensor
-        made: Later = Tensor._make_subclass(Later, torch.empty(shape, dtype=dtype, device="meta"))
+def later(like: Tensor, device: torch.device, now: Callable[[], Tensor]) -> Tensor:
+    """A tensor like one without data, whose value ``now`` returns. A trace makes it outside of its mode."""
+    made: Later = Tensor._make_subclass(Later, like)
     made.now, made.lies_on = now, device
     return made
+
+
+@functools.cache
+def _scalar(dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device="meta")
 
 
 def current(value: Any) -> Any:
@@ -117,7 +121,8 @@ class Number:
 
     def tensor(self, running: Running) -> Tensor:
         """It as a tensor of the step."""
-        made = later((), self.dtype, torch.device("cpu"), lambda: running.number(self))
+        with _disable_current_modes():
+            made = later(_scalar(self.dtype), torch.device("cpu"), lambda: running.number(self))
         made._fshard_number = self  # type: ignore[attr-defined]
         return made
 
@@ -142,11 +147,10 @@ class RunningFlat(Flat):
     @functools.cached_property
     def leaves(self) -> list[Tensor]:
         """A tensor for each leaf, whose value is asked for when it is read."""
-        device, dtypes = self.form.plan.mesh.device, {g.id: g.dtype for g in self.form.groups}
-        return self.marked([
-            later(shape, dtypes[group], device, functools.partial(self._leaf, number))
-            for number, (group, _, _, shape) in enumerate(self.form.places)
-        ])  # fmt: skip
+        device = self.form.plan.mesh.device
+        with _disable_current_modes():  # a trace would make them fake tensors
+            likes = enumerate(self.form.likes)
+            return self.marked([later(like, device, functools.partial(self._leaf, n)) for n, like in likes])
 
     def _leaf(self, number: int) -> Tensor:
         group, begin, end, shape = self.form.places[number]

@@ -49,6 +49,12 @@ class Form:
         return out
 
     @functools.cached_property
+    def likes(self) -> list[Tensor]:
+        """For each leaf, in order, a tensor without data that has its shape and dtype on this rank."""
+        dtypes = {group.id: group.dtype for group in self.groups}
+        return [torch.empty(shape, dtype=dtypes[group], device="meta") for group, _, _, shape in self.places]
+
+    @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         """The groups that hold a leaf of it."""
         held = {group for group, *_ in self.places}
