@@ -20,6 +20,7 @@ ORDER = (
     "optimizer",
     "muon",
     "memory",
+    "steps",
     "functional",
     "checkpoint",
     "plan_time",
