@@ -103,6 +103,9 @@ class ValueAndGrad(OneFunction):
         if state.memory.lent:
             state.applied()
         shards = complete(state, self.plan.mesh).shards() if state.stale else state.shards()
+        if state.pending is not None:  # its schedule updates the groups that it trains; the others are due now
+            waiting = list(state.pending.waiting)
+            state.pending.apply(shards, [group for group in waiting if not self.read.groups[group].trainable])
         mesh, rule, within = self.plan.mesh, self.spec.loss_scale, state.memory.within
 
         part = mesh.index(self.plan.data_axes)

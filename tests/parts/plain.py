@@ -13,7 +13,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, tree
 
-WIDTH, ROWS = 12, 12
+WIDTH, ROWS = 12, 24
 
 RULES = [
     (r".*norm", P()),  # replicated, inside of a unit
@@ -106,8 +106,8 @@ def local(given: Any, plan: fs.Plan) -> Any:
 class Parts:
     """The parts of fshard, by name."""
 
-    def __init__(self, plan: fs.Plan, opt: Any, **options: Any) -> None:
-        self.plan, self.opt, self.options = plan, opt, options
+    def __init__(self, plan: fs.Plan, opt: Any, donate: bool = True, **options: Any) -> None:
+        self.plan, self.opt, self.donate, self.options = plan, opt, donate, options
         self.made: dict[Any, Any] = {}
 
     def grad(self, name: str, params: Any, batch: Any, only: str | None = None) -> tuple[Any, Any]:
@@ -123,7 +123,7 @@ class Parts:
         """An update."""
         key = "update", only, clip
         if key not in self.made:
-            self.made[key] = fs.make_update(self.opt, self.plan, only=only, clip_norm=clip)
+            self.made[key] = fs.make_update(self.opt, self.plan, only=only, clip_norm=clip, donate=self.donate)
         state, metrics = self.made[key](state, grads)
         return state, metrics.grad_norm
 
