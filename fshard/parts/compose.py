@@ -127,6 +127,7 @@ class Composition(ABC):
         passes: the passes so far.
         complete: the banks and states that are what they stand for: gradients of means, updated parameters.
         read: the banks that the code since the latest pass has read. Their memory may go before the next one.
+        numbers: those that ranks have exchanged before the end of the step, by kind, origin and place.
     """
 
     states: Sequence[TrainState]
@@ -136,6 +137,7 @@ class Composition(ABC):
     passes: int = 0
     complete: set[tuple[str, int]] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
+    numbers: dict[tuple[str, Any, int], float] = field(default_factory=dict)
 
     # -- what the function is given, and what it returns --------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class Composition(ABC):
         tree.swap(found.append, TrainState, returned[0])
         finals = [self._final(memory_of(state, self)) for state in found]
         self._check_finals(finals)
+        self._exchange_dropped(returned[1], finals)
         return Result(returned[0], tree.map(_lasting, returned[1]), tuple(finals))
 
     def _final(self, memory: RunningMemory) -> Final:
@@ -184,6 +187,14 @@ class Composition(ABC):
                 )
             seen |= set(updated.part.paths)
         return Final(memory, tuple(updates))
+
+    def _exchange_dropped(self, metrics: Any, finals: Sequence[Final]) -> None:
+        """Exchange the norms of updates that no state has: all others are known when the step is over."""
+        kept = [updated for final in finals for updated in final.updates]
+        for leaf in tree.leaves(metrics):
+            number = number_of(leaf)
+            if number is not None and number.kind == "norm" and number.of not in kept:
+                self.number(number)
 
     def _check_finals(self, finals: Sequence[Final]) -> None:
         if not finals:
@@ -264,6 +275,20 @@ class Composition(ABC):
             self.complete.add(("state", flat.state))
             self.reach_local("state", flat.state)
         return flat.held
+
+    def number(self, value: Number) -> Tensor:
+        """The value of a number of this step, now."""
+        key = value.kind, value.of, value.at
+        if key not in self.numbers:
+            if value.kind == "norm" and isinstance(value.of.grads, RunningFlat):
+                self.chunks(value.of.grads)
+            self.numbers[key] = self._skips(value.of) if value.kind == "skipped" else self.exchanged(value)
+        return self.number_tensor(self.numbers[key], value.dtype)
+
+    def _skips(self, updated: Updated) -> float:
+        """Whether an update does not happen, by its norm."""
+        self.number(Number("norm", updated, 0, torch.float64))
+        return float(updated.part.skips(updated.state, self.numbers["norm", updated, 0]))
 
     def apply(self, memory: RunningMemory) -> None:
         """Apply an update that somebody reads, to copies of what it updates."""
@@ -367,8 +392,12 @@ class Composition(ABC):
         """The shards of a state of the step that has no update waiting."""
 
     @abstractmethod
-    def number(self, value: Number) -> Tensor:
-        """The value of a number of this step, now."""
+    def exchanged(self, value: Number) -> float:
+        """A number of this step, by an exchange of its own."""
+
+    @abstractmethod
+    def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
+        """A number as a tensor."""
 
     @abstractmethod
     def updated(self, updated: Updated, before: RunningMemory) -> Any:

@@ -297,6 +297,9 @@ class StepRunner:
                 continue
             norms, scale, _ = numbers.of_update[updated]
             pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale))
+            if updated.grads in numbers.spent:  # another state is updated with them too
+                pendings[-1].detach()
+            numbers.spent.append(updated.grads)
             stale |= updated.part.shared
         self._last += tuple(pendings)
         return Memory(origin.plan, shards, joined(pendings), stale)

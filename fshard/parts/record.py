@@ -1,6 +1,7 @@
 """Finding out what a step function does: it is run once on fake tensors, and its parts write themselves down."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
 from fshard.runtime.engine.loss import as_means, detached, read_loss
-from fshard.runtime.execution import Found, Shard, Shards
+from fshard.runtime.execution import Found, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace import FAKE_ONLY, fake_mode, foreseeing, trace_in
 from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
@@ -61,7 +62,7 @@ class RecordedUpdate:
     Attributes:
         origin: the number of the state that it updates.
         part: the update.
-        bank: the pass of its gradients; None if arithmetic made them.
+        bank: the pass of its gradients; None if arithmetic made them, or if another update has them too.
         fresh: whether it updates the parameters that the step was given, and not those that the step has made of them.
     """
 
@@ -173,6 +174,9 @@ class Recording(Composition):
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Fake shards."""
         foresee(updated.part.plan)
+        for group in partly_updated(updated.part.chosen):
+            Ranks(updated.part.plan.mesh, updated.part.plan.groups[group].opt_axes).foresee()
+        self.numbers["norm", updated, 0] = math.nan
         chunks = self._fake(form_of(updated.part.plan))
         return Shards([Shard(chunks[group.id], {}) for group in updated.part.plan.groups])
 
@@ -181,14 +185,15 @@ class Recording(Composition):
         chunks = self._fake(form_of(memory.plan))
         return Shards([Shard(chunks[group.id], {}) for group in memory.plan.groups])
 
-    def number(self, value: Number) -> Tensor:
-        """A fake number, which ranks exchange."""
-        update = value.kind in ("norm", "skipped")
-        if update and isinstance(value.of.grads, RunningFlat):
-            self.chunks(value.of.grads)
-        foresee(value.of.part.plan if update else self._pass(value.of).spec.plan)
+    def exchanged(self, value: Number) -> float:
+        """Ranks will exchange it."""
+        foresee(value.of.part.plan if value.kind == "norm" else self._pass(value.of).spec.plan)
+        return math.nan
+
+    def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
+        """A fake number."""
         with self.mode:
-            return torch.empty((), dtype=value.dtype)
+            return torch.empty((), dtype=dtype)
 
     def _pass(self, number: int) -> RecordedPass:
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)][number]
@@ -196,7 +201,9 @@ class Recording(Composition):
     def recorded(self, result: Result, axes: Sequence[Axes]) -> Recorded:
         """What the function did."""
         versions = [(version.plan, version.given) for version in self.versions]
-        updates = [_recorded(final, updated) for final in result.finals for updated in final.updates]
+        pairs = [(final, updated) for final in result.finals for updated in final.updates]
+        again = [each.grads in [other.grads for _, other in pairs[:at]] for at, (_, each) in enumerate(pairs)]
+        updates = [_recorded(*pair, twice) for pair, twice in zip(pairs, again, strict=True)]
         return Recorded(tuple(self.stages), tuple(versions), tuple(updates), tuple(axes), tuple(self.needs))
 
 
@@ -236,8 +243,8 @@ def foresee(plan: Plan) -> None:
         Ranks(plan.mesh, plan.mesh.axis_names).foresee()
 
 
-def _recorded(final: Final, updated: Updated) -> RecordedUpdate:
-    bank = updated.grads.number if isinstance(updated.grads, Bank) else None
+def _recorded(final: Final, updated: Updated, again: bool) -> RecordedUpdate:
+    bank = updated.grads.number if isinstance(updated.grads, Bank) and not again else None
     return RecordedUpdate(final.memory.origin, updated.part, bank, final.memory.shards_made is None)
 
 

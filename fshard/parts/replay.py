@@ -19,7 +19,7 @@ from fshard.parts.running import Bank, Given, Number, RunningFlat, RunningMemory
 from fshard.runtime.engine.batch import check_device, check_even, microbatches, signature
 from fshard.runtime.engine.loss import Mean, as_means, check_differentiable, check_means, detached, means_of, read_loss
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.execution import Shard, Shards
+from fshard.runtime.execution import Shard, Shards, partly_updated
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
@@ -27,6 +27,7 @@ from fshard.runtime.steps.consensus import RuleNorms, Verdict, read
 from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Form
+from fshard.state.settle import fetch
 from fshard.training.metrics import combine_aux
 
 
@@ -75,7 +76,6 @@ class Replay(Composition):
     at: int = 0
     ran: list[Ran] = field(default_factory=list)
     dead: list[Tensor] = field(default_factory=list)
-    numbers: dict[tuple[str, Any, int], float] = field(default_factory=dict)
     scales: dict[int, float] = field(default_factory=dict)
     banks: dict[int, Bank] = field(default_factory=dict)
     givens: dict[int, Given] = field(default_factory=dict)
@@ -271,7 +271,12 @@ class Replay(Composition):
         updated.part.check_finite(Verdict((), math.nan, norm, 1.0))
         self.numbers["norm", updated, 0] = norm
         shards = self.shards_of(before).clone()
-        updated.part.pending(updated.state, updated.grads, norms, 1.0).finish(shards)
+        pending = updated.part.pending(updated.state, updated.grads, norms, 1.0)
+        pending.detach()  # the function may read the gradients again, and the update spends them
+        pending.finish(shards)
+        plan = updated.part.plan
+        for group in partly_updated(updated.part.chosen):
+            fetch(shards[group], Ranks(plan.mesh, plan.groups[group].opt_axes))
         return shards
 
     def shards_of(self, memory: RunningMemory) -> Shards:
@@ -282,20 +287,13 @@ class Replay(Composition):
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
-    def number(self, value: Number) -> Tensor:
-        """A number, by an exchange of its own."""
-        key = value.kind, value.of, value.at
-        if key not in self.numbers:
-            self.numbers[key] = self._exchanged(value)
-        return torch.tensor(self.numbers[key], dtype=value.dtype)
+    def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
+        """A number as a tensor."""
+        return torch.tensor(number, dtype=dtype)
 
-    def _exchanged(self, value: Number) -> float:
-        if value.kind == "skipped":
-            norm = float(self.number(Number("norm", value.of, 0, torch.float64)))
-            return float(value.of.part.skips(value.of.state, norm))
+    def exchanged(self, value: Number) -> float:
+        """A number, by an exchange of its own."""
         if value.kind == "norm":
-            if isinstance(value.of.grads, RunningFlat):
-                self.chunks(value.of.grads)
             squares = self._summed(value.of.part.plan, _squares(value.of.part.rule_norms(value.of.grads)))
             return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         plan, ran = self.step.recorded.passes[value.of].spec.plan, self.ran[value.of]

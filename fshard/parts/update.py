@@ -126,7 +126,10 @@ class UpdateStep:
         state.memory.note_compared()
         if self.skips(state, verdict.norm):
             return self.after(state, True), self.metrics(verdict.norm, True)
-        return self.conclude(state, flat, verdict, 1.0), self.metrics(verdict.norm, False)
+        following = self.conclude(state, flat, verdict, 1.0)
+        if state.memory.lent and following.stale:  # in a step function, states can be read without fs.settle
+            complete(following, self.plan.mesh)
+        return following, self.metrics(verdict.norm, False)
 
     def skips(self, state: TrainState, norm: float) -> bool:
         """Whether a smaller scale may mend gradients of this norm."""
@@ -231,6 +234,8 @@ class UpdateStep:
         pending = self.pending(state, flat, verdict.rules, scale)
         memory = state.memory
         shards, before = state.shards(), state.pending
+        if memory.lent:  # a step function may use the gradients again
+            pending.detach()
         if before is not None and before.waiting and before.groups & pending.groups:
             shards, before = state.applied(), None
         waiting = before is not None and before.waiting

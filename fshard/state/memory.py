@@ -100,7 +100,7 @@ class Memory:
 
     Attributes:
         compared: whether ranks have compared what they hold copies of.
-        lent: whether the shards belong to another state, so that an update is applied to copies.
+        lent: whether other states may have these shards too, so that an update is applied to copies.
         within: whether it is that of a state inside of a step function, whose random numbers its parts draw.
     """
 
@@ -153,8 +153,7 @@ class Memory:
         shards = self.shards(step)
         if self.pending is not None:
             if self.lent:
-                shards, self.lent = shards.clone(), False
-                self._shards = shards
+                self._shards = shards = shards.clone()
             self.pending.finish(shards)
             self.pending = None
         return shards
@@ -211,7 +210,9 @@ class Memory:
         """Memory of its own with other parameters and the same optimizer state."""
         flat = self.plan.check_tree(params, whole=False, what="params")
         opt = tree.map(_cloned, self.opt_state(step))
-        return Memory.of(self.layout(step), tree.map(_cloned, tree.nest(flat)), opt)
+        made = Memory.of(self.layout(step), tree.map(_cloned, tree.nest(flat)), opt)
+        made.lent = self.lent
+        return made
 
     def note_compared(self) -> None:
         """Note that ranks have compared what they hold copies of."""

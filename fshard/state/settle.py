@@ -6,6 +6,7 @@ from fshard.arguments import expect
 from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
 from fshard.runtime.comm import each_rank_or_raise, enter, mesh_communicator
+from fshard.runtime.execution import Shard
 from fshard.sharding.mesh import Mesh
 from fshard.state.train_state import TrainState
 
@@ -46,9 +47,13 @@ def complete(state: TrainState, mesh: Mesh) -> TrainState:
         return state
     enter(mesh, "settle")
     shards = each_rank_or_raise(mesh_communicator(mesh), state.applied)
-    with torch.no_grad():
-        for group in list(stale):
-            shard, axes = shards[group], state.plan.groups[group].opt_axes
-            shard.param.copy_(apply(shard.own.to(mesh.device), Collect(Ranks(mesh, axes), -1)))
-            del stale[group]
+    for group in list(stale):
+        fetch(shards[group], Ranks(mesh, state.plan.groups[group].opt_axes))
+        del stale[group]
     return state
+
+
+def fetch(shard: Shard, ranks: Ranks) -> None:
+    """Fetch what these ranks have updated of a shard. Collective."""
+    with torch.no_grad():
+        shard.param.copy_(apply(shard.own.to(ranks.mesh.device), Collect(ranks, -1)))

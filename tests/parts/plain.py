@@ -69,7 +69,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def whole(seed: int = 1) -> dict[str, Any]:
+def whole(seed: int = 0) -> dict[str, Any]:
     """Parameters."""
     draw = torch.Generator().manual_seed(seed)
 

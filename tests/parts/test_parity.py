@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-import fshard as fs
 from tests.parts import ways
 from tests.parts.plain import FUNCTIONS
 from tests.parts.ways import FLAT, OPTS, REPLICAS, Way

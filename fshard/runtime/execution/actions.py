@@ -89,9 +89,9 @@ class Actions:
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
 
-    def beside(self, slots: Slots, gradients: FlatGradients) -> "Actions":
+    def beside(self, slots: Slots, comms: Communicators, gradients: FlatGradients) -> "Actions":
         """The actions of another program that reads the same shards in the same step: what is readable is shared."""
-        made = Actions(slots, self.comms, gradients, self.resident, self.poison)
+        made = Actions(slots, comms, gradients, self.resident, self.poison)
         made.readable = self.readable
         return made
 

@@ -206,7 +206,7 @@ class Programs:
                 slots.bind_grad(made.home)
             buffers[group] = GradientBuffers(slots, *made)
         if beside is not None:
-            return engine, beside.beside(engine.slots, gradients)
+            return engine, beside.beside(engine.slots, self.comms, gradients)
         resident = make_resident(memory.casts, memory.offload)
         return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
 
