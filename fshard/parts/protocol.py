@@ -84,6 +84,7 @@ class StepRunner:
         self.choices: dict[Recorded, Choice] = {}
         self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[Plan]]] = {}
         self._replays: dict[Recorded, Replay] = {}
+        self._equals: dict[int, Equal] = {}  # by the id of the plan, which lives as long as they do
         self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
 
     def run(self, given: Arguments, shield: Shield) -> tuple[Any, Any] | str:
@@ -136,8 +137,7 @@ class StepRunner:
             raise TreeError("step(state, batch): one state was given twice")
         if self.plan.mesh.size == 1:
             return Facts()
-        told, always = {"schedule": self.running.policy, "debug": self.running.debug}, self.running.debug
-        facts = [Equal(state.plan, told, always=always).of(state) for state in given.states]
+        facts = [self._equal(state.plan).of(state) for state in given.states]
         if len(facts) == 1:
             return facts[0]
         return Facts(digest([each.number for each in facts]), lambda: [tier for each in facts for tier in each.items()])
@@ -168,6 +168,13 @@ class StepRunner:
         agree(comms.control, CALL, Intent(digest(text), lambda: text), given.batch, False, None, facts)
         comms.open()
         self.choices[recorded] = decided(self.plan, comms, task, auto)
+
+    def _equal(self, plan: Plan) -> Equal:
+        """What must be equal on all ranks of states with a plan."""
+        if id(plan) not in self._equals:
+            told = {"schedule": self.running.policy, "debug": self.running.debug}
+            self._equals[id(plan)] = Equal(plan, told, always=self.running.debug)
+        return self._equals[id(plan)]
 
     def _prepare(self, recorded: Recorded | None, own: int) -> Replay | None:
         """What the function does, with a schedule; None if only a real run can tell."""
