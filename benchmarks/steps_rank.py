@@ -38,6 +38,22 @@ def same_bits(size: Size, steps: int = 3) -> dict[str, bool]:
     return found
 
 
+def check_agreement(built: dict[str, Any], size: Size, tolerance: float = 1e-5) -> None:
+    """See that the first losses of those agree that begin with the same one.
+
+    Raises:
+        SystemExit: they do not.
+    """
+    losses = {}
+    for name, peer in built.items():
+        peer.step(rows(size, 0, dist.get_rank()))
+        losses[name] = float(peer.loss)
+    for first, *others in (("train step", "by parts", "train step clip", "by parts clip", "sam"), ("gan apart", "gan")):
+        for name in others:
+            if {first, name} <= set(losses) and abs(losses[name] / losses[first] - 1) > tolerance:
+                raise SystemExit(f"the peers do not agree: {name} {losses[name]}, {first} {losses[first]}")
+
+
 def sent_bytes(schedule: fs.Schedule) -> int:
     """What a rank sends in a step, by its schedule."""
     sizes = {(move.kind, group.name): move.sent for group in schedule.groups for move in group.transfers}
@@ -69,6 +85,7 @@ def main() -> int:
     with peers.process_group():
         found: dict[str, Any] = {"bits": same_bits(size)}
         built: dict[str, Any] = {name: compositions.PEERS[name](make(size)) for name in args.peers}
+        check_agreement(built, size)
         found["samples"] = peers.interleave(built, size, args.rounds, worker.sent if args.count else None)
         if "dpo" in built and "train step" in built:
             (schedule,) = built["dpo"].schedules
