@@ -25,12 +25,14 @@ class Scope:
 
     Every value inside is varying over the axes ``implicit``: a collective's result that is invariant over them becomes
     varying at once. (JAX inserts the same ``pvary`` where an invariant value meets a varying one, which its tracer
-    sees and ordinary PyTorch code does not show.) ``ties`` are those of a ``shard_map`` under way.
+    sees and ordinary PyTorch code does not show.) ``ties`` are those of a ``shard_map`` under way, and
+    ``running`` is the step function under way.
     """
 
     mesh: Mesh
     implicit: Axes
     ties: Any = None
+    running: Any = None
 
 
 # The one context variable of the package: the calls around, in this thread, bind a mesh.
@@ -38,9 +40,9 @@ SCOPE: ContextVar[Scope | None] = ContextVar("fshard_scope", default=None)
 
 
 @contextmanager
-def bind(mesh: Mesh, implicit: Axes, ties: Any = None) -> Iterator[None]:
+def bind(mesh: Mesh, implicit: Axes, ties: Any = None, running: Any = None) -> Iterator[None]:
     """Bind the axes of a mesh; every value inside is varying over the ``implicit`` ones."""
-    token = SCOPE.set(Scope(mesh, implicit, ties))
+    token = SCOPE.set(Scope(mesh, implicit, ties, running))
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fshard import tree
+from fshard.collectives.scope import bind
 from fshard.errors import CommError, LossError, PeerError, PlanError, ScheduleError, TreeError
 from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.compose import Arguments, Final, Result
@@ -244,7 +245,8 @@ class StepRunner:
         """Run the function. What it raises is part of the result."""
         try:
             arguments = replay.inside(given)
-            with self._randomness(given.states[0]), shield.opened():
+            inside = bind(self.plan.mesh, self.plan.data_axes, running=replay)
+            with inside, self._randomness(given.states[0]), shield.opened():
                 return Attempt(OK, replay.result(self.fn(*arguments)))
         except CommError as error:
             if executor.lost:

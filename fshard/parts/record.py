@@ -226,7 +226,7 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | N
         with ExitStack() as stack:
             for context in around:
                 stack.enter_context(context)
-            stack.enter_context(bind(plan.mesh, plan.data_axes))
+            stack.enter_context(bind(plan.mesh, plan.data_axes, running=recording))
             result = recording.result(fn(*inside))
     except (*VALUES_NEEDED, Untraceable):
         return None

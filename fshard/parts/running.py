@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard import tree
 from fshard.arguments import described
+from fshard.collectives.scope import SCOPE
 from fshard.errors import StateError, TreeError
 from fshard.runtime.engine.proxies import METADATA, PLACE
 from fshard.sharding.plan import Plan
@@ -56,13 +57,20 @@ class Running(Protocol):
 
 
 def running_of(given: Any) -> Running | None:
-    """The step function that this state or tree belongs to; None outside of one."""
+    """The step function that this state or tree belongs to, or that is under way; None outside of one."""
     if isinstance(given, TrainState):
         return getattr(given.memory, "running", None)
     while isinstance(given, Mapping) and given:
         given = next(iter(given.values()))
     flat = mark_of(given)
-    return flat.running if isinstance(flat, RunningFlat) else None
+    return flat.running if isinstance(flat, RunningFlat) else _under_way()
+
+
+def _under_way() -> Running | None:
+    """The step function whose code runs: a tree that this code has made by itself carries no mark."""
+    scope = SCOPE.get()
+    found: Running | None = None if scope is None else scope.running
+    return found
 
 
 class Later(Tensor):

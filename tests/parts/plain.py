@@ -319,9 +319,18 @@ def watched(b: Any, state: Any, batch: Any) -> Any:
     return state, {"loss": loss, "seen": seen["loss"], "after": after["loss"], "norm": norm}
 
 
+def mapped(b: Any, state: Any, batch: Any) -> Any:
+    """Arithmetic of the function's own, leaf by leaf, on parameters and gradients."""
+    loss, grads = b.grad("first", state, batch)
+    near = tree.map(lambda leaf, slope: leaf + 0.1 * slope, state.params, grads)
+    _, grads = b.grad("second", near, batch)
+    state, norm = b.update(state, tree.map(torch.tanh, grads))
+    return state, {"loss": loss, "norm": norm}
+
+
 FUNCTIONS = {
     f.__name__: f
-    for f in (ready, exact, sam, exact_sam, together, in_turns, surgery, inner, search, lookahead, watched)
+    for f in (ready, exact, sam, exact_sam, together, in_turns, surgery, inner, search, lookahead, watched, mapped)
 }
 
 
