@@ -94,8 +94,8 @@ def play(envs: Any, obs: Any, model: fs.Model, params: Any, draws: Tensor) -> tu
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Play, learn, repeat."""
     model = fs.split(ActorCritic(), units=("actor.*", "critic.*"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
-    opt = fs.optim.adamw(fs.optim.linear(args.lr, 0.0, 16 * args.steps), weight_decay=0.0)
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    opt = fs.optim.adamw(fs.optim.schedules.linear(args.lr, 0.0, 16 * args.steps), weight_decay=0.0)
     state, step = fs.init_state(plan, opt, seed=args.seed), ppo_step(model, opt, plan)
     draw, mine = torch.Generator().manual_seed(args.seed), range(8)[mesh.rank :: mesh.size]
     envs, obs = arena(mine)

@@ -68,35 +68,6 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
         right = (guess == labels[:360]).float().mean()
         if mesh.rank == 0:
             print(f"{name}: {right:.1%} of 360 held-out digits right")
-        return state, {"loss": loss, "norm": metrics.grad_norm}
-
-    return fs.make_step(fn, plan)
-
-
-def perceptron(mesh: fs.Mesh, width: int) -> Model:
-    """Images (rows, 64) to logits (rows, 10), and where its parameters lie."""
-    layers = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
-    model = fs.split(nn.Sequential(*layers), units=("0", "2", "4"))
-    return model, fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
-
-
-def main(args: Namespace, mesh: fs.Mesh) -> None:
-    """Train the teacher, and both students."""
-    data, draw = load_digits(), torch.Generator().manual_seed(1)
-    order = torch.randperm(1797, generator=draw)
-    images, labels = torch.tensor(data.data / 16, dtype=torch.float32)[order], torch.tensor(data.target)[order]
-    teacher, student = perceptron(mesh, args.width), perceptron(mesh, args.small)
-
-    def train(name: str, model: Model, step: Callable[..., Any], seen: int, extra: dict[str, Any]) -> fs.TrainState:
-        state = fs.init_state(model[1], opt, seed=args.seed)
-        for _ in tqdm(range(args.steps), desc=name, disable=mesh.rank != 0):
-            rows = torch.randint(360, 360 + seen, (args.batch,), generator=draw)
-            batch = model[1].local_batch({"images": images[rows], "labels": labels[rows]})
-            state, _ = step(state, {k: x.to(mesh.device) for k, x in batch.items()} | extra)
-        guess = model[0].apply(fs.unshard(state.params, model[1]), images[:360].to(mesh.device)).argmax(1).cpu()
-        right = (guess == labels[:360]).float().mean()
-        if mesh.rank == 0:
-            print(f"{name}: {right:.1%} of 360 held-out digits right")
         return state
 
     def by_labels(model: Model) -> Any:
@@ -104,7 +75,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
             lambda params, batch: cross_entropy(model[0].apply(params, batch["images"]), batch["labels"]), opt, model[1]
         )
 
-    opt = fs.optim.adamw(fs.optim.linear(args.lr, 0.0, args.steps), weight_decay=0.0)
+    opt = fs.optim.adamw(fs.optim.schedules.linear(args.lr, 0.0, args.steps), weight_decay=0.0)
     taught = train("teacher", teacher, by_labels(teacher), 1437, {})
     train(f"student of {args.few} labels", student, by_labels(student), args.few, {})
     train("student of the teacher", student, distill_step(student, teacher, opt, args.heat), 1437, {"teacher": taught})

@@ -79,7 +79,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
         real = MODES[torch.randint(8, (args.batch,), generator=draw)]
         real = real + SPREAD * torch.randn(args.batch, 2, generator=draw)
         batch = {"real": real, "noise": torch.randn(args.batch, 8, generator=draw)}
-        state, losses = step(state, {k: x.chunk(mesh.size)[mesh.rank].to(mesh.device) for k, x in batch.items()})
+        state, losses = step(state, {k: x.to(mesh.device) for k, x in plan.local_batch(batch).items()})
         if i % 50 == 0:
             bar.set_postfix_str(f"discriminator {losses['dis']:.3f}, generator {losses['gen']:.3f}")
     noise = torch.randn(4096, 8, generator=draw).to(mesh.device)

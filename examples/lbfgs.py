@@ -28,15 +28,15 @@ def inverse(x: Tensor) -> Tensor:
 
 def direction(grads: Any, moves: list[tuple[Any, Any]], plan: fs.Plan) -> Any:
     """The gradient times the inverse of the Hessian that the moves tell of, the latest last (two-loop recursion)."""
-    rates = [inverse(fs.tree_vdot(change, move, plan)) for move, change in moves]
+    rates = [inverse(fs.tree.vdot(change, move, plan)) for move, change in moves]
     way, sizes = grads, []
     for (move, change), rate in zip(reversed(moves), reversed(rates), strict=True):
-        sizes.insert(0, rate * fs.tree_vdot(move, way, plan))
-        way = fs.tree_add(way, change, -sizes[0])
-    scale = inverse(rates[-1] * fs.tree_vdot(moves[-1][1], moves[-1][1], plan))
-    way = fs.tree_scale(way, torch.where(scale > 0, scale, 1 / fs.tree_norm(grads, plan)))
+        sizes.insert(0, rate * fs.tree.vdot(move, way, plan))
+        way = fs.tree.add(way, change, -sizes[0])
+    scale = inverse(rates[-1] * fs.tree.vdot(moves[-1][1], moves[-1][1], plan))
+    way = fs.tree.scale(way, torch.where(scale > 0, scale, 1 / fs.tree.norm(grads, plan)))
     for (move, change), rate, size in zip(moves, rates, sizes, strict=True):
-        way = fs.tree_add(way, move, size - rate * fs.tree_vdot(change, way, plan))
+        way = fs.tree.add(way, move, size - rate * fs.tree.vdot(change, way, plan))
     return way
 
 
@@ -50,16 +50,16 @@ def lbfgs_step(loss_fn: Callable[..., Any], plan: fs.Plan, tries: int) -> Any:
     def fn(state: dict[str, Any], rows: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         point, grads, moves = state["point"], state["grads"].params, state["moves"]
         way = direction(grads, [(move.params, change.params) for move, change in moves], plan)
-        slope, loss = fs.tree_vdot(grads, way, plan), evaluate(point, rows)
+        slope, loss = fs.tree.vdot(grads, way, plan), evaluate(point, rows)
         length = torch.full_like(slope, 0.5**tries)
         for power in reversed(range(tries)):
-            there = evaluate(point.replace(params=fs.tree_add(point.params, way, -(0.5**power))), rows)
+            there = evaluate(point.replace(params=fs.tree.add(point.params, way, -(0.5**power))), rows)
             length = torch.where(there <= loss - 1e-4 * 0.5**power * slope, 0.5**power, length)
-        move = fs.tree_scale(way, -length)
-        point = point.replace(params=fs.tree_add(point.params, move))
+        move = fs.tree.scale(way, -length)
+        point = point.replace(params=fs.tree.add(point.params, move))
         loss, following = grad(point, rows)
         (oldest, other), *moves = moves
-        latest = oldest.replace(params=move), other.replace(params=fs.tree_add(following, grads, -1.0))
+        latest = oldest.replace(params=move), other.replace(params=fs.tree.add(following, grads, -1.0))
         state = {"point": point, "grads": state["grads"].replace(params=following), "moves": [*moves, latest]}
         return state, {"loss": loss, "length": length}
 
@@ -69,7 +69,7 @@ def lbfgs_step(loss_fn: Callable[..., Any], plan: fs.Plan, tries: int) -> Any:
 def begin(loss_fn: Callable[..., Any], plan: fs.Plan, start: fs.TrainState, rows: Any, memory: int) -> dict[str, Any]:
     """The state of a first step: no moves yet."""
     _, grads = fs.value_and_grad(loss_fn, plan)(start, rows)
-    none = fs.tree_scale(grads, 0.0)
+    none = fs.tree.scale(grads, 0.0)
     moves = [(start.replace(params=none), start.replace(params=none)) for _ in range(memory)]
     return {"point": start, "grads": start.replace(params=grads), "moves": moves}
 
@@ -94,7 +94,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
         state, metrics = step(state, rows)
         told.append(metrics)
         bar.set_postfix_str(f"loss {metrics['loss']:.5f}")
-    opt = fs.optim.adamw(fs.optim.linear(0.03, 0.0, args.steps), weight_decay=0.0)
+    opt = fs.optim.adamw(fs.optim.schedules.linear(0.03, 0.0, args.steps), weight_decay=0.0)
     plain, train = fs.init_state(plan, opt, seed=args.seed), fs.make_train_step(loss_fn, opt, plan)
     for _ in range(args.steps):
         plain, metrics = train(plain, rows)

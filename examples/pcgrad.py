@@ -28,11 +28,11 @@ def surgery_step(losses: list[Callable[..., Any]], opt: fs.optim.Optimizer, plan
     def fn(state: fs.TrainState, batch: Any) -> tuple[fs.TrainState, dict[str, Tensor]]:
         left, a = one(state, batch)
         right, b = two(state, batch)
-        dot = fs.tree_vdot(a, b, plan)
+        dot = fs.tree.vdot(a, b, plan)
         against = dot.clamp(max=0.0) if surgery else 0.0 * dot
-        a_kept = fs.tree_add(a, b, -against / fs.tree_vdot(b, b, plan))
-        b_kept = fs.tree_add(b, a, -against / fs.tree_vdot(a, a, plan))
-        state, _ = update(state, fs.tree_add(a_kept, b_kept))
+        a_kept = fs.tree.add(a, b, -against / fs.tree.vdot(b, b, plan))
+        b_kept = fs.tree.add(b, a, -against / fs.tree.vdot(a, a, plan))
+        state, _ = update(state, fs.tree.add(a_kept, b_kept))
         return state, {"left": left, "right": right, "against": dot < 0}
 
     return fs.make_step(fn, plan)
@@ -75,7 +75,7 @@ def train(args: Namespace, mesh: fs.Mesh, surgery: bool) -> tuple[Tensor, float]
     against = 0.0
     for _ in tqdm(range(args.steps), desc="surgery" if surgery else "sum", disable=mesh.rank != 0):
         batch = pairs(images, labels, torch.randint(360, 1797, (args.batch, 2), generator=draw))
-        state, metrics = step(state, tuple(x.chunk(mesh.size)[mesh.rank].to(mesh.device) for x in batch))
+        state, metrics = step(state, tuple(x.to(mesh.device) for x in plan.local_batch(batch)))
         against += metrics["against"].item() / args.steps
     guess = model.apply(fs.unshard(state.params, plan), held[0].to(mesh.device)).argmax(-1).cpu()
     return (guess == held[1]).float().mean(0), against

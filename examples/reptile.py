@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
+from fshard import tree
 
 try:
     from tqdm import tqdm
@@ -34,11 +35,11 @@ def reptile_step(loss_fn: Callable[..., Any], opt: fs.optim.Optimizer, plan: fs.
             params = start
             for batch in task:
                 loss, grads = grad(params, batch)
-                params = fs.tree_add(params, grads, -rate)
+                params = tree.add(params, grads, -rate)
             losses.append(loss)
-            way = fs.tree_add(start, params, -1.0)
-            back = way if back is None else fs.tree_add(back, way)
-        state, metrics = update(state, fs.tree_scale(back, 1 / len(tasks)))
+            way = tree.add(start, params, -1.0)
+            back = way if back is None else tree.add(back, way)
+        state, metrics = update(state, tree.scale(back, 1 / len(tasks)))
         return state, {"losses": losses, "norm": metrics.grad_norm}
 
     return fs.make_step(fn, plan)
@@ -62,7 +63,7 @@ def adapted(model: fs.Model, params: Any, rate: float) -> float:
     for (seen, y), (x, answer) in waves(20, torch.Generator().manual_seed(123), 2, 10):
         mine = params
         for _ in range(32):
-            mine = fs.tree_add(mine, torch.func.grad(loss)(mine, seen, y), -rate)
+            mine = tree.add(mine, torch.func.grad(loss)(mine, seen, y), -rate)
         total += loss(mine, x, answer).item() / 20
     return total
 
@@ -73,7 +74,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     net = nn.Sequential(nn.Linear(1, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 1))
     model = fs.split(net, units=("0", "2", "4"))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
-    opt = fs.optim.sgd(fs.optim.linear(args.lr, 0.0, args.steps))
+    opt = fs.optim.sgd(fs.optim.schedules.linear(args.lr, 0.0, args.steps))
 
     def loss_fn(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.mse_loss(model.apply(params, batch[0]), batch[1])
@@ -82,8 +83,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     draw, before = torch.Generator().manual_seed(args.seed), fs.unshard(state.params, plan)
     for _ in tqdm(range(args.steps), disable=mesh.rank != 0):
         tasks = waves(args.tasks, draw, args.inner_steps, args.rows)
-        mine = [[tuple(x.chunk(mesh.size)[mesh.rank].to(mesh.device) for x in b) for b in task] for task in tasks]
-        state, metrics = step(state, mine)
+        state, metrics = step(state, tree.map(lambda x: x.to(mesh.device), plan.local_batch(tasks)))
     after = fs.unshard(state.params, plan)
     if mesh.rank == 0:
         for name, params in (("random", before), ("learned", after)):

@@ -27,7 +27,7 @@ def sam_step(loss_fn: Callable[..., Any], opt: fs.optim.Optimizer, plan: fs.Plan
 
     def fn(state: fs.TrainState, batch: Any) -> tuple[fs.TrainState, dict[str, Tensor]]:
         loss, grads = grad(state, batch)
-        worst = fs.tree_add(state.params, grads, radius / fs.tree_norm(grads, plan))
+        worst = fs.tree.add(state.params, grads, radius / fs.tree.norm(grads, plan))
         near, grads = grad(worst, batch)
         state, _ = update(state, grads)
         return state, {"loss": loss, "near": near}
@@ -56,7 +56,7 @@ def train(args: Namespace, mesh: fs.Mesh, radius: float) -> tuple[float, float]:
     step = sam_step(loss_fn, opt, plan, radius) if radius else fs.make_train_step(loss_fn, opt, plan)
     draw.manual_seed(args.seed)
     for _ in tqdm(range(args.steps), desc=f"radius {radius}", disable=mesh.rank != 0):
-        rows = torch.randint(1437, (args.batch,), generator=draw).chunk(mesh.size)[mesh.rank].to(mesh.device)
+        rows = plan.local_batch(torch.randint(1437, (args.batch,), generator=draw)).to(mesh.device)
         state, _ = step(state, (images[360:][rows], labels[rows]))
     guess = model.apply(fs.unshard(state.params, plan), images).argmax(1)
     held, learned = (guess == truth)[:360], (guess[360:] == labels)[wrong]
@@ -84,6 +84,4 @@ if __name__ == "__main__":
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     args = cli.parse_args()
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        if args.batch % mesh.size:
-            raise SystemExit(f"--batch must be a multiple of {mesh.size}, the number of ranks")
         main(args, mesh)
