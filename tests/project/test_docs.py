@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_checkpoints() -> None:
 def test_interchange() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "interchange.md") > 6
+
+
+def test_steps() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "steps.md") > 14
+
+
+def test_steps_are_not_longer_than_in_jax() -> None:
+    found = [
+        (info, [line for line in text.splitlines() if line]) for info, text, _ in blocks(ROOT / "docs" / "steps.md")
+    ]
+    pairs = [(one, two) for (kind, one), (other, two) in pairwise(found) if (kind, other) == ("python", "py")]
+    assert len(pairs) == 3 and all(len(one) <= len(two) for one, two in pairs)
 
 
 def test_collectives() -> None:
