@@ -83,13 +83,13 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
 
 if __name__ == "__main__":
     cli = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    cli.add_argument("--steps", type=int, default=600, help="train steps of the teacher, and again of each student")
+    cli.add_argument("--steps", type=int, default=1000, help="train steps of the teacher, and again of each student")
     cli.add_argument("--batch", type=int, default=96, help="digits in a step, over all ranks")
     cli.add_argument("--width", type=int, default=256, help="features of the teacher")
-    cli.add_argument("--small", type=int, default=12, help="features of a student")
+    cli.add_argument("--small", type=int, default=16, help="features of a student")
     cli.add_argument("--lr", type=float, default=0.002, help="learning rate")
-    cli.add_argument("--few", type=int, default=100, help="labels that the student without a teacher sees")
-    cli.add_argument("--heat", type=float, default=3.0, help="temperature of the logits")
+    cli.add_argument("--few", type=int, default=50, help="labels that the student without a teacher sees")
+    cli.add_argument("--heat", type=float, default=2.0, help="temperature of the logits")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     args = cli.parse_args()
     with fs.make_mesh((-1,), ("shard",)) as mesh:

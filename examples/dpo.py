@@ -67,8 +67,7 @@ def dpo_step(model: fs.Model, opt: fs.optim.Optimizer, plan: fs.Plan, beta: floa
 
 def answers(rows: int, draw: torch.Generator) -> Tensor:
     """Walks around the circle of digits, one up or one down at each step: (rows, LENGTH)."""
-    ups = torch.rand(rows, 1, generator=draw)
-    steps = torch.where(torch.rand(rows, LENGTH, generator=draw) < ups, 1, -1)
+    steps = torch.where(torch.rand(rows, LENGTH, generator=draw) < torch.rand(rows, 1, generator=draw), 1, -1)
     return (torch.randint(DIGITS, (rows, 1), generator=draw) + steps.cumsum(1)) % DIGITS
 
 

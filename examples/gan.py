@@ -75,13 +75,11 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     opt = fs.optim.partition([(GEN, fs.optim.adamw(args.lr, **adam)), (DIS, fs.optim.adamw(2 * args.lr, **adam))])
     state, step = fs.init_state(plan, opt, seed=args.seed), gan_step(model, opt, plan)
     draw = torch.Generator().manual_seed(args.seed)
-    for i in (bar := tqdm(range(args.steps), disable=mesh.rank != 0)):
+    for _ in tqdm(range(args.steps), disable=mesh.rank != 0):
         real = MODES[torch.randint(8, (args.batch,), generator=draw)]
         real = real + SPREAD * torch.randn(args.batch, 2, generator=draw)
         batch = {"real": real, "noise": torch.randn(args.batch, 8, generator=draw)}
-        state, losses = step(state, {k: x.to(mesh.device) for k, x in plan.local_batch(batch).items()})
-        if i % 50 == 0:
-            bar.set_postfix_str(f"discriminator {losses['dis']:.3f}, generator {losses['gen']:.3f}")
+        state, _ = step(state, {k: x.to(mesh.device) for k, x in plan.local_batch(batch).items()})
     noise = torch.randn(4096, 8, generator=draw).to(mesh.device)
     points = model.apply(fs.unshard(state.params, plan), "gen", noise).cpu()
     near, which = torch.cdist(points, MODES).min(1)

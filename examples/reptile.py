@@ -23,10 +23,7 @@ except ImportError:
 
 
 def reptile_step(loss_fn: Callable[..., Any], opt: fs.optim.Optimizer, plan: fs.Plan, rate: float) -> Any:
-    """A step whose gradient is the way back from where inner steps on each task have come out.
-
-    Its batch is a list of tasks, each of them a list of batches, one for each inner step.
-    """
+    """A step whose gradient is the way back from where inner steps come out; its batch: for each task their batches."""
     grad, update = fs.value_and_grad(loss_fn, plan), fs.make_update(opt, plan)
 
     def fn(state: fs.TrainState, tasks: list[list[Any]]) -> tuple[fs.TrainState, dict[str, Tensor]]:
@@ -54,7 +51,7 @@ def waves(count: int, draw: torch.Generator, steps: int, rows: int) -> list[list
 
 
 def adapted(model: fs.Model, params: Any, rate: float) -> float:
-    """The mean squared error on new waves after 32 steps on ten points of each: a plain function of whole tensors."""
+    """The mean squared error on new waves after 32 steps on ten points of each, of whole tensors."""
 
     def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(model.apply(params, x), y)
@@ -70,9 +67,8 @@ def adapted(model: fs.Model, params: Any, rate: float) -> float:
 
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Meta-train, then learn new waves."""
-    wide = args.width
-    net = nn.Sequential(nn.Linear(1, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 1))
-    model = fs.split(net, units=("0", "2", "4"))
+    layers = [nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)]
+    model = fs.split(nn.Sequential(*layers), units=("0", "2", "4"))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
     opt = fs.optim.sgd(fs.optim.schedules.linear(args.lr, 0.0, args.steps))
 
@@ -82,7 +78,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     state, step = fs.init_state(plan, opt, seed=args.seed), reptile_step(loss_fn, opt, plan, args.inner_lr)
     draw, before = torch.Generator().manual_seed(args.seed), fs.unshard(state.params, plan)
     for _ in tqdm(range(args.steps), disable=mesh.rank != 0):
-        tasks = waves(args.tasks, draw, args.inner_steps, args.rows)
+        tasks = waves(args.tasks, draw, args.inner_steps, 10)
         state, metrics = step(state, tree.map(lambda x: x.to(mesh.device), plan.local_batch(tasks)))
     after = fs.unshard(state.params, plan)
     if mesh.rank == 0:
@@ -97,10 +93,8 @@ if __name__ == "__main__":
     cli.add_argument("--steps", type=int, default=1500, help="meta-train steps")
     cli.add_argument("--tasks", type=int, default=4, help="tasks in a step")
     cli.add_argument("--inner-steps", type=int, default=5, help="steps of descent within a task")
-    cli.add_argument("--rows", type=int, default=10, help="points in an inner step, over all ranks, which divide it")
     cli.add_argument("--inner-lr", type=float, default=0.02, help="learning rate within a task")
     cli.add_argument("--lr", type=float, default=1.0, help="how far to go towards the results, at first")
-    cli.add_argument("--width", type=int, default=64, help="features of the hidden layers")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and tasks")
     args = cli.parse_args()
     with fs.make_mesh((-1,), ("shard",)) as mesh:
