@@ -56,7 +56,7 @@ def adapted(model: fs.Model, params: Any, rate: float) -> float:
     def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(model.apply(params, x), y)
 
-    total, x = 0.0, torch.linspace(-5, 5, 200)[:, None]
+    total = 0.0
     for (seen, y), (x, answer) in waves(20, torch.Generator().manual_seed(123), 2, 10):
         mine = params
         for _ in range(32):
@@ -90,8 +90,8 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
 
 if __name__ == "__main__":
     cli = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
-    cli.add_argument("--steps", type=int, default=1500, help="meta-train steps")
-    cli.add_argument("--tasks", type=int, default=4, help="tasks in a step")
+    cli.add_argument("--steps", type=int, default=1000, help="meta-train steps")
+    cli.add_argument("--tasks", type=int, default=2, help="tasks in a step")
     cli.add_argument("--inner-steps", type=int, default=5, help="steps of descent within a task")
     cli.add_argument("--inner-lr", type=float, default=0.02, help="learning rate within a task")
     cli.add_argument("--lr", type=float, default=1.0, help="how far to go towards the results, at first")
