@@ -140,7 +140,8 @@ class Table:
             version = self.version_of(update.origin)
             for group in update.part.form.groups if version is not None else ():
                 at = self.params[version, group.id] if version is not None else 0
-                due[at] = None if update.bank is None else self.grads.get((update.bank, group.id))
+                if due.get(at) is None:
+                    due[at] = None if update.bank is None else self.grads.get((update.bank, group.id))
         return due
 
 

@@ -108,11 +108,13 @@ class Result:
         state: the states, as running ones.
         metrics: anything.
         finals: of each state, in order.
+        copied: the updates of these whose gradients are copied: the schedule does not keep them for the next step.
     """
 
     state: Any
     metrics: Any
     finals: tuple[Final, ...]
+    copied: tuple[Updated, ...]
 
 
 @dataclass(eq=False)
@@ -170,7 +172,8 @@ class Composition(ABC):
         finals = [self._final(memory_of(state, self)) for state in found]
         self._check_finals(finals)
         self._exchange_dropped(returned[1], finals)
-        return Result(returned[0], tree.map(_lasting, returned[1]), tuple(finals))
+        copied = self._copied(finals)
+        return Result(returned[0], tree.map(_lasting, returned[1]), tuple(finals), copied)
 
     def _final(self, memory: RunningMemory) -> Final:
         updates: list[Updated] = []
@@ -187,6 +190,24 @@ class Composition(ABC):
                 )
             seen |= set(updated.part.paths)
         return Final(memory, tuple(updates))
+
+    def _copied(self, finals: Sequence[Final]) -> tuple[Updated, ...]:
+        """The updates whose gradients no schedule keeps, which are complete on return.
+
+        A schedule keeps one gradient for each group that a pass reads, and each gradient for one update.
+        """
+        copied, spent, taken = list[Updated](), list[Flat](), set[tuple[int, int]]()
+        read = {version.given for version in self.versions}
+        for final in finals:
+            for updated in final.updates:
+                groups = {(final.memory.origin, group.id) for group in updated.part.form.groups}
+                kept = final.memory.origin in read and not groups & taken and updated.grads not in spent
+                if not kept and isinstance(updated.grads, RunningFlat):
+                    self.chunks(updated.grads)
+                    copied.append(updated)
+                taken |= groups
+                spent.append(updated.grads)
+        return tuple(copied)
 
     def _exchange_dropped(self, metrics: Any, finals: Sequence[Final]) -> None:
         """Exchange the norms of updates that no state has: all others are known when the step is over."""

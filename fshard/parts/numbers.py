@@ -8,7 +8,6 @@ from fshard.parts.compose import Result
 from fshard.parts.replay import Replay
 from fshard.parts.running import Bank, Number, Updated, number_of
 from fshard.runtime.steps import Verdict, scalar
-from fshard.state.flat import Flat
 
 
 class UpdateNumbers(NamedTuple):
@@ -36,7 +35,6 @@ class Numbers:
 
     def __init__(self, replay: Replay, result: Result, sums: Sequence[float]) -> None:
         self.replay, found = replay, iter(sums)
-        self.spent = list[Flat]()  # gradients that an update of the step has taken
         self.losses: list[tuple[float, float]] = []
         self.means: list[list[float]] = []
         for means in replay.step.means:

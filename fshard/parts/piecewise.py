@@ -6,12 +6,15 @@ from typing import Any
 
 from fshard import tree
 from fshard.arguments import described
-from fshard.errors import CommError, LossError, ScheduleError
+from fshard.errors import CommError, LossError, PeerError, ScheduleError
 from fshard.parts.compose import Arguments, Place
 from fshard.parts.running import PART
-from fshard.runtime.comm import digest, mesh_communicator
+from fshard.runtime.comm import Communicator, digest, mesh_communicator
+from fshard.runtime.comm.calls import announce
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps import raise_failure
+from fshard.runtime.steps.consensus import CUT, FAILED, OK
+from fshard.runtime.steps.handshake import Intent, different_schedules
 from fshard.sharding.plan import Plan
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
@@ -30,7 +33,7 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
         donate: whether the step takes their memory.
     """
     mesh = plan.mesh
-    control, failure, returned = mesh_communicator(mesh), None, None
+    failure, returned = None, None
     lent = [_lent(complete(state, mesh)) for state in given.states]
     try:
         state, batch = (tree.swap(lambda at: lent[at.number], Place, value) for value in (given.state, given.batch))
@@ -41,15 +44,50 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
         raise
     except BaseException as error:
         failure = error
-    try:
-        agree(control, PART, Intent(digest("the end of the step")), None, False, failure)
-    except ScheduleError as error:  # others were at a part that has a name of its own
-        raise failure or error from error
+    _end(mesh_communicator(mesh), failure)
     assert returned is not None
     following = tree.swap(lambda state: _kept(state, donate), TrainState, returned[0])
     for state in given.states[: given.own] if donate else ():
         state.memory.donate()
     return following, returned[1]
+
+
+def _end(control: Communicator, failure: BaseException | None) -> None:
+    """Meet all other ranks at the end of the step. Collective.
+
+    A rank that fails between two parts comes here while others are at a part. They learn of it there, fail too, and
+    come here with that.
+
+    Raises:
+        BaseException: the failure of this rank, or what another rank says of its own.
+    """
+    if control.size == 1:
+        if failure is not None:
+            raise failure
+        return
+    end, all_here = digest("the end of the step"), False
+    while not all_here:
+        # A rank that only learned of a failure raises what the rank says that failed by itself.
+        own = OK if failure is None else CUT if isinstance(failure, PeerError | ScheduleError) else FAILED
+        try:
+            rows = announce(control, PART, [own, end, digest(()), -1, 0])
+        except ScheduleError as error:  # others are at a part that has a name of its own
+            failure = failure or error
+            continue
+        status, places = [row[0] for row in rows], [row[1] for row in rows]
+        all_here = all(place == end for place in places)
+        try:
+            if any(status):
+                raise_failure(control, failure, status, own)
+            if not all_here:
+                raise different_schedules(control, Intent(end, lambda: "the end of the step"))
+        except (PeerError, ScheduleError) as error:
+            failure = failure or error
+            if all_here:
+                raise
+        except BaseException:
+            if all_here:
+                raise
 
 
 def _lent(state: TrainState) -> TrainState:

@@ -18,6 +18,7 @@ from fshard.parts.compose import Arguments, Final, Result
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, record
 from fshard.parts.replay import Replay
+from fshard.parts.running import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator
 from fshard.runtime.comm.communicator import SingleRankTransport
 from fshard.runtime.comm.communicators import Communicators
@@ -277,7 +278,7 @@ class StepRunner:
         assert result is not None
         numbers = Numbers(replay, result, verdict.rules)
         numbers.check()
-        memories = iter([self._memory(replay, final, given.states, numbers) for final in result.finals])
+        memories = iter([self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals])
         metrics = tree.map(numbers.named, result.metrics)
         if self.donate:
             for state in given.states[: given.own]:
@@ -293,7 +294,14 @@ class StepRunner:
 
         return tree.swap(one, TrainState, result.state), metrics
 
-    def _memory(self, replay: Replay, final: Final, states: Sequence[TrainState], numbers: Numbers) -> Memory:
+    def _memory(
+        self,
+        replay: Replay,
+        final: Final,
+        states: Sequence[TrainState],
+        numbers: Numbers,
+        copied: Sequence[Updated],
+    ) -> Memory:
         """The memory of a state that the step returns, with the updates that wait for the next forward."""
         origin = states[final.memory.origin]
         shards = replay.shards_of(final.memory)
@@ -306,9 +314,8 @@ class StepRunner:
                 continue
             norms, scale, _ = numbers.of_update[updated]
             pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale))
-            if updated.grads in numbers.spent:  # another state is updated with them too
+            if updated in copied:
                 pendings[-1].detach()
-            numbers.spent.append(updated.grads)
             stale |= updated.part.shared
         self._last += tuple(pendings)
         return Memory(origin.plan, shards, joined(pendings), stale)

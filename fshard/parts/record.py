@@ -62,7 +62,7 @@ class RecordedUpdate:
     Attributes:
         origin: the number of the state that it updates.
         part: the update.
-        bank: the pass of its gradients; None if arithmetic made them, or if another update has them too.
+        bank: the pass of its gradients; None if arithmetic made them, or they are copied.
         fresh: whether it updates the parameters that the step was given, and not those that the step has made of them.
     """
 
@@ -201,9 +201,9 @@ class Recording(Composition):
     def recorded(self, result: Result, axes: Sequence[Axes]) -> Recorded:
         """What the function did."""
         versions = [(version.plan, version.given) for version in self.versions]
-        pairs = [(final, updated) for final in result.finals for updated in final.updates]
-        again = [each.grads in [other.grads for _, other in pairs[:at]] for at, (_, each) in enumerate(pairs)]
-        updates = [_recorded(*pair, twice) for pair, twice in zip(pairs, again, strict=True)]
+        updates = [
+            _recorded(final, updated, updated in result.copied) for final in result.finals for updated in final.updates
+        ]
         return Recorded(tuple(self.stages), tuple(versions), tuple(updates), tuple(axes), tuple(self.needs))
 
 
@@ -243,8 +243,8 @@ def foresee(plan: Plan) -> None:
         Ranks(plan.mesh, plan.mesh.axis_names).foresee()
 
 
-def _recorded(final: Final, updated: Updated, again: bool) -> RecordedUpdate:
-    bank = updated.grads.number if isinstance(updated.grads, Bank) and not again else None
+def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:
+    bank = updated.grads.number if isinstance(updated.grads, Bank) and not copied else None
     return RecordedUpdate(final.memory.origin, updated.part, bank, final.memory.shards_made is None)
 
 

@@ -65,14 +65,14 @@ def agree(
         raise_failure(comm, failure, status)
     compare_numbers(comm, numbers, facts)
     if len(set(schedules)) > 1:
-        raise _different(comm, intent)
+        raise different_schedules(comm, intent)
     uneven = list(firsts) if len(set(shapes)) > 1 else []
     if equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven
 
 
-def _different(comm: Communicator, intent: Intent) -> ScheduleError:
+def different_schedules(comm: Communicator, intent: Intent) -> ScheduleError:
     """The error of ranks with different schedules: where each is called, and where it first differs from rank 0's."""
     places = exchange_text(comm, call_site(), CALL_SITE_BYTES)
     said = exchange_bytes(comm, zlib.compress(intent.text().encode()))
