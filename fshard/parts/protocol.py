@@ -100,7 +100,9 @@ class StepRunner:
         """
         control = mesh_communicator(self.plan.mesh)
         try:
-            facts, recorded = self._facts(given), self.recorded(given)
+            self._check(given)
+            recorded = self.recorded(given)
+            facts = self._facts(given, recorded)
         except BaseException as error:
             self._decline(error)
         if recorded is not None and recorded not in self._replays:
@@ -129,20 +131,28 @@ class StepRunner:
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
-    def _facts(self, given: Arguments) -> Facts:
-        """What must be equal on all ranks, if the states fit."""
+    def _check(self, given: Arguments) -> None:
+        """Refuse states that do not fit."""
         for state in given.states:
             state.check_plan(state.plan)
             if state.plan.mesh is not self.plan.mesh:
                 raise PlanError(f"a state lies on {state.plan.mesh}, and the step on {self.plan.mesh}")
         if len({id(state.memory) for state in given.states[: given.own]}) < given.own:
             raise TreeError("step(state, batch): one state was given twice")
+
+    def _facts(self, given: Arguments, recorded: Recorded | None) -> Facts:
+        """What must be equal on all ranks: of the states, and of the parts, if it is known which there are."""
         if self.plan.mesh.size == 1:
             return Facts()
         facts = [self._equal(state.plan).of(state) for state in given.states]
-        if len(facts) == 1:
-            return facts[0]
-        return Facts(digest([each.number for each in facts]), lambda: [tier for each in facts for tier in each.items()])
+        copies = [each.copies for each in facts if each.copies is not None]
+        for equal, origin in recorded.equals if recorded is not None else ():
+            facts.append(equal.fixed() if origin is None else equal.of(given.states[origin]))
+        return Facts(
+            digest([each.number for each in facts]),
+            lambda: [tier for each in facts for tier in each.items()],
+            (lambda: [copy for made in copies for copy in made()]) if copies else None,
+        )
 
     def recorded(self, given: Arguments) -> Recorded | None:
         """What the function does with such states and batches; None if only a real run can tell."""

@@ -14,7 +14,7 @@ from fshard import tree
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.parts.compose import Arguments, Composition, Final, Result, number_of_means
-from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated
+from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
@@ -25,7 +25,9 @@ from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.state.flat import Form, form_of
+from fshard.state.train_state import TrainState
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,7 @@ class Recorded:
         updates: the updates that are left to the next step.
         axes: those over which the function communicates itself.
         needs: what the compute ops of one microbatch of each pass need, and the code between passes.
+        equals: what its parts must have in common on all ranks, and the number of the state that each updates, if any.
     """
 
     stages: tuple[RecordedPass | RecordedLocal, ...]
@@ -89,6 +92,7 @@ class Recorded:
     updates: tuple[RecordedUpdate, ...]
     axes: tuple[Axes, ...]
     needs: tuple[Need, ...]
+    equals: tuple[tuple[Equal, int | None], ...]
 
     @functools.cached_property
     def passes(self) -> list[RecordedPass]:
@@ -120,6 +124,17 @@ class Recording(Composition):
     stages: list[RecordedPass | RecordedLocal] = field(default_factory=list)
     needs: list[Need] = field(default_factory=list)
     between: Activations = field(default_factory=lambda: Activations([]))  # of the code between passes
+    equals: dict[int, tuple[Equal, int | None]] = field(default_factory=dict)
+
+    def gradient(self, part: Any, params: Any, batch: Any) -> Any:
+        """Note what it must have in common on all ranks."""
+        self.equals[id(part)] = part.equal, None
+        return super().gradient(part, params, batch)
+
+    def update(self, part: Any, state: TrainState, grads: Any) -> Any:
+        """Note what it must have in common on all ranks."""
+        self.equals[id(part)] = part.equal, memory_of(state, self).origin
+        return super().update(part, state, grads)
 
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """Fake shards."""
@@ -204,7 +219,14 @@ class Recording(Composition):
         updates = [
             _recorded(final, updated, updated in result.copied) for final in result.finals for updated in final.updates
         ]
-        return Recorded(tuple(self.stages), tuple(versions), tuple(updates), tuple(axes), tuple(self.needs))
+        return Recorded(
+            tuple(self.stages),
+            tuple(versions),
+            tuple(updates),
+            tuple(axes),
+            tuple(self.needs),
+            (*self.equals.values(),),
+        )
 
 
 def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | None:
