@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import LossError, PlanError, TreeError
+from fshard.parts.arguments import Arguments, Final, Place, Result, check_data
 from fshard.parts.running import (
     Bank,
     Given,
@@ -34,44 +35,6 @@ from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_lay
 from fshard.state.train_state import TrainState
 
 
-@dataclass(frozen=True)
-class Place:
-    """Stands for a state in the arguments of a step."""
-
-    __tree_leaf__: ClassVar[bool] = True
-    number: int
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a step, with ``Place`` for states.
-
-    Attributes:
-        state: its state: any pytree of states.
-        batch: its batch.
-        states: the states, those in the batch behind the others.
-        own: how many of them are not in the batch.
-    """
-
-    state: Any
-    batch: Any
-    states: Sequence[TrainState]
-    own: int
-
-
-def arguments(state: Any, batch: Any) -> Arguments:
-    """The arguments of a step, with states apart: nothing that maps over trees may open them."""
-    states: list[TrainState] = []
-
-    def place(state: TrainState) -> Place:
-        states.append(state)
-        return Place(len(states) - 1)
-
-    outside = tree.swap(place, TrainState, state)
-    own = len(states)
-    return Arguments(outside, tree.swap(place, TrainState, batch), states, own)
-
-
 @dataclass(frozen=True, eq=False)
 class Version:
     """Parameters that passes of a step read.
@@ -85,36 +48,6 @@ class Version:
     flat: RunningFlat
     plan: Plan
     given: int | None = None
-
-
-@dataclass(frozen=True)
-class Final:
-    """A state that a step function returns.
-
-    Attributes:
-        memory: what holds its parameters before the updates.
-        updates: those that nobody has read, in order.
-    """
-
-    memory: RunningMemory
-    updates: tuple[Updated, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a step function returned.
-
-    Attributes:
-        state: the states, as running ones.
-        metrics: anything.
-        finals: of each state, in order.
-        copied: the updates of these whose gradients are copied: the schedule does not keep them for the next step.
-    """
-
-    state: Any
-    metrics: Any
-    finals: tuple[Final, ...]
-    copied: tuple[Updated, ...]
 
 
 @dataclass(eq=False)
@@ -234,6 +167,7 @@ class Composition(ABC):
 
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
         """Perform ``fs.value_and_grad``."""
+        check_data(batch)
         version = self._version(self._source(part.plan, params), part.spec.plan)
         number = self._next()
         dtype, aux = self.run_pass(part.spec, number, version, batch)
@@ -260,6 +194,7 @@ class Composition(ABC):
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
         """Perform what ``fs.make_eval_step`` made."""
+        check_data(batch)
         version = self._version(self._source(part.plan, state), part.spec.plan)
         number = self._next()
         _, result = self.run_pass(part.spec, number, version, batch)

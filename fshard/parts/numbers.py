@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fshard.parts.compose import Result
+from fshard.parts.arguments import Result
 from fshard.parts.replay import Replay
 from fshard.parts.running import Bank, Number, Updated, number_of
 from fshard.runtime.steps import Verdict, scalar

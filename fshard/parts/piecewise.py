@@ -7,7 +7,7 @@ from typing import Any
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import CommError, LossError, PeerError, ScheduleError
-from fshard.parts.compose import Arguments, Place
+from fshard.parts.arguments import Arguments, Place
 from fshard.parts.running import PART
 from fshard.runtime.comm import Communicator, digest, mesh_communicator
 from fshard.runtime.comm.calls import announce
@@ -34,8 +34,8 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
     """
     mesh = plan.mesh
     failure, returned = None, None
-    lent = [_lent(complete(state, mesh)) for state in given.states]
     try:
+        lent = [_lent(complete(state, mesh)) for state in given.states]
         state, batch = (tree.swap(lambda at: lent[at.number], Place, value) for value in (given.state, given.batch))
         with seeded(lent[0].seed, lent[0].step, mesh.index(plan.data_axes), mesh.device):
             returned = fn(state, batch)
@@ -65,29 +65,36 @@ def _end(control: Communicator, failure: BaseException | None) -> None:
         if failure is not None:
             raise failure
         return
-    end, all_here = digest("the end of the step"), False
+    all_here = False
     while not all_here:
-        # A rank that only learned of a failure raises what the rank says that failed by itself.
-        own = OK if failure is None else CUT if isinstance(failure, PeerError | ScheduleError) else FAILED
-        try:
-            rows = announce(control, PART, [own, end, digest(()), -1, 0])
-        except ScheduleError as error:  # others are at a part that has a name of its own
-            failure = failure or error
-            continue
-        status, places = [row[0] for row in rows], [row[1] for row in rows]
-        all_here = all(place == end for place in places)
-        try:
-            if any(status):
-                raise_failure(control, failure, status, own)
-            if not all_here:
-                raise different_schedules(control, Intent(end, lambda: "the end of the step"))
-        except (PeerError, ScheduleError) as error:
-            failure = failure or error
-            if all_here:
-                raise
-        except BaseException:
-            if all_here:
-                raise
+        all_here, failure = _met(control, failure)
+
+
+def _met(control: Communicator, failure: BaseException | None) -> tuple[bool, BaseException | None]:
+    """Meet the other ranks once: whether all of them are at the end of the step, and what this rank has failed with.
+
+    Raises:
+        BaseException: all of them are, and one has failed.
+    """
+    end = digest("the end of the step")
+    # A rank that only learned of a failure raises what the rank says that failed by itself.
+    own = OK if failure is None else CUT if isinstance(failure, PeerError | ScheduleError) else FAILED
+    try:
+        rows = announce(control, PART, [own, end, digest(()), -1, 0])
+    except ScheduleError as error:  # others are at a part that has a name of its own
+        return False, failure or error
+    status, all_here = [row[0] for row in rows], all([row[1] == end for row in rows])
+    try:
+        if any(status):
+            raise_failure(control, failure, status, own)
+        if not all_here:
+            raise different_schedules(control, Intent(end, lambda: "the end of the step"))
+    except BaseException as error:
+        if all_here:
+            raise
+        learned = isinstance(error, PeerError | ScheduleError)
+        return False, failure or (error if learned else None)
+    return all_here, failure
 
 
 def _lent(state: TrainState) -> TrainState:

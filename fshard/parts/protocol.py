@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import CommError, LossError, PeerError, PlanError, ScheduleError, TreeError
+from fshard.parts.arguments import Arguments, Final, Result
 from fshard.parts.assemble import assemble, scheduled, task_of
-from fshard.parts.compose import Arguments, Final, Result
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, record
 from fshard.parts.replay import Replay
@@ -109,14 +109,15 @@ class StepRunner:
             self._choose_policy(recorded, given, facts)
         try:
             replay = self._prepare(recorded, given.own)
+            executor = None if replay is None else self._started(replay, given, shield)
         except BaseException as error:
             self._decline(error)
-        if replay is None:
+        if replay is None or executor is None:
             self.latest = Latest()
             agree(control, CALL, Intent(), given.batch, False, None, facts)
             return "it asks for values that a trace does not have"
         try:
-            attempt, verdict = self._scheduled(replay, given, shield, facts)
+            attempt, verdict = self._scheduled(replay, executor, given, shield, facts)
             if verdict.worst == FAILED:
                 raise_failure(control, attempt.failure, verdict.status, verdict.status[self.plan.mesh.rank])
             if verdict.worst == OK:
@@ -205,11 +206,12 @@ class StepRunner:
 
     # -- handshake, run, consensus ------------------------------------------------------------------------------------
 
-    def _scheduled(self, replay: Replay, given: Arguments, shield: Shield, facts: Facts) -> tuple[Attempt, Verdict]:
+    def _scheduled(
+        self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield, facts: Facts
+    ) -> tuple[Attempt, Verdict]:
         step, control = replay.step, mesh_communicator(self.plan.mesh)
         comms, intent = step.programs[0].comms, Intent(step.digest, lambda: str(step.schedule))
         plain = any([each.spec.train and not each.found.weighted for each in step.recorded.passes])
-        executor = self._started(replay, given, shield)
         try:
             with together(comms):
                 executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts))
@@ -217,7 +219,7 @@ class StepRunner:
                     programs.comms.open()
                 for axes in step.axes:
                     comms.transport.communicator(COLLECTIVES, axes)
-                attempt = _drained(executor, self._run(replay, executor, given, shield))
+                attempt = _drained(replay, executor, self._run(replay, executor, given, shield))
                 attempt = _tallied(replay, attempt)
                 verdict = executor.consensus(
                     lambda: exchange_sums(control, attempt.status, attempt.numbers, step.width)
@@ -343,8 +345,10 @@ def _tallied(replay: Replay, attempt: Attempt) -> Attempt:
         return Attempt(FAILED, failure=error)
 
 
-def _drained(executor: Scheduled, attempt: Attempt) -> Attempt:
+def _drained(replay: Replay, executor: Scheduled, attempt: Attempt) -> Attempt:
     """Run what is left of a schedule: for the update, or, after a failure, for the other ranks alone."""
+    if attempt.status != OK:
+        replay.stand_in()
     try:
         executor.finish()
     except (CommError, PeerError, ScheduleError, LossError):

@@ -13,7 +13,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
-from fshard.parts.compose import Arguments, Composition, Final, Result, number_of_means
+from fshard.parts.arguments import Arguments, Final, Result
+from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature

@@ -21,6 +21,7 @@ from fshard.runtime.engine.loss import Mean, as_means, check_differentiable, che
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
 from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.memory import memory_space
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.consensus import RuleNorms, Verdict, read
@@ -80,6 +81,7 @@ class Replay(Composition):
     banks: dict[int, Bank] = field(default_factory=dict)
     givens: dict[int, Given] = field(default_factory=dict)
     slots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    placed: set[int] = field(default_factory=set)
 
     @property
     def step(self) -> Assembled:
@@ -91,7 +93,7 @@ class Replay(Composition):
         """Begin a step."""
         self.states, self.executor = states, executor
         self._clear()
-        for held in (self.dead, self.numbers, self.scales, self.complete, self.read):
+        for held in (self.dead, self.numbers, self.scales, self.complete, self.read, self.placed):
             held.clear()
         self.at = self.locals = self.passes = 0
 
@@ -258,9 +260,20 @@ class Replay(Composition):
         plan = self.step.recorded.versions[version][0] if version < len(self.step.recorded.versions) else None
         if plan is None:
             raise Mispredicted("the step function makes more parameters than when it was traced")
-        shards = [Shard(source.held[group.id].detach(), {}) for group in plan.groups]
+        self._bind(version, [Shard(source.held[group.id].detach(), {}) for group in plan.groups])
+
+    def _bind(self, version: int, shards: list[Shard]) -> None:
         for actions in self.step.of_version(version):
             actions.start(shards, None)
+        self.placed.add(version)
+
+    def stand_in(self) -> None:
+        """Let other ranks gather zeros where this one, which has failed, makes no parameters."""
+        for version, (plan, origin) in enumerate(self.step.recorded.versions):
+            if origin is None and version not in self.placed:
+                spaces = [memory_space(group.kinds.param, plan.mesh) for group in plan.groups]
+                pairs = zip(spaces, plan.groups, strict=True)
+                self._bind(version, [Shard(space.zeros(group.chunk, group.dtype), {}) for space, group in pairs])
 
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""

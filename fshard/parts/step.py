@@ -7,7 +7,7 @@ from typing import Any
 from fshard.arguments import Want, described, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
-from fshard.parts.compose import arguments
+from fshard.parts.arguments import arguments
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
 from fshard.runtime.execution import Shield
