@@ -167,8 +167,9 @@ class Composition(ABC):
 
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
         """Perform ``fs.value_and_grad``."""
+        source = self._source(part.plan, params)
         check_data(batch)
-        version = self._version(self._source(part.plan, params), part.spec.plan)
+        version = self._version(source, part.spec.plan)
         number = self._next()
         dtype, aux = self.run_pass(part.spec, number, version, batch)
         grads = self.bank(part.grads, number).tree()
@@ -194,8 +195,9 @@ class Composition(ABC):
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
         """Perform what ``fs.make_eval_step`` made."""
+        source = self._source(part.plan, state)
         check_data(batch)
-        version = self._version(self._source(part.plan, state), part.spec.plan)
+        version = self._version(source, part.spec.plan)
         number = self._next()
         _, result = self.run_pass(part.spec, number, version, batch)
         return self._named(number, as_means(result))

@@ -93,30 +93,18 @@ class StepRunner:
         """Run the function on all ranks.
 
         Returns:
-            What it returned; or why it must run part by part, the same on all ranks.
+            What it returned; or why it must run part by part, the same on all ranks; empty if it has no passes.
 
         Raises:
             Exception: on all ranks alike, with every state as it was; whatever the function raises on this one.
         """
-        control = mesh_communicator(self.plan.mesh)
+        control, replay = mesh_communicator(self.plan.mesh), None
         try:
-            self._check(given)
-            recorded = self.recorded(given)
-            facts = self._facts(given, recorded)
-        except BaseException as error:
-            self._decline(error)
-        if recorded is not None and recorded not in self._replays:
-            self._choose_policy(recorded, given, facts)
-        try:
-            replay = self._prepare(recorded, given.own)
-            executor = None if replay is None else self._started(replay, given, shield)
-        except BaseException as error:
-            self._decline(error)
-        if replay is None or executor is None:
-            self.latest = Latest()
-            agree(control, CALL, Intent(), given.batch, False, None, facts)
-            return "it asks for values that a trace does not have"
-        try:
+            facts, recorded, replay, executor = self._ready(given, shield)
+            if replay is None or executor is None:
+                self.latest = Latest()
+                agree(control, CALL, Intent(), given.batch, False, None, facts)
+                return "it asks for values that a trace does not have" if recorded is None else ""
             attempt, verdict = self._scheduled(replay, executor, given, shield, facts)
             if verdict.worst == FAILED:
                 raise_failure(control, attempt.failure, verdict.status, verdict.status[self.plan.mesh.rank])
@@ -126,11 +114,30 @@ class StepRunner:
             self._abort()
             raise
         finally:
-            replay.end()
+            if replay is not None:
+                replay.end()
         self._abort()
         return f"it left its schedule: {attempt.left or 'on another rank'}"
 
     # -- prepare ------------------------------------------------------------------------------------------------------
+
+    def _ready(
+        self, given: Arguments, shield: Shield
+    ) -> tuple[Facts, Recorded | None, Replay | None, Scheduled | None]:
+        """What must be equal on all ranks, and what the function does, with its executor if it has a schedule."""
+        try:
+            self._check(given)
+            recorded = self.recorded(given)
+            facts = self._facts(given, recorded)
+        except BaseException as error:
+            self._decline(error)
+        if recorded is not None and recorded.passes and recorded not in self._replays:
+            self._choose_policy(recorded, given, facts)
+        try:
+            replay = self._prepare(recorded, given.own)
+            return facts, recorded, replay, None if replay is None else self._started(replay, given, shield)
+        except BaseException as error:
+            self._decline(error)
 
     def _check(self, given: Arguments) -> None:
         """Refuse states that do not fit."""
@@ -191,7 +198,7 @@ class StepRunner:
 
     def _prepare(self, recorded: Recorded | None, own: int) -> Replay | None:
         """What the function does, with a schedule; None if only a real run can tell."""
-        if recorded is None:
+        if recorded is None or not recorded.passes:
             return None
         if recorded not in self._replays:
             policy = self.running.policy

@@ -71,7 +71,8 @@ class Step(LatestRun):
             result = self._runner.run(given, shield)
         self._late = shield.late
         if isinstance(result, str):
-            self._tell(result)
+            if result:
+                self._tell(result)
             with bind(self.plan.mesh, self.plan.data_axes):
                 return piecewise(self._runner.fn, self.plan, given, self._runner.donate)
         return result

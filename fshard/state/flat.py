@@ -170,7 +170,7 @@ def flat_of(given: Any, form: Form, what: str = "") -> Flat:
         TreeError: it does not have these leaves.
     """
     flat = known_flat(given)
-    if flat is not None and flat.form.order.paths == form.order.paths and flat.form.plan.mesh is form.plan.mesh:
+    if flat is not None and (flat.form is form or _alike(flat.form, form)):
         return flat
     leaves = form.read(given, what)
     chunks = {
@@ -192,9 +192,14 @@ def each_chunk(call: Callable[..., Tensor], *flats: Flat) -> dict[int, Tensor]:
 
 def same_layout(a: Plan, b: Plan) -> bool:
     """Whether the leaves of two plans lie alike."""
-    if len(a.groups) != len(b.groups):
+    if a.mesh is not b.mesh or len(a.groups) != len(b.groups):
         return False
     return all(
         g.chunk == h.chunk and g.starts == h.starts and [x.path for x in g.leaves] == [x.path for x in h.leaves]
         for g, h in zip(a.groups, b.groups, strict=True)
     )
+
+
+def _alike(a: Form, b: Form) -> bool:
+    """Whether trees of two forms have the same leaves at the same places."""
+    return a.order.paths == b.order.paths and same_layout(a.plan, b.plan)

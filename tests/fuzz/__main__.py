@@ -1,16 +1,22 @@
-"""``python -m tests.fuzz [--cases N] [--seed S] [--minutes M] [--case K] [--real SHARE]``."""
+"""``python -m tests.fuzz [--of runs|steps] [--cases N] [--seed S] [--minutes M] [--case K] [--real SHARE]``."""
 
 import argparse
 import collections
+import itertools
 import sys
 import time
 import warnings
+from typing import Any
 
 import torch
 
-from tests.fuzz.draw import draw
-from tests.fuzz.run import check
+from tests.fuzz import draw, run, step_draw, step_run
 from tests.shared.workers import Pools
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "runs": (draw.draw, run.check), "steps": (step_draw.draw, step_run.check)
+}  # fmt: skip
+"""What draws cases, and what runs them."""
 
 
 def main() -> int:
@@ -18,6 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", description="Generated runs against one plain process."
     )
+    parser.add_argument("--of", choices=[*KINDS], default=None, help="by default both, one step for each run")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long, whatever --cases says")
@@ -27,19 +34,21 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     pools, began = Pools(), time.monotonic()
+    kinds = [*KINDS] if args.of is None and args.case is None else [args.of or "runs"]
     numbers = range(args.cases) if args.case is None else [args.case]
     counts: collections.Counter[str] = collections.Counter()
     refusals: collections.Counter[str] = collections.Counter()
     try:
-        for number in numbers:
+        for number, kind in itertools.product(numbers, kinds):
             if args.minutes is not None and time.monotonic() - began > 60 * args.minutes:
                 break
-            case = draw(args.seed, number, args.real)
+            drawn, check = KINDS[kind]
+            case = drawn(args.seed, number, args.real)
             verdict = check(case, pools)
             counts[verdict.kind] += 1
             refusals[verdict.why[:100]] += verdict.kind == "refused"
             if verdict.kind == "wrong" or args.case is not None:
-                again = f"python -m tests.fuzz --seed {args.seed} --case {number} --real {args.real}"
+                again = f"python -m tests.fuzz --of {kind} --seed {args.seed} --case {number} --real {args.real}"
                 print(f"\r{verdict.kind}: {again}\n  {verdict.why[:1500]}\n  {case}", flush=True)
             if args.case is not None:
                 print(verdict.trace)

@@ -109,7 +109,11 @@ def sharded(case: Case) -> tuple[list[dict[str, Tensor]], list[list[float]]]:
         for number in range(STEPS):
             states, metrics = step(states, {**local(batch(number), plans[0]), "frozen": frozen})
             told.append([float(metrics[str(n)]) for n in case.told])
-            if case.how == "step" and made.record != made.schedule.ops:
+            if (
+                case.how == "step"
+                and any(op.kind in ("grad", "evaluate") for op in case.ops)
+                and made.record != made.schedule.ops
+            ):
                 raise AssertionError(f"step {number} left its schedule: {made.record}")
         if any(
             not torch.equal(fs.unshard(frozen.params, plans[-1])[k], v)

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import P
-from tests.fuzz import run
+from tests.fuzz import run, step_draw, step_run
 from tests.fuzz.draw import draw
 from tests.shared.workers import Pools
 
@@ -51,3 +51,22 @@ def test_copies_along_a_model_axis_are_compared_where_ranks_update_parts() -> No
 
     results = fs.virtual_mesh((4,), ("any",)).run(train)
     assert all(torch.equal(result, results[0]) for result in results) and not torch.equal(results[0], torch.ones(7, 3))
+
+
+STEPS = (2, 16, 38, 39, 47)
+"""Step functions of several passes; some of them did not equal plain PyTorch once."""
+
+
+@pytest.mark.parametrize("cases", [STEPS, pytest.param(range(60), marks=pytest.mark.slow)], ids=["few", "sixty"])
+def test_generated_step_functions_are_those_of_plain_pytorch(pool: Pools, cases: Sequence[int]) -> None:
+    verdicts = {number: step_run.check(step_draw.draw(0, number, real=0.1), pool) for number in cases}
+    wrong = {number: verdict.why for number, verdict in verdicts.items() if verdict.kind != "right"}
+    assert not wrong, f"python -m tests.fuzz --of steps --seed 0 --case {next(iter(wrong))}"
+
+
+def test_the_comparison_tells_another_step_function() -> None:
+    case = step_draw.draw(0, 38)
+    changed = dataclasses.replace(case, opt="sgd" if case.opt == "adamw" else "adamw")
+    want, told = step_run.plain(case)
+    other, said = step_run.plain(changed)
+    assert told != said and any(not torch.equal(a, other[0][path]) for path, a in want[0].items())
