@@ -234,7 +234,7 @@ class UpdateStep:
         pending = self.pending(state, flat, verdict.rules, scale)
         memory = state.memory
         shards, before = state.shards(), state.pending
-        if memory.lent:  # a step function may use the gradients again
+        if memory.lent or not self.donate:  # the gradients may be used again
             pending.detach()
         if before is not None and before.waiting and before.groups & pending.groups:
             shards, before = state.applied(), None
@@ -247,6 +247,7 @@ class UpdateStep:
         made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
             memory.donate()
+            flat.donate()
         return made
 
     def check_finite(self, verdict: Verdict) -> None:

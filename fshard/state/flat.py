@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import described
-from fshard.errors import TreeError, lines
+from fshard.errors import DonatedError, TreeError, lines
 from fshard.model.leaves import LeafOrder
 from fshard.runtime.memory import memory_space
 from fshard.sharding.layout import Group
@@ -112,6 +112,9 @@ class Flat:
     def __init__(self, form: Form, chunks: Mapping[int, Tensor]) -> None:
         self.form, self._chunks = form, chunks
 
+    donated = False
+    """Whether an update has taken the chunks, which it spends."""
+
     passing: frozenset[int] = frozenset()
     """The groups whose chunks have memory for a while alone: what reads them last lets go of it."""
 
@@ -140,9 +143,36 @@ class Flat:
         """The nested dict of the leaves."""
         return self.form.order.tree(self.leaves)
 
+    def donate(self) -> None:
+        """Give the chunks away: every leaf that was handed out can no longer be used."""
+        self.donated = True
+        for leaf in self.__dict__.get("leaves", ()):
+            with torch.no_grad():
+                leaf.set_()
+            leaf.__class__ = Spent
+
     def made(self, chunks: Mapping[int, Tensor], form: Form | None = None) -> "Flat":
         """What arithmetic on this tree makes: a tree of the same kind with other chunks."""
         return Flat(form or self.form, chunks)
+
+
+class Spent(Tensor):
+    """What a gradient becomes that was donated to an update: any use of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every operation."""
+        raise _spent()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "<a gradient that was donated to an update>"
+
+
+def _spent() -> DonatedError:
+    return DonatedError(
+        "these gradients were donated to an update, which spends their memory: clone them before the update, or make "
+        "it by fs.make_update(..., donate=False)"
+    )
 
 
 def mark_of(leaf: Any) -> Flat | None:
@@ -158,6 +188,8 @@ def known_flat(given: Any) -> Flat | None:
     flat = mark_of(below)
     if flat is None:
         return None
+    if flat.donated:
+        raise _spent()
     leaves = flat.form.order.read(given)
     same = leaves is not None and all(map(operator.is_, leaves, flat.leaves))
     return flat if same else None

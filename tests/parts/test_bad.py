@@ -233,3 +233,27 @@ def test_options_that_cannot_be() -> None:
         fs.make_step(tools.plan, first)  # type: ignore[arg-type]
     with pytest.raises(fs.errors.TreeError, match="holds no state"):
         fs.make_step(lambda s, b: (s, {}), tools.plan)(batch(0), _start(tools))
+
+
+def test_gradients_are_spent_by_an_update_that_donates() -> None:
+    tools = Tools(fs.make_mesh((1,), ("shard",)))
+    state, given = _start(tools), batch(0)
+    _, grads = tools.grad(state, given)
+    state, _ = tools.update(state, grads)
+    after = _all(state)
+    for use in (
+        lambda: tools.update(state, grads), lambda: fs.tree.scale(grads, 2.0), lambda: grads["scale"] + 1.0,
+        lambda: fs.tree.norm(grads, tools.plan),
+    ):  # fmt: skip
+        with pytest.raises(fs.errors.DonatedError, match="clone them before the update"):
+            use()
+    assert all(map(torch.equal, _all(state), after))
+
+
+def test_gradients_keep_their_values_where_nothing_is_donated() -> None:
+    tools = Tools(fs.make_mesh((1,), ("shard",)))
+    update = fs.make_update(OPT, tools.plan, clip_norm=0.01, donate=False)
+    _, grads = tools.grad(_start(tools), batch(0))
+    before = [x.clone() for x in tree.leaves(grads)]
+    _all(update(_start(tools), grads)[0])
+    assert all(map(torch.equal, tree.leaves(grads), before))
