@@ -376,4 +376,4 @@ def number_of_means(aux: Any) -> int:
 
 def _lasting(leaf: Any) -> Any:
     """A leaf of what a step returns beside its states: numbers are known at its end, and shards are copied."""
-    return leaf if not isinstance(leaf, Later) or number_of(leaf) is not None else leaf.now().clone()
+    return leaf if not isinstance(leaf, Later) or number_of(leaf) is not None else leaf.current().clone()

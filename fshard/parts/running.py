@@ -76,7 +76,7 @@ def _under_way() -> Running | None:
 class Later(Tensor):
     """A tensor whose value is asked for when an operation reads it. Its shape and dtype are there before."""
 
-    now: Callable[[], Tensor]
+    current: Callable[[], Tensor]
     lies_on: torch.device
 
     @classmethod
@@ -94,10 +94,10 @@ class Later(Tensor):
         return f"<a tensor of a step that runs: {list(self.shape)}>"
 
 
-def later(like: Tensor, device: torch.device, now: Callable[[], Tensor]) -> Tensor:
-    """A tensor like one without data, whose value ``now`` returns. A trace makes it outside of its mode."""
+def later(like: Tensor, device: torch.device, value: Callable[[], Tensor]) -> Tensor:
+    """A tensor like one without data, whose value the function returns. A trace makes it outside of its mode."""
     made: Later = Tensor._make_subclass(Later, like)
-    made.now, made.lies_on = now, device
+    made.current, made.lies_on = value, device
     return made
 
 
@@ -108,7 +108,7 @@ def _scalar(dtype: torch.dtype) -> Tensor:
 
 def current(value: Any) -> Any:
     """The value of a tensor that is asked for now; other values as they are."""
-    return value.now() if isinstance(value, Later) else value
+    return value.current() if isinstance(value, Later) else value
 
 
 @dataclass(frozen=True, eq=False)

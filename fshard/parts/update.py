@@ -113,7 +113,7 @@ class UpdateStep:
         """Update outside of a step: two exchanges of its own."""
         comm, flat, failure, facts = mesh_communicator(self.plan.mesh), None, None, Facts()
         try:
-            flat = self.accept(state, grads)
+            flat = self.checked(state, grads)
             facts = self.equal.of(state)
         except BaseException as error:
             failure = error
@@ -172,7 +172,7 @@ class UpdateStep:
         """The number of a leaf's clipping rule; -1 of one that it does not update."""
         return self.clip.number(path) if self.chosen.leaves[path].trainable else -1
 
-    def accept(self, state: TrainState, grads: Any) -> Flat:
+    def checked(self, state: TrainState, grads: Any) -> Flat:
         """The gradients as chunks, if both fit.
 
         Raises:

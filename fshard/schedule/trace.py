@@ -28,7 +28,7 @@ class Trace:
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), fs.optim.sgd(0.1), plan)
     >>> found = step.trace(torch.ones(4))
     >>> found.schedule, found.unused, found.footprint.arena_bytes
-    (<Schedule train, 12 ops, 1 groups, 0 calls, accumulate=1, prefetch=2 reduces=2 reshard=true update=deferred>, \
+    (<Schedule train, 10 ops, 1 groups, 0 calls, accumulate=1, prefetch=2 reduces=2 reshard=true update=deferred>, \
 ('idle',), 256)
     """
 

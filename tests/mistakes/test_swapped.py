@@ -15,7 +15,7 @@ from tests.mistakes.cases import BATCH, MESH, MODEL, NET, OPT, PLAN, RULES, loss
 from tests.project.test_public_names import public_names
 
 X, KEY, RULE = torch.ones(4, 4), fs.random.key(0), [("a", "mean")]
-SCHEDULE = step().trace(BATCH)
+SCHEDULE = step().trace(BATCH).schedule
 HERE = Path(__file__).parent
 
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
