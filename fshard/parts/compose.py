@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import described
-from fshard.errors import LossError, PlanError, TreeError
+from fshard.errors import LossError, PlanError, StateError, TreeError
 from fshard.parts.arguments import Arguments, Final, Place, Result, check_data
 from fshard.parts.running import (
     Bank,
@@ -61,6 +61,7 @@ class Composition(ABC):
         locals: the points so far at which the code between passes has read shards.
         passes: the passes so far.
         complete: the banks and states that are what they stand for: gradients of means, updated parameters.
+        over: whether nothing of it can be read any more.
         read: the banks that the code since the latest pass has read. Their memory may go before the next one.
         numbers: those that ranks have exchanged before the end of the step, by kind, origin and place.
     """
@@ -72,6 +73,7 @@ class Composition(ABC):
     passes: int = 0
     complete: set[tuple[str, int]] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
+    over: bool = False
     numbers: dict[tuple[str, Any, int], float] = field(default_factory=dict)
 
     # -- what the function is given, and what it returns --------------------------------------------------------------
@@ -222,7 +224,16 @@ class Composition(ABC):
     # -- what parts read ----------------------------------------------------------------------------------------------
 
     def chunks(self, flat: RunningFlat) -> Mapping[int, Tensor]:
-        """The chunks of a tree, once all that fills them is over."""
+        """The chunks of a tree, once all that fills them is over.
+
+        Raises:
+            StateError: they are those of a step that is over.
+        """
+        if (self.over or flat.over) and not isinstance(flat, Made):
+            raise StateError(
+                "gradients or parameters of a step function were used after its step was over, when their memory holds "
+                "others: return them in its metrics, which copies them, or carry them in a state"
+            )
         if isinstance(flat, Bank) and flat.number not in self.read:
             self.read.add(flat.number)
             self.reach_local("bank", flat.number)

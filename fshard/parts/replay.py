@@ -96,10 +96,14 @@ class Replay(Composition):
         for held in (self.dead, self.numbers, self.scales, self.complete, self.read, self.placed):
             held.clear()
         self.at = self.locals = self.passes = 0
+        self.over = False
 
     def end(self) -> None:
-        """The step is over: let go of what it was given."""
-        self.states, self.executor = (), None
+        """The step is over: let go of what it was given. Trees that somebody keeps are not handed out again."""
+        self.states, self.executor, self.over = (), None, True
+        for flats in (self.banks, self.givens):
+            for number in [number for number, flat in flats.items() if flat.kept]:
+                flats.pop(number).over = True
         self._clear()
 
     def _clear(self) -> None:

@@ -7,6 +7,7 @@ computes with them is as right.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
@@ -140,12 +141,25 @@ def number_of(value: Any) -> Number | None:
     return getattr(value, "_fshard_number", None) if isinstance(value, Later) else None
 
 
+ALONE = 2
+"""References to a leaf that nobody else holds, as ``sys.getrefcount`` counts them: the list's, and the argument's."""
+
+
 class RunningFlat(Flat):
     """A tree of shards of a step that runs. Its leaves ask for their values when they are read."""
+
+    over = False
+    """Whether the step is over whose tree it was."""
 
     def __init__(self, running: Running, form: Form, chunks: Mapping[int, Tensor]) -> None:
         super().__init__(form, chunks)
         self.running = running
+
+    @property
+    def kept(self) -> bool:
+        """Whether somebody beside it holds a leaf that it has handed out."""
+        leaves = self.__dict__.get("leaves", ())
+        return bool(leaves) and max(map(sys.getrefcount, leaves)) > ALONE
 
     @property
     def chunks(self) -> Mapping[int, Tensor]:

@@ -257,3 +257,39 @@ def test_gradients_keep_their_values_where_nothing_is_donated() -> None:
     before = [x.clone() for x in tree.leaves(grads)]
     _all(update(_start(tools), grads)[0])
     assert all(map(torch.equal, tree.leaves(grads), before))
+
+
+def test_what_a_step_function_keeps_is_over_with_its_step() -> None:
+    tools, kept = Tools(fs.make_mesh((1,), ("shard",))), list[Any]()
+
+    def fn(state: Any, batch: Any) -> Any:
+        _, grads = tools.grad(state, batch)
+        if kept and batch["add"]:
+            grads = fs.tree.add(grads, kept[-1][0])
+        kept.append((grads, state.params))
+        return tools.update(state, grads)
+
+    step, state = fs.make_step(fn, tools.plan), _start(tools)
+    for number in range(3):
+        state, _ = step(state, {**batch(number), "add": False})
+        for held in kept[-1]:
+            with pytest.raises(fs.errors.StateError, match="after its step was over"):
+                tree.leaves(held)[0] + 1
+    before = _all(state)
+    with pytest.raises(fs.errors.StateError, match="in its metrics"):
+        step(state, {**batch(3), "add": True})
+    assert all(map(torch.equal, _all(state), before))
+
+
+def test_trees_of_a_step_are_made_once() -> None:
+    tools, seen = Tools(fs.make_mesh((1,), ("shard",))), list[int]()
+
+    def fn(state: Any, batch: Any) -> Any:
+        _, grads = tools.grad(state, batch)
+        seen.append(id(tree.leaves(grads)[0]))
+        return tools.update(state, grads)
+
+    step, state = fs.make_step(fn, tools.plan), _start(tools)
+    for number in range(4):
+        state, _ = step(state, batch(number))
+    assert len(set(seen[1:])) == 1
