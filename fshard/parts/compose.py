@@ -186,6 +186,7 @@ class Composition(ABC):
             raise TreeError("the state was made for another plan: make the update and the state from the same one")
         if before.origin >= self.own:
             raise TreeError("a state of the batch is only read: give states that the step updates as its state")
+        part.check_state(self.states[before.origin])
         flat = part.fitting(grads)
         updated = Updated(before, part, flat, state)
         memory = RunningMemory(self, state.plan, updated, before.origin)

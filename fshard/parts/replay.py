@@ -210,12 +210,9 @@ class Replay(Composition):
         self.executor.reach(LOCAL, "", self.locals)
         for group in self.step.stages.freed[self.locals]:
             entry = self.step.table.entries[group]
-            memory = self.step.programs[entry.bank or 0].memory
-            if (
-                entry.group in memory.reduced
-                and not memory.gradients[entry.group].home.device != memory.plan.mesh.device
-            ):
-                self.dead.append(memory.homes[entry.group])
+            bank = self.banks[entry.bank or 0]
+            if entry.group in bank.passing:
+                self.dead.append(bank.held[entry.group])
         self.locals += 1
 
     def _forget(self) -> None:
@@ -237,7 +234,7 @@ class Replay(Composition):
         ran = self.ran[bank.number]
         scale = ran.divisor / ran.parts
         if ran.weighted:
-            (count,) = self._summed(bank.form.plan, [_counted(ran)])
+            (count,) = self._summed(bank.form.plan, [_total(ran)[1]])
             scale = self.scale(bank.number, count)
         if scale != 1.0:
             for group in bank.form.groups:
@@ -314,7 +311,7 @@ class Replay(Composition):
             squares = self._summed(value.of.part.plan, _squares(value.of.part.rule_norms(value.of.grads)))
             return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         plan, ran = self.step.recorded.passes[value.of].spec.plan, self.ran[value.of]
-        pair = _totals(ran)[0] if value.kind == "loss" else _mean_totals(ran)[value.at]
+        pair = _total(ran) if value.kind == "loss" else _mean_totals(ran)[value.at]
         total, count = self._summed(plan, pair)
         return total / count if count else total * math.inf
 
@@ -329,25 +326,21 @@ class Replay(Composition):
     def tally(self, updates: Sequence[Updated]) -> list[float]:
         """What this rank brings to the end of the step: the totals and counts of losses and means, squared norms.
 
-        The order is that of ``Outcome.of``.
+        The order is that in which ``Numbers`` reads them.
         """
         values: list[float] = []
         for ran in self.ran:
-            values += _totals(ran)[0] if ran.losses else (0.0, 0.0)
+            values += _total(ran)
             values += [part for pair in _mean_totals(ran) for part in pair]
         for updated in updates:
             values += _squares(updated.part.rule_norms(updated.grads))
         return values
 
 
-def _totals(ran: Ran) -> list[tuple[float, float]]:
-    """The total and the count of a pass, over its microbatches."""
+def _total(ran: Ran) -> tuple[float, float]:
+    """The total and the count of a pass, over its microbatches; zeros of an evaluation."""
     numbers = [*read([part for loss in ran.losses for part in loss])]
-    return [(sum(numbers[::2]), sum(numbers[1::2]))]
-
-
-def _counted(ran: Ran) -> float:
-    return _totals(ran)[0][1]
+    return sum(numbers[::2]), sum(numbers[1::2])
 
 
 def _mean_totals(ran: Ran) -> list[tuple[float, float]]:

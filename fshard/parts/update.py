@@ -67,7 +67,7 @@ class UpdateStep:
     def __init__(
         self, opt: Optimizer, plan: Plan, clip_norm: Any, only: str | None, loss_scale: LossScale | None, donate: bool
     ) -> None:
-        self.opt, self.plan, self.only, self.loss_scale, self.donate = opt, plan, only, loss_scale, donate
+        self.plan, self.only, self.loss_scale, self.donate = plan, only, loss_scale, donate
         self.rule = check_optimizer(plan, opt)
         self.chosen = plan if only is None else plan.only(only)
         self.clip = read_clip(clip_norm, self.chosen)
@@ -76,12 +76,13 @@ class UpdateStep:
         self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules, "loss_scale": loss_scale}, opt)
         self._latest: Ages | None = None  # those of the latest state
         self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
+        self._layouts: object = None  # where the states so far keep the optimizer's buffers
         self._fitting: Form | None = None  # the latest form of gradients that was found to fit
         self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
 
     def __repr__(self) -> str:
         what = "" if self.only is None else f" of {self.only!r}"
-        return f"<update{what} by {self.opt!r}>"
+        return f"<update{what} by {self.rule.opt!r}>"
 
     __reduce__ = not_copied
 
@@ -179,16 +180,29 @@ class UpdateStep:
             TreeError, DonatedError, PlanError: they do not.
         """
         state.check_plan(self.plan)
-        for group, layouts in zip(self.plan.groups, state.shards().layouts, strict=True):
-            kept = optimizer_layout(group.owned, self.plan.mesh, self.rule) if group.trainable else layouts
-            if layouts != kept:
-                raise TreeError(
-                    f"the state holds {list(layouts)} for the optimizer, {self.opt!r} keeps {list(kept)}, or not of "
-                    f"the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
-                )
-        check_late(self.opt, state.late)
-        rate(self.opt.lr, state.step + 1)
+        self.check_state(state)
         return self.fitting(grads)
+
+    def check_state(self, state: TrainState) -> None:
+        """Refuse a state whose optimizer state is not that of this optimizer.
+
+        Raises:
+            TreeError: its buffers are others.
+            PlanError: the optimizer has no learning rate for the next step, or cannot count the updates of each leaf.
+        """
+        shards = state.shards()
+        if shards.layouts is not self._layouts:
+            for group, layouts in zip(self.plan.groups, shards.layouts, strict=True):
+                kept = optimizer_layout(group.owned, self.plan.mesh, self.rule) if group.trainable else layouts
+                if layouts != kept:
+                    raise TreeError(
+                        f"the state holds {list(layouts)} for the optimizer, {self.rule.opt!r} keeps {list(kept)}, or "
+                        f"not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
+                    )
+            self._layouts = shards.layouts
+        if state.late:
+            check_late(self.rule.opt, state.late)
+        rate(self.rule.opt.lr, state.step + 1)
 
     def fitting(self, grads: Any) -> Flat:
         """Gradients as chunks: those behind the tree, or copies.

@@ -293,3 +293,13 @@ def test_trees_of_a_step_are_made_once() -> None:
     for number in range(4):
         state, _ = step(state, batch(number))
     assert len(set(seen[1:])) == 1
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    tools = Tools(fs.make_mesh((1,), ("shard",)))
+    other = fs.init_state(tools.plan, fs.optim.adamw(0.1), params=whole())
+    before = _all(other)
+    step = fs.make_step(lambda state, batch: tools.update(state, tools.grad(state, batch)[1]), tools.plan)
+    with pytest.raises(fs.errors.TreeError, match="this optimizer"):
+        step(other, batch(0))
+    assert all(map(torch.equal, _all(other), before))
