@@ -156,16 +156,16 @@ class ValueAndGrad(OneFunction):
         return result
 
     def _result(self, outcome: Outcome) -> tuple[Any, dict[str, Any]]:
-        verdict, total = outcome.verdict, outcome.losses[0][0]
+        verdict, aux, total = outcome.verdict, outcome.measured.aux, outcome.measured.losses[0][0]
         dtype = torch.promote_types(total.dtype, torch.float32)
         value = torch.tensor(verdict.loss, dtype=dtype, device=total.device)
-        self.loss.refuse_aux(outcome.aux[0] if outcome.aux else {})
+        self.loss.refuse_aux(aux[0] if aux else {})
         homes = self._runner.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one.
         chunks = {group.id: homes[group.id] * verdict.scale for group in self.grads.groups if group.id in homes}
         grads = Flat(self.grads, chunks | zero_chunks(self.grads)).tree()
         if self.loss.has_aux:
-            return (value, combine_aux(outcome.aux, verdict.means)), grads
+            return (value, combine_aux(aux, verdict.means)), grads
         return value, grads
 
 

@@ -7,12 +7,12 @@ and failures. ``conclude`` makes the next states of it.
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from fshard import tree
 from fshard.collectives.scope import bind
-from fshard.errors import CommError, LossError, PeerError, PlanError, ScheduleError, TreeError
+from fshard.errors import PlanError, TreeError
 from fshard.parts.arguments import Arguments, Final, Result
 from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.numbers import Numbers
@@ -23,13 +23,13 @@ from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator
 from fshard.runtime.comm.communicator import SingleRankTransport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import signature
-from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Pending, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
-from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, exchange_sums
+from fshard.runtime.steps.consensus import FAILED, OK, exchange_sums
+from fshard.runtime.steps.ends import End, attempted, decline, drained
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.options import Running
@@ -47,23 +47,18 @@ CALL = "step"
 """What ranks call it when they compare their calls."""
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """What a step function came to on this rank.
 
     Attributes:
-        status: how it went.
+        end: how it ended.
         result: what it returned.
         numbers: what this rank brings to the consensus.
-        failure: what it raised.
-        left: where it left its schedule, if it did.
     """
 
-    status: int = OK
-    result: Result | None = None
+    end: End
+    result: Result | None
     numbers: Sequence[float] = ()
-    failure: BaseException | None = None
-    left: str = ""
 
 
 class StepRunner:
@@ -107,7 +102,7 @@ class StepRunner:
                 return "it asks for values that a trace does not have" if recorded is None else ""
             attempt, verdict = self._scheduled(replay, executor, given, shield, facts)
             if verdict.worst == FAILED:
-                raise_failure(control, attempt.failure, verdict.status, verdict.status[self.plan.mesh.rank])
+                raise_failure(control, attempt.end.failure, verdict.status, verdict.status[self.plan.mesh.rank])
             if verdict.worst == OK:
                 return self._concluded(replay, attempt, verdict, given)
         except BaseException:
@@ -117,7 +112,7 @@ class StepRunner:
             if replay is not None:
                 replay.end()
         self._abort()
-        return f"it left its schedule: {attempt.left or 'on another rank'}"
+        return f"it left its schedule: {attempt.end.left or 'on another rank'}"
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
@@ -130,14 +125,14 @@ class StepRunner:
             recorded = self.recorded(given)
             facts = self._facts(given, recorded)
         except BaseException as error:
-            self._decline(error)
+            decline(mesh_communicator(self.plan.mesh), CALL, None, error)
         if recorded is not None and recorded.passes and recorded not in self._replays:
             self._choose_policy(recorded, given, facts)
         try:
             replay = self._prepare(recorded, given.own)
             return facts, recorded, replay, None if replay is None else self._started(replay, given, shield)
         except BaseException as error:
-            self._decline(error)
+            decline(mesh_communicator(self.plan.mesh), CALL, None, error)
 
     def _check(self, given: Arguments) -> None:
         """Refuse states that do not fit."""
@@ -206,11 +201,6 @@ class StepRunner:
             self._replays[recorded] = Replay((), own, ready=assemble(recorded, policy, self.running.debug))
         return self._replays[recorded]
 
-    def _decline(self, error: BaseException) -> NoReturn:
-        """Tell the other ranks, which wait in the handshake, why this one does not take part, and raise it."""
-        agree(mesh_communicator(self.plan.mesh), CALL, Intent(), None, False, error)
-        raise error
-
     # -- handshake, run, consensus ------------------------------------------------------------------------------------
 
     def _scheduled(
@@ -226,10 +216,9 @@ class StepRunner:
                     programs.comms.open()
                 for axes in step.axes:
                     comms.transport.communicator(COLLECTIVES, axes)
-                attempt = _drained(replay, executor, self._run(replay, executor, given, shield))
-                attempt = _tallied(replay, attempt)
+                attempt = _tallied(replay, *self._run(replay, executor, given, shield))
                 verdict = executor.consensus(
-                    lambda: exchange_sums(control, attempt.status, attempt.numbers, step.width)
+                    lambda: exchange_sums(control, attempt.end.status, attempt.numbers, step.width)
                 )
         finally:
             self.latest = Latest(step.schedule, executor.record, executor.times)
@@ -261,26 +250,21 @@ class StepRunner:
                 actions.start(given.states[origin or 0].shards(), updates[origin or 0])
         return executor
 
-    def _run(self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield) -> Attempt:
-        """Run the function. What it raises is part of the result."""
-        try:
+    def _run(self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield) -> tuple[Result | None, End]:
+        """Run the function, and what is left of the schedule."""
+
+        def program() -> Result:
             arguments = replay.inside(given)
             inside = bind(self.plan.mesh, self.plan.data_axes, running=replay)
             with inside, self._randomness(given.states[0]), shield.opened():
-                return Attempt(OK, replay.result(self.fn(*arguments)))
-        except CommError as error:
-            if executor.lost:
-                raise
-            attempt = Attempt(CUT, failure=error)
-        except Mispredicted as reason:
-            attempt = Attempt(RETRY, left=str(reason))
-        except BaseException as error:  # Ctrl-C too: other ranks wait for this one's collectives
-            if executor.lost:
-                raise
-            attempt = Attempt(FAILED, failure=error)
-        # Ranks that wait for this one in a collective of the function learn at once that it will not come.
-        self._abort(f"{attempt.failure or attempt.left}")
-        return attempt
+                return replay.result(self.fn(*arguments))
+
+        result, end = attempted(program, executor)
+        if end.status != OK:
+            # Ranks that wait for this one in a collective of the function learn at once that it will not come.
+            self._abort(str(end))
+            replay.stand_in()
+        return result, drained(executor, end)
 
     def _randomness(self, state: TrainState) -> AbstractContextManager[None]:
         mesh = self.plan.mesh
@@ -340,28 +324,11 @@ class StepRunner:
         return Memory(origin.plan, shards, joined(pendings), stale)
 
 
-def _tallied(replay: Replay, attempt: Attempt) -> Attempt:
+def _tallied(replay: Replay, result: Result | None, end: End) -> Attempt:
     """What this rank brings to the consensus."""
-    if attempt.result is None:
-        return attempt
+    if result is None or end.status != OK:
+        return Attempt(end, None)
     try:
-        return replace(
-            attempt, numbers=replay.tally([each for final in attempt.result.finals for each in final.updates])
-        )
+        return Attempt(end, result, replay.tally([each for final in result.finals for each in final.updates]))
     except Exception as error:  # a device reports late what went wrong there
-        return Attempt(FAILED, failure=error)
-
-
-def _drained(replay: Replay, executor: Scheduled, attempt: Attempt) -> Attempt:
-    """Run what is left of a schedule: for the update, or, after a failure, for the other ranks alone."""
-    if attempt.status != OK:
-        replay.stand_in()
-    try:
-        executor.finish()
-    except (CommError, PeerError, ScheduleError, LossError):
-        raise
-    except Exception as error:
-        if attempt.status == OK:
-            attempt = Attempt(FAILED, failure=error)
-    executor.drain()
-    return attempt
+        return Attempt(End(FAILED, error), None)

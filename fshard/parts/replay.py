@@ -11,13 +11,12 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
-from fshard.errors import different_microbatches
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.record import RecordedLocal, RecordedPass
 from fshard.parts.running import Bank, Given, Number, RunningFlat, RunningMemory, Updated
 from fshard.runtime.engine.batch import check_device, check_even, microbatches, signature
-from fshard.runtime.engine.loss import Mean, as_means, check_differentiable, check_means, detached, means_of, read_loss
+from fshard.runtime.engine.loss import Mean, as_means, means_of
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
 from fshard.runtime.execution.executor import Scheduled
@@ -25,6 +24,8 @@ from fshard.runtime.memory import memory_space
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.consensus import RuleNorms, Verdict, read
+from fshard.runtime.steps.passes import Passes
+from fshard.runtime.steps.records import Measured
 from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Form
@@ -34,36 +35,43 @@ from fshard.training.metrics import combine_aux
 
 @dataclass(frozen=True)
 class View:
-    """The executor of a step as the engine of one pass sees it: its methods, and what is readable in that pass.
+    """The executor of a step as one of its passes sees it.
 
     Attributes:
+        executor: the executor.
+        first: the number of the pass's first microbatch among those of the step.
         reach: the program is at this compute op: whatever must precede it is done on return.
         settle: the compute op is over: start what can run beside the code that follows.
-        readable: whether all of these groups can be read now.
+        readable: whether all of these groups can be read in this pass now.
         outside: whether code outside of units may read this group.
     """
 
+    executor: Scheduled
+    first: int
     reach: Callable[[str, str, int], None]
     settle: Callable[[], None]
     readable: Callable[[Sequence[int]], bool]
     outside: Callable[[int], bool]
 
+    def begin_microbatch(self, index: int) -> None:
+        """A microbatch of the pass begins."""
+        self.executor.begin_microbatch(self.first + index)
+
+    def end_microbatch(self) -> None:
+        """Nothing to add: the schedule holds it."""
+
 
 @dataclass(frozen=True)
 class Ran:
-    """What a pass came to on this rank.
+    """A pass that this rank has run.
 
     Attributes:
-        losses: the total and the count of each microbatch.
-        aux: the auxiliary values of each microbatch.
-        weighted: whether the loss is an ``fs.Mean``.
+        measured: what it came to.
         divisor: what its gradients were divided by before they were summed.
         parts: microbatches of the global batch.
     """
 
-    losses: Sequence[tuple[Tensor, Tensor | float]]
-    aux: Sequence[Any]
-    weighted: bool
+    measured: Measured
     divisor: float
     parts: int
 
@@ -135,51 +143,26 @@ class Replay(Composition):
         parts = microbatches(batch, spec.accumulate)
         if spec.train and not stage.found.weighted:
             check_even(batch, spec.accumulate)
-        ran = self._microbatches(spec, number, stage, parts)
-        self.ran.append(ran)
-        aux = _marked(ran.aux) if spec.train else ran.aux[0]
-        dtype = ran.losses[0][0].dtype if spec.train else torch.float32
+        measured, divisor = self._microbatches(spec, number, stage, parts)
+        self.ran.append(Ran(measured, divisor, spec.parts))
+        aux = _marked(measured.aux) if spec.train else measured.aux[0]
+        dtype = measured.losses[0][0].dtype if spec.train else torch.float32
         return dtype, aux
 
-    def _microbatches(self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]) -> Ran:
-        prepared, executor = self.step.passes[number], self.executor
-        engine, outside = prepared.engine, stage.found.program.reads[ROOT].__contains__
-        view = View(executor.reach, executor.settle, prepared.actions.readable.issuperset, outside)
-        divisor = spec.divisor / self._loss_scale(spec, stage.version)
-        losses: list[tuple[Tensor, Tensor | float]] = []
-        found: list[Any] = []
-        weighted: bool | None = None
-        try:
-            # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
-            torch.clear_autocast_cache()
-            for index, part in enumerate(parts):
-                executor.microbatch = self.step.first[number] + index
-                engine.start(view)
-                view.reach("forward", ROOT, 0)
-                view.settle()
-                if not spec.train:
-                    with torch.no_grad():
-                        found.append(engine.run(spec.fn, part, False))
-                    check_means(found[-1])
-                    view.reach("backward", ROOT, 0)
-                    continue
-                loss = read_loss(engine.run(spec.fn, part, True))
-                check_differentiable(loss)
-                aux = tree.map(detached, loss.aux) if loss.aux else {}
-                alike = not found or tree.flatten(found[0])[1] == tree.flatten(aux)[1]
-                if weighted not in (None, loss.count is not None) or not alike:
-                    raise different_microbatches()
-                weighted = loss.count is not None
-                engine.differentiate(loss.total, torch.full_like(loss.total, 1.0 / divisor))
-                losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
-                found.append(aux)
-        finally:
-            engine.stop()
-        if spec.train and weighted is not stage.found.weighted:
+    def _microbatches(
+        self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]
+    ) -> tuple[Measured, float]:
+        """What a pass comes to, and what its gradients are divided by."""
+        prepared, executor, scale = self.step.passes[number], self.executor, self._loss_scale(spec, stage.version)
+        readable, outside = prepared.actions.readable.issuperset, stage.found.program.reads[ROOT].__contains__
+        view = View(executor, self.step.first[number], executor.reach, executor.settle, readable, outside)
+        measured = Passes(spec.fn, spec.train, False, spec.divisor).run(prepared.engine, view, parts, scale)
+        if spec.train and measured.weighted is not stage.found.weighted:
             raise Mispredicted("the loss of a pass changed between a mean and an fs.Mean")
-        if number_of_means(found[0] if spec.train else as_means(found[0])) != stage.means:
+        first = measured.aux[0]
+        if number_of_means(first if spec.train else as_means(first)) != stage.means:
             raise Mispredicted("a pass returned other auxiliary means than when it was traced")
-        return Ran(losses, found, bool(weighted), divisor, spec.parts)
+        return measured, spec.divisor / scale
 
     def _loss_scale(self, spec: PassSpec, version: int) -> float:
         """What the loss of a pass is multiplied by: the scale of the state that it reads, or else of the first one."""
@@ -233,7 +216,7 @@ class Replay(Composition):
         """Make gradients those of the global mean, in place."""
         ran = self.ran[bank.number]
         scale = ran.divisor / ran.parts
-        if ran.weighted:
+        if ran.measured.weighted:
             (count,) = self._summed(bank.form.plan, [_total(ran)[1]])
             scale = self.scale(bank.number, count)
         if scale != 1.0:
@@ -252,7 +235,7 @@ class Replay(Composition):
         ran, plan = self.ran[number], self.step.recorded.passes[number].spec.plan
         if number in self.scales:
             return self.scales[number]
-        if not ran.weighted:
+        if not ran.measured.weighted:
             return ran.divisor / ran.parts
         return ran.divisor * (plan.mesh.size // plan.data_size) / count if count else math.nan
 
@@ -339,13 +322,13 @@ class Replay(Composition):
 
 def _total(ran: Ran) -> tuple[float, float]:
     """The total and the count of a pass, over its microbatches; zeros of an evaluation."""
-    numbers = [*read([part for loss in ran.losses for part in loss])]
+    numbers = [*read([part for loss in ran.measured.losses for part in loss])]
     return sum(numbers[::2]), sum(numbers[1::2])
 
 
 def _mean_totals(ran: Ran) -> list[tuple[float, float]]:
     """The total and the count of each auxiliary mean of a pass, over its microbatches."""
-    columns = zip(*[means_of(aux if ran.losses else as_means(aux)) for aux in ran.aux], strict=True)
+    columns = zip(*[means_of(aux if ran.measured.losses else as_means(aux)) for aux in ran.measured.aux], strict=True)
     found = []
     for column in columns:
         numbers = [*read([part for mean in column for part in (mean.total, mean.count)])]

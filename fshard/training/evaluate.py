@@ -75,9 +75,9 @@ class EvalStep(OneFunction):
         # Slots are made once, and must be ordinary tensors.
         with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(request)
-        if outcome.uneven and any(is_scalar(leaf) for leaf in tree.leaves(outcome.aux[0])):
+        if outcome.uneven and any(is_scalar(leaf) for leaf in tree.leaves(outcome.measured.aux[0])):
             raise uneven_rows(outcome.uneven)
-        return global_result(outcome.aux[0], outcome.verdict.means)
+        return global_result(outcome.measured.aux[0], outcome.verdict.means)
 
 
 def make_eval_step(

@@ -256,8 +256,8 @@ class TrainStep(OneFunction):
 
     def _metrics(self, outcome: Outcome, norm: float, skipped: bool) -> Metrics:
         verdict = outcome.verdict
-        aux = combine_aux(outcome.aux, verdict.means)
-        loss = scalar(verdict.loss, widened([outcome.losses[0][0].dtype]))
+        aux = combine_aux(outcome.measured.aux, verdict.means)
+        loss = scalar(verdict.loss, widened([outcome.measured.losses[0][0].dtype]))
         return Metrics(loss, scalar(norm, self._wide), aux, skipped, verdict.stop)
 
 

@@ -101,6 +101,10 @@ class Scheduled:
         self.times.append(perf_counter())
         self.cursor = position + 1
 
+    def begin_microbatch(self, index: int) -> None:
+        """A microbatch begins."""
+        self.microbatch = index
+
     def handshake(self, run: Callable[[], T]) -> T:
         """Perform the first op, and return what it came to."""
         found = self._perform(run)
@@ -231,6 +235,10 @@ class OnDemand:
         self.backward: list[Call] = []
         self.glue: dict[int, None] = {}
         self.again = Again()
+
+    def begin_microbatch(self, index: int) -> None:
+        """A microbatch begins."""
+        self.microbatch = index
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Gather what the unit reads, if it is not there."""

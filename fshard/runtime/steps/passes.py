@@ -1,30 +1,43 @@
-"""Running the program of a step on this rank: a forward and a backward for each microbatch."""
+"""The passes of all kinds of steps, on this rank: a forward and a backward for each microbatch."""
 
-import traceback
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from fshard import tree
-from fshard.errors import CommError, different_microbatches, weighted_in_backward
-from fshard.runtime.engine.batch import check_even
-from fshard.runtime.engine.loss import check_differentiable, check_means, detached, read_loss
-from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.execution.trace import GlueWatch
-from fshard.runtime.steps.consensus import CUT, FAILED, RETRY
-from fshard.runtime.steps.failures import starved
+from fshard.errors import different_microbatches, weighted_in_backward
+from fshard.runtime.engine.engine import Engine
+from fshard.runtime.engine.loss import Loss, check_differentiable, check_means, detached, read_loss
 from fshard.runtime.steps.finder import Fn
-from fshard.runtime.steps.handshake import uneven_rows
-from fshard.runtime.steps.records import Agreed, Ran
+from fshard.runtime.steps.records import Measured
 from fshard.schedule.ops import ROOT
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+class Sink(Protocol):
+    """What a pass tells how far it is: an executor, or its part of one."""
+
+    def begin_microbatch(self, index: int) -> None:
+        """A microbatch begins."""
+
+    def reach(self, kind: str, unit: str, index: int) -> None:
+        """The program is at this compute op: whatever must precede it is done on return."""
+
+    def settle(self) -> None:
+        """The compute op is over: start what can run beside the code that follows."""
+
+    def end_microbatch(self) -> None:
+        """A microbatch is over."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of a function through its microbatches.
+    """The passes of a function through microbatches.
 
     Attributes:
         fn: the loss function, or for evaluation any function.
@@ -38,87 +51,64 @@ class Passes:
     in_backward: bool
     divisor: float
 
-    def run(self, agreed: Agreed) -> Ran:
-        """Run the program. What it raises is part of the result; what all ranks raise together is raised at once."""
-        executor = agreed.ready.executor
-        try:
-            return self._program(agreed)
-        except CommError as error:
-            if executor.lost:
-                raise
-            return Ran(agreed, CUT, failure=error)
-        except Mispredicted as reason:
-            return Ran(agreed, RETRY, left=str(reason))
-        except BaseException as error:  # Ctrl-C too: other ranks wait for this one's collectives
-            if executor.lost:
-                raise
-            if starved(error):
-                traceback.clear_frames(error.__traceback__)  # they hold the activations
-            return Ran(agreed, FAILED, failure=error)
+    def run(
+        self,
+        engine: Engine,
+        sink: Any,
+        parts: Sequence[Any],
+        scale: float = 1.0,
+        opened: Context = nullcontext,
+        watch: Context = nullcontext,
+    ) -> Measured:
+        """Run the function on each microbatch.
 
-    def _program(self, agreed: Agreed) -> Ran:
-        executor, given, prepared = agreed.ready.executor, agreed.ready.request, agreed.ready.prepared
-        if isinstance(executor, OnDemand):
-            if given.update is not None and not self.in_backward:
-                given.update.finish()
-                executor.ask("the update")  # others would wait for the parts of a rank whose update has failed
-                prepared.actions.complete(given.update)
-            prepared.actions.start(given.shards, None, accumulated=given.accumulated)
-        ran = Ran(agreed)
+        Args:
+            engine: runs its units.
+            sink: a ``Sink`` that the engine can ask what is readable.
+            parts: the microbatches.
+            scale: what the loss is multiplied by for the backward.
+            opened: the context of the user's code, where signals are let through.
+            watch: a context around the function.
+        """
+        losses: list[tuple[Tensor, Tensor | float]] = []
+        found: list[Any] = []
+        weighted: bool | None = None
         try:
             # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
             torch.clear_autocast_cache()
-            with given.randomness():
-                for index, part in enumerate(agreed.ready.parts):
-                    executor.microbatch = index
-                    prepared.engine.start(executor)
-                    executor.reach("forward", ROOT, 0)
-                    executor.settle()
-                    ran = self._microbatch(ran, part) if self.train else self._evaluated(ran, part)
-                    executor.end_microbatch()
+            for index, part in enumerate(parts):
+                sink.begin_microbatch(index)
+                engine.start(sink)
+                sink.reach("forward", ROOT, 0)
+                sink.settle()
+                if self.train:
+                    with watch(), opened():
+                        loss = read_loss(engine.run(self.fn, part, True))
+                    self._check(loss, weighted, found)
+                    weighted = loss.count is not None
+                    seed = torch.full_like(loss.total, scale / self.divisor)
+                    with opened():
+                        engine.differentiate(loss.total, seed)
+                    losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
+                    found.append(tree.map(detached, loss.aux) if loss.aux else loss.aux)
+                else:
+                    with torch.no_grad(), watch(), opened():
+                        found.append(engine.run(self.fn, part, False))
+                    check_means(found[-1])
+                    sink.reach("backward", ROOT, 0)
+                sink.end_microbatch()
         finally:
-            prepared.engine.stop()
-        if isinstance(executor, OnDemand):
-            self._check_rows(ran)
-            executor.ask("the end of the program")  # a rank that failed after its last request answers here
-        return ran
+            engine.stop()
+        return Measured(losses, found, bool(weighted))
 
-    def _check_rows(self, ran: Ran) -> None:
-        """Refuse a plain mean over unequal rows, which nobody knew to be one before the program ran."""
-        ready = ran.agreed.ready
-        if self.train and not ran.weighted:
-            if ran.agreed.uneven:
-                raise uneven_rows(ran.agreed.uneven)
-            check_even(ready.request.batch, len(ready.parts))
-
-    def _evaluated(self, ran: Ran, part: Any) -> Ran:
-        with torch.no_grad():
-            result = self._call(ran.agreed, part)
-        check_means(result)
-        ran.agreed.ready.executor.reach("backward", ROOT, 0)
-        return replace(ran, aux=[*ran.aux, result])
-
-    def _microbatch(self, ran: Ran, part: Any) -> Ran:
-        given, engine = ran.agreed.ready.request, ran.agreed.ready.prepared.engine
-        loss = read_loss(self._call(ran.agreed, part))
+    def _check(self, loss: Loss, weighted: bool | None, before: Sequence[Any]) -> None:
+        """Refuse a loss that cannot be differentiated, or is unlike those of the microbatches before."""
         check_differentiable(loss)
-        weighted = loss.count is not None
-        if weighted and self.in_backward:
+        mean = loss.count is not None
+        if mean and self.in_backward:
             raise weighted_in_backward()
-        if ran.aux and (ran.weighted is not weighted or _spec(ran.aux[:1]) != _spec([loss.aux])):
+        if before and (weighted is not mean or _spec(before[:1]) != _spec([loss.aux])):
             raise different_microbatches()
-        seed = torch.full_like(loss.total, given.loss_scale / self.divisor)
-        with given.shield.opened():
-            engine.differentiate(loss.total, seed)
-        part_of_it = loss.total.detach(), 1.0 if loss.count is None else loss.count
-        aux = tree.map(detached, loss.aux) if loss.aux else loss.aux
-        return Ran(ran.agreed, losses=[*ran.losses, part_of_it], aux=[*ran.aux, aux], weighted=weighted)
-
-    def _call(self, agreed: Agreed, part: Any) -> Any:
-        engine, executor = agreed.ready.prepared.engine, agreed.ready.executor
-        watch = nullcontext() if isinstance(executor, Scheduled) else GlueWatch(engine, executor)
-        with watch, agreed.ready.request.shield.opened():
-            return engine.run(self.fn, part, self.train)
 
 
 def _spec(values: Any) -> Any:

@@ -15,27 +15,29 @@ Where no schedule is known, because the program depends on values of tensors, or
 stages run with an executor that gathers on demand.
 """
 
-import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
-from fshard.errors import CommError, LossError, PeerError, ScheduleError, foreign_params, left_in_backward
+from fshard.errors import foreign_params, left_in_backward
 from fshard.runtime.comm import COLLECTIVES
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
+from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
+from fshard.runtime.steps.ends import End, attempted, decline, drained
 from fshard.runtime.steps.failures import raise_failure, report, request, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
-from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.handshake import Intent, agree, uneven_rows
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
-from fshard.runtime.steps.records import Agreed, Latest, Outcome, Ran, Ready, Request
+from fshard.runtime.steps.records import Agreed, Latest, Measured, Outcome, Ran, Ready, Request
 from fshard.schedule.auto import Auto
 
 PATIENCE = 3
@@ -106,7 +108,7 @@ class Runner:
             if programs.train and found is not None and not found.weighted:
                 check_even(batch, programs.accumulate)
         except BaseException as error:
-            self._decline(batch, error)
+            decline(programs.comms.control, self.call, batch, error)
         if found is not None and (auto := programs.undecided(found)) is not None:
             self._choose_policy(found, auto, batch, facts)
         return self._ready(given, found, parts, facts)
@@ -117,7 +119,7 @@ class Runner:
             prepared = self.programs.scheduled(found) if found is not None else self.programs.on_demand()
             return Ready(given, prepared, self._executor(prepared, given), parts, facts)
         except BaseException as error:  # most likely, there is not enough memory
-            self._decline(given.batch, error)
+            decline(self.programs.comms.control, self.call, given.batch, error)
 
     def _executor(self, prepared: Prepared, given: Request) -> Scheduled | OnDemand:
         if prepared.route is not None:
@@ -155,17 +157,12 @@ class Runner:
         self._count_retry(outcome)
         return self._ready(ready.request, None, ready.parts, ready.facts)
 
-    def _decline(self, batch: Any, error: BaseException) -> NoReturn:
-        """Tell the other ranks, which wait in the handshake, why this one does not take part, and raise it."""
-        agree(self.programs.comms.control, self.call, Intent(), batch, False, error)
-        raise error
-
     def _count_retry(self, outcome: Outcome) -> None:
         self._retries += 1
         if self._retries == PATIENCE:
             warnings.warn(
                 f"{PATIENCE} steps left their schedule and ran again, gathered on demand: right, but slow, and with "
-                f"the memory of all parameters. The last one: {outcome.left or 'on another rank'}. Let Python "
+                f"the memory of all parameters. The last one: {outcome.end.left or 'on another rank'}. Let Python "
                 f"values that decide which units run be part of the batch: then each has a schedule of its own",
                 stacklevel=4,
             )
@@ -188,65 +185,94 @@ class Runner:
     # -- run ----------------------------------------------------------------------------------------------------------
 
     def _run(self, agreed: Agreed) -> Ran:
+        executor, transport = agreed.ready.executor, self.programs.comms.transport
         with together(self.programs.comms):
-            ran = self.passes.run(agreed)
-            if ran.status != OK:
+            measured, end = attempted(lambda: self._program(agreed), executor)
+            if end.status != OK:
                 # Ranks that wait for this one in a collective of the program learn at once that it will not come.
-                self.programs.comms.transport.abort(COLLECTIVES, f"{ran.failure or ran.left}")
-            return _drained(self._stopped(ran)) if isinstance(agreed.ready.executor, Scheduled) else self._reported(ran)
+                transport.abort(COLLECTIVES, str(end))
+            if isinstance(executor, Scheduled):
+                end = drained(executor, self._stopped(agreed, end))
+            else:
+                end = self._reported(end)
+            return Ran(agreed, measured or Measured(), end)
 
-    def _stopped(self, ran: Ran) -> Ran:
+    def _program(self, agreed: Agreed) -> Measured:
+        """Run the program of this rank."""
+        executor, given, prepared = agreed.ready.executor, agreed.ready.request, agreed.ready.prepared
+        if isinstance(executor, OnDemand):
+            if given.update is not None and not self.in_backward:
+                given.update.finish()
+                executor.ask("the update")  # others would wait for the parts of a rank whose update has failed
+                prepared.actions.complete(given.update)
+            prepared.actions.start(given.shards, None, accumulated=given.accumulated)
+        watch = partial(GlueWatch, prepared.engine, executor) if isinstance(executor, OnDemand) else nullcontext
+        opened = given.shield.opened
+        with given.randomness():
+            measured = self.passes.run(prepared.engine, executor, agreed.ready.parts, given.loss_scale, opened, watch)
+        if isinstance(executor, OnDemand):
+            self._check_rows(agreed, measured)
+            executor.ask("the end of the program")  # a rank that failed after its last request answers here
+        return measured
+
+    def _check_rows(self, agreed: Agreed, measured: Measured) -> None:
+        """Refuse a plain mean over unequal rows, which nobody knew to be one before the program ran."""
+        if self.programs.train and not measured.weighted:
+            if agreed.uneven:
+                raise uneven_rows(agreed.uneven)
+            check_even(agreed.ready.request.batch, len(agreed.ready.parts))
+
+    def _stopped(self, agreed: Agreed, end: End) -> End:
         """Where a program that did not end updates in its backward, update nothing more."""
-        update = ran.agreed.ready.request.update
-        if ran.status == OK or not self.in_backward or update is None:
-            return ran
+        update = agreed.ready.request.update
+        if end.status == OK or not self.in_backward or update is None:
+            return end
         update.stop()
-        if update.begun:
-            return replace(ran, status=FAILED, failure=ran.failure or left_in_backward())
-        return ran
+        return End(FAILED, end.failure or left_in_backward()) if update.begun else end
 
-    def _reported(self, ran: Ran) -> Ran:
+    def _reported(self, end: End) -> End:
         """Tell the other ranks that this one's program, on demand, has failed."""
-        if ran.status == RETRY:
+        if end.status == RETRY:
             # On demand everything of this step is readable.
-            ran = replace(ran, status=FAILED, failure=foreign_params())
-        if ran.failure is not None:
-            report(self.programs.comms.control, ran.failure, ran.status)
-        return ran
+            end = End(FAILED, foreign_params())
+        if end.failure is not None:
+            report(self.programs.comms.control, end.failure, end.status)
+        return end
 
     # -- consensus ----------------------------------------------------------------------------------------------------
 
     def _consensus(self, ran: Ran) -> Outcome:
         agreed, executor = ran.agreed, ran.agreed.ready.executor
-        if isinstance(executor, OnDemand) and ran.failure is not None:
-            raise ran.failure  # the other ranks know
+        if isinstance(executor, OnDemand) and ran.end.failure is not None:
+            raise ran.end.failure  # the other ranks know
         with together(self.programs.comms):
             outcome = executor.consensus(lambda: self._decided(ran))
         if isinstance(executor, OnDemand):
-            self._learn(agreed, executor, ran.weighted)
+            self._learn(agreed, executor, ran.measured.weighted)
         return outcome
 
     def _decided(self, ran: Ran) -> Outcome:
-        ran, mine = self._tally(ran) if ran.status == OK else (ran, Tally(ran.status))
-        copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / ran.agreed.ready.request.loss_scale
-        rules = ran.agreed.ready.request.rules
-        verdict = consensus(self.programs.comms.control, mine, self.parts, copies, divided, rules)
-        return Outcome(verdict, ran.losses, ran.aux, ran.agreed.uneven, divided, ran.failure, ran.left)
+        end, given = ran.end, ran.agreed.ready.request
+        end, mine = self._tally(ran) if end.status == OK else (end, Tally(end.status))
+        copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / given.loss_scale
+        verdict = consensus(self.programs.comms.control, mine, self.parts, copies, divided, given.rules)
+        return Outcome(verdict, ran.measured, end, ran.agreed.uneven, divided)
 
-    def _tally(self, ran: Ran) -> tuple[Ran, Tally]:
+    def _tally(self, ran: Ran) -> tuple[End, Tally]:
         given, gradients = ran.agreed.ready.request, ran.agreed.ready.prepared.actions.gradients
+        losses, aux, weighted = ran.measured
         try:
             if not self.programs.train:  # all ranks average as many numbers, or none does
-                return ran, tally((), (), (), [as_means(result) for result in ran.aux], False, False)
+                return ran.end, tally((), (), (), [as_means(result) for result in aux], False, False)
             gradients.complete()
             rule_norms: Sequence[RuleNorms] = ()
             if given.rules:
                 gradients.arrive()
                 rule_norms = given.rule_norms()
             norms = [(gradients.shares[group], norm) for group, norm in gradients.all_norms().items()]
-            return ran, tally(norms, rule_norms, ran.losses, ran.aux, ran.weighted, given.stop)
+            return ran.end, tally(norms, rule_norms, losses, aux, weighted, given.stop)
         except Exception as error:  # a device reports late what went wrong there
-            return replace(ran, status=FAILED, failure=error), Tally(FAILED)
+            return End(FAILED, error), Tally(FAILED)
 
     def _learn(self, agreed: Agreed, executor: OnDemand, weighted: bool) -> None:
         """Write down the program that a run on demand has found, for a schedule."""
@@ -270,25 +296,5 @@ class Runner:
         verdict = outcome.verdict
         if verdict.worst == FAILED:
             own = verdict.status[self.plan.mesh.rank]
-            raise_failure(self.programs.comms.control, outcome.failure, verdict.status, own)
+            raise_failure(self.programs.comms.control, outcome.end.failure, verdict.status, own)
         return outcome
-
-
-def _drained(ran: Ran) -> Ran:
-    """Run what is left of a schedule: for the update, or, after a failure, for the other ranks alone.
-
-    Raises:
-        CommError: a collective failed; or an op of this rank, twice, so that the others cannot go on.
-    """
-    executor = ran.agreed.ready.executor
-    assert isinstance(executor, Scheduled)
-    try:
-        executor.finish()
-    except (CommError, PeerError, ScheduleError, LossError):
-        raise
-    except Exception as error:
-        traceback.clear_frames(error.__traceback__)
-        if ran.status == OK:
-            ran = replace(ran, status=FAILED, failure=error)
-    executor.drain()
-    return ran

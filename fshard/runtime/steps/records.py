@@ -11,7 +11,8 @@ from fshard.runtime.comm.facts import Facts
 from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.execution.actions import NOTHING
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.steps.consensus import OK, RuleNorms, Verdict
+from fshard.runtime.steps.consensus import RuleNorms, Verdict
+from fshard.runtime.steps.ends import End
 from fshard.runtime.steps.programs import Prepared
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
@@ -71,26 +72,27 @@ class Agreed:
     uneven: list[int]
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What this rank's program did.
+class Measured(NamedTuple):
+    """What a pass through its microbatches came to on this rank.
 
     Attributes:
-        status: how its part went.
         losses: the total and the count of each microbatch.
         aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
         weighted: whether the loss is an ``fs.Mean``.
-        failure: what the program raised.
-        left: where it left its schedule, if it did.
     """
 
-    agreed: Agreed
-    status: int = OK
     losses: Losses = ()
     aux: Sequence[Any] = ()
     weighted: bool = False
-    failure: BaseException | None = None
-    left: str = ""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What this rank's program did, and how it ended."""
+
+    agreed: Agreed
+    measured: Measured
+    end: End
 
 
 @dataclass(frozen=True)
@@ -99,21 +101,17 @@ class Outcome:
 
     Attributes:
         verdict: what all ranks learned.
-        losses: the total and the count of each microbatch.
-        aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
+        measured: what this rank's program came to.
+        end: how it ended.
         uneven: the leading dim of each rank's batch, if they differ.
         divided: what gradients were divided by.
-        failure: what this rank's program raised.
-        left: where it left its schedule, if it did.
     """
 
     verdict: Verdict
-    losses: Losses
-    aux: Sequence[Any]
+    measured: Measured
+    end: End
     uneven: Sequence[int]
     divided: float
-    failure: BaseException | None
-    left: str
 
 
 @dataclass(frozen=True)
