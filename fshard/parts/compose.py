@@ -190,7 +190,7 @@ class Composition(ABC):
         flat = part.fitting(grads)
         updated = Updated(before, part, flat, state)
         memory = RunningMemory(self, state.plan, updated, before.origin)
-        norm = Number("norm", updated, 0, part.wide).tensor(self)
+        norm = Number("norm", updated, 0, part.updating.wide).tensor(self)
         skipped = torch.tensor(False)
         if part.loss_scale is not None:
             skipped = Number("skipped", updated, 0, torch.bool).tensor(self)

@@ -319,7 +319,7 @@ class StepRunner:
             pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale))
             if updated in copied:
                 pendings[-1].detach()
-            stale |= updated.part.shared
+            stale |= updated.part.updating.shared
         self._last += tuple(pendings)
         return Memory(origin.plan, shards, joined(pendings), stale)
 

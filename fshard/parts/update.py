@@ -20,11 +20,11 @@ from fshard.parts.ages import Ages, ages_of
 from fshard.parts.running import PART, running_of
 from fshard.runtime.comm import digest, mesh_communicator
 from fshard.runtime.comm.facts import Facts
-from fshard.runtime.execution import Gradients, Pending, Rounding, Several, partly_updated, parts_of, rounded_groups
+from fshard.runtime.execution import Gradients, Pending, Several, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.norms import norms_of, share_of
-from fshard.runtime.memory.optimizer_layout import UpdateSlice, optimizer_layout, update_slices
-from fshard.runtime.steps import refuse_transforms, scalar, widened
+from fshard.runtime.memory.optimizer_layout import UpdateSlice
+from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.clip import norms_by_rule, read_clip
 from fshard.runtime.steps.consensus import FAILED, RuleNorms, Tally, Verdict, consensus, tally
 from fshard.runtime.steps.decide import not_finite
@@ -32,11 +32,12 @@ from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.fit import check_late, check_optimizer
+from fshard.state.fit import check_optimizer
 from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_layout
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
+from fshard.training.updating import Updating
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,20 @@ class UpdateStep:
         self, opt: Optimizer, plan: Plan, clip_norm: Any, only: str | None, loss_scale: LossScale | None, donate: bool
     ) -> None:
         self.plan, self.only, self.loss_scale, self.donate = plan, only, loss_scale, donate
-        self.rule = check_optimizer(plan, opt)
-        self.chosen = plan if only is None else plan.only(only)
+        rule, self.chosen = check_optimizer(plan, opt), plan if only is None else plan.only(only)
         self.clip = read_clip(clip_norm, self.chosen)
+        self.updating = Updating(rule, plan, self.chosen, self.clip)
         self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
         self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules, "loss_scale": loss_scale}, opt)
         self._latest: Ages | None = None  # those of the latest state
         self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
-        self._layouts: object = None  # where the states so far keep the optimizer's buffers
         self._fitting: Form | None = None  # the latest form of gradients that was found to fit
         self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
 
     def __repr__(self) -> str:
         what = "" if self.only is None else f" of {self.only!r}"
-        return f"<update{what} by {self.rule.opt!r}>"
+        return f"<update{what} by {self.updating.opt.opt!r}>"
 
     __reduce__ = not_copied
 
@@ -169,10 +169,6 @@ class UpdateStep:
         norms = norms_of([gradients.shards[group] for group in self._shares])
         return [list(zip(self._shares.values(), norms, strict=True))]
 
-    def number(self, path: str) -> int:
-        """The number of a leaf's clipping rule; -1 of one that it does not update."""
-        return self.clip.number(path) if self.chosen.leaves[path].trainable else -1
-
     def checked(self, state: TrainState, grads: Any) -> Flat:
         """The gradients as chunks, if both fit.
 
@@ -190,19 +186,8 @@ class UpdateStep:
             TreeError: its buffers are others.
             PlanError: the optimizer has no learning rate for the next step, or cannot count the updates of each leaf.
         """
-        shards = state.shards()
-        if shards.layouts is not self._layouts:
-            for group, layouts in zip(self.plan.groups, shards.layouts, strict=True):
-                kept = optimizer_layout(group.owned, self.plan.mesh, self.rule) if group.trainable else layouts
-                if layouts != kept:
-                    raise TreeError(
-                        f"the state holds {list(layouts)} for the optimizer, {self.rule.opt!r} keeps {list(kept)}, or "
-                        f"not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
-                    )
-            self._layouts = shards.layouts
-        if state.late:
-            check_late(self.rule.opt, state.late)
-        rate(self.rule.opt.lr, state.step + 1)
+        self.updating.check(state)
+        rate(self.updating.opt.opt.lr, state.step + 1)
 
     def fitting(self, grads: Any) -> Flat:
         """Gradients as chunks: those behind the tree, or copies.
@@ -256,7 +241,7 @@ class UpdateStep:
         both = Several((*parts_of(before), pending)) if waiting else pending
         if not self.donate and not memory.lent:
             shards, both = state.applied().clone(), pending
-        following = Memory(self.plan, shards, both, self.shared)
+        following = Memory(self.plan, shards, both, self.updating.shared)
         following.lent, following.within = memory.lent, memory.within
         made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
@@ -276,10 +261,8 @@ class UpdateStep:
     def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float) -> Pending:
         """The update, as data."""
         ages = self._ages(state.late)
-        factors = self.clip.factors([scale * norm for norm in norms])
-        scales = [None if scale * factor == 1.0 else 1.0 / (scale * factor) for factor in factors]
-        rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-        return Pending(self.rule, state.step - ages.least, self._gradients(flat), scales, rounding)
+        divisors = self.clip.divisors(scale, [scale * norm for norm in norms])
+        return self.updating.pending(state, state.step - ages.least, self._gradients(flat), divisors)
 
     def _ages(self, late: Mapping[str, int]) -> Ages:
         """How it counts the leaves of a state."""
@@ -287,27 +270,12 @@ class UpdateStep:
             trained = [path for path, leaf in self.plan.leaves.items() if leaf.trainable]
             before, self._latest = self._latest, ages_of(late, self.paths, trained)
             if before is None or before.relative != self._latest.relative:
-                slices = update_slices(self.chosen, self.rule, self.number, self._latest.relative)
-                self._slices = {group: tuple(cut for cut in cuts if cut.limit >= 0) for group, cuts in slices.items()}
+                self._slices = self.updating.slices(self._latest.relative)
         return self._latest
 
     def metrics(self, norm: float, skipped: bool) -> UpdateMetrics:
         """The metrics of an update."""
-        return UpdateMetrics(scalar(norm, self.wide), torch.tensor(skipped))
-
-    @functools.cached_property
-    def wide(self) -> torch.dtype:
-        """The dtype of the gradient norm."""
-        return widened([group.dtype for group in self.form.groups])
-
-    @functools.cached_property
-    def shared(self) -> dict[int, None]:
-        """The groups of which each rank updates a part of its shard."""
-        return partly_updated(self.chosen)
-
-    @functools.cached_property
-    def _rounded(self) -> frozenset[int]:
-        return rounded_groups(self.chosen)
+        return UpdateMetrics(scalar(norm, self.updating.wide), torch.tensor(skipped))
 
     @functools.cached_property
     def _shares(self) -> dict[int, float]:

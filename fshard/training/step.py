@@ -2,31 +2,25 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
-from fshard.errors import TreeError
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import Contract, contract
 from fshard.optim.scaling import Scale
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import (
     Pending,
-    Rounding,
     Shards,
     Shield,
     Update,
     gradients_of,
-    partly_updated,
-    rounded_groups,
 )
-from fshard.runtime.memory.optimizer_layout import BufferLayout, most_bytes, optimizer_layout, update_slices
+from fshard.runtime.memory.optimizer_layout import most_bytes
 from fshard.runtime.steps import (
     Decisions,
     Options,
@@ -44,12 +38,12 @@ from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.fit import check_late
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
+from fshard.training.updating import Updating
 
 
 class TrainStep(OneFunction):
@@ -69,40 +63,24 @@ class TrainStep(OneFunction):
         programs: Programs | None = None,
     ) -> None:
         self.opt, self.plan, self.options = opt, plan, options
-        self._rule = contract(opt)
-        programs = programs or programs_of(plan, options, self._rule)
+        rule = contract(opt)
+        self._updating = Updating(rule, plan, plan, options.clip)
+        programs = programs or programs_of(plan, options, rule)
         runner = self._runner = Runner(loss_fn, programs)
-        grads = gradients_of(plan, programs.memory, update_slices(plan, self._rule, options.clip.number))
+        grads = gradients_of(plan, programs.memory, self._updating.slices({}))
         self._decide = Decisions(
-            self._rule, plan, options.clip, options.skip_norm, options.skip, runner.parts, runner.divisor, grads
+            rule, plan, options.clip, options.skip_norm, options.skip, runner.parts, runner.divisor, grads
         )
         self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
-        self._kept = {g.id: optimizer_layout(g.owned, plan.mesh, self._rule) for g in plan.groups if g.trainable}
-        self._layouts: object = None  # where the states so far keep the optimizer's buffers
         self._since: Mapping[str, int] = {}
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made
-
-    @functools.cached_property
-    def _rounded(self) -> frozenset[int]:
-        """The groups whose updates are rounded stochastically."""
-        return rounded_groups(self.plan)
-
-    @functools.cached_property
-    def _wide(self) -> torch.dtype:
-        """The dtype of the gradient norm."""
-        return widened([group.dtype for group in self.plan.groups if group.trainable])
 
     @functools.cached_property
     def _randomness(self) -> Callable[[int, int], AbstractContextManager[None]]:
         """The context of a seed and a step in which the program draws its random numbers."""
         mesh = self.plan.mesh
         return functools.partial(seeded, part=mesh.index(self.plan.data_axes), device=mesh.device)
-
-    @functools.cached_property
-    def _shared(self) -> dict[int, None]:
-        """The groups of which each rank updates a part of its shard."""
-        return partly_updated(self.plan)
 
     @property
     def _early(self) -> bool:
@@ -202,8 +180,8 @@ class TrainStep(OneFunction):
             decide.grads.drop()
             return Memory(self.plan, self._handed_on(state))
         scales = decide.scales(state.step, factor, verdict, decide.unit(verdict, outcome.divided))
-        self._last = Pending(self._rule, state.step, decide.grads, scales, self._rounding(state))
-        return Memory(self.plan, self._handed_on(state), self._last, self._shared)
+        self._last = self._updating.pending(state, state.step, decide.grads, scales)
+        return Memory(self.plan, self._handed_on(state), self._last, self._updating.shared)
 
     def _update(self, state: TrainState) -> Update:
         """What the schedule applies: the update of the step before, or, in the backward, that of this step."""
@@ -213,8 +191,8 @@ class TrainStep(OneFunction):
         if not self._early:
             return Update(state.shards(), state.pending, state.stale)
         shards = complete(state, self.plan.mesh).finished()
-        pending = Pending(self._rule, state.step, self._decide.grads, rounding=self._rounding(state))
-        return Update(shards if self.options.donate else shards.clone(), pending, {**self._shared})
+        pending = self._updating.pending(state, state.step, self._decide.grads, (None,))
+        return Update(shards if self.options.donate else shards.clone(), pending, {**self._updating.shared})
 
     def _handed_on(self, state: TrainState) -> Shards:
         """The shards of the next state."""
@@ -223,26 +201,11 @@ class TrainStep(OneFunction):
     def _accept(self, state: TrainState) -> None:
         """Refuse a state that does not fit, and go by what it says of leaves that began late."""
         state.check_plan(self.plan)
-        layouts = state.shards().layouts
-        if layouts is not self._layouts:
-            self._check_layouts(layouts)
-            self._layouts = layouts
+        self._updating.check(state)
         if state.late != self._since:
-            check_late(self.opt, state.late)
-            slices = update_slices(self.plan, self._rule, self.options.clip.number, state.late)
+            slices = self._updating.slices(state.late)
             self._decide = replace(self._decide, grads=replace(self._decide.grads, update_slices=slices, views={}))
             self._since = state.late
-
-    def _check_layouts(self, layouts: Sequence[Mapping[str, BufferLayout]]) -> None:
-        for group, kept in self._kept.items():
-            if layouts[group] != kept:
-                raise TreeError(
-                    f"the state holds {list(layouts[group])} for the optimizer, {self.opt!r} keeps {list(kept)}, "
-                    "or not of the same leaves: make the state with fs.init_state(plan, opt, ...) and this optimizer"
-                )
-
-    def _rounding(self, state: TrainState) -> Rounding | None:
-        return Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
 
     def _scale_of(self, state: TrainState) -> Scale | None:
         """Where loss scaling stands; None for a step without it."""
@@ -258,7 +221,7 @@ class TrainStep(OneFunction):
         verdict = outcome.verdict
         aux = combine_aux(outcome.measured.aux, verdict.means)
         loss = scalar(verdict.loss, widened([outcome.measured.losses[0][0].dtype]))
-        return Metrics(loss, scalar(norm, self._wide), aux, skipped, verdict.stop)
+        return Metrics(loss, scalar(norm, self._updating.wide), aux, skipped, verdict.stop)
 
 
 def programs_of(plan: Plan, options: Options, opt: Contract) -> Programs:

@@ -48,6 +48,20 @@ class Clip:
         pairs = zip(self.rules, norms, strict=True)
         return [1.0 if limit is None else min(1.0, limit / (norm + 1e-6)) for (_, limit), norm in pairs]
 
+    def divisors(self, scale: float, norms: Sequence[float]) -> list[float | None]:
+        """What gradients are divided by, for each rule: ``None`` for 1.
+
+        Args:
+            scale: what they are multiplied by first.
+            norms: what their norms are then.
+        """
+        return [divisor(scale * factor) for factor in self.factors(norms)]
+
+
+def divisor(factor: float) -> float | None:
+    """A factor as what gradients are divided by; None for 1."""
+    return None if factor == 1.0 else 1.0 / factor
+
 
 def read_clip(value: Any, plan: Plan) -> Clip:
     """What ``clip_norm=`` of a train step says.

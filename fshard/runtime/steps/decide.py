@@ -12,7 +12,7 @@ from fshard.optim.base import rate
 from fshard.optim.contract import Contract
 from fshard.runtime.comm import Communicator
 from fshard.runtime.execution import Gradients, Shard
-from fshard.runtime.steps.clip import Clip, norms_by_rule, skipped
+from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
 from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
 from fshard.runtime.steps.failures import raise_failure
 from fshard.sharding.plan import Plan
@@ -151,9 +151,9 @@ class Decisions:
             unit: what sums are multiplied by to be accumulated.
         """
         if not self.updates(step):
-            return [_divisor(unit)] * len(self.clip.rules)
+            return [divisor(unit)] * len(self.clip.rules)
         norms = [scale * total for total in verdict.rules] if self.clip.apart else [self.norm(verdict, scale)]
-        return [_divisor(scale * factor) for factor in self.clip.factors(norms)]
+        return self.clip.divisors(scale, norms)
 
 
 def _mixed(step: int, every: int, weighted: bool) -> LossError:
@@ -172,8 +172,3 @@ def not_finite(verdict: Verdict, early: bool) -> NonFiniteError:
         f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}. Look for inf or nan in the "
         f"batch, for a count of 0 or an empty batch, or lower the learning rate"
     )
-
-
-def _divisor(factor: float) -> float | None:
-    """A factor as what gradients are divided by; None for 1."""
-    return None if factor == 1.0 else 1.0 / factor

@@ -1,0 +1,99 @@
+"""How an optimizer updates the leaves of a plan: what train steps and ``fs.make_update`` have in common."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fshard.errors import TreeError
+from fshard.optim.contract import Contract
+from fshard.runtime.execution import Gradients, Pending, Rounding, partly_updated, rounded_groups
+from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, optimizer_layout, update_slices
+from fshard.runtime.steps import widened
+from fshard.runtime.steps.clip import Clip
+from fshard.sharding.plan import Plan
+from fshard.state.fit import check_late
+from fshard.state.train_state import TrainState
+
+
+@dataclass(eq=False)
+class Updating:
+    """How an optimizer updates leaves of a plan.
+
+    Attributes:
+        opt: the optimizer.
+        plan: the plan.
+        chosen: the plan in which every leaf is frozen that it does not update.
+        clip: the limits of gradient norms.
+    """
+
+    opt: Contract
+    plan: Plan
+    chosen: Plan
+    clip: Clip
+    _fits: object = None  # where the latest state that fits keeps the optimizer's buffers
+
+    def check(self, state: TrainState) -> None:
+        """Refuse a state that this optimizer cannot update.
+
+        Raises:
+            TreeError: it holds buffers of another optimizer.
+            PlanError: the optimizer cannot count the updates of each leaf.
+        """
+        layouts = state.shards().layouts
+        if layouts is not self._fits:
+            for group, kept in self._layouts.items():
+                if layouts[group] != kept:
+                    raise TreeError(
+                        f"the state holds {list(layouts[group])} for the optimizer, {self.opt.opt!r} keeps "
+                        f"{list(kept)}, or not of the same leaves: make the state with fs.init_state(plan, opt, ...) "
+                        f"and this optimizer"
+                    )
+            self._fits = layouts
+        if state.late:
+            check_late(self.opt.opt, state.late)
+
+    def slices(self, late: Mapping[str, int]) -> dict[int, tuple[UpdateSlice, ...]]:
+        """What it updates, by group id, where some leaves have had so many updates fewer."""
+        found = update_slices(self.chosen, self.opt, self._limit, late)
+        return {group: tuple([cut for cut in cuts if cut.limit >= 0]) for group, cuts in found.items()}
+
+    def pending(self, state: TrainState, step: int, grads: Gradients, divisors: Sequence[float | None]) -> Pending:
+        """The update of a state, as data.
+
+        Args:
+            state: the state.
+            step: the number of updates so far, for the leaves that have had most.
+            grads: the gradients.
+            divisors: what gradients are divided by, for each rule of clipping.
+        """
+        rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
+        return Pending(self.opt, step, grads, divisors, rounding)
+
+    def _limit(self, path: str) -> int:
+        """The number of a leaf's clipping rule; -1 of one that it does not update."""
+        return self.clip.number(path) if self.chosen.leaves[path].trainable else -1
+
+    @functools.cached_property
+    def wide(self) -> torch.dtype:
+        """The dtype of the gradient norm."""
+        return widened([group.dtype for group in self.chosen.groups if group.trainable])
+
+    @functools.cached_property
+    def shared(self) -> dict[int, None]:
+        """The groups of which each rank updates a part of its shard."""
+        return partly_updated(self.chosen)
+
+    @functools.cached_property
+    def _rounded(self) -> frozenset[int]:
+        """The groups whose updates are rounded stochastically."""
+        return rounded_groups(self.chosen)
+
+    @functools.cached_property
+    def _layouts(self) -> dict[int, Mapping[str, BufferLayout]]:
+        """Where a state that fits keeps the optimizer's buffers, by group id."""
+        mesh = self.plan.mesh
+        return {
+            group.id: optimizer_layout(group.owned, mesh, self.opt) for group in self.plan.groups if group.trainable
+        }
