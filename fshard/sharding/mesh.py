@@ -39,6 +39,23 @@ class Mesh:
         return math.prod(self.sizes)
 
     @property
+    def device_here(self) -> bool:
+        """Whether this process has such a device; one that plans for others need not."""
+        return self.device.type in ("cpu", "meta") or torch.get_device_module(self.device).is_available()
+
+    def check_device(self) -> None:
+        """Refuse to make tensors on a device that is not there.
+
+        Raises:
+            PlanError: with the device.
+        """
+        if not self.device_here:
+            raise PlanError(
+                f"the mesh {self.shape} is for {self.device}, and this process has no such device: it can plan, trace "
+                f"and simulate for it. To hold tensors here make the plan for fs.abstract_mesh(device='cpu')"
+            )
+
+    @property
     def shape(self) -> Mapping[str, int]:
         """The size of each axis by its name."""
         return dict(zip(self.axis_names, self.sizes, strict=True))

@@ -117,6 +117,7 @@ def start(
         PlanError: an optimizer that does not fit.
     """
     made = None if opt is None else check_optimizer(plan, opt)
+    plan.mesh.check_device()
     shards = []
     for group in plan.groups:
         param = _shard_of(plan, group, value)
@@ -147,6 +148,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """
     expect("fs.shard(full, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     flat = plan.check_tree(full, whole=True, what="full")
+    plan.mesh.check_device()
     out: dict[str, Tensor] = {}
     for group in plan.groups:
         placed = [flat[leaf.path].to(device=plan.mesh.device, dtype=group.dtype) for leaf in group.leaves]

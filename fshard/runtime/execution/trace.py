@@ -8,7 +8,7 @@ values cannot run so; the first real step then finds the program on demand.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,10 +134,23 @@ def trace_in(
 
     Arguments and errors are those of ``trace``.
     """
+    plan = traceable(plan)
     try:
         return _traced_in(mode, fn, plan, batch, train, remat)
     except RematError:  # of a unit that the eager engine cannot compute again; a graph of it may
         return _traced_in(mode, fn, plan, batch, train, NO_REMAT)
+
+
+def traceable(plan: Plan) -> Plan:
+    """A plan for a device that this process has, with the same leaves and groups.
+
+    Where a run on GPUs is planned on a machine without any, its program is found on tensors of the host: autograd ends
+    the process on fake ones of a device that torch was not built for.
+    """
+    mesh = plan.mesh
+    if mesh.device_here:
+        return plan
+    return replace(plan, mesh=Mesh(mesh.sizes, mesh.axis_names, mesh.rank, torch.device("cpu")))
 
 
 def _traced_in(
