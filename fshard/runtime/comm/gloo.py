@@ -6,12 +6,12 @@ it lies to where it belongs, all pairs at the same time, and adds what it receiv
 fewest bytes, no copies, and the same sum in every run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from threading import get_ident
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor, empty
 
 from fshard.errors import CommError
 from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks, sum_rows
-from fshard.runtime.comm.pending import Pending, naming_errors
+from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.watchdog import Watchdog
 
 TURNS, KINDS = 1 << 20, 1 << 11
@@ -57,41 +57,48 @@ class GlooCommunicator:
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """Receive the peers' shards at their places in ``out``."""
-        with self._naming("all-gather") as describe:
+        with self._naming("all-gather") as describe, Messages(self, describe) as messages:
             rows, tag, me, peers = out.view(self.size, -1), self._tag("g", shard), self.group.rank(), self._peers()
-            works = [(peer, self.group.send([shard], peer, tag)) for peer in peers]
-            works += [(peer, self.group.recv([rows[peer]], peer, tag)) for peer in peers]
+            for peer in peers:
+                messages.send(shard, peer, tag)
+            for peer in peers:
+                messages.receive(rows[peer], peer, tag)
         rows[me].copy_(shard)
-        return MessageHandle(describe, works, (out, shard), self)
+        return MessageHandle(messages, (out, shard))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """Receive the peers' rows of this rank's chunk in ``stage``; ``wait`` adds them."""
-        parts, works = [], []
-        with self._naming("reduce-scatter") as describe:
+        parts = []
+        with self._naming("reduce-scatter") as describe, Messages(self, describe) as messages:
             sent, me, peers = full.view(self.size, -1), self.group.rank(), self._peers()
             rows = list(stage[: full.numel() - out.numel()].view(self.size - 1, -1))
             rows.insert(me, sent[me])
             for cut in pieces(out):
                 tag = self._tag("s", sent[me][cut])
-                works += [(peer, self.group.send([sent[peer][cut]], peer, tag)) for peer in peers]
-                arrivals = {peer: self.group.recv([rows[peer][cut]], peer, tag) for peer in peers}
+                for peer in peers:
+                    messages.send(sent[peer][cut], peer, tag)
+                arrivals = {peer: messages.receive(rows[peer][cut], peer, tag) for peer in peers}
                 parts.append(Sum(out[cut], [row[cut] for row in rows], arrivals, add))
-        return MessageHandle(describe, works, (full, stage), self, parts)
+        return MessageHandle(messages, (full, stage), parts)
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """gloo's ring, in place."""
         with self._naming("all-reduce") as describe:
-            return RingHandle(Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe), self)
+            return RingHandle(describe, [dist.all_reduce(buffer, group=self.group, async_op=True)], self)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Receive each chunk at its place in ``out``. Empty chunks are not sent."""
         to, into = chunks(full, self.size, send), chunks(out, self.size, receive)
-        with self._naming("all-to-all") as describe:
-            tag, me = self._tag("a", out[:0]), self.group.rank()
-            works = [(peer, self.group.send([to[peer]], peer, tag)) for peer in self._peers() if to[peer].numel()]
-            works += [(peer, self.group.recv([into[peer]], peer, tag)) for peer in self._peers() if into[peer].numel()]
+        with self._naming("all-to-all") as describe, Messages(self, describe) as messages:
+            tag, me, peers = self._tag("a", out[:0]), self.group.rank(), self._peers()
+            for peer in peers:
+                if to[peer].numel():
+                    messages.send(to[peer], peer, tag)
+            for peer in peers:
+                if into[peer].numel():
+                    messages.receive(into[peer], peer, tag)
         into[me].copy_(to[me])
-        return MessageHandle(describe, works, (out, full), self)
+        return MessageHandle(messages, (out, full))
 
     def close(self, reason: str = "") -> None:
         """Release the process group. Its connections close when it is destroyed and no message is in flight."""
@@ -139,83 +146,116 @@ class GlooCommunicator:
         return [(me + step) % self.size for step in range(1, self.size)]
 
 
-@dataclass(frozen=True)
-class RingHandle:
-    """The handle of a sum by gloo's ring, whose errors do not name the lost rank."""
+class Messages:
+    """The messages of a collective in flight.
 
-    work: Pending
-    comm: GlooCommunicator
-
-    def wait(self) -> None:
-        """Wait as long as the communicator's timeout."""
-        with self.comm.explaining():
-            try:
-                with self.comm.watchdog.waiting(self.work.describe):
-                    self.work.wait()
-            except CommError as error:
-                lost = " and ".join(f"rank {rank}" for rank in self.comm.unreachable())
-                told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.comm.ranks)} did not come"
-                raise CommError(f"{error} ({told})") from error
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A sum of rows, some of which are still in flight."""
-
-    out: Tensor
-    rows: Sequence[Tensor]
-    arrivals: dict[int, Any]
-    add: bool
-
-    def finish(self, wait: Callable[[int, Any], None]) -> None:
-        """Add the rows in the order of ranks, each when it has arrived. ``out`` may be the first received row."""
-        sum_rows(self.out, self._arriving(wait), self.add)
-
-    def _arriving(self, wait: Callable[[int, Any], None]) -> Iterator[Tensor]:
-        for rank, row in enumerate(self.rows):
-            if rank in self.arrivals:
-                wait(rank, self.arrivals[rank])
-            yield row
-
-
-@dataclass(frozen=True)
-class MessageHandle:
-    """The handle of a collective that is made of messages: ``sums`` to compute, and other ``works`` to wait for.
-
-    gloo knows only addresses, so ``tensors`` keeps the memory behind them.
+    A message keeps its connections open, also those to other peers. So no frame holds one: the traceback of an error
+    would, while this rank meets the others, of which some still wait for this one to close its connections.
     """
 
-    describe: str
-    works: list[tuple[int, Any]]
-    tensors: Sequence[Tensor]
-    comm: GlooCommunicator
-    sums: Sequence[Sum] = ()
+    def __init__(self, comm: GlooCommunicator, describe: str) -> None:
+        self.comm, self.describe = comm, describe
+        self.works: list[Any] = []
+        self.peers: list[int] = []
 
-    def wait(self) -> None:
-        """Wait for each message, at most as long as the communicator's timeout."""
-        with self.comm.explaining():
-            try:
-                for part in self.sums:
-                    part.finish(self._wait)
-                for peer, work in self.works:
-                    self._wait(peer, work)
-            finally:  # these keep connections open, even in the traceback of an error
-                self.works.clear()
-                for part in self.sums:
-                    part.arrivals.clear()
+    def send(self, part: Tensor, peer: int, tag: int) -> None:
+        """Send to a peer."""
+        self.works.append(self.comm.group.send([part], peer, tag))
+        self.peers.append(peer)
 
-    def _wait(self, peer: int, work: Any) -> None:
-        rank, waits, me = self.comm.ranks[peer], self.comm.watchdog.waits, get_ident()
+    def receive(self, part: Tensor, peer: int, tag: int) -> int:
+        """Receive from a peer: the number of the message."""
+        self.works.append(self.comm.group.recv([part], peer, tag))
+        self.peers.append(peer)
+        return len(self.works) - 1
+
+    def wait(self, number: int) -> None:
+        """Wait for a message, unless that was done."""
+        if self.works[number] is None:
+            return
+        peer, waits, me = self.peers[number], self.comm.watchdog.waits, get_ident()
+        rank = self.comm.ranks[peer]
         try:
             with naming_errors(self.describe, rank):
                 waits[me] = self.describe, rank
-                work.wait()
+                self.works[number].wait()
+                self.works[number] = None
         except CommError as error:
             # The peer may have lost another rank: a rank that gives up closes its connections, like one that dies.
             reason = self.comm.reason(peer)
             raise CommError(f"{error}; it gave up: {reason}" if reason else str(error)) from error
         finally:
             del waits[me]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self.works.clear()
+
+
+@dataclass(frozen=True)
+class RingHandle:
+    """The handle of a sum by gloo's ring, whose errors do not name the lost rank."""
+
+    describe: str
+    works: list[Any]
+    comm: GlooCommunicator
+
+    def wait(self) -> None:
+        """Wait as long as the communicator's timeout."""
+        with self.comm.explaining():
+            try:
+                with self.comm.watchdog.waiting(self.describe), naming_errors(self.describe):
+                    self.works[0].wait()
+            except CommError as error:
+                lost = " and ".join(f"rank {rank}" for rank in self.comm.unreachable())
+                told = f"{lost} cannot be reached" if lost else f"one of the ranks {list(self.comm.ranks)} did not come"
+                raise CommError(f"{error} ({told})") from error
+            finally:  # it keeps connections open, even in the traceback of an error
+                self.works.clear()
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of rows, some of which are still in flight: ``arrivals`` are the numbers of their messages by rank."""
+
+    out: Tensor
+    rows: Sequence[Tensor]
+    arrivals: Mapping[int, int]
+    add: bool
+
+    def finish(self, wait: Callable[[int], None]) -> None:
+        """Add the rows in the order of ranks, each when it has arrived. ``out`` may be the first received row."""
+        sum_rows(self.out, self._arriving(wait), self.add)
+
+    def _arriving(self, wait: Callable[[int], None]) -> Iterator[Tensor]:
+        for rank, row in enumerate(self.rows):
+            if rank in self.arrivals:
+                wait(self.arrivals[rank])
+            yield row
+
+
+@dataclass(frozen=True)
+class MessageHandle:
+    """The handle of a collective that is made of messages, with sums to compute when they arrive.
+
+    gloo knows only addresses, so ``tensors`` keeps the memory behind them.
+    """
+
+    messages: Messages
+    tensors: Sequence[Tensor]
+    sums: Sequence[Sum] = ()
+
+    def wait(self) -> None:
+        """Wait for each message, at most as long as the communicator's timeout."""
+        with self.messages.comm.explaining(), self.messages:
+            for part in self.sums:
+                part.finish(self.messages.wait)
+            for number in range(len(self.messages.works)):
+                self.messages.wait(number)
+            self.messages.works.clear()
 
 
 def pieces(chunk: Tensor) -> list[slice]:
