@@ -46,6 +46,7 @@ from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
+from fshard.sharding.wire import Wire
 from fshard.state.averaged import averaged
 from fshard.state.init import init_state, shard, unshard
 from fshard.state.move import reshard_state
@@ -119,6 +120,7 @@ __all__ = [
     "TrainState",
     "VerifyError",
     "Whole",
+    "Wire",
     "abstract_mesh",
     "averaged",
     "checkpoint_policies",

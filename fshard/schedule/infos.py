@@ -7,6 +7,7 @@ from fshard.schedule.ops import GroupInfo
 from fshard.schedule.transfers import HOST, STATE, Transfer
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
+from fshard.sharding.wire import WireFormat
 
 
 def group_infos(plan: Plan, state: Mapping[int, int] | None = None) -> tuple[GroupInfo, ...]:
@@ -26,6 +27,8 @@ def stage_numel(plan: Plan, group: Group) -> int:
     """
     if group.scatter_parts == 1:
         return 0
+    if "reduce_scatter" in group.wires:
+        return group.numel if group.staged else 0
     received = group.numel - group.scatter_chunk
     if plan.mesh.device.type == "cuda":
         received = group.scatter_chunk if group.reduce_dtype == group.dtype else group.numel
@@ -44,6 +47,11 @@ def rows_travel(group: Group, replicas: int) -> bool:
 def _summed(group: Group, replicas: int) -> tuple[int, int]:
     """Bytes that a rank sends to complete a gradient that holds all microbatches, and what it needs besides."""
     own, item, wire = group.owned.chunk, group.dtype.itemsize, group.sum_dtype.itemsize
+    form = group.wires.get("replica_reduce")
+    if form is not None:
+        parts, others, size = group.opt_parts if group.second_scatter else 1, replicas - 1, form.nbytes(own)
+        needed = 2 * parts * size * (parts > 1) + (1 + replicas) * size * (others > 0)
+        return (parts - 1 + others) * size, needed
     cast = group.sum_dtype != group.dtype
     sent = needed = 0
     if group.second_scatter:
@@ -58,13 +66,14 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
 
 def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
     item, read, wire = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
-    cast = read if group.compute_dtype != group.dtype and not group.kinds.hosted else 0
+    kept = None if group.kinds.hosted else group.resident_cast
+    cast = kept[0] * kept[1].itemsize if kept else 0
     scattered = group.scatter_chunk if group.trainable else group.chunk
     own, moved = group.owned.chunk * item, group.kinds.moved
     info = GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
-        shard_bytes=scattered * item + group.chunk * cast,
+        shard_bytes=scattered * item + cast,
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
         own_bytes=own if group.trainable and group.second_scatter else 0,
@@ -82,8 +91,10 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
         sent = (group.opt_parts - 1) * own
         path.append(Transfer("update_gather", STATE, STATE, sent, 0, "+".join(group.opt_axes)))
     if group.gathered:
-        sent = (group.parts - 1) * group.chunk * group.compute_dtype.itemsize
-        path.append(Transfer("all_gather", STATE, "param", sent, 0, "+".join(group.gather_axes)))
+        form = group.wires.get("all_gather")
+        size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)
+        staging, axes = 0 if form is None else group.parts * size, "+".join(group.gather_axes)
+        path.append(Transfer("all_gather", STATE, "param", (group.parts - 1) * size, staging, axes, wire=_name(form)))
     if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded):
         path += _reductions(plan, group, info, replicas)
     return tuple(path)
@@ -92,16 +103,26 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
 def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> list[Transfer]:
     """The transfers of a group's gradient."""
     wire = group.reduce_dtype.itemsize
-    sent, staging = (group.scatter_parts - 1) * group.scatter_chunk * wire, stage_numel(plan, group) * wire
+    form = group.wires.get("reduce_scatter") if group.scatter_parts > 1 else None
+    size = group.scatter_chunk * wire if form is None else form.nbytes(group.scatter_chunk)
+    sent, staging = (group.scatter_parts - 1) * size, stage_numel(plan, group) * wire
+    staging += 0 if form is None else 2 * group.scatter_parts * size  # what is sent, and what arrives
     # Staging of the dtype of the shard has room for a chunk: the first sum is made there.
-    late = staging > 0 and info.shard_bytes == info.grad_bytes - sent
-    made = [Transfer("reduce_scatter", "grad", "shard", sent, staging, "+".join(group.scatter_axes), late)]
+    late = form is None and staging > 0 and info.shard_bytes == info.grad_bytes - sent
+    axes = "+".join(group.scatter_axes)
+    made = [Transfer("reduce_scatter", "grad", "shard", sent, staging, axes, late, _name(form))]
     summed, staging = _summed(group, replicas)
     own = "own" if info.own_bytes else "shard"
     if summed:
         axes = group.sum_axes if group.second_scatter else group.rest_axes
-        made.append(Transfer("replica_reduce", "shard", own, summed, staging, "+".join(axes)))
+        form = group.wires.get("replica_reduce")
+        made.append(Transfer("replica_reduce", "shard", own, summed, staging, "+".join(axes), wire=_name(form)))
     if group.offloaded and group.owned.chunk:
         size = group.owned.chunk * group.dtype.itemsize
         made.append(Transfer("offload", own if summed else "shard", HOST, size))
     return made
+
+
+def _name(form: WireFormat | None) -> str:
+    """A wire format in a schedule."""
+    return "" if form is None else str(form)

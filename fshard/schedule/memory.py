@@ -4,7 +4,7 @@ The arena holds one kind of item: ``param:g``, the gathered parameters of group 
 Each has one offset for all its lifetimes, so views of it can be made once (static slots). The other kinds come and go
 beside it, so that they take memory in the backward, when activations no longer do. They follow from one rule for all
 transfers: the target is there from the start, or, where it is *late*, from after the wait; the source ends with the
-wait; and what the transfer needs while it is under way is an item of its kind's name, such as ``reduce_scatter:g``.
+wait, or, where the transfer packs it, with the start; and what the transfer needs while it is under way is an item of its kind's name, such as ``reduce_scatter:g``.
 
 So ``grad:g``, the full flat gradient, lives from the first backward op of a reader, or from its first transfer where
 no backward fills it, to the end of that transfer. ``shard:g``, or ``own:g`` where a rank updates a part of it alone,
@@ -201,6 +201,8 @@ class _Lives:
                 size = group.grad_bytes - transfer.staging - (group.size(transfer.target) if new else 0)
                 yield f"leaf:{group.name}", max(size, 0), (at, at)
             self.born.setdefault(f"grad:{group.name}", at)
+        if transfer.spent:
+            yield self.end(f"{transfer.source}:{group.name}", group.size(transfer.source), at)
         if transfer.target == "param":
             self.begin(f"param:{group.name}", at)
         elif transfer.target not in (STATE, HOST) and not transfer.late:
@@ -211,7 +213,7 @@ class _Lives:
     def _wait(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.late:
             self.born.setdefault(f"{transfer.target}:{group.name}", at + 1)
-        if transfer.source not in (STATE, HOST, transfer.target):
+        if not transfer.spent and transfer.source not in (STATE, HOST, transfer.target):
             yield self.end(f"{transfer.source}:{group.name}", group.size(transfer.source), at)
         if transfer.staging:
             yield self.end(f"{transfer.kind}:{group.name}", transfer.staging, at)

@@ -97,6 +97,7 @@ def _header(parts: Parts) -> Iterator[str]:
 def _transfer(move: Transfer, width: int) -> str:
     line = f"  {move.kind:<{width}} {move.source} -> {move.target} sent={move.sent}"
     line += f" staging={move.staging}" if move.staging else ""
+    line += f" as {move.wire}" if move.wire else ""
     return line + (f" over {quoted(move.axes)}" if move.axes else "") + " late" * move.late
 
 
@@ -212,12 +213,14 @@ def _read_transfer(tokens: list[str]) -> Transfer:
     rest = rest[: len(rest) - late]
     axes = read_name(rest[-1]) if rest[-2:-1] == ["over"] else ""
     rest = rest[:-2] if axes else rest
+    wire = rest[-1] if rest[-2:-1] == ["as"] else ""
+    rest = rest[:-2] if wire else rest
     if ends[1:2] != ["->"] or not rest:
         raise ValueError(
-            f"a transfer is {kind} FROM -> TO sent=BYTES, then staging=BYTES, over AXES and late if it is so"
+            f"a transfer is {kind} FROM -> TO sent=BYTES, then staging=BYTES, as FORMAT, over AXES and late if it is so"
         )
     sent, staging = (read_number(value) for value in (*read_values(rest, ("sent", "staging")[: len(rest)]), "0")[:2])
-    return Transfer(kind, ends[0], ends[2], sent, staging, axes, late)
+    return Transfer(kind, ends[0], ends[2], sent, staging, axes, late, wire)
 
 
 def _read_op(tokens: list[str], expected: int, kinds: frozenset[str]) -> Op:

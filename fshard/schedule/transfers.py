@@ -3,7 +3,8 @@
 A group's transfers are its *path*. Its gradient, once complete, goes through those of stage ``"gradient"`` one after
 the other, each present or not; then comes the update, those of stage ``"updated"``, and, whenever compute needs the
 parameters, that of stage ``"read"``. ``build``, ``check``, ``memory``, ``simulate``, ``text``, the pictures and the
-runtime read this table, so a new kind of transfer is a new row.
+runtime read this table, so a new kind of transfer is a new row. A compressed transfer is one of these with a wire
+format: a field of its record, ``Transfer.wire``.
 
 ==================  ========  ==============================================  =========================================
 kind                stage     from -> to                                      is waited for
@@ -49,7 +50,7 @@ class Kind:
             gradients, so a further one costs little, and the link is never idle while the oldest is waited for.
         slow: it takes the slower link. The transfer before it in the path is therefore waited for as soon as another
             of that kind begins: every compute by which this one begins later is one more in which its link is idle.
-        adds: its wait takes time on the device, which adds up what has arrived.
+        adds: its wait takes time on the device, which adds up, or unpacks, what has arrived.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Kind:
 
 _ROWS = (
     Kind("update_gather", "updated", "staging of updated ranges"),
-    Kind("all_gather", "read", "staging of gathers"),
+    Kind("all_gather", "read", "staging of gathers", adds=True),
     Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces", adds=True),
     Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True, adds=True),
     Kind("offload", "gradient", "staging of copies", link="", spare=1),
@@ -91,6 +92,8 @@ class Transfer:
         staging: memory that it needs while it is under way.
         axes: the mesh axes that it goes over, joined by ``+``. Transfers over the same axes share a link.
         late: its result is made in the staging, so the target is there only after the wait, when the source has gone.
+        wire: the wire format of what travels; empty for that of the source. What is compressed is packed into the
+            staging when the transfer starts: a source that is not the target, nor the state, ends there.
 
     Raises:
         PlanError: no such kind, or a negative size.
@@ -103,12 +106,20 @@ class Transfer:
     staging: int = 0
     axes: str = ""
     late: bool = False
+    wire: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise errors.bad_program([f"{self.kind!r} is not a kind of transfer: {', '.join(KINDS)}"])
+        if any(mark.isspace() for mark in self.wire):
+            raise errors.bad_program([f"{self.kind}: {self.wire!r} is not the name of a wire format"])
         if min(self.sent, self.staging) < 0:
             raise errors.bad_program([f"{self.kind}: {self.sent} bytes sent, {self.staging} staged; both must be >= 0"])
+
+    @property
+    def spent(self) -> bool:
+        """Whether its source ends with its start: what travels is a packed copy of it."""
+        return bool(self.wire) and self.source not in (STATE, HOST, self.target)
 
     @property
     def row(self) -> Kind:

@@ -18,6 +18,7 @@ from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
+from fshard.sharding.wire import Wire
 
 Texts = dict[str, str]
 """Texts by the name of their value."""
@@ -137,6 +138,7 @@ def _leaf_text(leaf: Leaf, unit: str) -> str:
         "opt": leaf.opt,
         "align": leaf.align,
         "kinds": str(leaf.kinds) or None,
+        "wire": None if leaf.wire == Wire() else leaf.wire,
         "precision": None if leaf.precision == Precision() else leaf.precision,
         "aliases": leaf.aliases or None,
     }

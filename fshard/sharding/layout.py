@@ -9,6 +9,7 @@ their buffers hold rank-major pieces while they travel, and one copy a leaf pack
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,7 @@ from fshard.sharding.kinds import Kinds
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Align
 from fshard.sharding.spec import P, Shape, axes_of
+from fshard.sharding.wire import Wire, WireFormat, wire_formats
 
 ALIGN = 16
 """Elements between the possible starts of two leaves: 64 bytes in float32, 32 in bfloat16."""
@@ -29,7 +31,8 @@ class Leaf:
     """One tensor of the parameter tree, and where it lives.
 
     ``shape`` is the whole leaf's, ``compute_shape`` that of the tensor which a unit reads on one rank. ``opt`` is the
-    spec of the optimizer's state, None for the leaf's own; ``kinds`` names the memory spaces of both.
+    spec of the optimizer's state, None for the leaf's own; ``kinds`` names the memory spaces of both; ``wire`` the
+    formats in which it travels.
     """
 
     path: str
@@ -44,6 +47,7 @@ class Leaf:
     align: Align = None
     opt: P | None = None
     kinds: Kinds = Kinds()
+    wire: Wire = Wire()
 
     @property
     def opt_axes(self) -> Axes:
@@ -193,12 +197,32 @@ class Group:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of the flat gradient, which is rounded only if it is scattered over ranks."""
-        return self.leaves[0].precision.reduces_in(self.dtype) if self.scatter_parts > 1 else self.dtype
+        exact = self.scatter_parts == 1 or "reduce_scatter" in self.wires
+        return self.dtype if exact else self.leaves[0].precision.reduces_in(self.dtype)
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype of the sum of gradient shards over replicas."""
-        return self.leaves[0].precision.reduces_in(self.dtype)
+        exact = "replica_reduce" in self.wires
+        return self.dtype if exact else self.leaves[0].precision.reduces_in(self.dtype)
+
+    @functools.cached_property
+    def wires(self) -> Mapping[str, WireFormat]:
+        """The formats of its compressed transfers, by kind."""
+        summed = self.sum_axes if self.second_scatter else self.rest_axes
+        axes = {"all_gather": self.gather_axes, "reduce_scatter": self.scatter_axes, "replica_reduce": summed}
+        return wire_formats(self.leaves[0].wire, axes, self.dtype)
+
+    @functools.cached_property
+    def resident_cast(self) -> tuple[int, torch.dtype] | None:
+        """The elements and dtype of the copy of the shard that is gathered or read; None for the shard itself.
+
+        What travels in a wire format is kept packed. A shard that is not gathered is rounded to what would arrive.
+        """
+        form = self.wires.get("all_gather")
+        if form is not None and self.gathered:
+            return form.nbytes(self.chunk), torch.uint8
+        return None if form is None and self.compute_dtype == self.dtype else (self.chunk, self.compute_dtype)
 
     @functools.cached_property
     def trainable(self) -> bool:
@@ -285,7 +309,7 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
         kind = "flat" if leaf.gather_dim is None else "dim"
         key = (
             *(leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable),
-            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds),
+            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire),
         )
         by_key.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []
@@ -309,7 +333,7 @@ def _group(
     first = members[0]
     parts, opt_parts = mesh.axis_size(first.gather_axes), mesh.axis_size(first.opt_axes)
     kind = "flat" if first.gather_dim is None else "dim"
-    grid = math.lcm(ALIGN, first.align) if isinstance(first.align, int) else ALIGN
+    grid = math.lcm(ALIGN, first.wire.grid, first.align if isinstance(first.align, int) else 1)
     bins = _bins(members, load) if first.align == "leaf" else [members]
     ordered, starts, ends = [], [], []
     for chunk_number, leaves in enumerate(bins):

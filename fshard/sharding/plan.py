@@ -23,7 +23,18 @@ from fshard.sharding.owners import owned_by, owners_of
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
-from fshard.sharding.validate import check_aligned, check_kinds, check_opt, check_rounding, check_specs, tensors_of
+from fshard.sharding.validate import (
+    batch_spec,
+    check_aligned,
+    check_kinds,
+    check_opt,
+    check_rounding,
+    check_specs,
+    check_trainable,
+    check_wires,
+    tensors_of,
+)
+from fshard.sharding.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -40,12 +51,14 @@ class Inputs:
     frozen: frozenset[str]
     inits: Mapping[str, Any]
     rules: tuple[RuleLike, ...]
+    wire: Wire
 
     def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
         decided = match(self.rules, self.shapes)
         check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
         leaves = _leaves(self, decided, mesh, batch, precision)
         check_rounding(leaves)
+        check_wires(leaves.values(), mesh, batch.axes)
         groups = make_groups(leaves, dict(self.owners), mesh, batch.axes)
         return Plan(mesh, batch, leaves, groups, self.inits, precision, self)
 
@@ -128,9 +141,14 @@ class Plan:
         return {leaf.path: (group, i) for group in self.groups for i, leaf in enumerate(group.leaves)}
 
     def replace(
-        self, *, rules: Sequence[RuleLike] | None = None, precision: Precision | None = None, **others: Any
+        self,
+        *,
+        rules: Sequence[RuleLike] | None = None,
+        precision: Precision | None = None,
+        wire: Wire | None = None,
+        **others: Any,
     ) -> "Plan":
-        """The plan of the same model on the same mesh with other rules or another precision.
+        """The plan of the same model on the same mesh with other rules, another precision or another wire.
 
         This freezes or unfreezes leaves in the middle of a run, or ends a run in full precision.
         ``fs.reshard_state(state, plan, opt)`` carries a state over.
@@ -138,6 +156,7 @@ class Plan:
         Args:
             rules: all rules of the new plan; None keeps the old ones.
             precision: the new precision; None keeps the old one.
+            wire: the new formats of what travels; None keeps the old ones, ``fs.Wire()`` compresses nothing.
             others: nothing else can be replaced.
 
         Raises:
@@ -152,11 +171,14 @@ class Plan:
         if others or self.source is None:
             what = ", ".join(f"{name}=" for name in others) or "a plan that make_plan did not make"
             raise PlanError(
-                f"plan.replace: {what} cannot be replaced, only rules= and precision=: another model, mesh or batch "
+                f"plan.replace: {what} cannot be replaced, only rules=, precision= and wire=: another model, mesh or batch "
                 f"spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
             )
         expect("plan.replace(rules=)", [("rules", rules, (list, tuple, type(None)), _RULES)])
+        if not isinstance(wire, Wire | None):
+            raise PlanError(f"plan.replace: wire={wire!r} must be fs.Wire(...)")
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
+        source = source if wire is None else dataclasses.replace(source, wire=wire)
         return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
 
     def only(self, pattern: str) -> "Plan":
@@ -259,6 +281,7 @@ def make_plan(
     batch: P | None = None,
     units: Sequence[str] = (),
     precision: Precision | None = None,
+    wire: Wire | None = None,
 ) -> Plan:
     """Say where every leaf of a model lives.
 
@@ -269,6 +292,7 @@ def make_plan(
         batch: the spec of the batch; its axes are the data axes. The default on a mesh of one axis is that axis.
         units: for a nested dict, globs of subtrees that form units, as in ``fs.split``.
         precision: the dtypes of compute and communication, ``fs.Precision(...)``; None keeps those of the leaves.
+        wire: the formats in which parameters and gradients travel, ``fs.Wire(...)``; None compresses nothing.
 
     Returns:
         The plan. It holds no tensor and needs no process group.
@@ -297,9 +321,11 @@ def make_plan(
     precision = Precision() if precision is None else precision
     if not isinstance(precision, Precision):
         raise PlanError(f"precision={precision!r} must be fs.Precision(...)")
+    if not isinstance(wire, Wire | None):
+        raise PlanError(f"wire={wire!r} must be fs.Wire(...)")
     units = (units,) if isinstance(units, str) else tuple(units)
     tensors = tensors_of(model if isinstance(model, Mapping) else model.params)
-    batch = _batch_spec(batch, mesh)
+    batch = batch_spec(batch, mesh)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
     source = Inputs(
         shapes=shapes,
@@ -309,6 +335,7 @@ def make_plan(
         frozen=frozenset(getattr(model, "frozen", ())),
         inits=dict(getattr(model, "inits", {})),
         rules=tuple(rules),
+        wire=wire or Wire(),
     )
     return source.plan(mesh, batch, precision)
 
@@ -341,7 +368,7 @@ def _leaves(
     """Each leaf with its rule resolved against the mesh."""
     given = {path: decision.rule.trainable for path, decision in decided.items()}
     trained = {path: path not in source.frozen if train is None else train for path, train in given.items()}
-    _check_trainable(source.dtypes, given, trained)
+    check_trainable(source.dtypes, given, trained)
     check_aligned(decided)
     leaves = {}
     for path, shape in source.shapes.items():
@@ -361,35 +388,8 @@ def _leaves(
             align=None if at_rest.flat is None and opt is None else rule.align,
             opt=opt,
             kinds=kinds_of(rule.memory_kind, rule.opt_memory_kind, rule.update_on, train),
+            wire=(rule.wire or source.wire) if source.dtypes[path].is_floating_point else Wire(),
         )
     check_opt(leaves.values(), mesh, batch.axes)
     check_kinds(leaves.values(), {path: d.rule for path, d in decided.items()}, mesh)
     return leaves
-
-
-def _check_trainable(
-    dtypes: Mapping[str, torch.dtype], given: Mapping[str, bool | None], trained: Mapping[str, bool]
-) -> None:
-    """Refuse to train leaves without gradients, and 8-bit floats, which have no arithmetic."""
-    coded = [f"{p}  {t}" for p, t in dtypes.items() if t.is_floating_point and t.itemsize == 1 and trained[p]]
-    if coded:
-        remedy = "Give them a rule with trainable=False, or keep them in bfloat16 or wider where they train."
-        raise PlanError(lines("leaves of 8 bits cannot be trained:", coded, remedy))
-    whole = [f"{p}  {t}" for p, t in dtypes.items() if given[p] and not t.is_floating_point]
-    if whole:
-        remedy = "Only floating-point leaves have gradients: give these a rule without trainable=True before this one."
-        raise PlanError(lines("rules with trainable=True decide leaves that cannot be trained:", whole, remedy))
-
-
-def _batch_spec(batch: P | None, mesh: Mesh) -> P:
-    if batch is None:
-        if len(mesh.axis_names) > 1:
-            raise PlanError(f"a mesh with axes {mesh.axis_names} needs batch=P('...'), which names the data axes")
-        batch = P(mesh.axis_names[0])
-    bad = [axis for axis in batch.axes if axis not in mesh.axis_names]
-    if bad or len(set(batch.axes)) != len(batch.axes) or batch.flat is not None:
-        raise PlanError(
-            f"batch={batch} on a mesh with axes {mesh.axis_names}: name each data axis once, by tensor dim, "
-            f"such as batch=P({mesh.axis_names[0]!r})"
-        )
-    return batch

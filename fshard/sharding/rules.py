@@ -11,6 +11,7 @@ from fshard.model.precision import Precision
 from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.kinds import KINDS, SIDES, MemoryKind, Side
 from fshard.sharding.spec import P, Shape, Tactic, fsdp
+from fshard.sharding.wire import Wire
 
 Align = int | Literal["leaf"] | None
 """Where a flat-sharded leaf may be cut: at multiples of this many elements, nowhere, or anywhere."""
@@ -37,6 +38,7 @@ class Rule:
             al., 2020): gradients are reduce-scattered, each rank updates its part, and the ranks that hold the same
             parameters exchange their updated parts behind the next forward. HSDP with the optimizer over all
             ranks is ``Rule(".*", fs.fsdp("shard"), opt=fs.fsdp(("shard", "replica")))``.
+        wire: the formats in which this leaf travels, instead of the plan's: ``fs.Wire()`` compresses nothing.
         memory_kind: the memory of parameters and their optimizer state: that of the ``"device"``, the default, or of
             its host: ``"pinned_host"`` (page-locked, which copies beside compute need) or ``"unpinned_host"``. Such
             parameters are copied to the device just before they are gathered, also where they are not sharded; their
@@ -57,6 +59,7 @@ class Rule:
     precision: Precision | None = None
     align: Align = None
     opt: P | Tactic | None = None
+    wire: Wire | None = None
     memory_kind: MemoryKind | None = None
     opt_memory_kind: MemoryKind | None = None
     update_on: Side | None = None
@@ -146,6 +149,8 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
             f"rules[{number}] {rule.pattern!r}: trainable={rule.trainable!r} must be True, False or None, and "
             f"precision={rule.precision!r} fs.Precision(...) or None"
         )
+    if not isinstance(rule.wire, Wire | None):
+        raise PlanError(f"rules[{number}] {rule.pattern!r}: wire={rule.wire!r} must be fs.Wire(...) or None")
     if rule.align not in (None, "leaf") and not (type(rule.align) is int and rule.align > 0):
         raise PlanError(f"rules[{number}] {rule.pattern!r}: align={rule.align!r} must be 'leaf', an int > 0 or None")
     for name, words in (("memory_kind", KINDS), ("opt_memory_kind", KINDS), ("update_on", SIDES)):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, Rule
 from fshard.sharding.spec import P, Shape, axes_of
+from fshard.sharding.wire import FIELDS, Wire, wire_formats
 
 
 def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -56,6 +57,21 @@ def _odd(leaf: Any) -> str:
     return "" if dense else f"{leaf.dtype}, {leaf.layout}"
 
 
+def batch_spec(batch: P | None, mesh: Mesh) -> P:
+    """The spec of the batch, by default over the only axis of a mesh."""
+    if batch is None:
+        if len(mesh.axis_names) > 1:
+            raise PlanError(f"a mesh with axes {mesh.axis_names} needs batch=P('...'), which names the data axes")
+        batch = P(mesh.axis_names[0])
+    bad = [axis for axis in batch.axes if axis not in mesh.axis_names]
+    if bad or len(set(batch.axes)) != len(batch.axes) or batch.flat is not None:
+        raise PlanError(
+            f"batch={batch} on a mesh with axes {mesh.axis_names}: name each data axis once, by tensor dim, "
+            f"such as batch=P({mesh.axis_names[0]!r})"
+        )
+    return batch
+
+
 def check_specs(
     specs: Mapping[str, tuple[P, P | None]], shapes: Mapping[str, Shape], mesh: Mesh, data_axes: Axes
 ) -> None:
@@ -82,6 +98,20 @@ def _refuse(problems: list[tuple[str, str]], where: str, remedy: str) -> None:
         raise PlanError(lines(f"{len(problems)} problems with {where}:", alike(problems), remedy))
 
 
+def check_trainable(
+    dtypes: Mapping[str, torch.dtype], given: Mapping[str, bool | None], trained: Mapping[str, bool]
+) -> None:
+    """Refuse to train leaves without gradients, and 8-bit floats, which have no arithmetic."""
+    coded = [f"{p}  {t}" for p, t in dtypes.items() if t.is_floating_point and t.itemsize == 1 and trained[p]]
+    if coded:
+        remedy = "Give them a rule with trainable=False, or keep them in bfloat16 or wider where they train."
+        raise PlanError(lines("leaves of 8 bits cannot be trained:", coded, remedy))
+    whole = [f"{p}  {t}" for p, t in dtypes.items() if given[p] and not t.is_floating_point]
+    if whole:
+        remedy = "Only floating-point leaves have gradients: give these a rule without trainable=True before this one."
+        raise PlanError(lines("rules with trainable=True decide leaves that cannot be trained:", whole, remedy))
+
+
 def check_aligned(decided: Mapping[str, Decision]) -> None:
     """Refuse ``align=`` on leaves that a tensor dim cuts."""
     cut = [f"{p}  {d.at_rest}" for p, d in decided.items() if d.rule.align and not d.at_rest.flat and d.at_rest.axes]
@@ -98,6 +128,65 @@ def check_rounding(leaves: Mapping[str, Leaf]) -> None:
             f"Precision(rounding='stochastic') rounds updates of parameters kept in bfloat16, and none of its "
             f"{len(asked)} leaves, such as {asked[0].path}, is: keep them in bfloat16, or leave rounding= away"
         )
+
+
+def check_wires(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
+    """Check wire formats, after all specs."""
+    by_wire: dict[Wire, list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.wire != Wire():
+            by_wire.setdefault(leaf.wire, []).append(leaf)
+    problems = [
+        (f"{leaf.path}  {list(leaf.shape)}", f"  {leaf.at_rest}, {wire}: {text}")
+        for wire, members in by_wire.items()
+        for leaf in members
+        for text in _wire_problems(leaf, mesh, data_axes)
+    ]
+    for wire, members in by_wire.items():
+        moved = [_moved(leaf, data_axes) for leaf in members]
+        problems += [(str(wire), f": {text}") for text in _idle_formats(wire, moved)]
+    _refuse(problems, f"wire= on the mesh {dict(mesh.shape)}", "Correct wire= of the plan or of these rules.")
+
+
+def _moved(leaf: Leaf, data_axes: Axes) -> dict[str, Axes]:
+    """The axes of a leaf's transfers, by kind."""
+    replicas = tuple(a for a in data_axes if a not in leaf.gather_axes and a not in leaf.compute.axes)
+    rest = tuple(a for a in replicas if a not in leaf.opt_axes)
+    return {
+        "all_gather": leaf.gather_axes,
+        "reduce_scatter": leaf.gather_axes or leaf.opt_axes,
+        "replica_reduce": replicas if leaf.gather_axes and leaf.opt_axes else rest,
+    }
+
+
+def _idle_formats(wire: Wire, moved: Sequence[Mapping[str, Axes]]) -> list[str]:
+    """The formats of a wire that none of its leaves uses."""
+    out = []
+    for field in ("gather", "reduce"):
+        kinds = [kind for kind, each in FIELDS.items() if each == field]
+        over = sorted({"+".join(axes[kind]) for axes in moved for kind in kinds} - {""})
+        there = f"these leaves have transfers over {', '.join(over)}" if over else "these leaves have none"
+        out += [f"{field}= names {key!r}, and {there}" for key in wire.keys(field) if key not in over]
+        if isinstance(getattr(wire, field), str) and not over:
+            out.append(f"{field}={getattr(wire, field)!r} has no effect: none of its {len(moved)} leaves moves so")
+    return out
+
+
+def _wire_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> Iterator[str]:
+    moved = _moved(leaf, data_axes)
+    for kind, form in wire_formats(leaf.wire, moved, leaf.dtype).items():
+        if form.largest is not None and leaf.gather_dim is not None and kind != "replica_reduce":
+            yield (
+                f"{kind} in {form}: its blocks are {form.block} elements in a row, which a shard along dim "
+                f"{leaf.gather_dim} cuts; use flat=, such as fs.fsdp('{leaf.gather_axes[0]}'), or 'bf16'"
+            )
+        ranks = mesh.axis_size(moved[kind])
+        sent, exact = form.nbytes(form.block * ranks), 2 * form.block * leaf.dtype.itemsize
+        if kind == "replica_reduce" and leaf.opt is None and ranks > 1 and sent > exact:
+            yield (
+                f"{kind} in {form}: each of {ranks} replicas would send its shard to each other one, more than an "
+                f"exact sum takes; let each update a part of it, opt=, or compress a smaller axis"
+            )
 
 
 def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:

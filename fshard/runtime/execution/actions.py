@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Done, Handle
+from fshard.runtime.comm import Done, Handle, packing
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.streams import Event, Stream, make_stream
 from fshard.runtime.execution.replicas import Replicas
 from fshard.runtime.execution.shards import Shard
 from fshard.runtime.execution.update import Update
+from fshard.runtime.execution.wires import gathered, scattered
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.offload import Offload
@@ -35,7 +36,7 @@ class Resident:
     """This rank's shards, in the dtypes that units read.
 
     Args:
-        casts: room for the shard of each group that units read in another dtype, by group id.
+        casts: room for the shard of each group that units read in another dtype, or that travels packed, by group id.
         offload: copies to and from host memory.
         stream: of the compute stream.
     """
@@ -58,9 +59,18 @@ class Resident:
         if group.id not in self.fresh:
             if group.kinds.hosted:  # the cast of the step before, or the shard, may be on its way
                 self.offload.synchronize(group, self.stream if group.kinds.update == "device" else None)
-            cast.copy_(param)
+            convert(group, param, cast)
             self.fresh.add(group.id)
         return cast
+
+
+def convert(group: Group, shard: Tensor, cast: Tensor) -> None:
+    """Make the copy of a shard that is gathered, or that units read."""
+    form = group.wires.get("all_gather")
+    if form is None:
+        cast.copy_(shard)
+    else:
+        (packing.pack if group.gathered else packing.rounded)(shard, form, cast)
 
 
 class Actions:
@@ -156,7 +166,7 @@ class Actions:
         return {
             "all_gather": (self._gather, self._gathered),
             "reduce_scatter": (self._reduce, self._reduced),
-            "replica_reduce": (self._sum, _nothing),
+            "replica_reduce": (self._sum, self._blank),
             "offload": (self._offload, self._offloaded),
             "update_gather": (self._share, self._shared),
         }
@@ -206,13 +216,18 @@ class Actions:
         assert target is not None
         if not group.numel:  # no communicator carries nothing
             return Done()
+        form, full = group.wires.get("all_gather"), target
         shard, after = self.resident.read(group), self._now()
+        if form is not None:
+            target = shard.new_empty(group.parts * shard.numel(), device=full.device)
         if group.kinds.hosted:
             offload = self.resident.offload
             shard, after = offload.fetch(group, target, shard, after)
-            if group.parts == 1:
-                return offload.passing(after)
-        return self.comms.over("all_gather", group.gather_axes).all_gather(target, shard, after)
+        if group.parts == 1:
+            work = self.resident.offload.passing(after)
+        else:
+            work = self.comms.over("all_gather", group.gather_axes).all_gather(target, shard, after)
+        return work if form is None else gathered(work, target, form, full, shard)
 
     def _gathered(self, slots: GroupSlots) -> None:
         if slots.stage is not None:
@@ -238,28 +253,44 @@ class Actions:
         if group.scatter_parts == 1 or not group.numel:
             shard.add_(grad) if add else shard.copy_(grad)
             return Done()
+        comm, form = self.comms.over("reduce_scatter", group.scatter_axes), group.wires.get("reduce_scatter")
         sent, spare = grad, slots.reduce_stage
         assert spare is not None
         allocate(spare)
         if group.staged:
             sent, spare = spare[: group.numel], spare[group.numel :]
             pack(group, slots.grads, sent)
+        if form is not None:
+            handle = scattered(comm, sent, form, shard, add, self.stream)
+            if not self.poison:  # what is packed is not read again
+                slots.drop_grad()
+                slots.drop_stage()
+            return handle
         if late:
             shard = self.sums[group.id] = spare[: group.scatter_chunk]
-        comm = self.comms.over("reduce_scatter", group.scatter_axes)
         return comm.reduce_scatter(shard, sent, spare, add, self._now())
 
     def _reduced(self, buffers: GradientBuffers) -> None:
-        slots, group = buffers.slots, buffers.slots.group.id
+        slots, group = buffers.slots, buffers.slots.group
         if self.poison:
             poison(slots.claim_grad())
         else:
             slots.drop_grad()
-        if group in self.sums:
+        if group.id in self.sums:
             allocate(buffers.shard)
-            buffers.shard.copy_(self.sums.pop(group))
+            buffers.shard.copy_(self.sums.pop(group.id))
         if not self.poison:
             slots.drop_stage()
+        if not group.second_scatter:
+            self._blank(buffers)
+
+    def _blank(self, buffers: GradientBuffers) -> None:
+        """Zero what no leaf covers of a complete gradient. Rotated blocks have spread their rounding over it."""
+        group = buffers.slots.group
+        if any([form.rotate for form in group.wires.values()]):
+            low = self.comms.plan.mesh.index(group.owned.gather_axes) * buffers.own.numel()
+            for begin, end in group.gaps:
+                buffers.own[max(begin - low, 0) : max(end - low, 0)].zero_()
 
     def _sum(self, buffers: GradientBuffers) -> Handle:
         return self.replicas.sum(buffers.slots.group, buffers.shard, buffers.own)
@@ -305,7 +336,3 @@ def poison(buffer: Tensor) -> None:
         buffer.fill_(math.nan)
     elif buffer.dtype is not torch.bool:
         buffer.fill_(torch.iinfo(buffer.dtype).max)
-
-
-def _nothing(buffers: object) -> None:
-    """What has arrived is readable."""

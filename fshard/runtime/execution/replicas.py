@@ -14,6 +14,7 @@ from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicator import sum_rows
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.streams import Stream
+from fshard.runtime.execution.wires import scattered, summed
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.schedule.infos import rows_travel
 from fshard.sharding.layout import Group
@@ -43,10 +44,14 @@ class Replicas:
         if not group.second_scatter:
             return self._all(group, own)
         allocate(own)
+        form, comm = group.wires.get("replica_reduce"), self.comms.over("replica_reduce", group.opt_axes)
+        if form is not None:
+            first = scattered(comm, shard, form, own, False, self.stream)
+            deallocate(shard)
+            return Scattered(first, own, shard, lambda: self._all(group, own))
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
         room = sent.numel() - (own.numel() if sent is shard else 0)
         stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
-        comm = self.comms.over("replica_reduce", group.opt_axes)
         first = comm.reduce_scatter(own, sent, stage, False, (self.stream.record(),))
         return Scattered(first, sent, shard, lambda: self._all(group, own))
 
@@ -60,6 +65,9 @@ class Replicas:
         comm, after = self.comms.over("replica_reduce", group.rest_axes), (self.stream.record(),)
         if comm.size == 1:
             return Done()
+        form = group.wires.get("replica_reduce")
+        if form is not None:
+            return summed(comm, own, form, self.stream)
         if not rows_travel(group, comm.size):
             return comm.all_reduce(own, after)
         mine = own if group.sum_dtype == own.dtype else own.to(group.sum_dtype)

@@ -39,7 +39,7 @@ class Offload:
             The part of ``target``, and the events to wait for before it is read.
         """
         part = self.mesh.index(group.gather_axes)
-        own = target[part * group.chunk : (part + 1) * group.chunk]
+        own = target[part * shard.numel() : (part + 1) * shard.numel()]
         with self.inward.after(after):
             own.copy_(shard, non_blocking=True)
             self.fetched[group.id] = self.inward.record()

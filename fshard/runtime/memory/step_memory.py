@@ -44,7 +44,7 @@ class StepMemory:
         gradients: the buffers of trainable groups, by group id.
         homes: the ``home`` of each, which updates read.
         arena: the arena of programs that have a schedule; None before the first.
-        casts: room for the shards of groups that units read in another dtype, by group id.
+        casts: room for the shards of groups that units read in another dtype, or that travel packed, by group id.
         reduced: the groups whose gradients are reduced: their memory comes and goes.
     """
 
@@ -65,9 +65,9 @@ class StepMemory:
     def allocate(self) -> None:
         """Make the buffers of groups, at the first call."""
         for group in self.plan.groups:
-            if group.compute_dtype != group.dtype and group.id not in self.casts:
+            if group.resident_cast is not None and group.id not in self.casts:
                 space = memory_space(group.kinds.param, self.plan.mesh)
-                self.casts[group.id] = space.empty(group.chunk, group.compute_dtype)
+                self.casts[group.id] = space.empty(*group.resident_cast)
         for group in self.trained:
             if group.id not in self.gradients:
                 self.gradients[group.id] = made = self._gradient(group)

@@ -1,0 +1,156 @@
+"""Packing: from tensors to the bytes of a wire format, and back.
+
+A packed range is a 1-D uint8 tensor: the payload, and behind it the float32 scales of its blocks, so that one message
+has both. Every element depends on its own block alone, by operations whose results do not depend on the length of the
+tensor. So a leaf that is packed in parts has the bits of the leaf that is packed as a whole.
+
+A block with an element that is not finite has a scale that is not finite, and no element of it is finite again after
+unpacking: infinities and nan in a gradient reach its norm.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fshard.sharding.wire import WireFormat
+
+PIECE = 1 << 17
+"""Elements that are packed at once on the host: what several passes read stays in the cache."""
+
+SMALLEST = 2.0**-126
+"""Of scales. A smaller one could not be divided by."""
+
+NIBBLE = 8
+"""What is added to a code of four bits."""
+
+
+def packed(source: Tensor, form: WireFormat) -> Tensor:
+    """A 1-D tensor in a wire format. Its length is a multiple of the block.
+
+    >>> packed(torch.arange(16.0), WireFormat("int8", 16))[:16].tolist()
+    [0, 8, 17, 25, 34, 42, 51, 59, 68, 76, 85, 93, 102, 110, 119, 127]
+    """
+    return pack(source, form, torch.empty(form.nbytes(source.numel()), dtype=torch.uint8, device=source.device))
+
+
+def pack(source: Tensor, form: WireFormat, out: Tensor) -> Tensor:
+    """Write a 1-D tensor to ``out`` in a wire format, and return it."""
+    payload, scales = _parts(out, form, source.numel())
+    for cut, codes, blocks in _pieces(source.numel(), form, source.device):
+        if form.largest is None:
+            payload[codes].view(torch.bfloat16).copy_(source[cut])
+        else:
+            rows = source[cut].view(-1, form.block)
+            _pack_blocks(rows, form, payload[codes], scales[blocks])
+    return out
+
+
+def unpack(given: Tensor, form: WireFormat, out: Tensor, add: bool = False) -> None:
+    """Write the tensor that a packed range holds to ``out``, or add it."""
+    payload, scales = _parts(given, form, out.numel())
+    direct = out.dtype == torch.float32 and not add
+    room = out if direct else out.new_empty(min(_piece(out.device), out.numel()), dtype=torch.float32)
+    for cut, codes, blocks in _pieces(out.numel(), form, out.device):
+        whole = out[cut]
+        piece = whole if direct else room[: whole.numel()]
+        if form.largest is None:
+            piece.copy_(payload[codes].view(torch.bfloat16))
+        else:
+            _unpack_blocks(payload[codes], scales[blocks], form, piece.view(-1, form.block))
+        if add:
+            whole.add_(piece)
+        elif not direct:
+            whole.copy_(piece)
+
+
+def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool) -> None:
+    """``out`` = the sum of the rows in their order, plus its own value if ``add``."""
+    for number, row in enumerate(rows.unbind()):
+        unpack(row, form, out, add or number > 0)
+
+
+def rounded(source: Tensor, form: WireFormat, out: Tensor) -> None:
+    """Write to ``out`` the values that would arrive of a 1-D tensor."""
+    unpack(packed(source, form), form, out)
+
+
+def _parts(given: Tensor, form: WireFormat, numel: int) -> tuple[Tensor, Tensor]:
+    """The payload and the scales of a packed range."""
+    end = form.payload(numel)
+    return given[:end], given[end:].view(torch.float32)
+
+
+def _piece(device: torch.device) -> int:
+    return PIECE if device.type == "cpu" else 1 << 62
+
+
+def _pieces(numel: int, form: WireFormat, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+    """The ranges of pieces: of elements, of bytes of the payload, and of scales."""
+    piece = _piece(device)
+    for begin in range(0, numel, piece):
+        end = min(begin + piece, numel)
+        codes = slice(form.payload(begin), form.payload(end))
+        yield slice(begin, end), codes, slice(begin // form.block, end // form.block)
+
+
+def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor) -> None:
+    assert form.largest is not None
+    rows = rows.float()
+    if form.rotate:
+        rows = rotated(rows)
+    # Two reductions read the rows once more than one over absolute values, and write nothing.
+    torch.amax(rows, 1, out=scales)
+    torch.maximum(scales, torch.amin(rows, 1).neg_(), out=scales)
+    scales.mul_(1 / form.largest).clamp_min_(SMALLEST)
+    codes = rows / scales.unsqueeze(1)
+    if form.stochastic and form.name != "fp8_e4m3":
+        codes.add_(noise(rows)).floor_().clamp_(-form.largest, form.largest)
+    if form.name == "fp8_e4m3":
+        payload.view(torch.float8_e4m3fn).copy_(codes.view(-1))
+        return
+    codes.round_()
+    if form.name == "int8":
+        payload.view(torch.int8).copy_(codes.view(-1))
+    else:  # the first half of a block is in the low bits, the second in the high ones
+        low, high = codes.view(-1, 2, form.block // 2).unbind(1)
+        pairs = torch.add(low, high, alpha=2 * NIBBLE).add_(NIBBLE + 2 * NIBBLE * NIBBLE)
+        payload.copy_(pairs.view(-1))
+
+
+def _unpack_blocks(payload: Tensor, scales: Tensor, form: WireFormat, rows: Tensor) -> None:
+    if form.name == "int4":
+        pairs = payload.view(-1, form.block // 2)
+        halves = rows.view(-1, 2, form.block // 2)
+        halves[:, 0].copy_(pairs & (2 * NIBBLE - 1))
+        halves[:, 1].copy_(pairs >> 4)
+        rows.sub_(NIBBLE)
+    else:
+        rows.copy_(payload.view(torch.int8 if form.name == "int8" else torch.float8_e4m3fn).view(rows.shape))
+    rows.mul_(scales.unsqueeze(1))
+    if form.rotate:
+        rows.copy_(rotated(rows))
+
+
+def rotated(rows: Tensor) -> Tensor:
+    """Rows of a power of two of elements, times the orthonormal Hadamard matrix, which is its own inverse.
+
+    Sums of pairs, and not a product of matrices, whose last bits depend on the number of rows.
+
+    >>> rotated(torch.tensor([[1.0, 0.0, 0.0, 0.0]])).tolist()
+    [[0.5, 0.5, 0.5, 0.5]]
+    """
+    width, step = rows.shape[1], 1
+    while step < width:
+        pairs = rows.view(-1, width // (2 * step), 2, step)
+        rows = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
+        step *= 2
+    return rows.view(-1, width) * width**-0.5
+
+
+def noise(rows: Tensor) -> Tensor:
+    """Numbers in [0, 1) for float32 rows: a hash of each element and its place in the row."""
+    bits = rows.contiguous().view(torch.int32) + torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+    for shift, factor in ((16, 0x45D9F3B), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
+        bits = (bits ^ (bits >> shift)) * factor
+    return (bits & 0xFFFFFF).float().mul_(2.0**-24)

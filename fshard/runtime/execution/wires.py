@@ -1,0 +1,63 @@
+"""Transfers in wire formats: what is sent is packed when a transfer starts, and what has arrived is unpacked by its wait.
+
+A reduction packs each rank's gradient once. The parts travel all-to-all, or to all replicas, and are summed in the
+order of ranks, in the dtype of the sum: nothing is packed again on the way (ZeRO++, Wang et al., 2023).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.comm import Handle
+from fshard.runtime.comm.communicator import Communicator
+from fshard.runtime.comm.packing import pack, packed, unpack, unpack_sum
+from fshard.runtime.comm.streams import Stream
+from fshard.sharding.wire import WireFormat
+
+
+@dataclass(frozen=True)
+class Unpacking:
+    """The handle of a compressed transfer. ``held`` keeps what travels until it has arrived."""
+
+    work: Handle
+    finish: Callable[[], None]
+    held: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        """Wait for what travels, then unpack it."""
+        self.work.wait()
+        self.finish()
+
+
+def gathered(work: Handle, rows: Tensor, form: WireFormat, out: Tensor, sent: Tensor) -> Handle:
+    """An all-gather of packed shards, under way to ``rows``, that arrives in ``out``."""
+    parts = rows.numel() // max(1, sent.numel())
+
+    def finish() -> None:
+        for row, chunk in zip(rows.view(parts, -1).unbind(), out.view(parts, -1).unbind(), strict=True):
+            unpack(row, form, chunk)
+
+    return Unpacking(work, finish, (rows, sent))
+
+
+def scattered(comm: Communicator, full: Tensor, form: WireFormat, out: Tensor, add: bool, stream: Stream) -> Handle:
+    """Start a reduce-scatter: ``out`` = this rank's chunk of the sum over ranks, plus its own value if ``add``.
+
+    ``full`` can be overwritten at once.
+    """
+    sent = full.new_empty((comm.size, form.nbytes(out.numel())), dtype=torch.uint8)
+    for row, chunk in zip(sent.unbind(), full.view(comm.size, -1).unbind(), strict=True):
+        pack(chunk, form, row)
+    rows = torch.empty_like(sent)
+    work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None, (stream.record(),))
+    return Unpacking(work, lambda: unpack_sum(rows, form, out, add), (sent, rows))
+
+
+def summed(comm: Communicator, own: Tensor, form: WireFormat, stream: Stream) -> Handle:
+    """Start a sum over replicas, in place. Every replica gets the same bits."""
+    sent = packed(own, form)
+    rows = sent.new_empty((comm.size, sent.numel()))
+    work = comm.all_gather(rows.view(-1), sent, (stream.record(),))
+    return Unpacking(work, lambda: unpack_sum(rows, form, own, False), (sent, rows))

@@ -1,0 +1,187 @@
+"""Wire formats: how many bits each element takes while it travels. What is kept at rest is never compressed.
+
+Blockwise formats divide the elements of a leaf into blocks, in row-major order, and send a float32 scale with each
+block (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022). Gathers and reductions in few bits are
+those of ZeRO++ (Wang et al., 2023) and SDP4Bit (Jia et al., 2024).
+"""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Literal
+
+import torch
+
+from fshard.errors import PlanError
+from fshard.sharding.mesh import Axes
+
+BITS = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
+"""Bits an element, by format."""
+LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
+"""The code of the largest element of a block, by blockwise format."""
+NAMES = ("fp32", *BITS)
+FIELDS = {"all_gather": "gather", "reduce_scatter": "reduce", "replica_reduce": "reduce"}
+"""The fields of ``Wire`` that give the formats of each kind of transfer."""
+SCALE = 4
+"""Bytes of a block's scale."""
+
+Formats = str | tuple[tuple[str, str], ...] | None
+"""One format for all axes, or pairs of axes, joined by ``+``, and a format."""
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """The format of one compressed transfer.
+
+    Args:
+        name: a name in ``BITS``.
+        block: elements that share a scale; 1 for formats without scales.
+        rotate: whether blocks are rotated by a Hadamard matrix before they are rounded.
+        stochastic: whether they are rounded up or down at random, and not to nearest.
+
+    >>> str(WireFormat("int8", 256)), WireFormat("int8", 256).nbytes(512)
+    ('int8/256', 520)
+    """
+
+    name: str
+    block: int = 1
+    rotate: bool = False
+    stochastic: bool = False
+
+    @property
+    def largest(self) -> float | None:
+        """The code of the largest element of a block; None for a format without scales."""
+        return LARGEST.get(self.name)
+
+    def payload(self, numel: int) -> int:
+        """Bytes of so many elements without their scales."""
+        return numel * BITS[self.name] // 8
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of so many elements, a multiple of ``block``: their payload, and behind it their scales."""
+        return self.payload(numel) + (numel // self.block * SCALE if self.largest else 0)
+
+    def __str__(self) -> str:
+        block = f"/{self.block}" if self.largest else ""
+        return self.name + block + "+rotate" * self.rotate + "+stochastic" * self.stochastic
+
+
+@dataclass(frozen=True, init=False)
+class Wire:
+    """The formats in which parameters and gradients travel. Given to ``fs.make_plan(wire=)`` and ``fs.Rule(wire=)``.
+
+    Parameters, optimizer state and sums keep their dtypes. Only floating-point leaves are concerned. A format is
+    ``"bf16"``, ``"fp8_e4m3"``, ``"int8"`` or ``"int4"``; ``"fp32"`` and None send what is there, as without a wire.
+    A dict gives formats by mesh axes, and all transfers over other axes are exact: ``reduce={"replica": "int4"}``
+    compresses sums over ``replica`` alone. Transfers over several axes have a key that joins them by ``+``.
+
+    Args:
+        gather: the format of all-gathers. Units read the rounded values, on any number of ranks the same.
+        reduce: the format of gradients on their way to be summed. Each rank rounds its gradient once; what arrives is
+            summed in the dtype of the parameters, in the order of ranks. Takes the place of ``Precision.reduce``.
+        block: elements of a leaf that share a scale in the formats of 8 and 4 bits: a power of two, at least 16.
+        rotate: whether gradients are rotated blockwise by a Hadamard matrix before they are rounded, which spreads
+            outliers over their block (QuaRot, Ashkboos et al., 2024), and rotated back after that.
+        rounding: how gradients are rounded to 8 and 4 bits: ``"nearest"``, or ``"stochastic"``, which is right on
+            average. The random bits are a hash of the gradients, so a step that is made again rounds alike.
+
+    Raises:
+        PlanError: an unknown format, or a value of another type or out of range.
+
+    >>> Wire(gather="int8", reduce={"replica": "int4"})
+    Wire(gather='int8', reduce={'replica': 'int4'})
+    """
+
+    gather: Formats = None
+    reduce: Formats = None
+    _: KW_ONLY
+    block: int = 256
+    rotate: bool = False
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def __init__(
+        self,
+        gather: str | Mapping[str, str] | None = None,
+        reduce: str | Mapping[str, str] | None = None,
+        *,
+        block: int = 256,
+        rotate: bool = False,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+    ) -> None:
+        given = {"gather": gather, "reduce": reduce}
+        problems = [problem for name, value in given.items() for problem in _problems(name, value)]
+        if type(block) is not int or block < 16 or block & (block - 1):
+            problems.append(f"block={block!r} must be a power of two, at least 16")
+        if not isinstance(rotate, bool):
+            problems.append(f"rotate={rotate!r} must be True or False")
+        if rounding not in ("nearest", "stochastic"):
+            problems.append(f"rounding={rounding!r} must be 'nearest' or 'stochastic'")
+        blocks = {*_names(_frozen(reduce))} & {*LARGEST} if not problems else {"int8"}
+        if rotate and not blocks:
+            problems.append(f"rotate=True, but reduce={reduce!r} has no blocks: give a format of 8 or 4 bits")
+        if rounding == "stochastic" and not blocks & {"int8", "int4"}:
+            problems.append(f"rounding='stochastic', but reduce={reduce!r}: give 'int8' or 'int4'")
+        if problems:
+            raise PlanError(f"fs.Wire: {'; '.join(problems)}")
+        frozen = {name: _frozen(value) for name, value in given.items()}
+        for name, value in {**frozen, "block": block, "rotate": rotate, "rounding": rounding}.items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        said = [f"{name}={dict(v) if isinstance(v, tuple) else v!r}" for name, v in shown.items()]
+        return f"Wire({', '.join(said)})"
+
+    def over(self, kind: str, axes: Axes) -> WireFormat | None:
+        """The format of a kind of transfer over these axes; None where it is exact.
+
+        >>> print(Wire(reduce={"replica": "int4"}).over("replica_reduce", ("replica",)))
+        int4/256
+        """
+        field = FIELDS.get(kind, "")
+        formats: Formats = getattr(self, field, None) if axes else None
+        name = dict(formats).get("+".join(axes)) if isinstance(formats, tuple) else formats
+        if name not in BITS:
+            return None
+        if name not in LARGEST:
+            return WireFormat(name)
+        graded = field == "reduce"
+        return WireFormat(name, self.block, self.rotate and graded, self.rounding == "stochastic" and graded)
+
+    @property
+    def grid(self) -> int:
+        """Leaves begin, and chunks end, at multiples of this many elements: blocks are never cut."""
+        named = [value for name in set(FIELDS.values()) for value in _names(getattr(self, name))]
+        return self.block if any(name in LARGEST for name in named) else 1
+
+    def keys(self, field: str) -> tuple[str, ...]:
+        """The axes that a field names."""
+        formats = getattr(self, field)
+        return tuple(axes for axes, _ in formats) if isinstance(formats, tuple) else ()
+
+
+def _frozen(value: str | Mapping[str, str] | None) -> Formats:
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def _names(formats: Formats) -> list[str]:
+    """The names of formats in a field."""
+    if isinstance(formats, tuple):
+        return [name for _, name in formats]
+    return [] if formats is None else [formats]
+
+
+def _problems(field: str, value: object) -> list[str]:
+    """What is wrong with the value of a field."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else [("", value)]
+    wrong = [f"{field}={value!r}: axes are strings"] if any(not isinstance(axes, str) for axes, _ in pairs) else []
+    known = ", ".join(map(repr, NAMES))
+    unknown = [name for _, name in pairs if name not in NAMES and not (name is None and not isinstance(value, Mapping))]
+    return wrong + [f"{field}={value!r}: {name!r} is none of {known}" for name in unknown]
+
+
+def wire_formats(wire: Wire, axes: Mapping[str, Axes], dtype: torch.dtype) -> dict[str, WireFormat]:
+    """The formats of compressed transfers by kind, given the axes of each kind."""
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        return {}
+    found = {kind: wire.over(kind, over) for kind, over in axes.items()}
+    return {kind: made for kind, made in found.items() if made is not None}
