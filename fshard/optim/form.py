@@ -55,11 +55,15 @@ class Form:
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """A leaf as an optimizer sees it: its path, its whole shape, and whether it has gradients."""
+    """A leaf as an optimizer sees it: its path, its whole shape, whether it has gradients, and how these are summed.
+
+    ``rounded`` is the wire format to which ranks round gradients before they are summed; empty where sums are exact.
+    """
 
     path: str
     shape: tuple[int, ...]
     trainable: bool = True
+    rounded: str = ""
 
 
 def zeros(forms: Mapping[str, Form], param: Tensor) -> dict[str, Tensor]:

@@ -31,6 +31,14 @@ FLOOR = 1e-3
 """The tolerance of a leaf's gradient by the largest gradient of all leaves, relative to that by its own largest value:
 a gradient that should be zero holds the rounding errors of terms that cancel."""
 
+CODES = {
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.quint4x2,
+}
+"""The dtypes that stand for wire formats in a tolerance."""
+
 COPIES = "ranks hold different values of it"
 
 
@@ -64,13 +72,19 @@ class Comparison:
         groups = self.watched.plan.groups
         return sorted({d for g in groups for d in (g.dtype, g.compute_dtype, g.reduce_dtype)}, key=str)
 
+    @functools.cached_property
+    def graded(self) -> list[torch.dtype]:
+        """Those, and the formats in which gradients travel: one that lies between two codes may go to either."""
+        forms = [form for g in self.watched.plan.groups for kind, form in g.wires.items() if kind != "all_gather"]
+        return [*self.dtypes, *(CODES[form.name] for form in forms)]
+
     def rows(self) -> list[Row]:
         """All comparisons. Collective."""
-        wide = [*self.dtypes, self.metrics.loss.dtype]
+        wide, graded_wide = [*self.dtypes, self.metrics.loss.dtype], [*self.graded, self.metrics.loss.dtype]
         rows = [number_row("loss", self.plain.loss, float(self.watched.seen.loss), self.tolerance, wide)]
         graded, norm = self._gradients()
         if self.watched.kept and not self.metrics.skipped:
-            rows.append(number_row("grad_norm", norm, float(self.metrics.grad_norm), self.tolerance, wide))
+            rows.append(number_row("grad_norm", norm, float(self.metrics.grad_norm), self.tolerance, graded_wide))
         return self._alike([*rows, *graded, *self._updates()])
 
     def _gradients(self) -> tuple[list[Row], float]:
@@ -90,7 +104,7 @@ class Comparison:
             path = entry.name.removeprefix("grad.")
             self.norms[self.watched.options.clip.number(path)] += float(torch.linalg.vector_norm(step)) ** 2
             far, size = gap(step, plain)
-            limit = self.tolerance.limit(max(size, FLOOR * largest), self.dtypes)
+            limit = self.tolerance.limit(max(size, FLOOR * largest), self.graded)
             rows.append(Row(entry.name, _norm(plain), _norm(step), far, limit, self.units[path]))
         self.norms = [math.sqrt(square) for square in self.norms]
         return rows, math.sqrt(math.fsum(squares))

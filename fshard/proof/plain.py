@@ -19,8 +19,10 @@ from fshard.model.unit import Slot, Unit, attach
 from fshard.proof.report import Difference, Tolerance
 from fshard.proof.watched import Output, tensors_of
 from fshard.runtime.comm import Communicator, exchange, exchange_bytes, raise_failures
+from fshard.runtime.comm.packing import rounded
 from fshard.runtime.engine import check_differentiable, microbatches, number, read_loss, seeded
 from fshard.runtime.graphs.compare import gap
+from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves
 from fshard.state.train_state import TrainState
@@ -94,13 +96,33 @@ def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
     """The parameters as units read them, by path, gathered group by group; empty unless ``keep``. Collective."""
     out: dict[str, Tensor] = {}
     for group, shard in zip(plan.groups, state.finished(), strict=True):
-        chunk = shard.param.detach().to(device=plan.mesh.device, dtype=group.compute_dtype)
+        chunk = _read(group, shard.param.detach().to(plan.mesh.device))
         ranks = Ranks(plan.mesh, group.gather_axes)
         full = raw.gather(ranks, chunk)().reshape(-1) if ranks.size > 1 else chunk
         for leaf, tensor in zip(group.leaves, cut_leaves(group, full) if keep else (), strict=keep):
             copy = tensor.clone(memory_format=torch.contiguous_format)
             out[leaf.path] = copy.requires_grad_(leaf.trainable)
     return out
+
+
+def _read(group: Group, shard: Tensor) -> Tensor:
+    """A shard in the dtype of compute, as it arrives from its rank."""
+    form = group.wires.get("all_gather")
+    if form is None:
+        return shard.to(group.compute_dtype)
+    out = shard.new_empty(shard.shape, dtype=group.compute_dtype)
+    rounded(shard, form, out)
+    return out
+
+
+def _reduced(group: Group, grad: Tensor) -> Tensor:
+    """A gradient as it is sent to be summed. The last block of a leaf ends with zeros."""
+    form = group.wires.get("reduce_scatter")
+    if form is None or group.scatter_parts == 1:
+        return grad.to(group.reduce_dtype).to(group.dtype)
+    flat = torch.nn.functional.pad(grad.reshape(-1).to(group.dtype), (0, -grad.numel() % form.block))
+    rounded(flat.contiguous(), form, flat)
+    return flat[: grad.numel()].view(grad.shape)
 
 
 class PlainUnits:
@@ -163,7 +185,7 @@ def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
             for path, grad in zip(trained, grads, strict=True):
                 if grad is not None:
                     group = places[path][0]
-                    sums[path] = sums.get(path, 0) + grad.resolve_conj().to(group.reduce_dtype).to(group.dtype)
+                    sums[path] = sums.get(path, 0) + _reduced(group, grad.resolve_conj())
     first = units.first
     if first is None and units.count != len(task.outputs):
         told = f"{len(task.outputs)} calls of units in the step, {units.count} in plain PyTorch"

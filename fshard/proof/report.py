@@ -8,9 +8,18 @@ import torch
 from fshard.errors import ShardError, lines
 from fshard.runtime.graphs.compare import gap
 
-RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+RTOL = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+    torch.int8: 0.1,
+    torch.float8_e4m3fn: 0.25,
+    torch.quint4x2: 0.5,
+}
 """The largest difference that is allowed, relative to the largest magnitude in the tensor: sums over ranks and
-microbatches have another order than in one process, and compiled units round differently. Real errors are larger."""
+microbatches have another order than in one process, and compiled units round differently. Real errors are larger.
+The last three are formats in which gradients travel."""
 
 
 class VerifyError(ShardError, AssertionError):

@@ -109,8 +109,8 @@ def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> lis
     staging += 0 if form is None else 2 * group.scatter_parts * size  # what is sent, and what arrives
     # Staging of the dtype of the shard has room for a chunk: the first sum is made there.
     late = form is None and staging > 0 and info.shard_bytes == info.grad_bytes - sent
-    axes = "+".join(group.scatter_axes)
-    made = [Transfer("reduce_scatter", "grad", "shard", sent, staging, axes, late, _name(form))]
+    over = "+".join(group.scatter_axes)
+    made = [Transfer("reduce_scatter", "grad", "shard", sent, staging, over, late, _name(form))]
     summed, staging = _summed(group, replicas)
     own = "own" if info.own_bytes else "shard"
     if summed:

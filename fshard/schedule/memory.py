@@ -4,7 +4,8 @@ The arena holds one kind of item: ``param:g``, the gathered parameters of group 
 Each has one offset for all its lifetimes, so views of it can be made once (static slots). The other kinds come and go
 beside it, so that they take memory in the backward, when activations no longer do. They follow from one rule for all
 transfers: the target is there from the start, or, where it is *late*, from after the wait; the source ends with the
-wait, or, where the transfer packs it, with the start; and what the transfer needs while it is under way is an item of its kind's name, such as ``reduce_scatter:g``.
+wait, or, where the transfer packs it, with the start; and what the transfer needs while it is under way is an item of
+its kind's name, such as ``reduce_scatter:g``.
 
 So ``grad:g``, the full flat gradient, lives from the first backward op of a reader, or from its first transfer where
 no backward fills it, to the end of that transfer. ``shard:g``, or ``own:g`` where a rank updates a part of it alone,

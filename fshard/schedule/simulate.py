@@ -60,8 +60,8 @@ class Costs:
     Args:
         seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. Kinds are
             forward, backward, local, update, handshake, consensus, and the waits that add up or unpack what has
-            arrived, ``wait all_gather``, ``wait reduce_scatter`` and ``wait replica_reduce``; ops that it lacks take no time. ``("local", "")`` is what each
-            code between passes takes.
+            arrived, ``wait all_gather``, ``wait reduce_scatter`` and ``wait replica_reduce``; ops that it lacks take
+            no time. ``("local", "")`` is what each code between passes takes.
         link: the link of all-gathers, and of everything else that has no link of its own.
         reduces: the link of reduce-scatters and of sums over replicas, if it is another than that of all-gathers.
         links: links by mesh axes, joined by ``+``: ``{"replica": Link(25e6)}``. All that goes over these axes, and

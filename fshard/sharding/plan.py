@@ -171,8 +171,8 @@ class Plan:
         if others or self.source is None:
             what = ", ".join(f"{name}=" for name in others) or "a plan that make_plan did not make"
             raise PlanError(
-                f"plan.replace: {what} cannot be replaced, only rules=, precision= and wire=: another model, mesh or batch "
-                f"spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
+                f"plan.replace: {what} cannot be replaced, only rules=, precision= and wire=: another model, mesh or "
+                f"batch spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
             )
         expect("plan.replace(rules=)", [("rules", rules, (list, tuple, type(None)), _RULES)])
         if not isinstance(wire, Wire | None):

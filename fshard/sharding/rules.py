@@ -149,14 +149,18 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
             f"rules[{number}] {rule.pattern!r}: trainable={rule.trainable!r} must be True, False or None, and "
             f"precision={rule.precision!r} fs.Precision(...) or None"
         )
-    if not isinstance(rule.wire, Wire | None):
-        raise PlanError(f"rules[{number}] {rule.pattern!r}: wire={rule.wire!r} must be fs.Wire(...) or None")
+    _check_words(rule, number)
     if rule.align not in (None, "leaf") and not (type(rule.align) is int and rule.align > 0):
         raise PlanError(f"rules[{number}] {rule.pattern!r}: align={rule.align!r} must be 'leaf', an int > 0 or None")
+    if problem := bad_regex(rule.pattern):
+        raise PlanError(f"rules[{number}]: {problem}")
+    return rule
+
+
+def _check_words(rule: Rule, number: int) -> None:
+    if not isinstance(rule.wire, Wire | None):
+        raise PlanError(f"rules[{number}] {rule.pattern!r}: wire={rule.wire!r} must be fs.Wire(...) or None")
     for name, words in (("memory_kind", KINDS), ("opt_memory_kind", KINDS), ("update_on", SIDES)):
         if getattr(rule, name) not in (None, *words):
             known = ", ".join(map(repr, words))
             raise PlanError(f"rules[{number}] {rule.pattern!r}: {name}={getattr(rule, name)!r} must be one of {known}")
-    if problem := bad_regex(rule.pattern):
-        raise PlanError(f"rules[{number}]: {problem}")
-    return rule

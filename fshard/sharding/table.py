@@ -67,7 +67,7 @@ def render(
         f"{size_text(sum(held.values()))} on rank {mesh.rank}"
         + (f", of which {size_text(hosted)} in host memory" if hosted else "")
     )
-    return "\n".join([_head(mesh, batch, precision), *text, foot, *_paddings(places)])
+    return "\n".join([_head(mesh, batch, precision), *text, foot, *_paddings(places), *_wires(places)])
 
 
 def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
@@ -75,6 +75,22 @@ def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
     chosen = {name: getattr(precision, name) for name in ("compute", "reduce", "output", "buffers")}
     dtypes = [f", {what} in {SHORT[dtype]}" for what, dtype in chosen.items() if dtype is not None]
     return f"mesh {axes}, batch {batch}, rank {mesh.rank}, {mesh.device.type}{''.join(dtypes)}"
+
+
+def _wires(places: Mapping[str, tuple[Group, int]]) -> list[str]:
+    """What compressed transfers move, a line for each kind and format."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for group in {group.id: group for group, _ in places.values()}.values():
+        for kind, form in group.wires.items():
+            numel = group.owned.chunk if kind == "replica_reduce" else group.numel
+            exact = group.compute_dtype if kind == "all_gather" else group.dtype
+            if kind == "all_gather" or group.trainable:
+                found.setdefault(f"{kind} in {form}", []).append((form.nbytes(numel), numel * exact.itemsize))
+    return [
+        f"{what}: {size_text(sum(packed for packed, _ in sizes))}, of {size_text(sum(exact for _, exact in sizes))}, "
+        f"in {len(sizes)} groups"
+        for what, sizes in found.items()
+    ]
 
 
 def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:

@@ -5,7 +5,7 @@ block (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022). G
 those of ZeRO++ (Wang et al., 2023) and SDP4Bit (Jia et al., 2024).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal
 
@@ -109,17 +109,7 @@ class Wire:
     ) -> None:
         given = {"gather": gather, "reduce": reduce}
         problems = [problem for name, value in given.items() for problem in _problems(name, value)]
-        if type(block) is not int or block < 16 or block & (block - 1):
-            problems.append(f"block={block!r} must be a power of two, at least 16")
-        if not isinstance(rotate, bool):
-            problems.append(f"rotate={rotate!r} must be True or False")
-        if rounding not in ("nearest", "stochastic"):
-            problems.append(f"rounding={rounding!r} must be 'nearest' or 'stochastic'")
-        blocks = {*_names(_frozen(reduce))} & {*LARGEST} if not problems else {"int8"}
-        if rotate and not blocks:
-            problems.append(f"rotate=True, but reduce={reduce!r} has no blocks: give a format of 8 or 4 bits")
-        if rounding == "stochastic" and not blocks & {"int8", "int4"}:
-            problems.append(f"rounding='stochastic', but reduce={reduce!r}: give 'int8' or 'int4'")
+        problems = problems or [*_option_problems(_names(_frozen(reduce)), block, rotate, rounding)]
         if problems:
             raise PlanError(f"fs.Wire: {'; '.join(problems)}")
         frozen = {name: _frozen(value) for name, value in given.items()}
@@ -168,6 +158,20 @@ def _names(formats: Formats) -> list[str]:
     if isinstance(formats, tuple):
         return [name for _, name in formats]
     return [] if formats is None else [formats]
+
+
+def _option_problems(reduced: list[str], block: object, rotate: object, rounding: object) -> Iterator[str]:
+    """What is wrong with options, given the names of the formats of gradients."""
+    if type(block) is not int or block < 16 or block & (block - 1):
+        yield f"block={block!r} must be a power of two, at least 16"
+    if not isinstance(rotate, bool):
+        yield f"rotate={rotate!r} must be True or False"
+    elif rotate and not {*reduced} & {*LARGEST}:
+        yield "rotate=True, but no gradients travel in blocks: give reduce= a format of 8 or 4 bits"
+    if rounding not in ("nearest", "stochastic"):
+        yield f"rounding={rounding!r} must be 'nearest' or 'stochastic'"
+    elif rounding == "stochastic" and not {*reduced} & {"int8", "int4"}:
+        yield "rounding='stochastic', but no gradients travel as integers: give reduce= 'int8' or 'int4'"
 
 
 def _problems(field: str, value: object) -> list[str]:

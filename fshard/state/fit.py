@@ -11,7 +11,7 @@ from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer
 from fshard.optim.contract import Contract, contract
 from fshard.optim.form import Grain, LeafInfo
-from fshard.sharding.layout import Leaf
+from fshard.sharding.layout import Group, Leaf
 from fshard.sharding.plan import Plan
 
 
@@ -28,7 +28,8 @@ def check_optimizer(plan: Plan, opt: Optimizer) -> Contract:
         named = f"fs.optim.from_torch(torch.optim.{type(opt).__name__}, ...)"
         remedy = named if isinstance(opt, torch.optim.Optimizer) else "such as fs.optim.adamw(1e-3)"
         raise PlanError(f"opt is {described(opt)}, not an optimizer of fs.optim: give one, {remedy}")
-    infos = [LeafInfo(leaf.path, leaf.shape, leaf.trainable) for leaf in plan.leaves.values()]
+    rounded = {path: _rounded(group) for path, (group, _) in plan.places().items()}
+    infos = [LeafInfo(path, leaf.shape, leaf.trainable, rounded[path]) for path, leaf in plan.leaves.items()]
     made = contract(opt)
     problems = [*made.problems(infos)]
     grains = [
@@ -70,6 +71,11 @@ def check_late(opt: Optimizer, late: Mapping[str, int]) -> None:
         raise PlanError(
             lines(f"{type(opt).__name__}.update takes no late=, and leaves began to train late:", rows, remedy)
         )
+
+
+def _rounded(group: Group) -> str:
+    """The wire format to which a group's gradients are rounded before they are summed; empty where sums are exact."""
+    return next((str(form) for kind, form in group.wires.items() if kind != "all_gather"), "")
 
 
 def _cut(leaf: Leaf, grain: Grain) -> list[str]:

@@ -18,6 +18,8 @@ LAYERS = 6
 UNIT_BYTES = WIDTH * WIDTH * 4
 """A unit's one leaf. Activations are a hundredth of it, so what is as large must hold parameters or gradients."""
 
+SCRATCH = UNIT_BYTES
+"""Bytes: the pieces in which a shard is packed, which is half of a unit."""
 SLACK = 24 * 1024
 """Bytes: activations, and other small things."""
 
@@ -63,10 +65,10 @@ class Peak:
             self.above = max(self.above, level)
 
 
-def measured(policy: fs.Policy, accumulate: int, spec: P) -> dict[str, Any]:
+def measured(policy: fs.Policy, accumulate: int, spec: P, wire: fs.Wire | None = None) -> dict[str, Any]:
     """On a rank: what three steps allocated."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
-        plan = fs.make_plan(_params(), mesh, [(".*", spec)], units=("*",))
+        plan = fs.make_plan(_params(), mesh, [(".*", spec)], units=("*",), wire=wire)
         rule = fs.optim.adamw(1e-3)
         state = fs.init_state(plan, rule, params=_params())
         step = fs.make_train_step(loss, rule, plan, schedule=policy, accumulate=accumulate)
@@ -124,6 +126,15 @@ def test_a_step_allocates_its_arena_once_and_holds_what_it_said(pool: Pools, wor
         else:
             assert 0.98 * seen["peak"] <= seen["first_above"] <= 1.02 * seen["peak"] + SLACK + summing, text
             assert seen["above"] + seen["arena"] + seen["pending"] <= 1.02 * seen["peak"] + SLACK + summing, text
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_packed_takes_what_the_schedule_says(pool: Pools, accumulate: int) -> None:
+    """Packed shards, what travels, and gradients that go as soon as they are packed."""
+    for seen in pool(2).run(measured, fs.Policy(), accumulate, P(flat="shard"), fs.Wire("int8", "int8")):
+        assert seen["first_above"] <= 1.02 * seen["peak"] + SCRATCH, seen
+        assert seen["first_above"] >= 0.98 * seen["peak"], seen
+        assert seen["kept"] == seen["arena"], seen
 
 
 def test_prefetch_costs_what_the_schedule_says() -> None:

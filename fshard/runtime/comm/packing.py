@@ -153,4 +153,5 @@ def noise(rows: Tensor) -> Tensor:
     bits = rows.contiguous().view(torch.int32) + torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
     for shift, factor in ((16, 0x45D9F3B), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
         bits = (bits ^ (bits >> shift)) * factor
-    return (bits & 0xFFFFFF).float().mul_(2.0**-24)
+    low: Tensor = bits & 0xFFFFFF
+    return low.float().mul_(2.0**-24)

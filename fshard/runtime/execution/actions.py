@@ -23,6 +23,7 @@ from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
 from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
 from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Axes
 
 NOTHING: Mapping[int, tuple[Tensor, float]] = MappingProxyType({})
 
@@ -166,7 +167,7 @@ class Actions:
         return {
             "all_gather": (self._gather, self._gathered),
             "reduce_scatter": (self._reduce, self._reduced),
-            "replica_reduce": (self._sum, self._blank),
+            "replica_reduce": (self._sum, self._summed),
             "offload": (self._offload, self._offloaded),
             "update_gather": (self._share, self._shared),
         }
@@ -281,16 +282,21 @@ class Actions:
             buffers.shard.copy_(self.sums.pop(group.id))
         if not self.poison:
             slots.drop_stage()
-        if not group.second_scatter:
-            self._blank(buffers)
+        self._blank(group, buffers.shard, group.scatter_axes)
 
-    def _blank(self, buffers: GradientBuffers) -> None:
-        """Zero what no leaf covers of a complete gradient. Rotated blocks have spread their rounding over it."""
+    def _summed(self, buffers: GradientBuffers) -> None:
         group = buffers.slots.group
+        self._blank(group, buffers.own, group.owned.gather_axes)
+
+    def _blank(self, group: Group, part: Tensor, axes: Axes) -> None:
+        """Zero what no leaf covers of a rank's part of a gradient: rotated blocks have spread their rounding over it.
+
+        The part is one of equal ones over some axes.
+        """
         if any([form.rotate for form in group.wires.values()]):
-            low = self.comms.plan.mesh.index(group.owned.gather_axes) * buffers.own.numel()
+            low = self.comms.plan.mesh.index(axes) * part.numel()
             for begin, end in group.gaps:
-                buffers.own[max(begin - low, 0) : max(end - low, 0)].zero_()
+                part[max(begin - low, 0) : max(end - low, 0)].zero_()
 
     def _sum(self, buffers: GradientBuffers) -> Handle:
         return self.replicas.sum(buffers.slots.group, buffers.shard, buffers.own)

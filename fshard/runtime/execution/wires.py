@@ -1,4 +1,4 @@
-"""Transfers in wire formats: what is sent is packed when a transfer starts, and what has arrived is unpacked by its wait.
+"""Transfers in wire formats: what is sent is packed by the start of a transfer, and unpacked by its wait.
 
 A reduction packs each rank's gradient once. The parts travel all-to-all, or to all replicas, and are summed in the
 order of ranks, in the dtype of the sum: nothing is packed again on the way (ZeRO++, Wang et al., 2023).
