@@ -8,6 +8,7 @@ A block with an element that is not finite has a scale that is not finite, and n
 unpacking: infinities and nan in a gradient reach its norm.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -145,7 +146,7 @@ def rotated(rows: Tensor) -> Tensor:
         pairs = rows.view(-1, width // (2 * step), 2, step)
         rows = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
         step *= 2
-    return rows.view(-1, width) * width**-0.5
+    return rows.view(-1, width) * (1 / math.sqrt(width))
 
 
 def noise(rows: Tensor) -> Tensor:
