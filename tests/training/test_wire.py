@@ -45,14 +45,25 @@ def compare(case: Case, world: int) -> None:
                 assert torch.equal(whole[path], leaf), (rank, path)
 
 
+def rarely(often: bool) -> list[pytest.MarkDecorator]:
+    """The marks of a case that runs by default, or with the long ones."""
+    return [] if often else [pytest.mark.long]
+
+
 @pytest.mark.parametrize(
-    ("name", "world"), [(name, world) for name in CASES for world in (1, 2, 3) if world < 3 or name not in TWO]
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=rarely(world == 2 or name == "int8"))
+        for name in CASES
+        for world in (1, 2, 3)
+        if world < 3 or name not in TWO
+    ],
 )
 def test_training_equals_the_same_rounding_in_one_process(name: str, world: int) -> None:
     compare(dataclasses.replace(CASES[name], clip=None), world)
 
 
-@pytest.mark.parametrize("name", REPLICAS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=rarely("axis" in name)) for name in REPLICAS])
 def test_it_does_on_meshes_of_two_axes(name: str) -> None:
     compare(REPLICAS[name], 4)
 
@@ -100,7 +111,11 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-@pytest.mark.parametrize("base", [Case(clip=0.3), Case(clip=0.3, accumulate=2)], ids=["once", "microbatches"])
+@pytest.mark.parametrize(
+    "base",
+    [pytest.param(Case(clip=0.3), marks=pytest.mark.long), Case(clip=0.3, accumulate=2)],
+    ids=["once", "microbatches"],
+)
 def test_schedules_change_no_bit(base: Case, name: str) -> None:
     want = played(base, 2)
     found = played(dataclasses.replace(base, **SAME[name]), 2)
