@@ -4,8 +4,10 @@ import contextlib
 import functools
 import gc
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +85,7 @@ class Fshard:
         precision: the dtypes.
         compile: as for ``fs.make_train_step``.
         opt: axes over which the optimizer is sharded, if not just ``shard``.
+        norms: as for ``fs.make_train_step``.
         policy: of ``fs.Policy``.
     """
 
@@ -95,6 +98,7 @@ class Fshard:
         precision: fs.Precision | None = None,
         compile: str | None = None,
         opt: Sequence[str] | None = None,
+        norms: str | None = None,
         **policy: Any,
     ) -> None:
         self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
@@ -108,13 +112,30 @@ class Fshard:
         adamw = fs.optim.adamw(**ADAMW)
         self.plan, self.state = plan, fs.init_state(plan, adamw, params=model.params)
         self.train = fs.make_train_step(
-            loss_fn, adamw, plan, clip_norm=clip, schedule=fs.Policy(**policy), compile=compile
+            loss_fn, adamw, plan, clip_norm=clip, schedule=fs.Policy(**policy), compile=compile, norms=norms
         )
         self.loss = torch.tensor(0.0)
 
     def step(self, rows: Tensor) -> None:
         """One step."""
         self.state, metrics = self.train(self.state, rows)
+        self.loss = metrics.loss
+
+
+class Tracked(Fshard):
+    """This library, with all that a step can tell: norms of groups, and two trackers that get every step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, norms="groups")
+        self.folder = tempfile.TemporaryDirectory()
+        files = [fs.trackers.JsonLines(f"{self.folder.name}/run.jsonl")]
+        board = [fs.trackers.TensorBoard(f"{self.folder.name}/board")] if find_spec("tensorboard") else []
+        self.track = fs.track([*files, *board], self.train, peak=1e12)
+
+    def step(self, rows: Tensor) -> None:
+        """One step, and its record."""
+        self.state, metrics = self.train(self.state, rows)
+        self.track(self.state.step, metrics)
         self.loss = metrics.loss
 
 
@@ -205,6 +226,7 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fshard hsdp": lambda module: Fshard(module, mesh=replicated()),
     "fshard hsdp parted": lambda module: Fshard(module, mesh=replicated(), opt=("shard", "replica")),
     "fshard": Fshard,
+    "fshard tracked": Tracked,
     "fshard lean": lambda module: Fshard(module, prefetch=1, reduces=1),
     "fshard prefetch 3": lambda module: Fshard(module, prefetch=3),
     "fshard no reshard": lambda module: Fshard(module, reshard=False),

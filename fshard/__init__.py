@@ -15,13 +15,14 @@ The spec says where, the schedule says when, the runtime does it::
     checkpoint/     train states on disk: complete or not at all, restored onto any mesh
     cli/            the command ``fshard ckpt``: list, verify and convert them
     interchange/    states from and to the formats of other libraries, leaf by leaf
+    tracking/       metrics as plain numbers, and where they go: files, TensorBoard, the terminal
     training/       train and evaluation steps, their metrics, buffers that change, the training loop
     proof/          fs.verify: a step compared with plain PyTorch
     parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
     transform/      losses of shards for torch.func, and tools on them
     lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes
-    func, io, sim, types  names of less frequent use: derivatives, other formats, simulation, classes of results
+    func, io, sim, trackers, types  names of less frequent use: derivatives, other formats, simulation, ...
     view/           pictures of schedules
 """
 
@@ -57,7 +58,7 @@ from fshard.training.make_step import make_train_step
 from fshard.version import VERSION
 
 if TYPE_CHECKING:
-    from fshard import func, io, lora, parallel, sim, types, view
+    from fshard import func, io, lora, parallel, sim, trackers, types, view
     from fshard.checkpoint.checkpointer import Checkpointer
     from fshard.parts.grad import value_and_grad
     from fshard.parts.step import make_step
@@ -67,15 +68,17 @@ if TYPE_CHECKING:
     from fshard.proof.report import VerifyError
     from fshard.proof.verify import verify
     from fshard.runtime.engine.stopped import stop_gradient
+    from fshard.tracking.track import track
     from fshard.training.buffers import Whole, sync_buffers
     from fshard.training.elastic import Preempted, Preemption, train_loop
 
 __version__ = VERSION
 
 _LATER = (
-    ("fshard", "func io lora parallel sim types view"),
+    ("fshard", "func io lora parallel sim trackers types view"),
     ("fshard.training.buffers", "Whole sync_buffers"),
     ("fshard.checkpoint.checkpointer", "Checkpointer"),
+    ("fshard.tracking.track", "track"),
     ("fshard.training.elastic", "Preempted Preemption train_loop"),
     ("fshard.played.mapping", "shard_map"),
     ("fshard.proof.report", "VerifyError"),
@@ -153,6 +156,8 @@ __all__ = [
     "split",
     "stop_gradient",
     "sync_buffers",
+    "track",
+    "trackers",
     "train_loop",
     "tree",
     "types",

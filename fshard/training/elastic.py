@@ -7,7 +7,7 @@ machines back (Orbax' preemption checkpointing, ``reached_preemption`` in ``Chec
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -16,6 +16,9 @@ from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.errors import PlanError
 from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator
 from fshard.state.train_state import TrainState
+from fshard.tracking.track import Track
+from fshard.tracking.track import track as fs_track
+from fshard.tracking.tracker import Tracker
 from fshard.training.metrics import Metrics
 from fshard.training.step import TrainStep
 
@@ -80,6 +83,7 @@ def train_loop(
     checkpoints: Checkpointer | None = None,
     signals: Sequence[int] = (signal.SIGTERM,),
     fallback: bool = True,
+    track: Track | Sequence[Tracker] | None = None,
 ) -> Iterator[tuple[TrainState, Metrics]]:
     """Train until a step, from the last checkpoint if there is one: ``for state, metrics in fs.train_loop(...)``.
 
@@ -99,6 +103,8 @@ def train_loop(
         checkpoints: where to save and restore; None for neither.
         signals: the signals that ask the run to save and stop.
         fallback: if the newest checkpoint is damaged, warn and restore the newest good one.
+        track: trackers of ``fs.trackers``, which get the metrics of each step, and are closed when the loop ends; or
+            what ``fs.track`` made, which takes further options, and other metrics in the body of the loop.
 
     Yields:
         The state after each step, and its metrics. The state is donated to the next step: do not keep it.
@@ -134,7 +140,26 @@ def train_loop(
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise PlanError(f"train_loop(steps={steps!r}): give the step at which to end, an int >= 0")
     expect("train_loop", [("checkpoints", checkpoints, (Checkpointer, type(None)), "an fs.Checkpointer, or None")])
-    return _loop(step, start, Batches(batches, step), steps, checkpoints, Preemption(signals), fallback)
+    kinds, remedy = (list, tuple, Track, type(None)), "a list of fs.trackers, or what fs.track made"
+    expect("train_loop", [("track", track, kinds, remedy)])
+    loop = _loop(step, start, Batches(batches, step), steps, checkpoints, Preemption(signals), fallback)
+    if track is None:
+        return loop
+    return _recorded(loop, track, False) if isinstance(track, Track) else _recorded(loop, fs_track(track, step), True)
+
+
+def _recorded(
+    loop: Generator[tuple[TrainState, Metrics]], track: Track, close: bool
+) -> Iterator[tuple[TrainState, Metrics]]:
+    """The same loop, whose metrics go to trackers before they are yielded."""
+    try:
+        for state, metrics in loop:
+            track(state.step, metrics)
+            yield state, metrics
+    finally:
+        loop.close()
+        if close:
+            track.close()
 
 
 def _loop(
@@ -145,7 +170,7 @@ def _loop(
     checkpoints: Checkpointer | None,
     preemption: Preemption,
     fallback: bool,
-) -> Iterator[tuple[TrainState, Metrics]]:
+) -> Generator[tuple[TrainState, Metrics]]:
     with preemption:
         restored = _restored(step, source, checkpoints, fallback)
         state = start() if restored is None else restored

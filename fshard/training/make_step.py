@@ -11,7 +11,8 @@ from fshard.optim.scaling import LossScale
 from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
-from fshard.runtime.steps.options import flag_problems, late_problems, read_running, step_problems
+from fshard.runtime.steps.options import flag_problems, late_problems, norm_problems, read_running, step_problems
+from fshard.runtime.steps.watched import read_norms
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -35,6 +36,7 @@ def make_train_step(
     compile: str | None = None,
     remat: Any = None,
     loss_scale: LossScale | None = None,
+    norms: str | Sequence[str] | None = None,
 ) -> TrainStep:
     """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
 
@@ -67,6 +69,9 @@ def make_train_step(
         loss_scale: how the loss is scaled for the backward, ``fs.LossScale()``, which float16 needs. A step whose
             gradient is not finite is skipped on all ranks: it returns the state as it was, with a smaller scale, and
             ``metrics.skipped``. A loss that is not finite stays an error, since no scale would mend it.
+        norms: which gradient norms ``metrics.grad_norms`` has besides those of the rules of ``clip_norm``:
+            ``"groups"`` for each group of the plan, or patterns on paths, of which the first that matches counts.
+            They travel with the loss: no exchange and no read of the device more.
 
     Raises:
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
@@ -93,10 +98,12 @@ def make_train_step(
         *step_problems(loss_fn, plan, clip, accumulate, policy),
         *late_problems(opt, policy, skip_norm, skip),
         *scale_problems(loss_scale, policy),
+        *norm_problems(norms, policy),
     ]
     if problems:
         raise PlanError("; ".join(problems))
     check_optimizer(plan, opt)
-    options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale)
+    asked = read_norms(norms, plan)
+    options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked)
     warn_of_float16(plan, loss_scale)
     return TrainStep(loss_fn, opt, plan, options)

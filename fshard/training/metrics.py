@@ -1,5 +1,6 @@
 """Metrics of a step."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.runtime.engine.loss import Mean, as_means, no_aux
 from fshard.runtime.steps import scalar, widened
+from fshard.tracking.scalars import scalars
+from fshard.training.ran import Ran
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class Metrics:
         skipped: whether the step was skipped, by ``skip_norm=``, ``skip=``, or because its gradient was not finite at
             this loss scale: parameters and optimizer state are unchanged.
         stop: whether any rank asked to stop: ``step(state, batch, stop=True)``.
+        lr: the learning rate of the update; of several optimizers that of the first.
+        grad_norms: norms before clipping, 0-dim, by name: of the leaves of each rule of ``clip_norm=[...]``, and of
+            what ``make_train_step(..., norms=)`` asks for.
+        elements: the elements of the global batch, such as its tokens, if the loss is an ``fs.Mean``; else 0.
+        ran: how the step ran on this rank.
     """
 
     loss: Tensor
@@ -32,6 +40,47 @@ class Metrics:
     aux: Mapping[str, Any] = field(default_factory=dict)
     skipped: bool = False
     stop: bool = False
+    lr: float = math.nan
+    grad_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    elements: float = 0.0
+    ran: Ran = Ran()
+
+    def rate(self, elements: float | None = None) -> float | None:
+        """Elements of the global batch, such as tokens, a second of this step; None where their number is not known.
+
+        Args:
+            elements: their number, for a loss that is no ``fs.Mean``.
+        """
+        elements = self.elements if elements is None else elements
+        return elements / self.ran.seconds if elements and self.ran.seconds else None
+
+    def mfu(self, peak: float) -> float | None:
+        """The model FLOPs utilization (PaLM, Chowdhery et al. 2022): the part of the device's peak that the model used.
+
+        None where ``ran.flops`` is. What ``remat=`` computes again does not count.
+
+        Args:
+            peak: what one device can do in a second; see ``fs.sim.measured_peak``.
+        """
+        return None if self.ran.flops is None or not self.ran.seconds else self.ran.flops / self.ran.seconds / peak
+
+    def scalars(self) -> dict[str, float]:
+        """All numbers as plain Python numbers by name, for ``json.dumps``: what trackers get.
+
+        Names are ``loss``, ``grad_norm``, ``lr``, ``skipped``, ``aux/...``, ``grad_norms/...``, ``seconds``, and where
+        they are known ``elements``, ``elements_per_second``, ``exposed`` and ``flops``. Of ``aux`` it has
+        the values that are numbers.
+
+        >>> metrics = Metrics(torch.tensor(0.5), torch.tensor(2.0), {"accuracy": torch.tensor(0.75)}, lr=0.1)
+        >>> metrics.scalars()
+        {'loss': 0.5, 'grad_norm': 2.0, 'lr': 0.1, 'skipped': False, 'aux/accuracy': 0.75, 'seconds': 0.0}
+        """
+        found: dict[str, Any] = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
+        found |= {"aux": self.aux, "grad_norms": self.grad_norms, "seconds": self.ran.seconds}
+        if self.elements:
+            found |= {"elements": self.elements, "elements_per_second": self.rate()}
+        told = {"exposed": self.ran.exposed, "flops": self.ran.flops}
+        return scalars(found | {name: value for name, value in told.items() if value is not None})
 
 
 def combine_aux(parts: Sequence[Any], means: Sequence[float]) -> Any:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from fshard.collectives.copies import check_copies
@@ -36,6 +37,7 @@ from fshard.runtime.steps import (
 )
 from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
+from fshard.runtime.steps.watched import watched
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.memory import Memory
@@ -43,6 +45,7 @@ from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
+from fshard.training.ran import Ran
 from fshard.training.updating import Updating
 
 
@@ -68,9 +71,9 @@ class TrainStep(OneFunction):
         programs = programs or programs_of(plan, options, rule)
         runner = self._runner = Runner(loss_fn, programs)
         grads = gradients_of(plan, programs.memory, self._updating.slices({}))
-        self._decide = Decisions(
-            rule, plan, options.clip, options.skip_norm, options.skip, runner.parts, runner.divisor, grads
-        )
+        skipping, parts = (options.skip_norm, options.skip), (runner.parts, runner.divisor)
+        watch = watched(options.norms, plan, grads)
+        self._decide = Decisions(rule, plan, options.clip, *skipping, *parts, grads, watch)
         self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
         self._since: Mapping[str, int] = {}
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
@@ -125,12 +128,13 @@ class TrainStep(OneFunction):
         return result
 
     def _make(self, state: TrainState, batch: Any, shield: Shield, stop: bool) -> tuple[TrainState, Metrics]:
+        begun = perf_counter()
         self._accept(state)
         update = self._update(state)
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(self._request(state, batch, update, shield, stop))
         state.memory.note_compared()
-        return self._conclude(state, update, outcome)
+        return self._conclude(state, update, outcome, self._ran(batch, begun))
 
     def _request(self, state: TrainState, batch: Any, update: Update, shield: Shield, stop: bool) -> Request:
         decide, scale = self._decide, self._scale_of(state)
@@ -146,18 +150,25 @@ class TrainStep(OneFunction):
             accumulated=decide.accumulated(state.step, state.count, update.shards, loss_scale),
             loss_scale=loss_scale,
             rules=decide.rules(state.step),
-            rule_norms=decide.rule_norms,
+            rule_norms=functools.partial(decide.rule_norms, state.step),
             stop=stop,
         )
 
-    def _conclude(self, state: TrainState, update: Update, outcome: Outcome) -> tuple[TrainState, Metrics]:
+    def _ran(self, batch: Any, begun: float) -> Ran:
+        """How the step ran on this rank, which began it at this time."""
+        runner, device = self._runner, self.plan.mesh.device
+        latest = runner.latest
+        flops = runner.finder.flops(batch)
+        return Ran(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times)
+
+    def _conclude(self, state: TrainState, update: Update, outcome: Outcome, ran: Ran) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics: what the outcome of a step makes of a state."""
         verdict, decide, scale = outcome.verdict, self._decide, self._scale_of(state)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
         if not overflow:
             self._check_numbers(verdict)
         factor = decide.mean(state.step, state.count, verdict)
-        metrics = self._metrics(outcome, decide.norm(verdict, factor), overflow)
+        metrics = self._metrics(state.step, outcome, factor, overflow, ran)
         if not overflow and decide.skips(metrics, self._runner.programs.comms.control):
             decide.grads.drop()
             return state, replace(metrics, skipped=True)
@@ -217,11 +228,13 @@ class TrainStep(OneFunction):
         if self.options.running.debug and not self._early:
             check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
 
-    def _metrics(self, outcome: Outcome, norm: float, skipped: bool) -> Metrics:
-        verdict = outcome.verdict
+    def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: Ran) -> Metrics:
+        verdict, decide, wide = outcome.verdict, self._decide, self._updating.wide
         aux = combine_aux(outcome.measured.aux, verdict.means)
         loss = scalar(verdict.loss, widened([outcome.measured.losses[0][0].dtype]))
-        return Metrics(loss, scalar(norm, self._updating.wide), aux, skipped, verdict.stop)
+        norm = scalar(decide.norm(verdict, factor), wide)
+        norms = {name: scalar(one, wide) for name, one in decide.named_norms(step, factor, verdict).items()}
+        return Metrics(loss, norm, aux, skipped, verdict.stop, decide.rate(step), norms, verdict.count, ran)
 
 
 def programs_of(plan: Plan, options: Options, opt: Contract) -> Programs:

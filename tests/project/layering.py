@@ -21,13 +21,13 @@ LAYERS = (
     ("state",),
     ("checkpoint",),
     ("interchange",),
-    ("cli",),
+    ("cli", "tracking"),
     ("training",),
     ("launch", "lora"),
     ("transform",),
     ("parts",),
     ("proof",),
-    ("func", "io", "sim", "types"),
+    ("func", "io", "sim", "trackers", "types"),
     ("",),
 )
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files

@@ -95,6 +95,13 @@ def test_interchange() -> None:
     assert run(ROOT / "docs" / "interchange.md") > 6
 
 
+def test_tracking(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "tracking.md") == 3
+    assert "'grad_norms/blocks" in capsys.readouterr().out
+
+
 def test_steps() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "steps.md") > 14

@@ -56,8 +56,15 @@ def counted(options: dict[str, Any]) -> tuple[int, int, dict[str, float]]:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clip_norm": [("a", 0.1), ("b", None)]}, {"accumulate": 2, "clip_norm": 0.1}, {"loss_scale": fs.LossScale()}],
-    ids=["plain", "rules of clipping", "microbatches", "loss scale"],
+    [
+        {},
+        {"clip_norm": [("a", 0.1), ("b", None)]},
+        {"accumulate": 2, "clip_norm": 0.1},
+        {"loss_scale": fs.LossScale()},
+        {"norms": "groups"},
+        {"norms": ["a"], "clip_norm": [("a", 0.1), ("b", None)]},
+    ],
+    ids=["plain", "rules of clipping", "microbatches", "loss scale", "norms of groups", "norms by pattern"],
 )
 def test_a_step_reads_its_device_once_and_exchanges_twice(pool: Pools, world: int, options: dict[str, Any]) -> None:
     found = pool(world).run("tests.training.test_one_read:counted", options)

@@ -28,6 +28,7 @@ class Activations(TorchDispatchMode):
 
     Attributes:
         paused: whether what is made now does not count.
+        again: floating-point operations of what the backward has computed again.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -37,7 +38,8 @@ class Activations(TorchDispatchMode):
         self.needs: list[Need] = []
         self.known: list[Any] = []
         self.seen: set[int] = set()
-        self.paused = False
+        self.paused = self.backward = False
+        self.again = 0
         self.know(known)
 
     def know(self, tensors: Iterable[Tensor]) -> None:
@@ -54,6 +56,10 @@ class Activations(TorchDispatchMode):
             yield
         finally:
             self.paused = before
+
+    def begin_backward(self) -> None:
+        """From here on, autograd runs the backward: only what it computes again runs in grad mode."""
+        self.backward = True
 
     def turn(self) -> None:
         """One compute op is over, and the next begins."""
@@ -75,7 +81,9 @@ class Activations(TorchDispatchMode):
                 self._note(x)
         count = _formula(func)
         if count is not None:
-            self.flops += int(count(*args, **(kwargs or {}), out_val=out))
+            flops = int(count(*args, **(kwargs or {}), out_val=out))
+            self.flops += flops
+            self.again += flops if self.backward and torch.is_grad_enabled() else 0
         return out
 
     def _note(self, x: Tensor) -> None:

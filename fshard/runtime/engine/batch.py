@@ -28,6 +28,11 @@ def leading_dims(batch: Any) -> tuple[int, ...]:
     return tuple(x.shape[0] for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim)
 
 
+def shapes(batch: Any) -> list[torch.Size]:
+    """The shape of each tensor of a batch."""
+    return [x.shape for x in tree.leaves(batch) if isinstance(x, Tensor)]
+
+
 class Microbatches(NamedTuple):
     """The microbatches of one step, given one by one instead of cut from a batch.
 

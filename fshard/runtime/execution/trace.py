@@ -50,6 +50,7 @@ class Found:
         axes: those over which it communicates itself.
         idle: the trained leaves that it gives no gradient; None if it was not traced.
         exact: whether its loss takes derivatives that PyTorch gets wrong.
+        again: floating-point operations, of those in ``needs``, that compute activations again in the backward.
     """
 
     program: Program
@@ -60,6 +61,12 @@ class Found:
     axes: tuple[Axes, ...] = ()
     idle: tuple[str, ...] | None = None
     exact: bool = False
+    again: int = 0
+
+    @property
+    def flops(self) -> int | None:
+        """Floating-point operations of the model on the batch that was traced; None if only a run has found it."""
+        return sum(need.flops for need in self.needs) - self.again if self.needs else None
 
 
 class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,6 +182,7 @@ def _traced_in(
                 stack.enter_context(context)
             stack.enter_context(torch.set_grad_enabled(train))
             result = engine.run(fn, fake, train)
+            activations.begin_backward()
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except VALUES_NEEDED:
         return None
@@ -192,7 +200,8 @@ def _traced_in(
     idle = _unmoved(plan, moved) if train else ()
     inner, needs = frozenset(engine.inner), tuple(activations.needs)
     program = program_of(seen, groups)
-    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, engine.exact), result
+    exact, again = engine.exact, activations.again
+    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again), result
 
 
 def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:

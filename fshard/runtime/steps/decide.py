@@ -15,6 +15,7 @@ from fshard.runtime.execution import Gradients, Shard
 from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
 from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
 from fshard.runtime.steps.failures import raise_failure
+from fshard.runtime.steps.watched import Watched
 from fshard.sharding.plan import Plan
 
 
@@ -31,6 +32,7 @@ class Decisions:
         parts: microbatches of the global batch, over ranks and accumulation.
         divisor: what gradients are divided by before they are summed.
         grads: the gradients of a step.
+        watched: the sets of leaves whose gradient norms the metrics have; None for none.
     """
 
     opt: Contract
@@ -41,6 +43,7 @@ class Decisions:
     parts: int
     divisor: float
     grads: Gradients
+    watched: Watched | None = None
 
     @property
     def every(self) -> int:
@@ -57,7 +60,7 @@ class Decisions:
         Raises:
             PlanError: there is no learning rate.
         """
-        rate(self.opt.lr, step // self.every + 1)
+        self.rate(step)
 
     def accumulated(
         self, step: int, count: float, shards: Sequence[Shard], loss_scale: float
@@ -76,12 +79,31 @@ class Decisions:
         return {group: (shards[group].opt[CARRIED], factor) for group in self.grads.update_slices}
 
     def rules(self, step: int) -> int:
-        """For how many clipping rules this step needs a norm."""
-        return len(self.clip.rules) if self.clip.apart and self.updates(step) else 0
+        """Of how many sets of leaves this step needs a norm: of each clipping rule, and of what is watched."""
+        return self._clipped(step) + (len(self.watched.names) if self.watched is not None else 0)
 
-    def rule_norms(self) -> list[RuleNorms]:
-        """The norms of this rank's gradients, by clipping rule."""
-        return norms_by_rule(self.clip, self.plan, self.grads)
+    def rule_norms(self, step: int, norms: Mapping[int, tuple[float, Tensor]]) -> list[RuleNorms]:
+        """The norms of this rank's gradients, by clipping rule and by what is watched.
+
+        Args:
+            step: the step, counted from 0.
+            norms: those of all groups by their ids.
+        """
+        clipped = norms_by_rule(self.clip, self.plan, self.grads) if self._clipped(step) else []
+        return clipped + (self.watched.norms(self.plan, norms) if self.watched is not None else [])
+
+    def named_norms(self, step: int, factor: float, verdict: Verdict) -> dict[str, float]:
+        """The gradient norms of all ranks, by clipping rule and by what is watched; ``factor`` as for ``norm``."""
+        names = [pattern for pattern, _ in self.clip.rules] if self._clipped(step) else []
+        names += self.watched.names if self.watched is not None else ()
+        return {name: factor * total for name, total in zip(names, verdict.rules, strict=True)}
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the update that this step makes, or leads to."""
+        return rate(self.opt.lr, step // self.every + 1)
+
+    def _clipped(self, step: int) -> int:
+        return len(self.clip.rules) if self.clip.apart and self.updates(step) else 0
 
     def count(self, step: int, count: float, verdict: Verdict, overflow: bool) -> float:
         """The elements whose gradients are accumulated after this step."""
@@ -152,7 +174,8 @@ class Decisions:
         """
         if not self.updates(step):
             return [divisor(unit)] * len(self.clip.rules)
-        norms = [scale * total for total in verdict.rules] if self.clip.apart else [self.norm(verdict, scale)]
+        clipped = verdict.rules[: len(self.clip.rules)]
+        norms = [scale * total for total in clipped] if self.clip.apart else [self.norm(verdict, scale)]
         return self.clip.divisors(scale, norms)
 
 

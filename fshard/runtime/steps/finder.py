@@ -1,10 +1,12 @@
 """Finding the program of a function: by a trace, or from a step that ran on demand."""
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from fshard.runtime.engine.batch import microbatches, signature
+import torch
+
+from fshard.runtime.engine.batch import microbatches, shapes, signature
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.trace import trace
 from fshard.runtime.steps.programs import Programs
@@ -26,6 +28,7 @@ class Finder:
     def __init__(self, fn: Fn, programs: Programs) -> None:
         self.fn, self.programs = fn, programs
         self._found: dict[Hashable, Found | None] = {}
+        self._shapes: dict[Hashable, Sequence[torch.Size]] = {}  # of the batches that were traced
 
     def look(self, batch: Any) -> Found | None:
         """The program for batches like this one; None if only a real run can tell."""
@@ -33,10 +36,23 @@ class Finder:
         if key not in self._found:
             self._count()
             part = microbatches(batch, programs.accumulate)[0]
+            self._shapes[key] = shapes(batch)
             found = self._found[key] = trace(self.fn, programs.plan, part, programs.train, programs.remat)
             if found is not None:
                 programs.remat.check({*found.program.reads, *(group.unit for group in programs.plan.groups)})
         return self._found[key]
+
+    def flops(self, batch: Any) -> int | None:
+        """Floating-point operations of the model in a run on this batch, on this rank.
+
+        None where no trace has counted them: the program depends on values of tensors, or the batch that was traced
+        had other shapes.
+        """
+        key = signature(batch)
+        found = self._found.get(key)
+        if found is None or found.flops is None or self._shapes.get(key) != shapes(batch):
+            return None
+        return found.flops * self.programs.accumulate
 
     def learn(self, batch: Any, found: Found) -> None:
         """Keep what a run on demand has found for batches like this one."""
@@ -51,3 +67,4 @@ class Finder:
             )
         if len(self._found) > 4 * MANY:
             self._found.clear()
+            self._shapes.clear()

@@ -72,11 +72,12 @@ class Options:
     donate: bool
     running: Running
     loss_scale: LossScale | None
+    norms: tuple[str, ...] | None = None
 
     def told(self) -> dict[str, Any]:
         """Those that must be equal on all ranks. What a rank does with its own memory is its own affair."""
         skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
-        kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale")}
+        kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale", "norms")}
         return self.running.told() | {"clip_norm": self.clip.rules, "skip": skip} | kept
 
 
@@ -113,3 +114,9 @@ def late_problems(opt: Optimizer, policy: Policy | Auto, skip_norm: Any, skip: A
         skip_norm is not None or skip is not None or contract(opt).steps is not None
     ):
         yield "skip_norm=, skip= and fs.optim.every decide when the gradient is whole: not with update='in_backward'"
+
+
+def norm_problems(norms: Any, policy: Policy | Auto) -> Iterator[str]:
+    """Why a step cannot tell these norms."""
+    if policy.update == "in_backward" and norms not in (None, "groups"):
+        yield "norms= by pattern needs the gradient at the end of the step, which update='in_backward' never has whole"

@@ -265,12 +265,12 @@ class Runner:
             if not self.programs.train:  # all ranks average as many numbers, or none does
                 return ran.end, tally((), (), (), [as_means(result) for result in aux], False, False)
             gradients.complete()
+            norms = {group: (gradients.shares[group], norm) for group, norm in gradients.all_norms().items()}
             rule_norms: Sequence[RuleNorms] = ()
             if given.rules:
                 gradients.arrive()
-                rule_norms = given.rule_norms()
-            norms = [(gradients.shares[group], norm) for group, norm in gradients.all_norms().items()]
-            return ran.end, tally(norms, rule_norms, losses, aux, weighted, given.stop)
+                rule_norms = given.rule_norms(norms)
+            return ran.end, tally([*norms.values()], rule_norms, losses, aux, weighted, given.stop)
         except Exception as error:  # a device reports late what went wrong there
             return End(FAILED, error), Tally(FAILED)
 

@@ -48,7 +48,7 @@ def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:
     """
     gathers = (comm for (kind, _), comm in comms.made.items() if kind == "all_gather")
     comm = max(gathers, key=lambda comm: comm.size)
-    compute = auto.compute if auto.compute is not None else _compute(plan)
+    compute = auto.compute if auto.compute is not None else measured_peak(plan)
     wire = auto.wire if auto.wire is not None else _wire(plan, comm)
     return Rates(compute, wire, auto.latency)
 
@@ -63,7 +63,19 @@ def common(comms: Communicators, rates: Rates, needs: tuple[Need, ...]) -> tuple
     return Rates(-most[0], -most[1], rates.latency), agreed
 
 
-def _compute(plan: Plan) -> float:
+def measured_peak(plan: Plan) -> float:
+    """The floating-point operations a second of one product of matrices on this rank's device, in the plan's dtype.
+
+    That is what a model can reach at most: the ``peak`` of ``metrics.mfu``. It takes a few milliseconds. Local.
+
+    Args:
+        plan: says the device, and the dtype in which most parameters are read.
+
+    >>> import fshard as fs
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.P())])
+    >>> measured_peak(plan) > 1e6
+    True
+    """
     device = plan.mesh.device
     size = 4096 if device.type == "cuda" else 512
     floating = [group for group in plan.groups if group.compute_dtype.is_floating_point]

@@ -34,8 +34,8 @@ class Request(NamedTuple):
         randomness: makes the context in which an attempt draws its random numbers.
         accumulated: what is added to the gradients, and times what, by group id.
         loss_scale: what the loss is multiplied by for the backward.
-        rules: the number of clipping rules of which norms are asked for.
-        rule_norms: gives these norms when gradients are complete.
+        rules: the number of sets of leaves of which norms are asked for.
+        rule_norms: gives these norms when gradients are complete, from those of all groups by their ids.
         stop: whether this rank asks all ranks to stop after this step.
     """
 
@@ -49,7 +49,7 @@ class Request(NamedTuple):
     accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING
     loss_scale: float = 1.0
     rules: int = 0
-    rule_norms: Callable[[], Sequence[RuleNorms]] = tuple
+    rule_norms: Callable[[Mapping[int, tuple[float, Tensor]]], Sequence[RuleNorms]] = lambda norms: ()
     stop: bool = False
 
 

@@ -1,0 +1,100 @@
+"""Gradient norms that the metrics of a step have besides that of all leaves: by group, or by pattern on paths."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fshard.errors import PlanError, lines
+from fshard.optim import checks
+from fshard.patterns import meant_by
+from fshard.runtime.execution import Gradients
+from fshard.runtime.memory.norms import norms_of, share_of
+from fshard.runtime.memory.optimizer_layout import merge_slices
+from fshard.runtime.steps.consensus import RuleNorms
+from fshard.sharding.plan import Plan
+
+GROUPS = "groups"
+"""Stands for the norm of each group."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Sets of leaves whose gradient norms are asked for.
+
+    Attributes:
+        names: of the sets: patterns, or names of groups.
+        grads: the gradients, cut by pattern; None for whole groups.
+        groups: the ids of these groups, if sets are groups.
+    """
+
+    names: tuple[str, ...]
+    grads: Gradients | None = None
+    groups: tuple[int, ...] = ()
+
+    def norms(self, plan: Plan, known: Mapping[int, tuple[float, Tensor]]) -> list[RuleNorms]:
+        """The norms of this rank's part of each set, each after the part of its elements that this rank counts.
+
+        Args:
+            plan: the plan.
+            known: the norms of groups, by id; one of which this rank holds nothing may be missing.
+        """
+        if self.grads is None:
+            return [[known[group]] if group in known else [] for group in self.groups]
+        found: list[list[tuple[float, Tensor]]] = [[] for _ in self.names]
+        for group, cuts in self.grads.update_slices.items():
+            if cuts:
+                share = share_of(plan.groups[group], plan.mesh)
+                for cut, norm in zip(cuts, norms_of(self.grads.slices(group)), strict=True):
+                    found[cut.limit].append((share, norm))
+        return [*found]
+
+
+def read_norms(value: Any, plan: Plan) -> tuple[str, ...] | None:
+    """What ``norms=`` of a train step says: patterns on paths; none for groups.
+
+    Raises:
+        PlanError: neither ``"groups"`` nor patterns, or a pattern that matches no trained leaf.
+    """
+    if value is None:
+        return None
+    if value == GROUPS:
+        return ()
+    if not isinstance(value, list | tuple) or not value:
+        raise PlanError(f"norms={value!r} must be 'groups', or a list of regular expressions for paths")
+    paths = [path for path, leaf in plan.leaves.items() if leaf.trainable]
+    problems = [problem for i, pattern in enumerate(value) for problem in checks.pattern(f"norms[{i}]", pattern)]
+    if not problems:
+        used = {_number(value, path) for path in paths}
+        idle = [pattern for i, pattern in enumerate(value) if i not in used]
+        problems = [f"{pattern!r} decides no trained leaf{meant_by(pattern, paths)}" for pattern in idle]
+    if problems:
+        raise PlanError(lines("norms= does not fit the plan:", problems, "Patterns match whole paths; the first wins."))
+    return tuple(value)
+
+
+def watched(patterns: Sequence[str] | None, plan: Plan, grads: Gradients) -> Watched | None:
+    """The sets that ``read_norms`` has read; None for none.
+
+    Args:
+        patterns: the patterns; none of them stands for groups.
+        plan: the plan.
+        grads: the gradients of a step.
+    """
+    if patterns is None:
+        return None
+    trained = [group for group in plan.groups if group.trainable]
+    if not patterns:
+        return Watched(tuple(group.name for group in trained), None, tuple(group.id for group in trained))
+    cuts = {}
+    for group in trained:
+        merged = merge_slices(group.owned, plan.mesh, lambda path, shape: None, limit=lambda p: _number(patterns, p))
+        cuts[group.id] = tuple(cut for cut in merged if cut.limit >= 0)
+    return Watched(tuple(patterns), replace(grads, update_slices=cuts, views={}))
+
+
+def _number(patterns: Sequence[str], path: str) -> int:
+    """The number of the first pattern that matches a path; -1 if none does."""
+    return next((i for i, pattern in enumerate(patterns) if re.fullmatch(pattern, path)), -1)

@@ -1,0 +1,61 @@
+"""Records as lines of JSON in a file."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class JsonLines:
+    """A file with one JSON object a record: ``{"step": 1, "loss": 0.5, ...}``. Needs no library.
+
+    A file that is there goes on. Its lines of steps that a resumed run makes again are dropped first, and so is a line
+    that was only half written. Numbers that are not finite are ``NaN``, ``Infinity`` and ``-Infinity``, as Python's own
+    ``json`` writes and reads them. Each line is in the file when the next step begins.
+
+    Args:
+        path: the file; its folder is made if there is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def __repr__(self) -> str:
+        return f"JsonLines({str(self.path)!r})"
+
+    def begin(self, step: int, config: Mapping[str, Any]) -> None:
+        """Open the file. The configuration is not written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            kept = [line for line in self.path.read_text().splitlines() if _before(line, step)]
+            beside = self.path.with_name(f"{self.path.name}.new")
+            beside.write_text("".join(f"{line}\n" for line in kept))
+            beside.replace(self.path)
+        self._file = self.path.open("a")
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write a line."""
+        assert self._file is not None
+        self._file.write(f"{json.dumps({'step': step, **scalars})}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a file of ``JsonLines``."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def _before(line: str, step: int) -> bool:
+    """Whether a line is whole, and of a step before this one."""
+    try:
+        found = json.loads(line)
+        return bool(found["step"] < step)
+    except (ValueError, KeyError, TypeError):
+        return False

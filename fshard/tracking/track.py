@@ -1,0 +1,190 @@
+"""``fs.track``: the numbers of a run go to its trackers, on rank 0 alone, without any communication."""
+
+import math
+import resource
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+
+from fshard.arguments import Want, described, expect
+from fshard.errors import PlanError
+from fshard.runtime.steps.rates import measured_peak
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
+from fshard.tracking.scalars import scalars
+from fshard.tracking.tracker import Guard, Tracker
+
+METHODS = ("begin", "log", "close")
+
+
+class Track:
+    """``track(step, metrics)``. Made by ``fs.track``; a context manager.
+
+    Attributes:
+        latest: the numbers of the latest record on rank 0, by name.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        mesh: Mesh,
+        every: int,
+        elements: float | None,
+        peak: float | None,
+        config: Mapping[str, Any],
+        patience: float,
+    ) -> None:
+        self.mesh, self.every, self.elements, self.peak = mesh, every, elements, peak
+        self.config = config
+        self.latest: Mapping[str, float] = {}
+        self._guards = [Guard(tracker) for tracker in trackers] if mesh.rank == 0 else []
+        self._begun = False
+        self._before: float | None = None
+        self._end = weakref.finalize(self, _close, self._guards, patience)  # also where nobody calls close
+
+    def __repr__(self) -> str:
+        return f"<track of {len(self._guards)} trackers on rank {self.mesh.rank}>"
+
+    def __call__(self, step: int, metrics: Any) -> None:
+        """Record the metrics of a step. Local; ranks other than 0 do nothing.
+
+        Args:
+            step: the number of the step, such as ``state.step``.
+            metrics: what the step returned, or any tree of scalars, such as ``{"val": {"loss": loss}}``; see
+                ``fs.trackers.scalars``. Of a train step's metrics, those of every ``every``-th step are recorded.
+        """
+        if not self._guards or not self._end.alive:
+            return
+        ran = getattr(metrics, "ran", None)
+        now, before = perf_counter(), self._before
+        if ran is not None:
+            self._before = now
+            if step % self.every:
+                return
+        self.latest = found = scalars(metrics)
+        if ran is not None:
+            found |= self._derived(metrics, None if before is None else now - before)
+        if not self._begun:
+            self._begun = True
+            for guard in self._guards:
+                guard.begin(step, self.config)
+        for guard in self._guards:
+            guard.log(step, found)
+
+    def _derived(self, metrics: Any, passed: float | None) -> dict[str, float]:
+        """What the metrics of a train step come to, of a step that ended so many seconds after the one before."""
+        told = {"elements_per_second": metrics.rate(self.elements), "memory": peak_memory(self.mesh.device)}
+        told["mfu"] = None if self.peak is None else metrics.mfu(self.peak)
+        told["outside"] = None if passed is None else max(0.0, passed - metrics.ran.seconds)
+        return {name: value for name, value in told.items() if value is not None}
+
+    def close(self) -> None:
+        """End the runs of all trackers. Waits ``patience`` seconds at most for servers."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _close(guards: Sequence[Guard], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    for guard in guards:
+        guard.end()
+    for guard in guards:
+        guard.join(deadline)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use so far: by tensors on an accelerator, by the process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def track(
+    trackers: Sequence[Tracker],
+    of: Any,
+    *,
+    every: int = 1,
+    elements: float | None = None,
+    peak: float | str | None = None,
+    config: Mapping[str, Any] | None = None,
+    patience: float = 30.0,
+) -> Track:
+    """Make the function that records what steps tell: ``track(state.step, metrics)``, in a loop of your own.
+
+    Trackers work on rank 0 alone and never communicate; other ranks make the same calls, which do nothing. A tracker
+    that fails, or whose server is gone, gets no more records: one warning says so, and training goes on. Those that
+    talk to a server do so on a thread of their own.
+
+    Besides ``metrics.scalars()`` a record of a train step has ``memory`` (the most bytes in use so far: of tensors on a
+    GPU, of the process on a CPU), ``outside`` (seconds between two steps: data, evaluation, checkpoints), and ``mfu``
+    if ``peak`` is given.
+
+    Args:
+        trackers: those of ``fs.trackers``, or any object with their methods.
+        of: the step whose metrics are recorded; or its plan, or the mesh.
+        every: record each train step whose number is a multiple of this.
+        elements: the elements of a global batch, such as its tokens, for ``elements_per_second`` where the loss is no
+            ``fs.Mean``, which counts them.
+        peak: the floating-point operations that one device can do in a second, for ``mfu``; ``"measured"`` measures a
+            product of matrices.
+        config: what the run was configured with; JSON values.
+        patience: how many seconds to wait at the end for records that are still to be sent.
+
+    Raises:
+        PlanError: an argument that cannot be.
+
+    >>> import fshard as fs, tempfile
+    >>> mesh = fs.make_mesh((1,), ("data",))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with fs.track([fs.trackers.JsonLines(f"{folder}/run.jsonl")], mesh) as record:
+    ...         record(1, {"loss": torch.tensor(0.5), "val": {"accuracy": 0.75}})
+    ...     fs.trackers.read_lines(f"{folder}/run.jsonl")
+    [{'step': 1, 'loss': 0.5, 'val/accuracy': 0.75}]
+    """
+    plan = of if isinstance(of, Plan | Mesh) else getattr(of, "plan", None)
+    mesh = getattr(plan, "mesh", plan)
+    wants: list[Want] = [
+        ("trackers", trackers, (list, tuple), "a list, such as [fs.trackers.JsonLines('run.jsonl')]"),
+        ("of", of, object if isinstance(mesh, Mesh) else Plan, "the step, or what fs.make_plan returned"),
+        ("config", config, (Mapping, type(None)), "a dict of JSON values, or None"),
+    ]
+    expect("track(trackers, of)", wants)
+    assert isinstance(mesh, Mesh)
+    problems = [*_bad_trackers(trackers), *_bad_options(every, elements, peak, isinstance(plan, Plan))]
+    if problems:
+        raise PlanError("; ".join(problems))
+    if peak == "measured" and isinstance(plan, Plan):
+        peak = measured_peak(plan) if mesh.rank == 0 else None
+    return Track(trackers, mesh, every, elements, None if peak is None else float(peak), config or {}, patience)
+
+
+def _bad_trackers(trackers: Sequence[Any]) -> Iterator[str]:
+    for i, one in enumerate(trackers):
+        lacks = [f"{name}()" for name in METHODS if isinstance(one, type) or not callable(getattr(one, name, None))]
+        if lacks:
+            yield f"trackers[{i}] is {described(one)}, which lacks {', '.join(lacks)}: give one of fs.trackers"
+
+
+def _bad_options(every: Any, elements: Any, peak: Any, planned: bool) -> Iterator[str]:
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        yield f"every={every!r} must be an int >= 1"
+    if elements is not None and not _positive(elements):
+        yield f"elements={elements!r} must be a positive number, or None"
+    if peak == "measured" and not planned:
+        yield "peak='measured' needs the step or the plan, which know the dtype, and not the mesh alone"
+    elif peak not in (None, "measured") and not _positive(peak):
+        yield f"peak={peak!r} must be operations a second, 'measured', or None"
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

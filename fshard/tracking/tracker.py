@@ -1,0 +1,125 @@
+"""What a tracker is, and the guard around each: a tracker that fails never fails the run."""
+
+import contextlib
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from fshard.errors import missing_extra
+
+WAITING = 4096
+"""Records that may wait for a tracker that sends them to a server. Further ones are dropped."""
+
+
+class Tracker(Protocol):
+    """Where the numbers of a run go. Only rank 0 calls its methods, and in the order ``begin``, ``log`` ..., ``close``.
+
+    A tracker of one's own has these three methods. ``remote = True`` besides says that they may wait for a server: then
+    a thread calls them, and the run goes on meanwhile.
+    """
+
+    def begin(self, step: int, config: Mapping[str, Any]) -> None:
+        """Open the run.
+
+        Args:
+            step: the first step that will be logged; above 1 if a run is resumed.
+            config: what the run was configured with.
+        """
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the numbers of a step."""
+
+    def close(self) -> None:
+        """End the run, and write what is left."""
+
+
+def need(what: str, module: str, library: str, extra: str) -> None:
+    """Refuse to be made where a library is not installed: on all ranks alike, before anything runs.
+
+    Raises:
+        ImportError: with the extra that installs it.
+    """
+    top, found = module.partition(".")[0], None
+    if find_spec(top) is not None:
+        found = find_spec(module)
+    if found is None:
+        raise missing_extra(what, library, extra)
+
+
+class Guard:
+    """One tracker of a run. Its first failure ends its own records with one warning, and nothing else.
+
+    Args:
+        tracker: the tracker.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self.failure: Exception | None = None
+        self.told = False
+        self.dropped = 0
+        self._mail: queue.Queue[Callable[[], None] | None] | None = None
+        self._thread: threading.Thread | None = None
+        if getattr(tracker, "remote", False):
+            self._mail = queue.Queue(WAITING)
+            self._thread = threading.Thread(target=self._serve, args=(self._mail,), daemon=True, name="tracker")
+            self._thread.start()
+
+    def begin(self, step: int, config: Mapping[str, Any]) -> None:
+        """Open the run."""
+        self._call(lambda: self.tracker.begin(step, config))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the numbers of a step."""
+        self._call(lambda: self.tracker.log(step, scalars))
+
+    def end(self) -> None:
+        """End the run. A remote tracker still sends what is left; ``join`` waits for it."""
+        self._call(self.tracker.close)
+        if self._mail is not None:
+            with contextlib.suppress(queue.Full):
+                self._mail.put_nowait(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait until everything is sent, or until this time of ``time.monotonic``."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self._warn("did not take all records in time; the last ones are lost")
+        self._tell()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        if self.failure is None and self._mail is not None:
+            try:
+                self._mail.put_nowait(call)
+            except queue.Full:
+                self.dropped += 1
+                if self.dropped == 1:
+                    self._warn(f"is {WAITING} records behind: records are dropped until it has caught up")
+        elif self.failure is None:
+            self._attempt(call)
+        self._tell()
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self.failure = error
+
+    def _serve(self, mail: "queue.Queue[Callable[[], None] | None]") -> None:
+        while (call := mail.get()) is not None:
+            if self.failure is None:
+                self._attempt(call)
+
+    def _tell(self) -> None:
+        """Say once that it has failed. A thread leaves that to the thread that trains."""
+        if self.failure is not None and not self.told:
+            self.told = True
+            self._warn(f"has failed and gets no more records: {type(self.failure).__name__}: {self.failure}")
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"the tracker {self.tracker!r} {what}; training goes on", stacklevel=5)

@@ -1,0 +1,49 @@
+"""How a step ran on one rank: its time, its arithmetic, and how long it waited for transfers."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fshard.schedule.ops import Op
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import KINDS
+
+WAITS = frozenset(row.wait for row in KINDS.values() if row.link)
+"""The ops that wait for something that travels between ranks."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a step ran on this rank.
+
+    Attributes:
+        seconds: from the call of the step to its last exchange.
+        flops: floating-point operations of the model on this rank, as a trace counts them: forward and backward of all
+            microbatches, without what ``remat=`` computes again. None where no trace has counted: the program depends
+            on values of tensors, or the batch has other shapes than the one that was traced.
+        device: where it computed.
+        schedule: its schedule; None if it ran on demand.
+        record: the ops that it ran.
+        times: when each of them began, and when the last one was over.
+    """
+
+    seconds: float = 0.0
+    flops: int | None = None
+    device: torch.device = field(default=torch.device("cpu"), repr=False)
+    schedule: Schedule | None = field(default=None, repr=False)
+    record: Sequence[Op] = field(default=(), repr=False)
+    times: Sequence[float] = field(default=(), repr=False)
+
+    @functools.cached_property
+    def exposed(self) -> float | None:
+        """Seconds in which the step waited for transfers between ranks, sums of what has arrived included.
+
+        None where they are not known: the step ran on demand or left its schedule, or runs on a device that the host
+        runs ahead of.
+        """
+        ops = self.record
+        if self.device.type != "cpu" or self.schedule is None or len(self.times) != len(ops) + 1:
+            return None
+        return sum([self.times[at + 1] - self.times[at] for at, op in enumerate(ops) if op.kind in WAITS])
