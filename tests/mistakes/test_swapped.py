@@ -53,6 +53,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "io.to_dtensor": lambda: (st().params, PLAN),
     "io.to_optim_state_dict": lambda: (st(), OPT),
     "io.to_state_dict": lambda: (st().params, PLAN),
+    "track": lambda: ([], MESH),
     "train_loop": lambda: (step(), st, lambda start: iter(())),
     "tree.norm": lambda: (st().params, PLAN),
     "tree.scale": lambda: (st().params, 2.0),
