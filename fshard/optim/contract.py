@@ -1,13 +1,15 @@
 """What the library asks of an optimizer, with the defaults of what an optimizer may leave out."""
 
+import copy
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard.optim.base import Optimizer, Rate, State
+from fshard.errors import PlanError
+from fshard.optim.base import Optimizer, Rate, State, rate
 from fshard.optim.form import Form, Grain, LeafInfo
 
 
@@ -38,6 +40,24 @@ class Contract:
         """The optimizer's own learning rate."""
         return self.opt.lr
 
+    def with_rate(self, lr: Any) -> "Contract":
+        """The same with another learning rate, in the place of a number or of a function of the step.
+
+        Args:
+            lr: the learning rate, a finite number >= 0.
+
+        Raises:
+            PlanError: it is none; the optimizer has several learning rates, or none.
+        """
+        rate(lr, 1)
+        opt = _with_rate(self.opt, lr)
+        if opt is None:
+            raise PlanError(
+                f"lr={lr!r} is one learning rate, and {self.opt!r} has not exactly one that it could replace: give "
+                f"each of its parts a function of the step"
+            )
+        return replace(self, opt=opt, update=opt.update)
+
 
 def contract(opt: Optimizer) -> Contract:
     """Complete an optimizer: what it leaves out has the defaults of a rule that updates each element by itself.
@@ -59,3 +79,15 @@ def contract(opt: Optimizer) -> Contract:
         uniform=forms is None,
         steps=getattr(opt, "steps_per_update", None),
     )
+
+
+def _with_rate(opt: Any, lr: float) -> Any:
+    """A copy of an optimizer with another learning rate, or around one; None if it has not exactly one."""
+    held = getattr(opt, "__dict__", {})
+    name = "lr" if "lr" in held else "opt"
+    value: Any = lr if name == "lr" else _with_rate(held["opt"], lr) if "opt" in held else None
+    if value is None:
+        return None
+    made = copy.copy(opt)
+    object.__setattr__(made, name, value)  # optimizers are frozen, and some have arguments of their own
+    return made

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from fshard.parts.rates import TOLD
 from fshard.parts.record import Recorded, RecordedLocal, RecordedPass
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.actions import Actions, Run
@@ -238,7 +239,7 @@ class Assembled:
     def width(self) -> int:
         """How many numbers ranks exchange at the end of the step."""
         return sum(2 + 2 * means for means in self.means) + sum(
-            len(update.part.clip.rules) for update in self.recorded.updates
+            TOLD + len(update.part.clip.rules) for update in self.recorded.updates
         )
 
     @functools.cached_property

@@ -179,20 +179,20 @@ class Composition(ABC):
         loss = Number("loss", number, 0, widened([dtype])).tensor(self)
         return ((loss, self._named(number, aux)) if part.loss.has_aux else loss), grads
 
-    def update(self, part: Any, state: TrainState, grads: Any) -> Any:
+    def update(self, part: Any, state: TrainState, grads: Any, lr: float | None) -> Any:
         """Perform ``fs.make_update``: when somebody reads it, or when the step is over."""
         before = memory_of(state, self)
         if state.plan is not part.plan and state.plan != part.plan:
             raise TreeError("the state was made for another plan: make the update and the state from the same one")
         if before.origin >= self.own:
             raise TreeError("a state of the batch is only read: give states that the step updates as its state")
-        part.check_state(self.states[before.origin])
+        part.check_state(self.states[before.origin], lr)
         flat = part.fitting(grads)
-        updated = Updated(before, part, flat, state)
+        updated = Updated(before, part, flat, state, lr)
         memory = RunningMemory(self, state.plan, updated, before.origin)
         norm = Number("norm", updated, 0, part.updating.wide).tensor(self)
         skipped = torch.tensor(False)
-        if part.loss_scale is not None:
+        if part.may_skip:
             skipped = Number("skipped", updated, 0, torch.bool).tensor(self)
         return with_memory(part.after(state, False), memory), UpdateMetrics(norm, skipped)
 
@@ -264,10 +264,10 @@ class Composition(ABC):
         """Apply an update that somebody reads, to copies of what it updates."""
         updated = memory.source
         assert isinstance(updated, Updated)
-        if updated.part.loss_scale is not None:
+        if updated.part.may_skip:
             raise PlanError(
-                "make_update(loss_scale=) knows at the end of the step whether its update happens, and the step "
-                "function reads the state that it returned before: return that state as it is"
+                "make_update(loss_scale=) and make_update(skip_norm=) know at the end of the step whether the update "
+                "happens, and the step function reads the state that it returned before: return that state as it is"
             )
         before = updated.before.flat()
         self.chunks(before)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fshard.parts.arguments import Result
+from fshard.parts.rates import TOLD, check_rates
 from fshard.parts.replay import Replay
 from fshard.parts.running import Bank, Number, Updated, number_of
 from fshard.runtime.steps import Verdict, scalar
@@ -43,7 +44,9 @@ class Numbers:
             self.means.append([total / count if count else total * math.inf for total, count in pairs])
         self.updates = [update for final in result.finals for update in final.updates]
         self.of_update: dict[Updated, UpdateNumbers] = {}
+        self.rates: dict[Updated, list[float]] = {}
         for update in self.updates:
+            self.rates[update] = [next(found) for _ in range(TOLD)]
             self.of_update[update] = self._read(update, [next(found) for _ in update.part.clip.rules])
 
     def _read(self, updated: Updated, squares: Sequence[float]) -> UpdateNumbers:
@@ -59,8 +62,13 @@ class Numbers:
         """The norm of the gradients of an update."""
         return self.of_update[updated].norm
 
+    def overflows(self, updated: Updated) -> bool:
+        """Whether a smaller loss scale may mend the gradients of an update."""
+        overflows: bool = updated.part.overflows(updated.state, self.norm(updated))
+        return overflows
+
     def skips(self, updated: Updated) -> bool:
-        """Whether an update does not happen, since a smaller loss scale may mend its gradients."""
+        """Whether an update does not happen."""
         skips: bool = updated.part.skips(updated.state, self.norm(updated))
         return skips
 
@@ -69,8 +77,10 @@ class Numbers:
 
         Raises:
             NonFiniteError: on all ranks alike.
+            ReplicationError: ranks give different learning rates.
         """
         for updated in self.updates:
+            check_rates(updated, self.rates[updated])
             loss = self._loss(updated.grads.number) if isinstance(updated.grads, Bank) else math.nan
             norm = self.norm(updated)
             finite = math.isfinite(loss) or not isinstance(updated.grads, Bank)

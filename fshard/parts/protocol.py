@@ -292,7 +292,7 @@ class StepRunner:
             final = next(finals)
             after = final.updates[0].state if final.updates else inside
             for updated in final.updates:
-                after = updated.part.after(after, numbers.skips(updated))
+                after = updated.part.after(after, numbers.skips(updated), numbers.overflows(updated))
             return replace(after, memory=next(memories), past=given.states[final.memory.origin].past.compared())
 
         return tree.swap(one, TrainState, result.state), metrics
@@ -316,7 +316,7 @@ class StepRunner:
             if numbers.skips(updated):
                 continue
             norms, scale, _ = numbers.of_update[updated]
-            pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale))
+            pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale, updated.lr))
             if updated in copied:
                 pendings[-1].detach()
             stale |= updated.part.updating.shared

@@ -132,10 +132,10 @@ class Recording(Composition):
         self.equals[id(part)] = part.equal, None
         return super().gradient(part, params, batch)
 
-    def update(self, part: Any, state: TrainState, grads: Any) -> Any:
+    def update(self, part: Any, state: TrainState, grads: Any, lr: float | None) -> Any:
         """Note what it must have in common on all ranks."""
         self.equals[id(part)] = part.equal, memory_of(state, self).origin
-        return super().update(part, state, grads)
+        return super().update(part, state, grads, lr)
 
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """Fake shards."""

@@ -13,6 +13,7 @@ from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
+from fshard.parts.rates import check_rates, told_rate
 from fshard.parts.record import RecordedLocal, RecordedPass
 from fshard.parts.running import Bank, Given, Number, RunningFlat, RunningMemory, Updated
 from fshard.runtime.engine.batch import check_device, check_even, microbatches, signature
@@ -262,13 +263,16 @@ class Replay(Composition):
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""
         rules = updated.part.rule_norms(updated.grads)
-        squares = self._summed(updated.part.plan, _squares(rules))
+        told = told_rate(updated.lr)
+        summed = self._summed(updated.part.plan, [*told, *_squares(rules)])
+        check_rates(updated, summed[: len(told)])
+        squares = summed[len(told) :]
         norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         updated.part.check_finite(Verdict((), math.nan, norm, 1.0))
         self.numbers["norm", updated, 0] = norm
         shards = self.shards_of(before).clone()
-        pending = updated.part.pending(updated.state, updated.grads, norms, 1.0)
+        pending = updated.part.pending(updated.state, updated.grads, norms, 1.0, updated.lr)
         pending.detach()  # the function may read the gradients again, and the update spends them
         pending.finish(shards)
         plan = updated.part.plan
@@ -316,7 +320,7 @@ class Replay(Composition):
             values += _total(ran)
             values += [part for pair in _mean_totals(ran) for part in pair]
         for updated in updates:
-            values += _squares(updated.part.rule_norms(updated.grads))
+            values += [*told_rate(updated.lr), *_squares(updated.part.rule_norms(updated.grads))]
         return values
 
 

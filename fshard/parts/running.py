@@ -35,7 +35,7 @@ class Running(Protocol):
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
         """Perform ``fs.value_and_grad``."""
 
-    def update(self, part: Any, state: TrainState, grads: Any) -> Any:
+    def update(self, part: Any, state: TrainState, grads: Any, lr: float | None) -> Any:
         """Perform ``fs.make_update``."""
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
@@ -232,12 +232,14 @@ class Updated:
         part: the update.
         grads: the gradients.
         state: the state as the update was given it.
+        lr: the learning rate, if it is not the optimizer's own.
     """
 
     before: "RunningMemory"
     part: Any
     grads: Flat
     state: TrainState
+    lr: float | None = None
 
 
 class RunningMemory:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from fshard.runtime.steps.consensus import FAILED, RuleNorms, Tally, Verdict, co
 from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.options import late_problems
+from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_optimizer
@@ -47,7 +49,8 @@ class UpdateMetrics:
     Attributes:
         grad_norm: the norm of the gradients of the updated leaves before clipping, 0-dim, float32 or wider, equal on
             all ranks.
-        skipped: whether nothing was updated, since the gradient was not finite at this loss scale; 0-dim, bool.
+        skipped: whether nothing was updated, since the gradient was not finite at this loss scale, or its norm exceeds
+            ``skip_norm=``; 0-dim, bool.
     """
 
     grad_norm: Tensor
@@ -62,19 +65,29 @@ class UpdateStep:
         chosen: the plan in which every leaf is frozen that it does not update.
         form: the form of the gradients.
         clip: the limits of gradient norms.
+        skip_norm: the gradient norm above which nothing is updated.
         loss_scale: how the scale of the loss adapts, if gradients are those of a scaled loss.
     """
 
     def __init__(
-        self, opt: Optimizer, plan: Plan, clip_norm: Any, only: str | None, loss_scale: LossScale | None, donate: bool
+        self,
+        opt: Optimizer,
+        plan: Plan,
+        clip_norm: Any,
+        skip_norm: float | None,
+        only: str | None,
+        loss_scale: LossScale | None,
+        donate: bool,
     ) -> None:
         self.plan, self.only, self.loss_scale, self.donate = plan, only, loss_scale, donate
+        self.skip_norm = skip_norm
         rule, self.chosen = check_optimizer(plan, opt), plan if only is None else plan.only(only)
         self.clip = read_clip(clip_norm, self.chosen)
         self.updating = Updating(rule, plan, self.chosen, self.clip)
         self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
-        self.equal = Equal(plan, {"update": only, "clip_norm": self.clip.rules, "loss_scale": loss_scale}, opt)
+        told = {"update": only, "clip_norm": self.clip.rules, "skip_norm": skip_norm, "loss_scale": loss_scale}
+        self.equal = Equal(plan, told, opt)
         self._latest: Ages | None = None  # those of the latest state
         self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
         self._fitting: Form | None = None  # the latest form of gradients that was found to fit
@@ -86,13 +99,14 @@ class UpdateStep:
 
     __reduce__ = not_copied
 
-    def __call__(self, state: TrainState, grads: Any) -> tuple[TrainState, UpdateMetrics]:
+    def __call__(self, state: TrainState, grads: Any, *, lr: float | None = None) -> tuple[TrainState, UpdateMetrics]:
         """Update a state. The update waits for the next forward, which hides it, or for the first read of the state.
 
         Args:
             state: the state; donated unless the update was made with ``donate=False``.
             grads: the gradients of the leaves that it updates, as ``fs.value_and_grad`` returns them, or any tree of
                 this rank's parts. They are donated with the state: a clone can be used afterwards.
+            lr: the learning rate of this update, in the place of the optimizer's own; equal on all ranks.
 
         Returns:
             The next state, and the metrics.
@@ -100,22 +114,24 @@ class UpdateStep:
         Raises:
             DonatedError: the state, or the gradients, were donated before.
             TreeError: gradients of other leaves, or of another plan.
+            PlanError: ``lr`` is no learning rate, or the optimizer has several.
             NonFiniteError: the gradient norm is not finite.
+            ReplicationError: ranks give different learning rates.
             PeerError: another rank failed.
         """
         refuse_transforms("an update")
         expect_state(state, "update")
         if (running := running_of(state)) is not None:
-            found: tuple[TrainState, UpdateMetrics] = running.update(self, state, grads)
+            found: tuple[TrainState, UpdateMetrics] = running.update(self, state, grads, lr)
             return found
-        return self._alone(state, grads)
+        return self._alone(state, grads, lr)
 
-    def _alone(self, state: TrainState, grads: Any) -> tuple[TrainState, UpdateMetrics]:
+    def _alone(self, state: TrainState, grads: Any, lr: float | None) -> tuple[TrainState, UpdateMetrics]:
         """Update outside of a step: two exchanges of its own."""
         comm, flat, failure, facts = mesh_communicator(self.plan.mesh), None, None, Facts()
         try:
-            flat = self.checked(state, grads)
-            facts = self.equal.of(state)
+            flat = self.checked(state, grads, lr)
+            facts = self.equal.of(state, lr)
         except BaseException as error:
             failure = error
         intent = Intent(digest(["update", self.only]), self.__repr__)
@@ -126,21 +142,32 @@ class UpdateStep:
         verdict = self._norms(flat)
         state.memory.note_compared()
         if self.skips(state, verdict.norm):
-            return self.after(state, True), self.metrics(verdict.norm, True)
-        following = self.conclude(state, flat, verdict, 1.0)
+            return self.after(state, True, self.overflows(state, verdict.norm)), self.metrics(verdict.norm, True)
+        following = self.conclude(state, flat, verdict, lr)
         if state.memory.lent and following.stale:  # in a step function, states can be read without fs.settle
             complete(following, self.plan.mesh)
         return following, self.metrics(verdict.norm, False)
 
-    def skips(self, state: TrainState, norm: float) -> bool:
+    @property
+    def may_skip(self) -> bool:
+        """Whether only the gradient norm tells if the update happens."""
+        return self.loss_scale is not None or self.skip_norm is not None
+
+    def overflows(self, state: TrainState, norm: float) -> bool:
         """Whether a smaller scale may mend gradients of this norm."""
         rule = self.loss_scale
         return rule is not None and not math.isfinite(norm) and (state.scale or rule.start()).value > rule.least
 
-    def after(self, state: TrainState, skipped: bool) -> TrainState:
+    def skips(self, state: TrainState, norm: float) -> bool:
+        """Whether gradients of this norm update nothing."""
+        large = self.skip_norm is not None and math.isfinite(norm) and norm > self.skip_norm
+        return large or self.overflows(state, norm)
+
+    def after(self, state: TrainState, skipped: bool, overflow: bool = False) -> TrainState:
         """A state after this update: its numbers, and not its memory."""
-        rule, step, late = self.loss_scale, state.step, dict(state.late)
-        scale = state.scale if rule is None else rule.after(state.scale or rule.start(), finite=not skipped)
+        rule, scale, step, late = self.loss_scale, state.scale, state.step, dict(state.late)
+        if rule is not None and (overflow or not skipped):
+            scale = rule.after(scale or rule.start(), finite=not overflow)
         if not skipped:
             ages = self._ages(state.late)
             step, late = step + ages.after.more, ages.after.late
@@ -169,25 +196,25 @@ class UpdateStep:
         norms = norms_of([gradients.shards[group] for group in self._shares])
         return [list(zip(self._shares.values(), norms, strict=True))]
 
-    def checked(self, state: TrainState, grads: Any) -> Flat:
+    def checked(self, state: TrainState, grads: Any, lr: float | None) -> Flat:
         """The gradients as chunks, if both fit.
 
         Raises:
             TreeError, DonatedError, PlanError: they do not.
         """
         state.check_plan(self.plan)
-        self.check_state(state)
+        self.check_state(state, lr)
         return self.fitting(grads)
 
-    def check_state(self, state: TrainState) -> None:
-        """Refuse a state whose optimizer state is not that of this optimizer.
+    def check_state(self, state: TrainState, lr: float | None) -> None:
+        """Refuse a state whose optimizer state is not that of this optimizer, and a learning rate that is none.
 
         Raises:
             TreeError: its buffers are others.
             PlanError: the optimizer has no learning rate for the next step, or cannot count the updates of each leaf.
         """
         self.updating.check(state)
-        rate(self.updating.opt.opt.lr, state.step + 1)
+        rate(self.updating.rated(lr).lr, state.step + 1)
 
     def fitting(self, grads: Any) -> Flat:
         """Gradients as chunks: those behind the tree, or copies.
@@ -220,17 +247,17 @@ class UpdateStep:
         self._fitting = form if fits else self._fitting
         return fits
 
-    def conclude(self, state: TrainState, flat: Flat, verdict: Verdict, scale: float) -> TrainState:
+    def conclude(self, state: TrainState, flat: Flat, verdict: Verdict, lr: float | None) -> TrainState:
         """The next state, whose update waits.
 
         Args:
             state: the state.
             flat: the gradients.
             verdict: their norms.
-            scale: what the gradients are multiplied by first.
+            lr: the learning rate, if it is not the optimizer's own.
         """
         self.check_finite(verdict)
-        pending = self.pending(state, flat, verdict.rules, scale)
+        pending = self.pending(state, flat, verdict.rules, 1.0, lr)
         memory = state.memory
         shards, before = state.shards(), state.pending
         if memory.lent or not self.donate:  # the gradients may be used again
@@ -258,11 +285,11 @@ class UpdateStep:
         if not math.isfinite(verdict.norm):
             raise not_finite(verdict, early=False)
 
-    def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float) -> Pending:
+    def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float, lr: float | None) -> Pending:
         """The update, as data."""
         ages = self._ages(state.late)
         divisors = self.clip.divisors(scale, [scale * norm for norm in norms])
-        return self.updating.pending(state, state.step - ages.least, self._gradients(flat), divisors)
+        return self.updating.pending(state, state.step - ages.least, self._gradients(flat), divisors, lr)
 
     def _ages(self, late: Mapping[str, int]) -> Ages:
         """How it counts the leaves of a state."""
@@ -303,10 +330,11 @@ def make_update(
     plan: Plan,
     *,
     clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
+    skip_norm: float | None = None,
     only: str | None = None,
     loss_scale: LossScale | None = None,
     donate: bool = True,
-) -> Callable[[TrainState, Any], tuple[TrainState, UpdateMetrics]]:
+) -> UpdateStep:
     """Make the function that updates: ``update(state, grads) -> (state, metrics)`` (``optax.apply_updates``).
 
     The update is that of a train step: fused over leaves, with exact clipping, and applied group by group behind the
@@ -316,6 +344,7 @@ def make_update(
         opt: the optimizer of the state.
         plan: the plan.
         clip_norm: as for ``fs.make_train_step``; norms are those of the leaves that it updates.
+        skip_norm: update nothing where that norm is larger; ``metrics.skipped`` says so.
         only: a regular expression for whole paths: these leaves are updated. The others keep their values, their
             optimizer state and their number of updates.
         loss_scale: that of ``fs.value_and_grad(loss_scale=)``. Where the gradient norm is not finite nothing is
@@ -346,7 +375,9 @@ def make_update(
         ("donate", donate, bool, "True or False"),
     ]
     expect("make_update(opt, plan)", wants)
+    if problems := [*late_problems(opt, Policy(), skip_norm, None)]:
+        raise PlanError("; ".join(problems))
     if contract(opt).steps is not None:
         remedy = "Give value_and_grad accumulate=, or add gradients up with fs.tree.add."
         raise PlanError(lines("make_update takes no optimizer that carries gradients:", [repr(opt)], remedy))
-    return UpdateStep(opt, plan, clip_norm, only, loss_scale, donate)
+    return UpdateStep(opt, plan, clip_norm, skip_norm, only, loss_scale, donate)

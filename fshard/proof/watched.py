@@ -18,7 +18,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.train_state import TrainState
 from fshard.training.metrics import Metrics
 from fshard.training.ran import Ran
-from fshard.training.step import TrainStep
+from fshard.training.step import Asked, TrainStep
 
 
 class Output(NamedTuple):
@@ -114,9 +114,11 @@ class Watched(TrainStep):
         super()._accept(state)
         self.at = state.step, state.count
 
-    def _conclude(self, state: TrainState, update: Update, outcome: Outcome, ran: Ran) -> tuple[TrainState, Metrics]:
+    def _conclude(
+        self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: Ran
+    ) -> tuple[TrainState, Metrics]:
         self.seen, self.divided = outcome.verdict, outcome.divided
         self.outputs.drop()
         if self.options.running.policy.update == "deferred":
             self.kept = {group: grad.detach().clone() for group, grad in self._decide.grads.shards.items()}
-        return super()._conclude(state, update, outcome, ran)
+        return super()._conclude(state, update, outcome, asked, ran)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
@@ -47,6 +47,14 @@ from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
 from fshard.training.ran import Ran
 from fshard.training.updating import Updating
+
+
+class Asked(NamedTuple):
+    """What the caller of one step asks of it, beside the state and the batch."""
+
+    shield: Shield
+    lr: float | None
+    stop: bool
 
 
 class TrainStep(OneFunction):
@@ -95,7 +103,9 @@ class TrainStep(OneFunction):
 
     __reduce__ = not_copied
 
-    def __call__(self, state: TrainState, batch: Any, *, stop: bool = False) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, batch: Any, *, lr: float | None = None, stop: bool = False
+    ) -> tuple[TrainState, Metrics]:
         """Make one step.
 
         Signals that come while ranks communicate wait until the loss function runs. If the step is made by then, on all
@@ -104,6 +114,7 @@ class TrainStep(OneFunction):
         Args:
             state: the state; donated unless the step was made with ``donate=False``.
             batch: this rank's part of the global batch: any pytree of tensors and plain values.
+            lr: the learning rate of this step, in the place of the optimizer's own; equal on all ranks.
             stop: ask all ranks to stop after this step: where any rank does, ``metrics.stop`` is True on all of them.
 
         Returns:
@@ -111,6 +122,7 @@ class TrainStep(OneFunction):
 
         Raises:
             DonatedError: the state was donated to an earlier step.
+            PlanError: ``lr`` is no learning rate, or the optimizer has several.
             BatchError, LossError, UnitError: the batch or the program breaks a rule; alike on all ranks.
             NonFiniteError: the gradient norm is not finite.
             ReplicationError: ranks differ in what must be equal; or in debug mode, in a copy of a leaf or its gradient.
@@ -123,36 +135,41 @@ class TrainStep(OneFunction):
         expect_state(state, "step")
         late, self._late = self._late, None
         with Shield(late) as shield:
-            result = self._make(state, batch, shield, stop)
+            result = self._make(state, batch, Asked(shield, lr, stop))
         self._late = shield.late
         return result
 
-    def _make(self, state: TrainState, batch: Any, shield: Shield, stop: bool) -> tuple[TrainState, Metrics]:
+    def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()
         self._accept(state)
-        update = self._update(state)
+        update = self._update(state, asked.lr)
         with bind(self.plan.mesh, self.plan.data_axes):
-            outcome = self._runner.run(self._request(state, batch, update, shield, stop))
+            outcome = self._runner.run(self._request(state, batch, update, asked))
         state.memory.note_compared()
-        return self._conclude(state, update, outcome, self._ran(batch, begun))
+        return self._conclude(state, update, outcome, asked, self._ran(batch, begun))
 
-    def _request(self, state: TrainState, batch: Any, update: Update, shield: Shield, stop: bool) -> Request:
+    def _request(self, state: TrainState, batch: Any, update: Update, asked: Asked) -> Request:
         decide, scale = self._decide, self._scale_of(state)
         loss_scale = scale.value if scale is not None else 1.0
         return Request(
             batch,
             update.shards,
-            shield,
+            asked.shield,
             update,
-            refuse=functools.partial(decide.refuse, state.step),
-            facts=functools.partial(self._equal.of, state),
+            refuse=functools.partial(self._refuse, state, asked.lr),
+            facts=functools.partial(self._equal.of, state, asked.lr),
             randomness=functools.partial(self._randomness, state.seed, state.step),
             accumulated=decide.accumulated(state.step, state.count, update.shards, loss_scale),
             loss_scale=loss_scale,
             rules=decide.rules(state.step),
             rule_norms=functools.partial(decide.rule_norms, state.step),
-            stop=stop,
+            stop=asked.stop,
         )
+
+    def _refuse(self, state: TrainState, lr: float | None) -> None:
+        """Raise what this rank knows against the step before it begins."""
+        self._updating.rated(lr)
+        self._decide.refuse(state.step)
 
     def _ran(self, batch: Any, begun: float) -> Ran:
         """How the step ran on this rank, which began it at this time."""
@@ -161,7 +178,9 @@ class TrainStep(OneFunction):
         flops = runner.finder.flops(batch)
         return Ran(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times)
 
-    def _conclude(self, state: TrainState, update: Update, outcome: Outcome, ran: Ran) -> tuple[TrainState, Metrics]:
+    def _conclude(
+        self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: Ran
+    ) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics: what the outcome of a step makes of a state."""
         verdict, decide, scale = outcome.verdict, self._decide, self._scale_of(state)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
@@ -169,10 +188,11 @@ class TrainStep(OneFunction):
             self._check_numbers(verdict)
         factor = decide.mean(state.step, state.count, verdict)
         metrics = self._metrics(state.step, outcome, factor, overflow, ran)
+        metrics = metrics if asked.lr is None else replace(metrics, lr=asked.lr)
         if not overflow and decide.skips(metrics, self._runner.programs.comms.control):
             decide.grads.drop()
             return state, replace(metrics, skipped=True)
-        memory = self._memory(state, update, outcome, factor, overflow)
+        memory = self._memory(state, update, outcome, factor if not overflow else None, asked.lr)
         if scale is not None and self.options.loss_scale is not None:
             scale = self.options.loss_scale.after(scale, finite=not overflow)
         count = decide.count(state.step, state.count, verdict, overflow)
@@ -182,19 +202,21 @@ class TrainStep(OneFunction):
             state.memory.donate()
         return following, metrics
 
-    def _memory(self, state: TrainState, update: Update, outcome: Outcome, factor: float, overflow: bool) -> Memory:
-        """The buffers of the next state, with the update that waits for the next forward."""
+    def _memory(
+        self, state: TrainState, update: Update, outcome: Outcome, factor: float | None, lr: float | None
+    ) -> Memory:
+        """The buffers of the next state, with the update that waits for the next forward, unless there is no factor."""
         verdict, decide = outcome.verdict, self._decide
         if self._early:
             return Memory(self.plan, update.shards, update.pending, update.stale)
-        if overflow:
+        if factor is None:
             decide.grads.drop()
             return Memory(self.plan, self._handed_on(state))
         scales = decide.scales(state.step, factor, verdict, decide.unit(verdict, outcome.divided))
-        self._last = self._updating.pending(state, state.step, decide.grads, scales)
+        self._last = self._updating.pending(state, state.step, decide.grads, scales, lr)
         return Memory(self.plan, self._handed_on(state), self._last, self._updating.shared)
 
-    def _update(self, state: TrainState) -> Update:
+    def _update(self, state: TrainState, lr: float | None) -> Update:
         """What the schedule applies: the update of the step before, or, in the backward, that of this step."""
         if self._last is not None and self._last is not state.pending:
             self._last.detach()
@@ -202,7 +224,9 @@ class TrainStep(OneFunction):
         if not self._early:
             return Update(state.shards(), state.pending, state.stale)
         shards = complete(state, self.plan.mesh).finished()
-        pending = self._updating.pending(state, state.step, self._decide.grads, (None,))
+        if not self._updating.takes(lr):  # which the step refuses before it begins, on all ranks
+            lr = None
+        pending = self._updating.pending(state, state.step, self._decide.grads, (None,), lr)
         return Update(shards if self.options.donate else shards.clone(), pending, {**self._updating.shared})
 
     def _handed_on(self, state: TrainState) -> Shards:

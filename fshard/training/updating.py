@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fshard.errors import TreeError
+from fshard.errors import PlanError, TreeError
 from fshard.optim.contract import Contract
 from fshard.runtime.execution import Gradients, Pending, Rounding, partly_updated, rounded_groups
 from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, optimizer_layout, update_slices
@@ -33,6 +33,7 @@ class Updating:
     chosen: Plan
     clip: Clip
     _fits: object = None  # where the latest state that fits keeps the optimizer's buffers
+    _rated: tuple[float, Contract] | None = None  # the latest learning rate that was given, and the optimizer with it
 
     def check(self, state: TrainState) -> None:
         """Refuse a state that this optimizer cannot update.
@@ -59,7 +60,14 @@ class Updating:
         found = update_slices(self.chosen, self.opt, self._limit, late)
         return {group: tuple([cut for cut in cuts if cut.limit >= 0]) for group, cuts in found.items()}
 
-    def pending(self, state: TrainState, step: int, grads: Gradients, divisors: Sequence[float | None]) -> Pending:
+    def pending(
+        self,
+        state: TrainState,
+        step: int,
+        grads: Gradients,
+        divisors: Sequence[float | None],
+        lr: float | None = None,
+    ) -> Pending:
         """The update of a state, as data.
 
         Args:
@@ -67,9 +75,30 @@ class Updating:
             step: the number of updates so far, for the leaves that have had most.
             grads: the gradients.
             divisors: what gradients are divided by, for each rule of clipping.
+            lr: the learning rate, in the place of the optimizer's own.
         """
         rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-        return Pending(self.opt, step, grads, divisors, rounding)
+        return Pending(self.rated(lr), step, grads, divisors, rounding)
+
+    def takes(self, lr: float | None) -> bool:
+        """Whether the optimizer can update with this learning rate."""
+        try:
+            self.rated(lr)
+        except PlanError:
+            return False
+        return True
+
+    def rated(self, lr: float | None) -> Contract:
+        """The optimizer, with another learning rate if one is given.
+
+        Raises:
+            PlanError: it is none, or the optimizer has not exactly one.
+        """
+        if lr is None:
+            return self.opt
+        if self._rated is None or self._rated[0] != lr:
+            self._rated = lr, self.opt.with_rate(lr)
+        return self._rated[1]
 
     def _limit(self, path: str) -> int:
         """The number of a leaf's clipping rule; -1 of one that it does not update."""
