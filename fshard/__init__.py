@@ -12,6 +12,7 @@ The spec says where, the schedule says when, the runtime does it::
     parallel/       tensor, sequence, expert and context parallelism, for the code of units
     played/         virtual meshes, whose ranks are played in one process; fs.shard_map
     state/          the train state, and its ways in and out of whole tensors
+    data/           the order of samples, a loader that resumes on any number of ranks, packed sequences
     checkpoint/     train states on disk: complete or not at all, restored onto any mesh
     cli/            the command ``fshard ckpt``: list, verify and convert them
     interchange/    states from and to the formats of other libraries, leaf by leaf
@@ -58,7 +59,7 @@ from fshard.training.make_step import make_train_step
 from fshard.version import VERSION
 
 if TYPE_CHECKING:
-    from fshard import func, io, lora, parallel, sim, trackers, types, view
+    from fshard import data, func, io, lora, parallel, sim, trackers, types, view
     from fshard.checkpoint.checkpointer import Checkpointer
     from fshard.parts.grad import value_and_grad
     from fshard.parts.step import make_step
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _LATER = (
-    ("fshard", "func io lora parallel sim trackers types view"),
+    ("fshard", "data func io lora parallel sim trackers types view"),
     ("fshard.training.buffers", "Whole sync_buffers"),
     ("fshard.checkpoint.checkpointer", "Checkpointer"),
     ("fshard.tracking.track", "track"),
@@ -128,6 +129,7 @@ __all__ = [
     "averaged",
     "checkpoint_policies",
     "collectives",
+    "data",
     "empty_weights",
     "errors",
     "fsdp",

@@ -114,7 +114,8 @@ class Checkpointer:
         Args:
             state: the state, which is settled first, see ``fs.settle``; or several of one mesh by name, such as
                 ``{"generator": g, "discriminator": d}``. The largest of their steps is that of the checkpoint.
-            data: the data loader's position: any JSON value, equal on all ranks.
+            data: the data loader's position: an ``fs.data.Loader``, whose ``state_dict()`` is saved; or any JSON value,
+                equal on all ranks.
             metadata: any other JSON value, equal on all ranks.
             schedule: the train step's schedule, whose hash is recorded.
             overwrite: replace the step if it exists. A damaged step that a fallback skipped is always replaced.
@@ -134,6 +135,7 @@ class Checkpointer:
                 settle(one)
         enter(mesh, "save")
         comm = mesh_communicator(mesh)
+        data = data.state_dict() if getattr(data, "global_position", False) else data
         user = {"data": data, "metadata": metadata, "schedule": schedule.hash if schedule is not None else None}
         each_rank_or_raise(comm, lambda: _check(states, user))
         first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(states, overwrite))

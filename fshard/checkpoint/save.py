@@ -14,6 +14,7 @@ from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsisten
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.states import all_entries, all_scalars, one_mesh, step_of
 from fshard.checkpoint.write import packed, write_files
+from fshard.data.loader import without_position
 from fshard.errors import CheckpointError, CommError, lines
 from fshard.runtime.comm import Communicator, Facts, all_ranks_or_raise, first_rank_or_raise
 from fshard.state.entries import entries
@@ -98,6 +99,8 @@ def complete(head: Manifest, written: Sequence[Mapping[str, Any]]) -> Manifest:
 
 def check_json(name: str, value: Any) -> None:
     """Refuse a value that JSON does not return unchanged."""
+    if problem := without_position(value):
+        raise CheckpointError(f"{name}=: {problem}")
     try:
         back = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from fshard.arguments import expect, kind
 from fshard.checkpoint.checkpointer import Checkpointer
+from fshard.data.loader import without_position
 from fshard.errors import PlanError
 from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator
 from fshard.state.train_state import TrainState
@@ -96,9 +97,11 @@ def train_loop(
         step: the result of ``fs.make_train_step``.
         start: a function that makes the state of a run without a checkpoint.
         batches: this rank's batch as a function of the number of steps made, so that a resumed run sees the same
-            batches; or any iterable. An iterable with ``state_dict`` and ``load_state_dict`` (JSON; such as torchdata's
-            ``StatefulDataLoader``) is saved and restored with the state, on as many ranks as before; of any other, the
-            batches that were taken are skipped. The loop ends when the iterable ends, which it must on all ranks.
+            batches; or any iterable. The position of an ``fs.data.Loader`` is saved and restored with the state, on any
+            number of ranks; that of another iterable with ``state_dict`` and ``load_state_dict`` (JSON; such as
+            torchdata's ``StatefulDataLoader``) on as many ranks as before. A PyTorch ``DataLoader`` has none, and is
+            refused where checkpoints are saved; of any other iterable the batches that were taken are skipped. The
+            loop ends when the iterable ends, which it must on all ranks.
         steps: the step at which to end.
         checkpoints: where to save and restore; None for neither.
         signals: the signals that ask the run to save and stop.
@@ -139,6 +142,8 @@ def train_loop(
         )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise PlanError(f"train_loop(steps={steps!r}): give the step at which to end, an int >= 0")
+    if checkpoints is not None and (problem := without_position(batches)):
+        raise PlanError(f"train_loop(batches=): {problem}")
     expect("train_loop", [("checkpoints", checkpoints, (Checkpointer, type(None)), "an fs.Checkpointer, or None")])
     kinds, remedy = (list, tuple, Track, type(None)), "a list of fs.trackers, or what fs.track made"
     expect("train_loop", [("track", track, kinds, remedy)])
@@ -214,6 +219,7 @@ class Batches:
         self.batches, self.mesh = batches, step.plan.mesh
         self.by_step = callable(batches)
         self.kept = not self.by_step and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        self.shared = self.kept and getattr(batches, "global_position", False)
         self.taken = 0
         self.under_way: Iterator[Any] | None = None
 
@@ -228,6 +234,8 @@ class Batches:
 
     def position(self) -> Any:
         """The position that a checkpoint holds: JSON, equal on all ranks. Collective."""
+        if self.shared:
+            return {"batches": self.taken, "loader": self.batches.state_dict()}
         loaders = all_ranks_or_raise(mesh_communicator(self.mesh), self.batches.state_dict) if self.kept else None
         return {"batches": self.taken, "loaders": loaders}
 
@@ -236,12 +244,14 @@ class Batches:
         if not isinstance(data, dict) or "batches" not in data:
             return
         self.taken, loaders = int(data["batches"]), data.get("loaders")
-        if self.kept and loaders is not None:
+        if self.shared and "loader" in data:
+            self.batches.load_state_dict(data["loader"])
+        elif self.kept and loaders is not None:
             if len(loaders) != self.mesh.size:
                 raise PlanError(
                     f"the checkpoint holds the positions of data loaders of {len(loaders)} ranks, and there are "
-                    f"{self.mesh.size} now: give batches as a function of the step, which works on any number of "
-                    f"ranks, or start as many ranks"
+                    f"{self.mesh.size} now: give an fs.data.Loader, or batches as a function of the step, which work "
+                    f"on any number of ranks, or start as many ranks"
                 )
             self.batches.load_state_dict(loaders[self.mesh.rank])
         elif not self.by_step:

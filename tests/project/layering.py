@@ -15,7 +15,7 @@ LAYERS = (
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
-    ("runtime", "view"),
+    ("runtime", "view", "data"),
     ("collectives",),
     ("parallel", "played"),
     ("state",),

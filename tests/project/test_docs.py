@@ -102,6 +102,11 @@ def test_tracking(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatc
     assert "'grad_norms/blocks" in capsys.readouterr().out
 
 
+def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(ROOT / "docs" / "data.md") == 4
+
+
 def test_steps() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "steps.md") > 14
