@@ -43,7 +43,7 @@ class Loader:
     Raises:
         PlanError: a data set without a length, a batch that ranks cannot share, or an option that is not there.
 
-    >>> import fshard as fs
+    >>> import torch, fshard as fs
     >>> plans = [
     ...     fs.make_plan({"w": torch.ones(2)}, fs.abstract_mesh((2,), ("data",), rank=rank), [(".*", fs.P())],
     ...                  batch=fs.P("data"))
