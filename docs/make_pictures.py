@@ -25,8 +25,8 @@ def trace(policy: fs.Policy) -> fs.Schedule:
 
     with torch.device("meta"):
         model = fs.split(GPT(depth=6, width=256), units=("blocks.*",))
-    mesh = fs.abstract_mesh((4,), ("shard",))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+    mesh = fs.abstract_mesh((4,), ("data",))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))])
 
     def loss_fn(params: dict, rows: Tensor) -> Tensor:
         logits = model.apply(params, rows[:, :-1])

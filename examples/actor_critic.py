@@ -94,7 +94,7 @@ def play(envs: Any, obs: Any, model: fs.Model, params: Any, draws: Tensor) -> tu
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Play, learn, repeat."""
     model = fs.split(ActorCritic(), units=("actor.*", "critic.*"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     opt = fs.optim.adamw(fs.optim.schedules.linear(args.lr, 0.0, 16 * args.steps), weight_decay=0.0)
     state, step = fs.init_state(plan, opt, seed=args.seed), ppo_step(model, opt, plan)
     draw, mine = torch.Generator().manual_seed(args.seed), range(8)[mesh.rank :: mesh.size]
@@ -119,5 +119,5 @@ if __name__ == "__main__":
     cli.add_argument("--lr", type=float, default=1e-3, help="learning rate at first")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and actions")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -48,7 +48,7 @@ def perceptron(mesh: fs.Mesh, width: int) -> Model:
     """Images (rows, 64) to logits (rows, 10), and where its parameters lie."""
     layers = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
     model = fs.split(nn.Sequential(*layers), units=("0", "2", "4"))
-    return model, fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    return model, fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
 
 
 def main(args: Namespace, mesh: fs.Mesh) -> None:
@@ -92,5 +92,5 @@ if __name__ == "__main__":
     cli.add_argument("--heat", type=float, default=2.0, help="temperature of the logits")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -47,7 +47,7 @@ def train(args: Namespace, mesh: fs.Mesh, private: bool) -> tuple[float, float]:
     held, count = slice(0, 360), len(labels) - 360
     net = nn.Sequential(nn.Linear(64, args.width), nn.Tanh(), nn.Linear(args.width, 10))
     model = fs.split(net, units=("0", "2"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))])
     params = fs.init_state(plan, fs.optim.sgd(0.0), seed=args.seed).params
     update = fs.func.differentiable(fs.optim.sgd(args.lr, momentum=0.9), plan)
     state, key = update.init(params), fs.random.key(args.seed)
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     cli.add_argument("--delta", type=float, default=1e-4, help="of the privacy that is reported")
     cli.add_argument("--seed", type=int, default=0, help="of initial values, sampling and noise")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -89,7 +89,7 @@ def written(model: fs.Model, params: Any) -> str:
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Learn to write, then which answers are better."""
     model = fs.split(Writer(), units=("blocks.*",))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     opt, draw = fs.optim.adamw(3e-3, weight_decay=0.0), torch.Generator().manual_seed(args.seed)
     state = fs.init_state(plan, opt, seed=args.seed)
     learn = fs.make_train_step(lambda params, tokens: -model.apply(params, tokens).mean(), opt, plan, clip_norm=1.0)
@@ -116,5 +116,5 @@ if __name__ == "__main__":
     cli.add_argument("--beta", type=float, default=0.1, help="how much a departure from the reference costs")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and answers")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -65,7 +65,7 @@ def train(args: Namespace, mesh: fs.Mesh, penalty: float) -> tuple[float, float]
     images = torch.tensor(load_digits().data / 16, dtype=torch.float32).to(mesh.device)
     images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(1))]
     model = fs.split(Energy(args.width, args.depth), units=("blocks.*",))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))])
 
     def loss_fn(params: dict, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict]:
         def energy(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     cli.add_argument("--share", type=float, default=0.3, help="of the pixels that are shuffled")
     cli.add_argument("--seed", type=int, default=0, help="of initial values, data order and corruption")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         if args.batch % mesh.size:
             raise SystemExit(f"--batch must be a multiple of {mesh.size}, the number of ranks")
         main(args, mesh)

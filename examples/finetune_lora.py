@@ -74,7 +74,7 @@ def train(what: str, step: Any, state: fs.TrainState, rows: Tensor, count: int, 
 def pretrain(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     """A model to start from: all its parameters learn. It is written as transformers writes one."""
     model = make(config)
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     opt = fs.optim.adamw(
         fs.optim.schedules.warmup_cosine(1e-2, warmup=10, total=max(11, args.pretrain)), betas=(0.9, 0.95)
     )
@@ -90,9 +90,9 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     """Adapters learn, all else is frozen. Then they are merged."""
     base = make(config)
     model = fs.lora.wrap(base, r".*_proj\.weight", rank=args.rank, alpha=2.0 * args.rank, seed=args.seed)
-    # On GPUs the frozen base can be kept in host memory: put fs.Rule(r"(?!.*_lora_).*", fs.fsdp("shard"),
+    # On GPUs the frozen base can be kept in host memory: put fs.Rule(r"(?!.*_lora_).*", fs.fsdp("data"),
     # memory_kind="pinned_host") before the other rule. See docs/memory-kinds.md.
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     opt = fs.optim.adamw(args.lr)
     adapters = [(r".*_lora_a", fs.init.kaiming_uniform(a=5**0.5)), (r".*_lora_b", fs.init.zeros())]
     state = fs.io.load_hf(args.out / "base", plan, opt, init=adapters, seed=args.seed)  # each rank reads its shards
@@ -108,7 +108,7 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     final = fs.make_eval_step(loss_of(model), plan)(state, mine).item()
 
     whole = fs.lora.merge(fs.unshard(state.params, plan), alpha=2.0 * args.rank)
-    plain = fs.make_plan(base, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plain = fs.make_plan(base, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     fs.io.save_hf(fs.shard(whole, plain), args.out / "tuned", plain, config=config, overwrite=True)
     if mesh.rank == 0:
         tuned = LlamaForCausalLM.from_pretrained(args.out / "tuned")
@@ -151,5 +151,5 @@ if __name__ == "__main__":
     cli.add_argument("--lr", type=float, default=1e-2, help="learning rate of the adapters")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

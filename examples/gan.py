@@ -70,7 +70,7 @@ def gan_step(model: fs.Model, opt: fs.optim.Optimizer, plan: fs.Plan) -> Any:
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Train, then look where points fall."""
     model = fs.split(Pair(), units=("gen.*", "dis.*"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     adam = {"betas": (0.5, 0.99), "weight_decay": 0.0}
     opt = fs.optim.partition([(GEN, fs.optim.adamw(args.lr, **adam)), (DIS, fs.optim.adamw(2 * args.lr, **adam))])
     state, step = fs.init_state(plan, opt, seed=args.seed), gan_step(model, opt, plan)
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     cli.add_argument("--lr", type=float, default=1e-3, help="learning rate of the generator; the other's is twice that")
     cli.add_argument("--seed", type=int, default=0, help="of initial values, points and noise")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -40,7 +40,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     labels = labels.to(mesh.device)
 
     model = fs.split(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double(), units=("0", "2"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))])
     seen = plan.local_batch((images[:1428], labels[:1428]))
     held = plan.local_batch((images[1428:1788], labels[1428:1788]))
 
@@ -82,7 +82,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
         grads = dict(tree.paths(gradients(params, part)))
         scores.append(sum(g.flatten(1) @ whole[path].flatten() for path, g in grads.items()))
     # Leaving a sample out changes the held-out loss by this much; below zero, it gets better without it.
-    score = fs.collectives.all_gather(torch.cat(scores), "shard", tiled=True, mesh=mesh).cpu()
+    score = fs.collectives.all_gather(torch.cat(scores), "data", tiled=True, mesh=mesh).cpu()
     worst, count = score.argsort()[: int(wrong.sum())], int(wrong.sum())
     found = wrong[worst].float().mean().item()
     ranks = torch.empty(1428)
@@ -106,5 +106,5 @@ if __name__ == "__main__":
     cli.add_argument("--damping", type=float, default=1e-2, help="added to the Hessian's diagonal")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and wrong labels")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -76,7 +76,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     data = load_digits()
     net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
     model = fs.split(net, units=("0", "2"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     rows = plan.local_batch((torch.tensor(data.data / 16)[:1440], torch.tensor(data.target)[:1440]))
 
     def loss_fn(params: Any, rows: tuple[Tensor, Tensor]) -> Tensor:
@@ -105,5 +105,5 @@ if __name__ == "__main__":
     cli.add_argument("--tries", type=int, default=4, help="lengths that a step tries")
     cli.add_argument("--seed", type=int, default=0, help="of initial values")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -54,7 +54,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     wide = args.width
     layers = [nn.Linear(64, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide), nn.ReLU()]
     model = fs.split(nn.Sequential(*layers, nn.Linear(wide, WAYS)), units=("0", "2", "4", "6"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))])
     tasks = Tasks(plan)
 
     def loss_fn(params: dict, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict]:
@@ -113,7 +113,7 @@ if __name__ == "__main__":
     cli.add_argument("--width", type=int, default=64, help="features of the hidden layer")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and tasks")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         if ROWS % mesh.size:
             raise SystemExit(f"{ROWS} rows of a task cannot be cut over {mesh.size} ranks: use 1, 2, 3, 4, 6 or 12")
         main(args, mesh)

@@ -63,7 +63,7 @@ def train(args: Namespace, mesh: fs.Mesh, surgery: bool) -> tuple[Tensor, float]
     images, labels = torch.tensor(data.images / 16, dtype=torch.float32)[order], torch.tensor(data.target)[order]
     held = pairs(images, labels, torch.randint(360, (4000, 2), generator=draw))
     model = fs.split(Two(args.width), units=("trunk.0", "trunk.2", "heads"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
 
     def of_task(task: int, weight: float = 1.0) -> Callable[..., Tensor]:
         entropy = nn.functional.cross_entropy
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     cli.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and pairs")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         for surgery in (True, False):
             (left, right), against = train(args, mesh, surgery)
             if mesh.rank == 0:

@@ -69,7 +69,7 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Meta-train, then learn new waves."""
     layers = [nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)]
     model = fs.split(nn.Sequential(*layers), units=("0", "2", "4"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     opt = fs.optim.sgd(fs.optim.schedules.linear(args.lr, 0.0, args.steps))
 
     def loss_fn(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -97,5 +97,5 @@ if __name__ == "__main__":
     cli.add_argument("--lr", type=float, default=1.0, help="how far to go towards the results, at first")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and tasks")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

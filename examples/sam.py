@@ -46,7 +46,7 @@ def train(args: Namespace, mesh: fs.Mesh, radius: float) -> tuple[float, float]:
     labels = torch.where(wrong, (truth[360:] + shift) % 10, truth[360:])
     net = nn.Sequential(nn.Linear(64, args.width), nn.ReLU(), nn.Linear(args.width, args.width), nn.ReLU())
     model = fs.split(nn.Sequential(net, nn.Linear(args.width, 10)), units=("0.0", "0.2", "1"))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
 
     def loss_fn(params: dict, batch: tuple[Tensor, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(model.apply(params, batch[0]), batch[1])
@@ -83,5 +83,5 @@ if __name__ == "__main__":
     cli.add_argument("--wrong", type=float, default=0.33, help="share of training labels that are made wrong")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

@@ -87,7 +87,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     with fs.empty_weights():  # takes no memory: init_state makes each rank's shards, and nothing is ever whole
         model = fs.split(GPT(args.depth, args.width), units=("blocks.*",))
     wire = fs.Wire(gather=args.wire, reduce=args.wire)  # in how many bits weights and gradients travel
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"), wire=wire)
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"), wire=wire)
     rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=min(100, args.steps // 8), total=args.steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
     normal, narrow = fs.init.normal(0.04), fs.init.normal(0.04 / math.sqrt(2 * args.depth))  # norms start at 1
@@ -146,5 +146,5 @@ if __name__ == "__main__":
     cli.add_argument("--print-plan", action="store_true", help="print where every parameter lives")
     cli.add_argument("--print-schedule", action="store_true", help="print what a step does, in order")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         train(args, mesh)

@@ -1,9 +1,9 @@
-"""Train a small mixture of experts over a mesh of three axes: data, expert and shard.
+"""Train a small mixture of experts over a mesh of three axes: replica, expert and data.
 
 Run it as `torchrun --nproc-per-node 4 examples/train_moe.py`, or alone as `python examples/train_moe.py`.
 
 All three axes cut the batch. Experts live on the ranks of `expert` and are never gathered over it: tokens travel to
-them and back. Each expert is flat-sharded over `data` and `shard`, everything else over all ranks.
+them and back. Each expert is flat-sharded over `replica` and `data`, everything else over all ranks.
 """
 
 import math
@@ -23,7 +23,7 @@ try:
 except ImportError:
     raise SystemExit('this example shows its progress with tqdm: pip install "fshard[examples]"') from None
 
-AXES = ("data", "expert", "shard")
+AXES = ("replica", "expert", "data")
 
 
 class Experts(nn.Module):
@@ -97,7 +97,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     with fs.empty_weights():
         model = fs.split(GPT(args), units=("blocks.*",))
     rules = [
-        parallel.expert_rule(r".*\.experts\.(up|down)", "expert", flat=("data", "shard")),
+        parallel.expert_rule(r".*\.experts\.(up|down)", "expert", flat=("replica", "data")),
         (r".*", fs.fsdp(AXES)),
     ]
     plan = fs.make_plan(model, mesh, rules, batch=fs.P(AXES))
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     world = int(os.environ.get("WORLD_SIZE", "1"))
     cli = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     cli.add_argument("--expert", type=int, default=math.gcd(2, world), help="ranks that share out the experts")
-    cli.add_argument("--shard", type=int, default=2 if world % 4 == 0 else 1, help="ranks in a group of `shard`")
+    cli.add_argument("--data", type=int, default=2 if world % 4 == 0 else 1, help="ranks in a group of `data`")
     cli.add_argument("--experts", type=int, default=8, help="experts in a block, over all ranks")
     cli.add_argument("--choices", type=int, default=2, help="experts a token")
     cli.add_argument(
@@ -155,5 +155,5 @@ if __name__ == "__main__":
     cli.add_argument("--debug", action="store_true", help="poison freed memory")
     cli.add_argument("--print-plan", action="store_true", help="print where every parameter lives")
     args = cli.parse_args()
-    with fs.make_mesh((-1, args.expert, args.shard), AXES) as mesh:
+    with fs.make_mesh((-1, args.expert, args.data), AXES) as mesh:
         train(args, mesh)

@@ -3,7 +3,7 @@
 Run it as `torchrun --nproc-per-node 4 examples/train_tp.py`, or alone as `python examples/train_tp.py`.
 
 The ranks along `tp` work on the same rows, each with its share of heads, features and vocabulary; with `--sequence`
-also with its slice of the sequence between them. What a rank has is flat-sharded over `shard`, whose ranks have rows of
+also with its slice of the sequence between them. What a rank has is flat-sharded over `data`, whose ranks have rows of
 their own.
 """
 
@@ -79,7 +79,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def train(args: Namespace, mesh: fs.Mesh) -> None:
     """Train and evaluate."""
-    parts = mesh.shape["shard"]
+    parts = mesh.shape["data"]
     if args.batch % parts or args.width % 32 or args.sequence and args.context % mesh.shape["tp"]:
         raise SystemExit(f"--batch must be a multiple of {parts}, --width one of 32, --context one of --tp")
     data = bytearray("".join(topics[name] for name in sorted(topics)).encode())  # CPython's own documentation
@@ -91,9 +91,9 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     with fs.empty_weights():
         model = fs.split(GPT(args.depth, args.width, args.sequence), units=("blocks.*",))
     rules = parallel.megatron_rules(
-        column=[r".*\.(qkv|up)\.weight", r"embed\.weight"], row=r".*\.(out|down)\.weight", flat="shard"
+        column=[r".*\.(qkv|up)\.weight", r"embed\.weight"], row=r".*\.(out|down)\.weight", flat="data"
     )
-    plan = fs.make_plan(model, mesh, rules, batch=fs.P("shard"))  # tp is no data axis: its ranks share their rows
+    plan = fs.make_plan(model, mesh, rules, batch=fs.P("data"))  # tp is no data axis: its ranks share their rows
     rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=max(1, args.steps // 8), total=args.steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
     normal, narrow = fs.init.normal(0.04), fs.init.normal(0.04 / math.sqrt(2 * args.depth))  # norms start at 1
@@ -143,5 +143,5 @@ if __name__ == "__main__":
     cli.add_argument("--debug", action="store_true", help="poison freed memory, compare gradients of copies")
     cli.add_argument("--print-plan", action="store_true", help="print where every parameter lives")
     args = cli.parse_args()
-    with fs.make_mesh((args.tp, -1), ("tp", "shard")) as mesh:
+    with fs.make_mesh((args.tp, -1), ("tp", "data")) as mesh:
         train(args, mesh)

@@ -88,7 +88,7 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     images, labels = digits(mesh.device)
     with fs.empty_weights():  # init_state makes each rank's shards, and nothing is ever whole
         model = fs.split(ViT(args.depth, args.width, args.heads), units="auto")
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=args.steps // 10, total=args.steps)
     opt = fs.optim.adamw(rate, weight_decay=0.05, decay=fs.optim.matrices)
     state = fs.init_state(plan, opt, seed=args.seed, init=[(r"place\.table", fs.init.normal(0.5))])
@@ -150,5 +150,5 @@ if __name__ == "__main__":
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     cli.add_argument("--plot", type=Path, default=None, metavar="FILE", help="draw loss and accuracy into this picture")
     args = cli.parse_args()
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
+    with fs.make_mesh((-1,), ("data",)) as mesh:
         train(args, mesh)

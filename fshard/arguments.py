@@ -31,8 +31,8 @@ def expect(call: str, wants: Iterable[Want], error: type[ShardError] = PlanError
 def described(value: Any) -> str:
     """A value in a few words.
 
-    >>> described("shard"), described(int), described([1] * 100)
-    ("'shard', a str", 'the class int', 'a list')
+    >>> described("data"), described(int), described([1] * 100)
+    ("'data', a str", 'the class int', 'a list')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"

@@ -34,7 +34,7 @@ def make_mesh(
     Raises:
         PlanError: the sizes do not fit the world.
 
-    >>> make_mesh((-1,), ("shard",)).size
+    >>> make_mesh((-1,), ("data",)).size
     1
     """
     thread = playing()

@@ -65,7 +65,7 @@ class Checkpointer:
         PlanError: arguments of the wrong type, or out of range.
 
     >>> import fshard as fs, tempfile, torch
-    >>> plan = fs.make_plan({"w": torch.ones(3, 2)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan({"w": torch.ones(3, 2)}, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.adamw(3e-4)
     >>> with tempfile.TemporaryDirectory() as folder, fs.Checkpointer(folder, keep=3) as ckpt:
     ...     ckpt.save(fs.init_state(plan, opt, params={"w": torch.ones(3, 2)}), data={"epoch": 0})

@@ -33,7 +33,7 @@ def psum(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
 
     >>> import torch
     >>> from fshard.launch import make_mesh
-    >>> psum(torch.ones(2), "shard", mesh=make_mesh((1,), ("shard",)))
+    >>> psum(torch.ones(2), "data", mesh=make_mesh((1,), ("data",)))
     tensor([1., 1.])
     """
     group = resolve(axis, mesh)
@@ -54,8 +54,8 @@ def pmean(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
         AxisError, CollectiveError: as for ``psum``; integers have no mean of their own dtype.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: pmean(torch.tensor(float(mesh.rank)), "shard", mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: pmean(torch.tensor(float(mesh.rank)), "data", mesh=mesh))
     [tensor(0.5000), tensor(0.5000)]
     """
     group = resolve(axis, mesh)
@@ -84,8 +84,8 @@ def pmax(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
         TransformError: on differentiation.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: pmax(torch.tensor(mesh.rank), "shard", mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: pmax(torch.tensor(mesh.rank), "data", mesh=mesh))
     [tensor(1), tensor(1)]
     """
     group = resolve(axis, mesh)
@@ -117,10 +117,10 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
         AxisError: no mesh is in scope, or it has no such axis.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> def gradient():  # of a weight that both ranks hold, each with an input of its own
     ...     w = torch.ones((), requires_grad=True)
-    ...     (pvary(w, "shard", mesh=mesh) * (mesh.rank + 1)).backward()
+    ...     (pvary(w, "data", mesh=mesh) * (mesh.rank + 1)).backward()
     ...     return w.grad
     >>> mesh.run(gradient)
     [tensor(3.), tensor(3.)]
@@ -153,8 +153,8 @@ def all_gather(
         CollectiveError: ``x`` has no such dim.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: all_gather(torch.tensor([mesh.rank]), "shard", tiled=True, mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: all_gather(torch.tensor([mesh.rank]), "data", tiled=True, mesh=mesh))
     [tensor([0, 1]), tensor([0, 1])]
     """
     group = resolve(axis, mesh)
@@ -181,8 +181,8 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False, 
         CollectiveError: the axis does not divide the dim.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: psum_scatter(torch.tensor([1, 10]), "shard", mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: psum_scatter(torch.tensor([1, 10]), "data", mesh=mesh))
     [tensor(2), tensor(20)]
     """
     group = resolve(axis, mesh)
@@ -217,8 +217,8 @@ def all_to_all(
         CollectiveError: the axis does not divide the dim.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: all_to_all(torch.tensor([0, 1]) + 10 * mesh.rank, "shard", 0, 0, tiled=True, mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: all_to_all(torch.tensor([0, 1]) + 10 * mesh.rank, "data", 0, 0, tiled=True, mesh=mesh))
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     group = resolve(axis, mesh)
@@ -253,10 +253,10 @@ def ragged_all_to_all(
         CollectiveError: there are not as many numbers as ranks, or not as many rows as they say.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> def one_row_to_the_first():  # and two to the second
     ...     rows = torch.arange(3).view(3, 1) + 10 * mesh.rank
-    ...     return ragged_all_to_all(rows, "shard", [1, 2], [mesh.rank + 1] * 2, mesh=mesh).flatten()
+    ...     return ragged_all_to_all(rows, "data", [1, 2], [mesh.rank + 1] * 2, mesh=mesh).flatten()
     >>> mesh.run(one_row_to_the_first)
     [tensor([ 0, 10]), tensor([ 1,  2, 11, 12])]
     """
@@ -280,8 +280,8 @@ def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: 
         CollectiveError: ``perm`` names a position twice, or one that is not there.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: ppermute(torch.tensor(mesh.rank + 1), "shard", [(0, 1)], mesh=mesh))  # rank 0 sends to rank 1
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: ppermute(torch.tensor(mesh.rank + 1), "data", [(0, 1)], mesh=mesh))  # rank 0 sends to rank 1
     [tensor(0), tensor(1)]
     """
     group = resolve(axis, mesh)
@@ -297,8 +297,8 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
         AxisError: no mesh is in scope, or it has no such axis.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: (axis_index("shard", mesh=mesh), axis_size("shard", mesh=mesh)))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: (axis_index("data", mesh=mesh), axis_size("data", mesh=mesh)))
     [(0, 2), (1, 2)]
     """
     return resolve(axis, mesh).index
@@ -312,7 +312,7 @@ def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
         AxisError: no mesh is in scope, or it has no such axis.
 
     >>> import fshard as fs
-    >>> axis_size(("replica", "shard"), mesh=fs.abstract_mesh((2, 4), ("replica", "shard")))
+    >>> axis_size(("replica", "data"), mesh=fs.abstract_mesh((2, 4), ("replica", "data")))
     8
     """
     return resolve(axis, mesh).size

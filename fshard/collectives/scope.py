@@ -58,8 +58,8 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     exception that leaves the block on one rank ends the waits of the others at once (``CommError``).
 
     >>> from fshard.launch import make_mesh
-    >>> with use_mesh(make_mesh((1,), ("shard",))):
-    ...     resolve("shard").size
+    >>> with use_mesh(make_mesh((1,), ("data",))):
+    ...     resolve("data").size
     1
     """
     expect("use_mesh(mesh)", [("mesh", mesh, Mesh, "what fs.make_mesh returned")])

@@ -29,8 +29,8 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
         CollectiveError: the axes do not divide the shape.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: cut(torch.arange(4), fs.P("shard"), mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: cut(torch.arange(4), fs.P("data"), mesh=mesh))
     [tensor([0, 1]), tensor([2, 3])]
     """
     mesh, implicit = in_scope(spec, mesh)
@@ -59,8 +59,8 @@ def assemble(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
         CollectiveError: the spec names more dims than there are.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: assemble(torch.tensor([mesh.rank]), fs.P("shard"), mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: assemble(torch.tensor([mesh.rank]), fs.P("data"), mesh=mesh))
     [tensor([0, 1]), tensor([0, 1])]
     """
     mesh, implicit = in_scope(spec, mesh)

@@ -2,7 +2,7 @@
 
 ::
 
-    flying = all_gather_start(weight, "shard", tiled=True)
+    flying = all_gather_start(weight, "data", tiled=True)
     y = first(x)                    # runs while the weight is on its way
     z = second(y, done(flying))
 
@@ -63,8 +63,8 @@ def done(flying: InFlight) -> Tensor:
         CollectiveError: it was taken before, or the tensor has been written to since.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: done(psum_start(torch.tensor(mesh.rank + 1), "shard", mesh=mesh)))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: done(psum_start(torch.tensor(mesh.rank + 1), "data", mesh=mesh)))
     [tensor(3), tensor(3)]
     """
     if not isinstance(flying, InFlight):
@@ -79,8 +79,8 @@ def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlig
     """Start ``psum``. Large tensors take two messages, of which the second starts in ``done``.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: done(psum_start(torch.ones(2), "shard", mesh=mesh)))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: done(psum_start(torch.ones(2), "data", mesh=mesh)))
     [tensor([2., 2.]), tensor([2., 2.])]
     """
     build.check_addable(x, "psum_start")
@@ -92,8 +92,8 @@ def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | No
     """Start ``all_gather(..., tiled=True)``.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: done(all_gather_start(torch.tensor([mesh.rank]), "shard", mesh=mesh)))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: done(all_gather_start(torch.tensor([mesh.rank]), "data", mesh=mesh)))
     [tensor([0, 1]), tensor([0, 1])]
     """
     return _start(x, Gather(resolve(axis, mesh), build.dim_of(x, dim, "all_gather_start")))
@@ -104,8 +104,8 @@ def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | 
     """Start ``psum_scatter(..., tiled=True)``.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: done(psum_scatter_start(torch.arange(4), "shard", mesh=mesh)))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: done(psum_scatter_start(torch.arange(4), "data", mesh=mesh)))
     [tensor([0, 2]), tensor([4, 6])]
     """
     return _start(x, build.scatter_op(x, resolve(axis, mesh), dim, True, "psum_scatter_start"))
@@ -118,8 +118,8 @@ def all_to_all_start(
     """Start ``all_to_all(..., tiled=True)``.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: done(all_to_all_start(torch.arange(2) + 10 * mesh.rank, "shard", 0, 0, mesh=mesh)))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: done(all_to_all_start(torch.arange(2) + 10 * mesh.rank, "data", 0, 0, mesh=mesh)))
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     return _start(x, build.exchange_op(x, resolve(axis, mesh), split_dim, concat_dim, True, "all_to_all_start"))
@@ -130,8 +130,8 @@ def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *
     """Start ``ppermute``.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
-    >>> mesh.run(lambda: done(ppermute_start(torch.tensor(mesh.rank + 1), "shard", [(0, 1), (1, 0)], mesh=mesh)))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
+    >>> mesh.run(lambda: done(ppermute_start(torch.tensor(mesh.rank + 1), "data", [(0, 1), (1, 0)], mesh=mesh)))
     [tensor(2), tensor(1)]
     """
     return _start(x, build.permute(resolve(axis, mesh), perm))

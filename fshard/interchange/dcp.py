@@ -67,8 +67,8 @@ def load_dcp(
         PlanError, TreeError: as ``load_hf``, also for the optimizer's state.
 
     >>> import fshard as fs, torch
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> import tempfile
     >>> opt = fs.optim.adamw(1e-3)
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -80,8 +80,8 @@ def save_dcp(
         PlanError, TreeError: as ``export``.
 
     >>> import fshard as fs, tempfile
-    >>> mesh, w, opt = fs.make_mesh((1,), ("shard",)), torch.ones(2, 3), fs.optim.adamw(1e-3)
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w, opt = fs.make_mesh((1,), ("data",)), torch.ones(2, 3), fs.optim.adamw(1e-3)
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
     ...     state = fs.io.load_dcp(folder, plan, opt)

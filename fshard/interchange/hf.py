@@ -57,7 +57,7 @@ def load_hf(
     >>> import fshard as fs, safetensors.torch, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> safetensors.torch.save_file({"net.w": torch.ones(2, 3)}, f"{folder}/model.safetensors")
-    >>> plan = fs.make_plan({"w": torch.empty(2, 3)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan({"w": torch.empty(2, 3)}, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> fs.io.load_hf(folder, plan, fs.optim.sgd(0.1), rename=[(r"net\\.(.*)", r"\\1")]).params["w"].sum()
     tensor(6.)
     """
@@ -100,8 +100,8 @@ def save_hf(
         PlanError, TreeError: as ``export``.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_hf({"w": w.flatten()}, folder, plan, config={"model_type": "mine"})

@@ -48,8 +48,8 @@ def to_state_dict(
         PlanError, TreeError, CheckpointError: as ``export``.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> to_state_dict({"w": w.flatten()}, plan)
     {'w': tensor([[1., 2.],
             [3., 4.]])}
@@ -97,7 +97,7 @@ def from_state_dict(
 
     >>> import fshard as fs
     >>> module = torch.nn.Linear(2, 3)
-    >>> plan = fs.make_plan(fs.split(module), fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(fs.split(module), fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> fs.io.from_state_dict(module.state_dict(), plan, fs.optim.sgd(0.1))
     <TrainState of step 0: 2 leaves on rank 0>
     """
@@ -142,8 +142,8 @@ def to_optim_state_dict(
         PlanError, CheckpointError: as ``export``.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1, momentum=0.9)
     >>> to_optim_state_dict(fs.init_state(plan, opt, params={"w": w}), opt)["param_groups"][0]["params"]
     ['w']

@@ -77,7 +77,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
 
     >>> import fshard as fs
     >>> model = fs.lora.wrap(fs.split(torch.nn.Linear(4, 6)), "weight", rank=2, alpha=16)
-    >>> plan = fs.make_plan(model, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(model, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, fs.optim.adamw(1e-3), params=model.params)
     >>> bool((absorb(state, alpha=16).params["weight_lora_b"] == 0).all())
     True

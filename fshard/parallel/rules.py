@@ -33,8 +33,8 @@ def column_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options
         flat: the axis or axes that flat-shard the rest; None keeps it whole on each rank.
         **options: other fields of ``fs.Rule``.
 
-    >>> column_rule(r".*up\\.weight", flat="shard").at_rest((8, 4))
-    P('tp', None, flat='shard')
+    >>> column_rule(r".*up\\.weight", flat="data").at_rest((8, 4))
+    P('tp', None, flat='data')
     """
     return Rule(pattern, Cut(0, axis, flat), **options)
 
@@ -48,9 +48,9 @@ def row_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: A
         flat: the axis or axes that flat-shard the rest; None keeps it whole on each rank.
         **options: other fields of ``fs.Rule``.
 
-    >>> rule = row_rule(r".*down\\..*", flat="shard")
+    >>> rule = row_rule(r".*down\\..*", flat="data")
     >>> rule.at_rest((4, 8)), rule.at_rest((4,))
-    (P(None, 'tp', flat='shard'), P(flat='shard'))
+    (P(None, 'tp', flat='data'), P(flat='data'))
     """
     return Rule(pattern, Cut(1, axis, flat), **options)
 
@@ -65,9 +65,9 @@ def expert_rule(pattern: str, axis: str = "ep", *, flat: Entry = None, **options
         flat: the axis or axes, without that one, that flat-shard the rest.
         **options: other fields of ``fs.Rule``.
 
-    >>> rule = expert_rule(r".*experts\\..*", flat=("data", "shard"))
+    >>> rule = expert_rule(r".*experts\\..*", flat=("replica", "data"))
     >>> rule.at_rest((8, 4, 4)), rule.compute
-    (P('ep', None, None, flat=('data', 'shard')), P('ep'))
+    (P('ep', None, None, flat=('replica', 'data')), P('ep'))
     """
     return Rule(pattern, Cut(0, axis, flat), P(axis), **options)
 
@@ -83,9 +83,9 @@ def megatron_rules(
         axis: the tensor-parallel axis.
         flat: the axis or axes that flat-shard all leaves besides; None keeps the rest whole.
 
-    >>> rules = megatron_rules(column=r".*(qkv|up)\\.weight", row=r".*(out|down)\\.weight", flat="shard")
+    >>> rules = megatron_rules(column=r".*(qkv|up)\\.weight", row=r".*(out|down)\\.weight", flat="data")
     >>> rules[0].at_rest((8, 8)), rules[1].at_rest((8, 8)), rules[2].at_rest
-    (P('tp', None, flat='shard'), P(None, 'tp', flat='shard'), P(flat='shard'))
+    (P('tp', None, flat='data'), P(None, 'tp', flat='data'), P(flat='data'))
     """
     columns, rows = ([given] if isinstance(given, str) else list(given) for given in (column, row))
     if not columns and not rows:

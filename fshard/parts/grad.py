@@ -218,7 +218,7 @@ def value_and_grad(
 
     >>> import fshard as fs
     >>> params = {"w": torch.ones(3), "b": torch.ones(3)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> def loss_fn(params, x):
     ...     return (params["w"] * x + params["b"]).sum()
     >>> fs.value_and_grad(loss_fn, plan, only="w")(fs.shard(params, plan), torch.arange(3.0))

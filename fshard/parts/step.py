@@ -129,7 +129,7 @@ def make_step(
 
     >>> import fshard as fs, torch
     >>> params = {"w": torch.ones(3)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> grad = fs.value_and_grad(lambda params, x: (params["w"] * x).sum(), plan)
     >>> update = fs.make_update(opt, plan)

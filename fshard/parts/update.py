@@ -357,7 +357,7 @@ def make_update(
 
     >>> import fshard as fs
     >>> params = {"w": torch.ones(3), "b": torch.ones(3)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> update = fs.make_update(opt, plan, only="w")
     >>> state, metrics = update(fs.init_state(plan, opt, params=params), {"w": torch.ones(3)})

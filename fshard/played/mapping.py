@@ -81,8 +81,8 @@ def shard_map(
     >>> import torch
     >>> from fshard.collectives import psum
     >>> from fshard.played.virtual import virtual_mesh
-    >>> mesh = virtual_mesh((4,), ("shard",))
-    >>> mean = shard_map(lambda x: psum(x.sum(), "shard") / 8, mesh, P("shard"), P())
+    >>> mesh = virtual_mesh((4,), ("data",))
+    >>> mean = shard_map(lambda x: psum(x.sum(), "data") / 8, mesh, P("data"), P())
     >>> mean(torch.arange(8.0)), torch.func.grad(mean)(torch.arange(8.0))[0]
     (tensor(3.5000), tensor(0.1250))
     """
@@ -231,7 +231,7 @@ def _check_specs(specs: Tree, what: str, one: str) -> None:
     if wrong or specs is None:
         given = described(wrong[0] if wrong else None)
         raise CollectiveError(
-            f"shard_map: {what} {'is' if specs is None else 'holds'} {given}: its leaves are specs, fs.P('shard') for "
+            f"shard_map: {what} {'is' if specs is None else 'holds'} {given}: its leaves are specs, fs.P('data') for "
             f"what the axis divides and fs.P() for what is the same on all ranks: one for all, or a tuple with one for "
             f"each {one}"
         )

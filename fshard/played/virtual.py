@@ -58,8 +58,8 @@ class VirtualMesh(Mesh):
             TransformError: called under a transform of torch.func: transform the function, or use ``fs.shard_map``.
 
         >>> from fshard.collectives import axis_index, psum
-        >>> mesh = virtual_mesh((3,), ("shard",))
-        >>> mesh.run(lambda: psum(axis_index("shard", mesh=mesh), "shard", mesh=mesh))
+        >>> mesh = virtual_mesh((3,), ("data",))
+        >>> mesh.run(lambda: psum(axis_index("data", mesh=mesh), "data", mesh=mesh))
         [0, 3, 6]
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -101,7 +101,7 @@ def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str]) -> VirtualMesh
     Raises:
         PlanError: names and sizes do not match.
 
-    >>> with virtual_mesh((2, 2), ("replica", "shard")) as mesh:
+    >>> with virtual_mesh((2, 2), ("replica", "data")) as mesh:
     ...     mesh.run(lambda: mesh.coords())
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """

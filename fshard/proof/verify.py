@@ -52,7 +52,7 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
 
     >>> import torch, fshard as fs
     >>> w = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan({"w": w}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = fs.make_train_step(lambda p, x: (x @ p["w"]).sum(), opt, plan)
     >>> verify(step, fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))

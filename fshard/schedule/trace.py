@@ -24,7 +24,7 @@ class Trace:
 
     >>> import torch, fshard as fs
     >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
-    >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), fs.optim.sgd(0.1), plan)
     >>> found = step.trace(torch.ones(4))
     >>> found.schedule, found.unused, found.footprint.arena_bytes

@@ -22,8 +22,8 @@ class Mesh:
     A mesh is a value. Made by ``fs.make_mesh`` it also carries the transport that joins its ranks; made by
     ``fs.abstract_mesh`` it carries none, and is good for planning without processes.
 
-    >>> mesh = abstract_mesh((2, 4), ("replica", "shard"), rank=6)
-    >>> mesh.coords(), mesh.ranks(("shard",)), mesh.ranks(("replica",))
+    >>> mesh = abstract_mesh((2, 4), ("replica", "data"), rank=6)
+    >>> mesh.coords(), mesh.ranks(("data",)), mesh.ranks(("replica",))
     ((1, 2), (4, 5, 6, 7), (2, 6))
     """
 
@@ -146,7 +146,7 @@ def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int 
     Raises:
         PlanError: names and sizes do not match, a name occurs twice, or the rank is outside of the mesh.
 
-    >>> mesh = abstract_mesh((2, 4), ("replica", "shard"), rank=5)
+    >>> mesh = abstract_mesh((2, 4), ("replica", "data"), rank=5)
     >>> mesh.size, mesh.coords()
     (8, (1, 1))
     """
@@ -183,7 +183,7 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None)
 
 def _checked(sizes: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
     shape = "one size an axis, such as (2, 4) or (-1,)"
-    axes = 'one name an axis, such as ("replica", "shard") or ("shard",)'
+    axes = 'one name an axis, such as ("replica", "data") or ("data",)'
     expect("a mesh", [("sizes", sizes, (tuple, list), shape), ("axis_names", names, (tuple, list), axes)])
     sizes, names = tuple(sizes), tuple(names)
     named = bool(names) and len(set(names)) == len(names) and all(isinstance(name, str) and name for name in names)

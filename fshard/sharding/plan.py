@@ -124,8 +124,8 @@ class Plan:
                 tensor has rows.
 
         >>> import fshard as fs
-        >>> mesh = fs.abstract_mesh((2, 2), ("shard", "tp"), rank=3)
-        >>> plan = fs.make_plan({"w": torch.zeros(4)}, mesh, [("w", fs.fsdp("shard"))], batch=P("shard"))
+        >>> mesh = fs.abstract_mesh((2, 2), ("data", "tp"), rank=3)
+        >>> plan = fs.make_plan({"w": torch.zeros(4)}, mesh, [("w", fs.fsdp("data"))], batch=P("data"))
         >>> plan.data_rank, plan.local_batch({"x": torch.arange(4)})
         (1, {'x': tensor([2, 3])})
         """
@@ -163,9 +163,9 @@ class Plan:
             PlanError: another argument; or as ``make_plan``.
 
         >>> import fshard as fs
-        >>> mesh = fs.abstract_mesh((2,), ("shard",))
-        >>> plan = make_plan({"w": torch.zeros(4)}, mesh, [fs.Rule("w", P("shard"), trainable=False)])
-        >>> plan.replace(rules=[("w", P("shard"))]).leaves["w"].trainable
+        >>> mesh = fs.abstract_mesh((2,), ("data",))
+        >>> plan = make_plan({"w": torch.zeros(4)}, mesh, [fs.Rule("w", P("data"), trainable=False)])
+        >>> plan.replace(rules=[("w", P("data"))]).leaves["w"].trainable
         True
         """
         if others or self.source is None:
@@ -192,7 +192,7 @@ class Plan:
 
         >>> import fshard as fs
         >>> params = {"a": torch.zeros(4), "b": torch.zeros(4)}
-        >>> plan = make_plan(params, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
+        >>> plan = make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
         >>> [path for path, leaf in plan.only("b").leaves.items() if leaf.trainable]
         ['b']
         """
@@ -302,7 +302,7 @@ def make_plan(
 
     >>> import fshard as fs, torch
     >>> params = {"w": torch.zeros(4, 2), "b": torch.zeros(2)}
-    >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> plan.groups[0].chunk
     16
     """
@@ -312,9 +312,9 @@ def make_plan(
         )
     wants: list[Want] = [
         ("model", model, (Mapping, Modelled), "what fs.split returned, or a nested dict of tensors"),
-        ("mesh", mesh, Mesh, 'a mesh, fs.make_mesh((-1,), ("shard",))'),
+        ("mesh", mesh, Mesh, 'a mesh, fs.make_mesh((-1,), ("data",))'),
         ("rules", rules, (list, tuple), _RULES),
-        ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("shard")'),
+        ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("data")'),
         ("units", units, (str, list, tuple), "a list of globs"),
     ]
     expect("make_plan(model, mesh, rules)", wants)
@@ -340,7 +340,7 @@ def make_plan(
     return source.plan(mesh, batch, precision)
 
 
-_RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("shard"))]'
+_RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))]'
 
 
 @runtime_checkable

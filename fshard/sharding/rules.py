@@ -37,7 +37,7 @@ class Rule:
             data axes behind its flat ones. ``Rule(".*", P(), opt=P(flat="data"))`` is ZeRO-1 and 2 (Rajbhandari et
             al., 2020): gradients are reduce-scattered, each rank updates its part, and the ranks that hold the same
             parameters exchange their updated parts behind the next forward. HSDP with the optimizer over all
-            ranks is ``Rule(".*", fs.fsdp("shard"), opt=fs.fsdp(("shard", "replica")))``.
+            ranks is ``Rule(".*", fs.fsdp("data"), opt=fs.fsdp(("data", "replica")))``.
         wire: the formats in which this leaf travels, instead of the plan's: ``fs.Wire()`` compresses nothing.
         memory_kind: the memory of parameters and their optimizer state: that of the ``"device"``, the default, or of
             its host: ``"pinned_host"`` (page-locked, which copies beside compute need) or ``"unpinned_host"``. Such
@@ -47,8 +47,8 @@ class Rule:
         update_on: the side of the update, ``"device"`` or ``"host"``. Tensors on the other side are copied there and
             back. By default the host if parameters and state are both there, else the device.
 
-    >>> Rule("embed.*", P("shard"), trainable=False)
-    Rule('embed.*', P('shard'), trainable=False)
+    >>> Rule("embed.*", P("data"), trainable=False)
+    Rule('embed.*', P('data'), trainable=False)
     """
 
     pattern: str
@@ -126,7 +126,7 @@ def match(rules: Sequence[RuleLike], shapes: Mapping[str, Shape]) -> dict[str, D
 def _spec(given: Any, path: str, shape: Shape) -> P:
     """The spec that a rule gives a leaf."""
     if given is fsdp:
-        raise PlanError("the rules hold the class fs.fsdp itself: name the axis, fs.fsdp('shard')")
+        raise PlanError("the rules hold the class fs.fsdp itself: name the axis, fs.fsdp('data')")
     spec = given if isinstance(given, P) else given(shape)
     if not isinstance(spec, P):
         raise PlanError(

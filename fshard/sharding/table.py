@@ -24,7 +24,7 @@ SHORT = {
 
 
 def _typed(leaf: Leaf) -> str:
-    """A leaf in JAX's notation: ``f32[4096@tp, 1024]``, then ``@flat(shard)`` for a flat-sharded leaf.
+    """A leaf in JAX's notation: ``f32[4096@tp, 1024]``, then ``@flat(data)`` for a flat-sharded leaf.
 
     ``opt@flat(replica)``: these axes cut its optimizer state further. Then what it says beside its specs.
     """

@@ -31,7 +31,7 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     >>> import torch
     >>> import fshard as fs
     >>> opt, params = fs.optim.ema(fs.optim.sgd(0.1), 0.9), {"w": torch.ones(2)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> averaged(fs.init_state(plan, opt, params=params)).params
     {'w': tensor([1., 1.])}
     """

@@ -55,8 +55,8 @@ def init_state(
         TreeError: ``params`` or ``shards`` is not the plan's tree.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> state = init_state(plan, fs.optim.sgd(0.1, momentum=0.9), params={"w": w})
     >>> state.step, state.params["w"], list(state.opt_state)
     (0, tensor([1., 2., 3., 4.]), ['momentum_buffer'])
@@ -141,8 +141,8 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         TreeError: leaves are missing, unknown or of another shape.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> shard({"w": w}, plan)  # all of it, on a mesh of one
     {'w': tensor([1., 2., 3., 4.])}
     """
@@ -178,8 +178,8 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         PlanError: the plan's mesh is abstract.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> unshard({"w": torch.arange(4.0)}, plan)["w"]
     tensor([[0., 1.],
             [2., 3.]])

@@ -47,8 +47,8 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
         TreeError: the optimizer keeps something else than the state holds.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> state = fs.init_state(plan, opt, params={"w": w})
     >>> whole = plan.replace(rules=[(".*", fs.P())])

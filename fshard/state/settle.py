@@ -31,7 +31,7 @@ def settle(state: TrainState) -> TrainState:
         StateError: the update failed half-way on a rank; the same error on all of them.
 
     >>> import fshard as fs
-    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> settle(fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})).params
     {'w': tensor([1., 1.])}
     """

@@ -47,7 +47,7 @@ class TrainState:
         past: where it comes from.
 
     >>> import fshard as fs
-    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})
     >>> double = tree.map(lambda leaf: 2 * leaf if isinstance(leaf, Tensor) else leaf, state)
     >>> double.params, double == state, double.step
@@ -111,7 +111,7 @@ class TrainState:
             TreeError: leaves are missing, unknown, or of other shapes.
 
         >>> import fshard as fs
-        >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+        >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
         >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})
         >>> state.replace(params=fs.tree.scale(state.params, 3.0)).params
         {'w': tensor([3., 3.])}

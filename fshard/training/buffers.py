@@ -66,7 +66,7 @@ def sync_buffers(
         TreeError: a leaf is not stacked.
 
     >>> import fshard as fs
-    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("shard",)), [(".*", fs.P())])
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.P())])
     >>> sync_buffers({"norm": {"mean": torch.tensor([[1.0], [3.0]])}}, plan, microbatches=2)
     {'norm': {'mean': tensor([2.])}}
     """

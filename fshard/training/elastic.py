@@ -119,7 +119,7 @@ def train_loop(
         Exception: the errors of the step. Nothing is saved then: the last checkpoint is good.
 
     >>> import fshard as fs, tempfile, torch
-    >>> plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = fs.make_train_step(lambda params, batch: (params["w"] * batch).sum(), opt, plan)
     >>> start = lambda: fs.init_state(plan, opt, params={"w": torch.ones(3)})

@@ -104,8 +104,8 @@ def make_eval_step(
         PlanError: an option that cannot be.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": w})
     >>> evaluate = make_eval_step(lambda params, batch: {"mean": (batch @ params["w"]).mean()}, plan)
     >>> evaluate(state, torch.ones(1, 2))

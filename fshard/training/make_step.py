@@ -77,8 +77,8 @@ def make_train_step(
         PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
 
     >>> import torch, fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = make_train_step(lambda params, batch: (batch @ params["w"]).sum(), opt, plan)
     >>> state, metrics = step(fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))

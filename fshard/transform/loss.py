@@ -221,7 +221,7 @@ def sharded_loss(
 
     >>> import fshard as fs
     >>> params = {"w": torch.ones(3)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> f = fs.func.sharded_loss(lambda p, x: (p["w"] * x).sum(), plan)
     >>> torch.func.grad(f)(fs.shard(params, plan), torch.arange(3.0))
     {'w': tensor([0., 1., 2.])}

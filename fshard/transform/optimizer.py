@@ -78,7 +78,7 @@ def differentiable(opt: Optimizer, plan: Plan) -> Differentiable:
 
     >>> import fshard as fs
     >>> params = {"w": torch.ones(2)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> update = fs.func.differentiable(fs.optim.sgd(0.5), plan)
     >>> params, state = update(params, {"w": torch.ones(2)}, update.init(params))
     >>> params["w"], state["step"]

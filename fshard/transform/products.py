@@ -43,8 +43,8 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
         The function. ``v`` is a tree of shards like ``params``; its values for frozen leaves are ignored.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> along = jvp(lambda params, batch: (batch @ params["w"]).sum(), plan)
     >>> along({"w": w.flatten()}, {"w": torch.ones(4)}, torch.ones(1, 2))
     (tensor(10.), tensor(4.))
@@ -84,8 +84,8 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> product = hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([1., 4., 1., 4.])}
@@ -121,8 +121,8 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> product = gnvp(lambda params, batch: batch @ params["w"], lambda out, batch: out.square().sum() / 2, plan)
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([3., 3., 6., 6.])}
@@ -173,8 +173,8 @@ def hessian_trace_samples(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Cal
         on all ranks: its mean is the estimate, and ``std() / samples ** 0.5`` its error.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> found = hessian_trace_samples(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan, samples=2)
     >>> found({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]), fs.random.key(0))
     tensor([10., 10.])

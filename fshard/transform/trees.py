@@ -32,8 +32,8 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
         TreeError: a tree is not this rank's part of the plan's.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
     tensor(10.)
     """
@@ -93,8 +93,8 @@ def norm(a: Any, plan: Plan) -> Tensor:
     """The Euclidean norm of all whole tensors of a tree of shards, equal on all ranks.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
     tensor(5.)
     """
@@ -113,8 +113,8 @@ def normal(key: Tensor, plan: Plan) -> dict[str, Any]:
         PlanError: invalid arguments.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> normal(fs.random.key(0), plan)["w"].shape
     torch.Size([4])
     """
@@ -125,8 +125,8 @@ def rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
     """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``normal``.
 
     >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("shard",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> rademacher(fs.random.key(0), plan)["w"].abs()
     tensor([1., 1., 1., 1.])
     """

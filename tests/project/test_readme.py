@@ -10,7 +10,7 @@ import torch
 from tests.project.test_docs import blocks, quoted
 
 README = Path(__file__).parents[2] / "README.md"
-MESH = 'fs.make_mesh((-1,), ("shard",))'
+MESH = 'fs.make_mesh((-1,), ("data",))'
 
 
 def _script() -> str:
@@ -27,7 +27,7 @@ def planned() -> dict[str, Any]:
     script = _script()
     assert MESH in script
     names: dict[str, Any] = {}
-    exec(script.replace(MESH, 'fs.abstract_mesh((2,), ("shard",))').partition("    for i in range")[0], names)
+    exec(script.replace(MESH, 'fs.abstract_mesh((2,), ("data",))').partition("    for i in range")[0], names)
     return names
 
 
@@ -58,7 +58,7 @@ def test_the_step_of_ones_own_follows_the_script(capsys: pytest.CaptureFixture[s
 
 
 def test_the_plan_is_the_one_shown(planned: dict[str, Any]) -> None:
-    assert quoted(_text("mesh shard=2"), str(planned["plan"]))
+    assert quoted(_text("mesh data=2"), str(planned["plan"]))
 
 
 def test_the_schedule_is_the_one_shown(planned: dict[str, Any]) -> None:
