@@ -5,7 +5,6 @@ Gaussians on a circle (Metz et al. 2017) from a discriminator (Goodfellow et al.
 player's leaves alone: the other's stay sharded, are gathered unit by unit, and get no reduction.
 """
 
-import math
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from typing import Any
 
@@ -22,37 +21,30 @@ except ImportError:
 
 GEN, DIS = r"gen\..*", r"dis\..*"
 SPREAD = 0.05
-MODES = torch.view_as_real(torch.polar(torch.ones(8), torch.arange(8) * math.pi / 4))
+MODES = torch.view_as_real(torch.polar(torch.ones(8), torch.arange(8) * torch.pi / 4))
 
 
-def perceptron(*widths: int) -> nn.Sequential:
-    """Linear layers with rectifiers between them; each child is one layer."""
-    pairs = zip(widths[:-2], widths[1:-1], strict=True)
-    hidden = [nn.Sequential(nn.Linear(a, b), nn.LeakyReLU(0.2)) for a, b in pairs]
-    return nn.Sequential(*hidden, nn.Linear(*widths[-2:]))
-
-
-class Pair(nn.Module):
+def players(width: int = 64) -> nn.ModuleDict:
     """Both players in one tree of parameters: noise (rows, 8) to points (rows, 2), and points to scores (rows, 1)."""
 
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.gen, self.dis = perceptron(8, width, width, 2), perceptron(2, width, width, 1)
+    def perceptron(inp: int, out: int) -> nn.Sequential:
+        first, second = nn.Linear(inp, width), nn.Linear(width, width)
+        return nn.Sequential(first, nn.LeakyReLU(0.2), second, nn.LeakyReLU(0.2), nn.Linear(width, out))
 
-    def forward(self, player: str, x: Tensor) -> Tensor:
-        return getattr(self, player)(x)
+    return nn.ModuleDict({"gen": perceptron(8, 2), "dis": perceptron(2, 1)})
 
 
 def gan_step(model: fs.Model, opt: fs.optim.Optimizer, plan: fs.Plan) -> Any:
     """A step of both players at once: each learns from the other as it was before."""
 
     def tell(params: Any, batch: dict[str, Tensor]) -> Tensor:
-        fake = model.apply(params, "gen", batch["noise"])
-        real, fake = model.apply(params, "dis", batch["real"]), model.apply(params, "dis", fake)
+        fake = model.apply(params, batch["noise"], method="gen")
+        real, fake = [model.apply(params, points, method="dis") for points in (batch["real"], fake)]
         return softplus(-real).mean() + softplus(fake).mean()
 
     def fool(params: Any, batch: dict[str, Tensor]) -> Tensor:
-        return softplus(-model.apply(params, "dis", model.apply(params, "gen", batch["noise"]))).mean()
+        fake = model.apply(params, batch["noise"], method="gen")
+        return softplus(-model.apply(params, fake, method="dis")).mean()
 
     dis_grad, gen_grad = fs.value_and_grad(tell, plan, only=DIS), fs.value_and_grad(fool, plan, only=GEN)
     dis_update, gen_update = fs.make_update(opt, plan, only=DIS), fs.make_update(opt, plan, only=GEN)
@@ -69,7 +61,7 @@ def gan_step(model: fs.Model, opt: fs.optim.Optimizer, plan: fs.Plan) -> Any:
 
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Train, then look where points fall."""
-    model = fs.split(Pair(), units=("gen.*", "dis.*"))
+    model = fs.split(players(), units=("gen.*", "dis.*"))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     adam = {"betas": (0.5, 0.99), "weight_decay": 0.0}
     opt = fs.optim.partition([(GEN, fs.optim.adamw(args.lr, **adam)), (DIS, fs.optim.adamw(2 * args.lr, **adam))])
@@ -78,10 +70,10 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     for _ in tqdm(range(args.steps), disable=mesh.rank != 0):
         real = MODES[torch.randint(8, (args.batch,), generator=draw)]
         real = real + SPREAD * torch.randn(args.batch, 2, generator=draw)
-        batch = {"real": real, "noise": torch.randn(args.batch, 8, generator=draw)}
-        state, _ = step(state, {k: x.to(mesh.device) for k, x in plan.local_batch(batch).items()})
+        batch = plan.local_batch({"real": real, "noise": torch.randn(args.batch, 8, generator=draw)})
+        state, _ = step(state, {k: x.to(mesh.device) for k, x in batch.items()})
     noise = torch.randn(4096, 8, generator=draw).to(mesh.device)
-    points = model.apply(fs.unshard(state.params, plan), "gen", noise).cpu()
+    points = model.apply(fs.unshard(state.params, plan), noise, method="gen").cpu()
     near, which = torch.cdist(points, MODES).min(1)
     counts = which[near < 4 * SPREAD].bincount(minlength=8)
     if mesh.rank == 0:

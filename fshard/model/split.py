@@ -71,8 +71,9 @@ class Model:
         Args:
             params: a tree like ``self.params``; any dtype, and any device that the module's code can work on.
             args: the module's positional arguments.
-            method: the method to call, such as ``"encode"``. The units in it run as in the forward. As in PyTorch, the
-                hooks of the module itself belong to its forward alone.
+            method: the method to call, such as ``"encode"``, or the submodule of that name: an ``nn.ModuleDict`` of two
+                players needs no forward of its own. The units in it run as in the forward. As in PyTorch, the hooks of
+                the module itself belong to its forward alone.
             training: run as after ``module.train(training)``: dropout and batch normalization obey it. None keeps each
                 submodule in the mode that it was split in.
             buffers: a tree like ``self.buffers``, which is the default. It is not written.

@@ -104,7 +104,7 @@ def sam(opt: str) -> Any:
 def players() -> Any:
     """A small pair."""
     torch.manual_seed(0)
-    return example("gan").Pair(6).double()
+    return example("gan").players(6).double()
 
 
 def points(seed: int) -> dict[str, Tensor]:
@@ -116,13 +116,13 @@ def points(seed: int) -> dict[str, Tensor]:
 
 def gan(opt: str) -> Any:
     net, told = players(), []
-    gen, dis = list(net.gen.parameters()), list(net.dis.parameters())
+    gen, dis = list(net["gen"].parameters()), list(net["dis"].parameters())
     rules = plain_optimizer(opt, gen), plain_optimizer(opt, dis)
     for i in range(STEPS):
         batch = points(i)
-        fake = net.gen(batch["noise"])
-        tell = softplus(-net.dis(batch["real"])).mean() + softplus(net.dis(fake.detach())).mean()
-        fool = softplus(-net.dis(fake)).mean()
+        fake = net["gen"](batch["noise"])
+        tell = softplus(-net["dis"](batch["real"])).mean() + softplus(net["dis"](fake.detach())).mean()
+        fool = softplus(-net["dis"](fake)).mean()
         to_dis, to_gen = slopes(tell, dis), slopes(fool, gen)
         move(rules[0], gen, to_gen)
         move(rules[1], dis, to_dis)
@@ -133,7 +133,8 @@ def gan(opt: str) -> Any:
 def both_heads() -> Any:
     """A small actor and critic."""
     torch.manual_seed(0)
-    return example("actor_critic").ActorCritic(6).double()
+    head = example("actor_critic").head
+    return nn.ModuleDict({"actor": head(2, 6), "critic": head(1, 6)}).double()
 
 
 def turns(seed: int) -> list[dict[str, Tensor]]:
@@ -149,15 +150,15 @@ def turns(seed: int) -> list[dict[str, Tensor]]:
 
 def actor_critic(opt: str) -> Any:
     net, told = both_heads(), []
-    actor, critic = list(net.actor.parameters()), list(net.critic.parameters())
+    actor, critic = list(net["actor"].parameters()), list(net["critic"].parameters())
     rules = plain_optimizer(opt, actor), plain_optimizer(opt, critic)
     for i in range(STEPS):
         for part in turns(i):
-            chances = torch.distributions.Categorical(logits=net.actor(part["obs"]))
+            chances = torch.distributions.Categorical(logits=net["actor"](part["obs"]))
             ratio = (chances.log_prob(part["action"]) - part["log"]).exp()
             gain = torch.where(part["gain"] > 0, ratio.clamp(max=1.2), ratio.clamp(min=0.8)) * part["gain"]
             loss = -gain.mean() - 0.01 * chances.entropy().mean()
-            error = mse_loss(net.critic(part["obs"])[:, 0], part["return"])
+            error = mse_loss(net["critic"](part["obs"])[:, 0], part["return"])
             to_actor, to_critic = clipped(slopes(loss, actor), 0.5), clipped(slopes(error, critic), 0.5)
             move(rules[0], actor, to_actor)
             move(rules[1], critic, to_critic)
@@ -181,14 +182,17 @@ def dpo(opt: str) -> Any:
     net, reference, told = writer(0), writer(1), []
     params = list(net.parameters())
     rule = plain_optimizer(opt, params)
+
+    def prefers(net: nn.Module, better: Tensor, worse: Tensor) -> Tensor:
+        chances = [net(x).exp()[:, :-1].gather(-1, x[:, 1:, None]).squeeze(-1) for x in (better, worse)]
+        return chances[0].prod(-1).log() - chances[1].prod(-1).log()
+
     for i in range(STEPS):
         better, worse = preferences(i)
-        with torch.no_grad():
-            before = reference(better) - reference(worse)
-        margin = 0.5 * (net(better) - net(worse) - before)
-        loss = -logsigmoid(margin).mean()
+        before = prefers(reference, better, worse).detach()
+        loss = -logsigmoid(0.5 * (prefers(net, better, worse) - before)).mean()
         move(rule, params, clipped(slopes(loss, params), 1.0))
-        told.append([loss, (margin > 0).double().mean()])
+        told.append([loss])
     return result(net, told)
 
 
