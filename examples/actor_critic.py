@@ -67,7 +67,8 @@ def play(seeds: range, model: fs.Model, params: Any, draws: Tensor) -> dict[str,
         seen.append(torch.tensor(obs))
     obs, (action, log, done) = torch.stack(seen), map(torch.stack, zip(*told, strict=True))
     values = model.apply(params, obs, method="critic")[..., 0]
-    gains, delta = [torch.zeros_like(values[0])], 1 + 0.99 * values[1:] * ~done - values[:-1]  # the reward of a turn is 1
+    delta = 1.0 + 0.99 * values[1:] * ~done - values[:-1]  # the reward of each turn is 1
+    gains = [torch.zeros_like(values[0])]
     for i in reversed(range(len(draws))):  # generalized advantage estimation (Schulman et al. 2016)
         gains.insert(0, delta[i] + 0.99 * 0.95 * ~done[i] * gains[0])
     gain = torch.stack(gains[:-1])

@@ -206,8 +206,8 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return unflatten(spec, [fn(*row) for row in zip(*columns, strict=True)])
 
 
-def swap(fn: Callable[[Any], Any], kind: type, tree: Tree) -> Tree:
-    """The pytree with ``fn(x)`` in the place of each object of a class, which counts as a leaf.
+def swap(fn: Callable[[Any], Any], kind: type | tuple[type, ...], tree: Tree) -> Tree:
+    """The pytree with ``fn(x)`` in the place of each object of a class, or of some, which counts as a leaf.
 
     >>> swap(len, str, {"a": "four", "b": [1, "x"]})
     {'a': 4, 'b': [1, 1]}
@@ -220,7 +220,7 @@ def swap(fn: Callable[[Any], Any], kind: type, tree: Tree) -> Tree:
     return optree.tree_map(lambda x: fn(x) if isinstance(x, kind) else x, tree, is_leaf=leaf, none_is_leaf=True)
 
 
-def _is(kind: type, value: Any) -> bool:
+def _is(kind: type | tuple[type, ...], value: Any) -> bool:
     return isinstance(value, kind)
 
 

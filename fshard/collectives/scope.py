@@ -63,7 +63,8 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     1
     """
     expect("use_mesh(mesh)", [("mesh", mesh, Mesh, "what fs.make_mesh returned")])
-    with cutting(mesh), bind(mesh, ()):
+    around = SCOPE.get()
+    with cutting(mesh), bind(mesh, (), running=None if around is None else around.running):
         yield mesh
 
 

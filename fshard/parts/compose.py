@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.arguments import described
-from fshard.errors import LossError, PlanError, StateError, TreeError
-from fshard.parts.arguments import Arguments, Final, Place, Result, check_data
+from fshard.errors import PlanError, StateError, TreeError
+from fshard.parts.arguments import Arguments, Final, Result, check_data, check_mesh, check_origins, returned_states
 from fshard.parts.running import (
     Bank,
     Given,
@@ -31,7 +30,7 @@ from fshard.runtime.engine.loss import Mean, as_means
 from fshard.runtime.execution import Shard, Shards
 from fshard.runtime.steps import PassSpec, widened
 from fshard.sharding.plan import Plan
-from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_layout
+from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, mark_of, same_layout
 from fshard.state.train_state import TrainState
 
 
@@ -81,12 +80,11 @@ class Composition(ABC):
     def inside(self, given: Arguments) -> tuple[Any, Any]:
         """The arguments of the function, with states of this step in the place of real ones."""
 
-        def one(place: Place) -> TrainState:
-            state = self.states[place.number]
-            given = self.given(place.number)
-            return with_memory(state, RunningMemory(self, state.plan, given, place.number))
+        def one(number: int) -> TrainState:
+            state = self.states[number]
+            return with_memory(state, RunningMemory(self, state.plan, self.given(number), number))
 
-        return tree.swap(one, Place, given.state), tree.swap(one, Place, given.batch)
+        return given.filled(one)
 
     def given(self, number: int) -> Given:
         """The parameters of a state that the step was given."""
@@ -96,19 +94,14 @@ class Composition(ABC):
         """What the function returned, taken apart.
 
         Raises:
-            LossError: no pair of states and metrics; a state that is not of this step, or was returned twice.
+            LossError: no pair of states and metrics; not each state that the step was given, once.
+            TreeError: a state that is not of this step; two updates of a leaf.
         """
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise LossError(
-                f"the step function returned {described(returned)}: return (state, metrics), as a train step does"
-            )
-        found: list[TrainState] = []
-        tree.swap(found.append, TrainState, returned[0])
-        finals = [self._final(memory_of(state, self)) for state in found]
-        self._check_finals(finals)
+        finals = [self._final(memory_of(state, self)) for state in returned_states(returned)]
+        check_origins([final.memory.origin for final in finals], self.own)
         self._exchange_dropped(returned[1], finals)
         copied = self._copied(finals)
-        return Result(returned[0], tree.map(_lasting, returned[1]), tuple(finals), copied)
+        return Result(returned[0], _lasting(returned[1]), tuple(finals), copied)
 
     def _final(self, memory: RunningMemory) -> Final:
         updates: list[Updated] = []
@@ -152,19 +145,6 @@ class Composition(ABC):
             if number is not None and number.kind == "norm" and number.of not in kept:
                 self.number(number)
 
-    def _check_finals(self, finals: Sequence[Final]) -> None:
-        if not finals:
-            raise LossError("the step function returned no state: return (state, metrics)")
-        origins = [final.memory.origin for final in finals]
-        wrong = [f"state {number} of the batch" for number in origins if number >= self.own]
-        wrong += [f"state {number}, twice" for number in set(origins) if origins.count(number) > 1]
-        if len(origins) != self.own or wrong:
-            told = ", ".join(wrong) or f"{len(origins)} states"
-            raise LossError(
-                f"the step function returned {told}, and was given {self.own} to update: return each of them once; "
-                f"states in the batch are only read"
-            )
-
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
@@ -188,6 +168,8 @@ class Composition(ABC):
             raise TreeError("a state of the batch is only read: give states that the step updates as its state")
         part.check_state(self.states[before.origin], lr)
         flat = part.fitting(grads)
+        if not isinstance(flat, RunningFlat):  # the update waits, and who made them may write to them
+            flat = Flat(flat.form, {group: chunk.clone() for group, chunk in flat.chunks.items()})
         updated = Updated(before, part, flat, state, lr)
         memory = RunningMemory(self, state.plan, updated, before.origin)
         norm = Number("norm", updated, 0, part.updating.wide).tensor(self)
@@ -295,6 +277,7 @@ class Composition(ABC):
 
     def _source(self, plan: Plan, params: Any) -> RunningFlat:
         """The parameters that a pass reads."""
+        check_mesh("the plan of a part", self.states[0].plan.mesh, plan.mesh)
         flat: Flat | None
         if isinstance(params, TrainState):
             if params.plan is not plan and params.plan != plan:
@@ -386,6 +369,13 @@ def number_of_means(aux: Any) -> int:
     return sum(isinstance(leaf, Mean) for leaf in tree.leaves(aux))
 
 
-def _lasting(leaf: Any) -> Any:
-    """A leaf of what a step returns beside its states: numbers are known at its end, and shards are copied."""
-    return leaf if not isinstance(leaf, Later) or number_of(leaf) is not None else leaf.current().clone()
+def _lasting(metrics: Any) -> Any:
+    """What a step returns beside its states: numbers are known at its end, and shards are copied, trees as trees."""
+    shards = [leaf for leaf in tree.leaves(metrics) if isinstance(leaf, Later) and number_of(leaf) is None]
+    copies: dict[int, Tensor] = {}
+    for flat in dict.fromkeys(map(mark_of, shards)):
+        if flat is not None and {*map(id, flat.leaves)} <= {*map(id, shards)}:
+            copied = Flat(flat.form, {group: chunk.clone() for group, chunk in flat.chunks.items()})
+            copies |= zip(map(id, flat.leaves), copied.leaves, strict=True)
+    copies |= {id(leaf): leaf.current().clone() for leaf in shards if id(leaf) not in copies}
+    return tree.map(lambda leaf: copies.get(id(leaf), leaf), metrics)

@@ -16,7 +16,7 @@ from fshard.optim.scaling import LossScale
 from fshard.parts.running import PART, running_of
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shield, Update
-from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs
+from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling
 from fshard.runtime.steps.options import Running, read_running
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
@@ -79,8 +79,10 @@ class ValueAndGrad(OneFunction):
 
         Raises:
             TreeError, BatchError, LossError, UnitError: arguments or a loss that break a rule; alike on all ranks.
+            TransformError: ``torch.compile`` is under way.
             PeerError: another rank failed.
         """
+        refuse_compiling("a gradient")
         if (running := running_of(params)) is not None:
             part: tuple[Any, dict[str, Any]] = running.gradient(self, params, batch)
             return part
@@ -106,7 +108,7 @@ class ValueAndGrad(OneFunction):
         if state.pending is not None:  # its schedule updates the groups that it trains; the others are due now
             waiting = list(state.pending.waiting)
             state.pending.apply(shards, [group for group in waiting if not self.read.groups[group].trainable])
-        mesh, rule, within = self.plan.mesh, self.spec.loss_scale, state.memory.within
+        mesh, rule, within = self.plan.mesh, self.spec.loss_scale, state.memory.origin is not None
 
         part = mesh.index(self.plan.data_axes)
 

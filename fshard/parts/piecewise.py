@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from fshard import tree
-from fshard.arguments import described
-from fshard.errors import CommError, LossError, PeerError, ScheduleError
-from fshard.parts.arguments import Arguments, Place
-from fshard.parts.running import PART
+from fshard.errors import CommError, PeerError, ScheduleError
+from fshard.parts.arguments import Arguments, check_origins, returned_states
+from fshard.parts.running import PART, not_of_the_step
 from fshard.runtime.comm import Communicator, digest, mesh_communicator
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.engine.rng import seeded
@@ -35,8 +34,8 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
     mesh = plan.mesh
     failure, returned = None, None
     try:
-        lent = [_lent(complete(state, mesh)) for state in given.states]
-        state, batch = (tree.swap(lambda at: lent[at.number], Place, value) for value in (given.state, given.batch))
+        lent = [_lent(complete(state, mesh), number) for number, state in enumerate(given.states)]
+        state, batch = given.filled(lent.__getitem__)
         with seeded(lent[0].seed, lent[0].step, mesh.index(plan.data_axes), mesh.device):
             returned = fn(state, batch)
         _check_returned(returned, given.own)
@@ -97,10 +96,10 @@ def _met(control: Communicator, failure: BaseException | None) -> tuple[bool, Ba
     return all_here, failure
 
 
-def _lent(state: TrainState) -> TrainState:
+def _lent(state: TrainState, number: int) -> TrainState:
     """A state on the memory of another, which stays as it is."""
     memory = Memory(state.plan, state.shards())
-    memory.lent, memory.within, memory.compared = True, True, state.memory.compared
+    memory.lent, memory.origin, memory.compared = True, number, state.memory.compared
     return replace(state, memory=memory)
 
 
@@ -108,7 +107,7 @@ def _kept(state: TrainState, donate: bool) -> TrainState:
     """A state that owns its memory: that of the state which it came from, or a copy."""
     memory = state.memory
     if not memory.lent:
-        memory.within = False
+        memory.origin = None
         return state
     shards = state.shards() if donate else state.shards().clone()
     return replace(state, memory=Memory(state.plan, shards, memory.pending, memory.stale))
@@ -118,15 +117,10 @@ def _check_returned(returned: Any, own: int) -> None:
     """Refuse what a step function must not return.
 
     Raises:
-        LossError: no pair of states and metrics.
+        LossError, TreeError: as ``returned_states`` and ``check_origins``; a state that is not of this step.
     """
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise LossError(
-            f"the step function returned {described(returned)}: return (state, metrics), as a train step does"
-        )
-    found: list[TrainState] = []
-    tree.swap(found.append, TrainState, returned[0])
-    if len(found) != own:
-        raise LossError(
-            f"the step function returned {len(found)} states, and was given {own}: return each of them once"
-        )
+    found = returned_states(returned)
+    for state in found:
+        if state.memory.origin is None:
+            raise not_of_the_step(state)
+    check_origins([state.memory.origin for state in found if state.memory.origin is not None], own)

@@ -241,7 +241,7 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | N
     mode = fake_mode()
     recording = Recording(given.states, given.own, mode=mode)
     axes: dict[Axes, None] = {}
-    fake = faked(given.batch, mode.from_tensor)
+    fake = faked(given.opened(), mode.from_tensor)
     recording.between.know(leaf for leaf in tree.leaves(fake) if isinstance(leaf, Tensor))
     inside = recording.inside(replace(given, batch=fake))
     around = explaining(fake), quiet(), mode, FakeFallback(mode), recording.between, foreseeing(plan.mesh, axes)

@@ -303,8 +303,13 @@ def memory_of(state: Any, running: Running) -> RunningMemory:
     """
     memory: Any = getattr(state, "memory", None)
     if not isinstance(memory, RunningMemory) or memory.running is not running:
-        raise TreeError(
-            f"{described(state)} is not a state of the step that runs: pass it to the step, as its state or in the "
-            f"batch, and not in a closure; a step function returns the states that it was given, updated"
-        )
+        raise not_of_the_step(state)
     return memory
+
+
+def not_of_the_step(state: Any) -> TreeError:
+    """A step function uses or returns a state that the step was not given."""
+    return TreeError(
+        f"{described(state)} is not a state of the step that runs: pass it to the step, as its state or in the batch, "
+        f"and not in a closure; a step function returns the states that it was given, updated"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from fshard.arguments import Want, described, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
-from fshard.parts.arguments import arguments
+from fshard.parts.arguments import arguments, check_mesh
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
 from fshard.runtime.execution import Shield
@@ -62,10 +62,12 @@ class Step(LatestRun):
             CommError: a collective failed or timed out; the process group is lost.
             Exception: whatever the function raises.
         """
-        refuse_transforms("a train step")
+        refuse_transforms("a train step of parts")
         given = arguments(state, batch)
         if not given.own:
             raise TreeError(f"step(state, batch): {described(state)} holds no state; fs.init_state makes one")
+        for number, each in enumerate(given.states):
+            check_mesh(f"state {number}", self.plan.mesh, each.plan.mesh)
         late, self._late = self._late, None
         with Shield(late) as shield, bind(self.plan.mesh, self.plan.data_axes):
             result = self._runner.run(given, shield)
@@ -86,6 +88,19 @@ class Step(LatestRun):
                 f"consensus for each: decide by torch.where, or outside of the step",
                 stacklevel=3,
             )
+
+    @property
+    def units(self) -> str:
+        """What the units of each pass run as: a graph, and which other units share it; or themselves, and why.
+
+        Where parts run one by one, each part says it of itself: ``grad.units``.
+        """
+        told: list[str] = []
+        passes = [programs for replay in self._runner._replays.values() for programs in replay.step.programs]
+        for number, programs in enumerate(passes):
+            text = "every unit runs as it is: compile=None" if programs.cache is None else programs.cache.text()
+            told += [f"pass {number}", *[f"  {line}" for line in text.splitlines()]]
+        return "\n".join(told) or "no units yet: the step has not run on a schedule"
 
     def trace(self, state: Any, batch: Any) -> Trace:
         """What the step does with such states and batches, without running it. Needs no processes: any mesh will do.

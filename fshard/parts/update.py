@@ -269,7 +269,7 @@ class UpdateStep:
         if not self.donate and not memory.lent:
             shards, both = state.applied().clone(), pending
         following = Memory(self.plan, shards, both, self.updating.shared)
-        following.lent, following.within = memory.lent, memory.within
+        following.lent, following.origin = memory.lent, memory.origin
         made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
             memory.donate()

@@ -101,7 +101,7 @@ class Memory:
     Attributes:
         compared: whether ranks have compared what they hold copies of.
         lent: whether other states may have these shards too, so that an update is applied to copies.
-        within: whether it is that of a state inside of a step function, whose random numbers its parts draw.
+        origin: inside of a step function that runs part by part, the number of the state that it came from; else None.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class Memory:
         stale: Mapping[int, None] | None = None,
     ) -> None:
         self.plan, self.pending, self.stale = plan, pending, dict(stale or {})
-        self.compared = self.lent = self.within = False
+        self.compared = self.lent = False
+        self.origin: int | None = None
         self._shards = shards
         self._loose: Layout | None = None
         self._params: Any = None
@@ -211,7 +212,7 @@ class Memory:
         flat = self.plan.check_tree(params, whole=False, what="params")
         opt = tree.map(_cloned, self.opt_state(step))
         made = Memory.of(self.layout(step), tree.map(_cloned, tree.nest(flat)), opt)
-        made.lent = self.lent
+        made.lent, made.origin = self.lent, self.origin
         return made
 
     def note_compared(self) -> None:

@@ -64,7 +64,8 @@ def sam(mesh: fs.Mesh, opt: Any) -> Case:
 
 
 def gan(mesh: fs.Mesh, opt: Any) -> Case:
-    on, both = Sharded(plain.players(), mesh, ("gen.*", "dis.*")), fs.optim.partition([(r"gen\..*", opt), (r"dis\..*", opt)])
+    on = Sharded(plain.players(), mesh, ("gen.*", "dis.*"))
+    both = fs.optim.partition([(r"gen\..*", opt), (r"dis\..*", opt)])
     return on.case(plain.example("gan").gan_step(on.model, both, on.plan), both, plain.points)
 
 

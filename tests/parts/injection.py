@@ -1,7 +1,7 @@
-"""Failures at each part of a step function that knows nothing of them: parts are made by functions that are replaced.
+"""Failures at each part of a step function that knows nothing of them: what makes parts is replaced.
 
-The calls of parts are numbered as a step makes them. A failure comes before a call, inside of the function of a pass, in
-its backward, or in the update rule; or the loss of a pass is nan.
+The calls of parts are numbered as a step makes them. A failure comes before a call, inside of the function of a pass,
+in its backward, or in the update rule; or the loss of a pass is nan.
 """
 
 from collections.abc import Callable, Iterator
@@ -134,7 +134,7 @@ def _step(make: Callable[..., Any], how: str) -> Callable[..., Any]:
 
 @contextmanager
 def injected(how: str) -> Iterator[None]:
-    """Steps that are made here of parts that are made here can fail. With ``"asking"`` no trace finds their schedule."""
+    """Steps and parts that are made here can fail. With ``"asking"`` no trace finds the schedule of the steps."""
     with ExitStack() as stack:
         for kind in (*PASSES, "make_update"):
             stack.enter_context(patch.object(fs, kind, _failing(getattr(fs, kind), kind)))

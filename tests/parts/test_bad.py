@@ -303,3 +303,52 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     with pytest.raises(fs.errors.TreeError, match="this optimizer"):
         step(other, batch(0))
     assert all(map(torch.equal, _all(other), before))
+
+
+def test_a_state_on_an_equal_mesh_says_so() -> None:
+    tools, other = (Tools(fs.make_mesh((1,), ("shard",))) for _ in range(2))
+    step = fs.make_step(lambda state, batch: tools.update(state, tools.grad(state, batch)[1]), tools.plan)
+    with pytest.raises(fs.errors.PlanError, match="state 0 and the step lie on two meshes, which are equal"):
+        step(_start(other), batch(0))
+    mixed = fs.make_step(lambda state, batch: tools.update(state, other.grad(state, batch)[1]), tools.plan)
+    with pytest.raises(fs.errors.PlanError, match="the plan of a part and the step lie on two meshes"):
+        mixed(_start(tools), batch(0))
+
+
+PIECEWISE: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda given, other: ((given["one"], given["one"]), {}), "state 0, twice"),
+    (lambda given, other: ((given["one"], given["frozen"]), {}), "state 2 of the batch"),
+    (lambda given, other: (given["one"], {}), "1 states, and was given 2"),
+    (lambda given, other: ((given["one"], other), {}), "not a state of the step"),
+    (lambda given, other: ({}, {}), "returned no state"),
+]
+
+
+@pytest.mark.parametrize(("returns", "says"), PIECEWISE, ids=[says for _, says in PIECEWISE])
+def test_a_step_part_by_part_returns_its_states(returns: Any, says: str) -> None:
+    tools = Tools(fs.make_mesh((1,), ("shard",)))
+    states, frozen, other = (_start(tools), _start(tools)), _start(tools), _start(tools)
+
+    def fn(states: Any, batch: Any) -> Any:
+        loss, grads = tools.grad(states[0], data(batch))
+        assert loss < 1e9  # asks
+        one, _ = tools.update(states[0].replace(params=states[0].params), grads)
+        return returns({"one": one, "frozen": batch["frozen"]}, other)
+
+    with pytest.raises((fs.errors.LossError, fs.errors.TreeError), match=says), pytest.warns(match="run one by one"):
+        fs.make_step(fn, tools.plan)(states, {**batch(0), "frozen": frozen})
+    assert all(map(torch.equal, _all(states[0]), _all(_start(tools)))) and not states[1].memory.donated
+
+
+def test_use_mesh_inside_of_a_step_function() -> None:
+    tools = Tools(fs.make_mesh((1,), ("shard",)))
+
+    def fn(state: Any, batch: Any) -> Any:
+        with fs.collectives.use_mesh(tools.mesh):
+            params = {name: leaf * 1.0 for name, leaf in tree.paths(state.params)}  # by hand: without a mark
+            loss, grads = tools.grad(tree.nest(params), batch)
+        return tools.update(state, grads)[0], loss
+
+    step = fs.make_step(fn, tools.plan)
+    step(_start(tools), batch(0))
+    assert step.record == step.schedule.ops and len(step.record) > 3

@@ -24,7 +24,7 @@ TIMEOUT = 20.0
 """Seconds that ranks wait for each other. Nobody has to."""
 
 
-def run(name: str, how: str, chosen: Callable[[list[str], int], list[tuple[str, str]]], gloo: bool = False) -> list[str]:
+def run(name: str, how: str, chosen: Callable[..., list[tuple[str, str]]], gloo: bool = False) -> list[str]:
     """On a rank: what is not as it must be after failures.
 
     Args:

@@ -111,3 +111,20 @@ def test_evaluations_in_graphs_keep_their_bits(name: str) -> None:
         batch = example.batch(number)
         assert all(map(torch.equal, fs.tree.leaves(eager(state, batch)), fs.tree.leaves(graphs(state, batch))))
     assert "fx graph" in graphs.units and "compile=None" in eager.units and graphs.schedule == eager.schedule
+
+
+def test_a_step_says_what_the_units_of_its_passes_run_as() -> None:
+    plan = plan_on(fs.make_mesh((1,), ("shard",)))
+    compiled, plain = fs.value_and_grad(loss, plan, compile="fx"), fs.value_and_grad(loss, plan)
+    update = fs.make_update(OPT, plan)
+
+    def fn(state: Any, batch: Any) -> Any:
+        _, one = compiled(state, batch)
+        _, two = plain(state, batch)
+        return update(state, fs.tree.add(one, two))
+
+    step = fs.make_step(fn, plan)
+    assert step.units.startswith("no units yet")
+    step(fs.init_state(plan, OPT, params=weights()), torch.ones(4, WIDTH))
+    one, two = step.units.split("pass 1\n")
+    assert one.startswith("pass 0\n") and "fx graph 0" in one and "as it is: compile=None" in two

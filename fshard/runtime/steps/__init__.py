@@ -2,7 +2,7 @@
 
 from fshard.runtime.steps.consensus import Verdict, scalar, widened
 from fshard.runtime.steps.decide import Decisions
-from fshard.runtime.steps.failures import raise_failure, refuse_transforms
+from fshard.runtime.steps.failures import raise_failure, refuse_compiling, refuse_transforms
 from fshard.runtime.steps.handshake import uneven_rows
 from fshard.runtime.steps.options import Options
 from fshard.runtime.steps.programs import Programs, make_programs
@@ -22,6 +22,7 @@ __all__ = [
     "Verdict",
     "make_programs",
     "raise_failure",
+    "refuse_compiling",
     "refuse_transforms",
     "scalar",
     "uneven_rows",

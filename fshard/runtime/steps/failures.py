@@ -79,10 +79,7 @@ def refuse_transforms(what: str) -> None:
         TransformError: a transform of ``torch.func`` or ``torch.compile`` is under way, or it is a train step in
             inference mode.
     """
-    if torch.compiler.is_dynamo_compiling():
-        text = _compiled(what)
-        torch._dynamo.graph_break(msg=text)  # what Dynamo traces raises nothing: the code after a break runs
-        raise TransformError(text)
+    refuse_compiling(what)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise step_transformed(what)
     if "train" in what and torch.is_inference_mode_enabled():
@@ -92,9 +89,34 @@ def refuse_transforms(what: str) -> None:
         )
 
 
+_COMPILES = {
+    "a train step": "fs.make_train_step",
+    "a train step of parts": "fs.value_and_grad",
+    "a gradient": "fs.value_and_grad",
+    "an eval step": "fs.make_eval_step",
+}
+"""What has an option to compile the units of a call."""
+
+
+def refuse_compiling(what: str) -> None:
+    """No compiled graph can hold a schedule of communication.
+
+    Raises:
+        TransformError: ``torch.compile`` is under way.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        text = _compiled(what)
+        torch._dynamo.graph_break(msg=text)  # what Dynamo traces raises nothing: the code after a break runs
+        raise TransformError(text)
+
+
 def _compiled(what: str) -> str:
-    units = ", which compiles each unit and leaves communication as it is" if "train" in what else ""
-    remedy = f"give fs.make_train_step(..., compile='inductor'){units}" if units else "call it as it is"
+    remedy = "call it as it is"
+    if what in _COMPILES:
+        remedy = (
+            f"give {_COMPILES[what]}(..., compile='inductor'), which compiles each unit and leaves communication as it "
+            f"is, and call what it returns as it is"
+        )
     return f"{what} was called inside of torch.compile, which cannot hold a schedule of communication: {remedy}"
 
 
