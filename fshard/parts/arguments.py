@@ -121,8 +121,8 @@ def check_mesh(what: str, mesh: Mesh, other: Mesh) -> None:
     """
     if other == mesh and other is not mesh:
         raise PlanError(
-            f"{what} and the step lie on two meshes, which are equal, {mesh}, but have communicators of their own: make "
-            f"one mesh, and give it to all plans of the step"
+            f"{what} and the step lie on two meshes, which are equal, {mesh}, but have communicators of their own: "
+            f"make one mesh, and give it to all plans of the step"
         )
     if other is not mesh:
         raise PlanError(f"{what} lies on {other}, and the step on {mesh}: make all plans of a step on one mesh")
