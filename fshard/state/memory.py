@@ -212,7 +212,8 @@ class Memory:
         flat = self.plan.check_tree(params, whole=False, what="params")
         opt = tree.map(_cloned, self.opt_state(step))
         made = Memory.of(self.layout(step), tree.map(_cloned, tree.nest(flat)), opt)
-        made.lent, made.origin = self.lent, self.origin
+        made.lent = self.lent
+        made.origin = self.origin
         return made
 
     def note_compared(self) -> None:
