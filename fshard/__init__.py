@@ -22,7 +22,7 @@ The spec says where, the schedule says when, the runtime does it::
     parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
     transform/      losses of shards for torch.func, and tools on them
     lora/           low-rank adapters beside frozen weights
-    launch          meshes of real processes
+    launch          meshes of real processes; launching/ starts them from a notebook
     func, io, sim, trackers, types  names of less frequent use: derivatives, other formats, simulation, ...
     view/           pictures of schedules
 """
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from fshard import collectives, errors, optim, tree
 from fshard.launch import make_mesh
+from fshard.launching.launch import launch
 from fshard.model import checkpoint_policies, init, random
 from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
@@ -139,6 +140,7 @@ __all__ = [
     "init_state",
     "io",
     "keep",
+    "launch",
     "lora",
     "make_eval_step",
     "make_mesh",

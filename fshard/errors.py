@@ -89,6 +89,10 @@ class CheckpointWarning(UserWarning):
     """A damaged checkpoint was skipped."""
 
 
+class LaunchError(ShardError, RuntimeError):
+    """A rank of ``fs.launch`` died, or failed in a way that cannot be raised in the process that launched it."""
+
+
 class KeyReuseError(ShardError, RuntimeError):
     """The same random numbers were drawn twice from one key, inside of ``fs.random.checked()``."""
 
@@ -280,15 +284,6 @@ def no_processes() -> PlanError:
     return PlanError(
         "an abstract mesh has no processes to run on: make the plan on fs.make_mesh(...). A virtual mesh is abstract "
         "outside of mesh.run(fn): make a forward and its backward in one fn"
-    )
-
-
-def left_in_backward() -> ScheduleError:
-    """A program left its schedule after a part of the step's updates was made."""
-    return ScheduleError(
-        "the program left its schedule during a step with update='in_backward', after parameters were updated, so the "
-        "step cannot be run again: restore the state from a checkpoint, and use update='deferred' for programs whose "
-        "units change from step to step"
     )
 
 

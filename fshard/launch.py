@@ -1,4 +1,4 @@
-"""Real meshes: joining the ranks that torchrun started."""
+"""Real meshes: joining the ranks that torchrun, or ``fs.launch``, started."""
 
 import dataclasses
 import datetime
@@ -40,7 +40,7 @@ def make_mesh(
     thread = playing()
     if thread is not None:  # a rank of fs.virtual_mesh
         mesh = Mesh(resolve_sizes(sizes, axis_names, thread.scheduler.size), tuple(axis_names), thread.rank)
-        return dataclasses.replace(mesh, transport=VirtualTransport(mesh, thread.scheduler))
+        return dataclasses.replace(mesh, transport=VirtualTransport(mesh, thread.scheduler.mesh))
     joined = join(timeout)
     if joined is None:
         resolved = resolve_sizes(sizes, axis_names, 1)

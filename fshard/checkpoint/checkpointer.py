@@ -16,6 +16,7 @@ from fshard.checkpoint.states import States, all_entries, beside, by_name, one_m
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError
 from fshard.optim.base import Optimizer
+from fshard.played.everywhere import called_on_each_rank
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm import Communicator, each_rank_or_raise, enter, first_rank_or_raise, mesh_communicator
 from fshard.runtime.comm.facts import compare
@@ -97,6 +98,7 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"Checkpointer({self.directory!r}, keep={self.keep}, every={self.every}, async_={self.async_})"
 
+    @called_on_each_rank
     def save(
         self,
         state: States,
@@ -185,6 +187,7 @@ class Checkpointer:
         into: Mapping[str, TrainState] | None = None,
     ) -> dict[str, TrainState]: ...
 
+    @called_on_each_rank
     def restore(
         self,
         plan: Any,
@@ -247,7 +250,7 @@ class Checkpointer:
                     raise
                 skipped.append(str(error))
                 self._damaged.add(chosen)
-                warnings.warn(f"step {chosen} was skipped: {error}", CheckpointWarning, stacklevel=2)
+                warnings.warn(f"step {chosen} was skipped: {error}", CheckpointWarning, stacklevel=3)
         self._run.ids.add(manifest.run_id)
         folder = step_folder(self.directory, chosen)
         self.restored = Restored(chosen, folder, manifest.data, manifest.metadata, tuple(skipped))

@@ -18,8 +18,9 @@ from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, first_matches, idle
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry, assemble, entries, scalars
+from fshard.state.entries import assemble, entries, scalars
 from fshard.state.past import Past, Run
+from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 TakeRules = Sequence[tuple[str, str | None]]

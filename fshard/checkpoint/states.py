@@ -8,7 +8,8 @@ from fshard.arguments import described
 from fshard.errors import PlanError, TreeError
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry, Scalars, entries, scalars
+from fshard.state.entries import Scalars, entries, scalars
+from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 States = TrainState | Mapping[str, TrainState]

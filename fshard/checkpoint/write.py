@@ -17,7 +17,7 @@ from fshard.checkpoint.manifest import CHUNK, Extent, FileInfo
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.tensorfile import TensorMeta, write_header
 from fshard.sharding.layout import ALIGN
-from fshard.state.entries import Entry
+from fshard.state.pieces import Entry
 
 SPLIT = 1 << 14
 """Bytes of a replicated piece below which one of its holders writes all of it."""

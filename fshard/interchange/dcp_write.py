@@ -33,8 +33,9 @@ from fshard.runtime.comm import all_ranks_or_raise, each_rank_or_raise, first_ra
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry, entries
+from fshard.state.entries import entries
 from fshard.state.fit import check_optimizer
+from fshard.state.pieces import Entry
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 

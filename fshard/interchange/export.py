@@ -14,7 +14,8 @@ from fshard.interchange.rename import RenameLike
 from fshard.runtime.comm import mesh_communicator, raise_failures
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry, entries
+from fshard.state.entries import entries
+from fshard.state.pieces import Entry
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 

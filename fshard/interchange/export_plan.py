@@ -24,7 +24,7 @@ from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
-from fshard.state.entries import Entry
+from fshard.state.pieces import Entry
 
 ROLE = "interchange"
 """The role of the communicator on which ranks compare arguments and report failures."""

@@ -14,7 +14,7 @@ from fshard.errors import DamagedError, TreeError, lines
 from fshard.interchange.source import Origin, TensorSource, load, misfit, read_piece
 from fshard.optim.base import Optimizer
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry
+from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 STEP = "step"

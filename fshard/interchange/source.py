@@ -21,8 +21,9 @@ from fshard.optim.base import Optimizer
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
-from fshard.state.entries import Entry, entries
+from fshard.state.entries import entries
 from fshard.state.init import Inits, fresh_values, initializers, start
+from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 

@@ -15,8 +15,9 @@ from fshard.lora import modules as adapted
 from fshard.lora.modules import PATHS
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry, entries
+from fshard.state.entries import entries
 from fshard.state.move import whole_entry
+from fshard.state.pieces import Entry
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 

@@ -65,7 +65,7 @@ def arguments(state: Any, batch: Any) -> Arguments:
     states: list[TrainState] = []
 
     def place(state: TrainState) -> Place:
-        states.append(state)
+        states.append(state.here)
         return Place(len(states) - 1)
 
     def held(value: TrainState | Tensor) -> Any:

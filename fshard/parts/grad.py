@@ -14,6 +14,7 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
 from fshard.optim.scaling import LossScale
 from fshard.parts.running import PART, running_of
+from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling
@@ -87,7 +88,7 @@ class ValueAndGrad(OneFunction):
             part: tuple[Any, dict[str, Any]] = running.gradient(self, params, batch)
             return part
         if isinstance(params, TrainState):
-            return self._of_state(params, batch)
+            return self._of_state(params.here, batch)
         if self.spec.loss_scale is not None:
             raise TreeError(
                 "value_and_grad(loss_scale=) takes the state, which holds the scale: give it, not its params"
@@ -181,6 +182,7 @@ def zero_chunks(form: Form) -> dict[int, Tensor]:
     }
 
 
+@made_on_each_rank(batches=False)
 def value_and_grad(
     loss_fn: LossFn,
     plan: Plan,

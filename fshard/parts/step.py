@@ -10,6 +10,7 @@ from fshard.errors import PlanError, TreeError
 from fshard.parts.arguments import arguments, check_mesh
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
+from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import refuse_transforms
 from fshard.runtime.steps.options import Running, read_running
@@ -116,6 +117,7 @@ class Step(LatestRun):
         return self._runner.trace(recorded)
 
 
+@made_on_each_rank(batches=True)
 def make_step(
     fn: Callable[..., Any],
     plan: Plan,

@@ -18,6 +18,7 @@ from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.parts.ages import Ages, ages_of
 from fshard.parts.running import PART, running_of
+from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import digest, mesh_communicator
 from fshard.runtime.comm.facts import Facts
 from fshard.runtime.execution import Gradients, Pending, Several, parts_of
@@ -124,7 +125,7 @@ class UpdateStep:
         if (running := running_of(state)) is not None:
             found: tuple[TrainState, UpdateMetrics] = running.update(self, state, grads, lr)
             return found
-        return self._alone(state, grads, lr)
+        return self._alone(state.here, grads, lr)
 
     def _alone(self, state: TrainState, grads: Any, lr: float | None) -> tuple[TrainState, UpdateMetrics]:
         """Update outside of a step: two exchanges of its own."""
@@ -325,6 +326,7 @@ class UpdateStep:
         return made
 
 
+@made_on_each_rank(batches=False)
 def make_update(
     opt: Optimizer,
     plan: Plan,

@@ -6,6 +6,7 @@ process has.
 """
 
 import contextvars
+import ctypes
 import random
 import sys
 import threading
@@ -24,6 +25,14 @@ from fshard.sharding.mesh import Mesh
 Ready = Callable[[], bool]
 
 
+class Interrupted(KeyboardInterrupt):
+    """An interrupt of a run whose ranks have all returned nevertheless: ``results``."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self.results = results
+
+
 class RankThread(threading.Thread):
     """The thread of one rank."""
 
@@ -35,18 +44,30 @@ class RankThread(threading.Thread):
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended = False
+        self.over = threading.Event()  # to wait for: an interrupted join takes a thread for one that has ended
         self.randomness: Any = None
+        self.interrupted = False
+        self.shields = 0
+
+    def check_interrupt(self) -> None:
+        """Raise ``KeyboardInterrupt`` if the run was interrupted, unless a step of this rank holds that back."""
+        if self.interrupted and not self.shields:
+            raise KeyboardInterrupt
 
     def run(self) -> None:
         """Run the rank, then the next one."""
         self.turn.acquire()
         try:
             restore_randomness(self.randomness)
+            self.check_interrupt()
             self.result = self.body()
         except BaseException as error:  # the caller of the run gets it
             self.error = error
         self.ended = True
-        self.scheduler.switch(self)
+        try:
+            self.scheduler.switch(self)
+        finally:
+            self.over.set()
 
     def runnable(self) -> bool:
         """Whether the rank can continue."""
@@ -66,6 +87,7 @@ class Scheduler:
         self.mesh, self.size = mesh, mesh.size
         self.logs: dict[Any, Any] = {}
         self.threads: list[RankThread] = []
+        self.current: RankThread  # the one that runs
         self.failure: str | None = None
 
     def run(self, bodies: list[Callable[[], Any]], again: "Randomness | None" = None) -> list[Any]:
@@ -86,16 +108,38 @@ class Scheduler:
         for thread in self.threads:
             thread.randomness = again or before
             thread.start()
-        self.threads[0].turn.release()
+        self.current = self.threads[0]
         try:
+            self.current.turn.release()
             for thread in self.threads:
-                thread.join()
-        except BaseException:  # an interrupt: let every rank end at its next collective
-            self.failure = "the run was interrupted"
+                # A signal that came to another thread wakes nobody.
+                while not thread.over.wait(GRACE) and thread.is_alive():
+                    continue
+        except BaseException:
+            self._interrupt()
+            if not any(thread.error for thread in self.threads):
+                raise Interrupted([thread.result for thread in self.threads]) from None
             raise
         restore_randomness(before if again else self.threads[0].randomness)
         self._raise()
         return [thread.result for thread in self.threads]
+
+    def _interrupt(self) -> None:
+        """End all ranks. A step ends where its loss function runs, on all of them, and leaves its state as it was."""
+        for thread in self.threads:
+            thread.interrupted = True
+        try:
+            while alive := [thread for thread in self.threads if thread.is_alive()]:
+                alive[0].over.wait(GRACE)
+                thread = self.current
+                if not thread.is_alive():  # the interrupt came when it was about to wake the next one
+                    thread.ended, thread.error = True, thread.error or KeyboardInterrupt()
+                    self.switch(thread)
+                elif not thread.ended and not thread.shields and thread.waits is None:
+                    _raise_in(thread)  # it computes for long, or waits outside of any collective
+        except BaseException:  # a second interrupt: somebody wants out, wherever the ranks are
+            self.failure = "the run was interrupted"
+            raise
 
     def wait(self, thread: RankThread, ready: Ready, what: str) -> None:
         """Let the other ranks run until this one can continue.
@@ -108,6 +152,7 @@ class Scheduler:
             self.switch(thread)
             thread.turn.acquire()
             restore_randomness(thread.randomness)
+            thread.check_interrupt()
         if self.failure is not None:
             raise CommError(self.failure)
         thread.waits = None
@@ -122,6 +167,7 @@ class Scheduler:
             if following is not None and self.failure is None:
                 self.fail("no rank can go on:")
         if following is not None:
+            self.current = following
             following.turn.release()
 
     def fail(self, head: str) -> None:
@@ -138,6 +184,15 @@ class Scheduler:
         assert first.error is not None
         first.error.add_note(f"on rank {first.rank} of a virtual mesh of {self.size}")
         raise first.error
+
+
+GRACE = 0.3
+"""Seconds that an interrupted rank has to reach a collective, or the loss function of a step."""
+
+
+def _raise_in(thread: RankThread) -> None:
+    """Raise ``KeyboardInterrupt`` at the next instruction of a thread."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
 
 
 def playing() -> RankThread | None:

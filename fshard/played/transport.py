@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.played.cooperative import RankThread, Scheduler, playing
+from fshard.played.cooperative import RankThread, playing
 from fshard.runtime.comm import Communicator, Handle
 from fshard.runtime.comm.communicator import Events, SingleRank, Sizes, sum_rows
 from fshard.sharding.mesh import Axes, Mesh
@@ -40,26 +40,31 @@ class CollectiveLog:
 
 @dataclass(frozen=True)
 class VirtualTransport:
-    """Joins a rank of a virtual mesh to the others."""
+    """Joins a rank of a virtual mesh to the others, in every run of it.
+
+    Attributes:
+        mesh: the mesh as the rank sees it.
+        host: the virtual mesh, whose runs it serves.
+    """
 
     mesh: Mesh
-    scheduler: Scheduler
+    host: Mesh
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of this role over these axes."""
         members = tuple(sorted(self.mesh.ranks(axes)))
         if len(members) == 1:
             return SingleRank()
-        log = self.scheduler.logs.setdefault((role, members), CollectiveLog(f"{role}({'+'.join(axes)})", members))
-        return VirtualCommunicator(log, self.mesh.rank, self.scheduler)
+        return VirtualCommunicator(role, f"{role}({'+'.join(axes)})", members, self.mesh.rank, self.host)
 
     def abort(self, role: str, reason: str = "") -> None:
         """Does nothing: the scheduler detects a deadlock."""
 
     def abort_all(self, reason: str) -> None:
-        """Let every rank fail at its next collective."""
-        if self.scheduler.failure is None:
-            self.scheduler.fail(f"rank {self.mesh.rank} gave up: {reason}")
+        """Let every rank fail at its next collective of this run."""
+        thread = playing()
+        if thread is not None and thread.scheduler.mesh is self.host and thread.scheduler.failure is None:
+            thread.scheduler.fail(f"rank {self.mesh.rank} gave up: {reason}")
 
     def close(self, reason: str = "") -> None:
         """Does nothing: the scheduler sees the rank's exception."""
@@ -77,22 +82,29 @@ class Arrival:
     def wait(self) -> None:
         """Let the others run until all have reached it."""
         if not self.collective.complete:
+            if self.thread is not playing():
+                raise CommError(
+                    f"{self.collective.call} on {self.log.name} was started in a run that ended before all ranks had "
+                    f"made it: wait for it in the same mesh.run"
+                )
             what = f"{self.collective.call} on {self.log.name}, its call {self.number}"
             self.thread.scheduler.wait(self.thread, lambda: self.collective.complete, what)
 
 
 @dataclass(frozen=True)
 class VirtualCommunicator:
-    """A communicator between threads."""
+    """A communicator between threads. It outlives a run: each run of the mesh counts its collectives anew."""
 
-    log: CollectiveLog
+    role: str
+    name: str
+    members: tuple[int, ...]
     rank: int
-    scheduler: Scheduler
+    host: Mesh
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return len(self.log.members)
+        return len(self.members)
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """Copy every shard to every rank."""
@@ -113,36 +125,50 @@ class VirtualCommunicator:
         return self._arrive("all-to-all" if send else f"all-to-all of {_size(full)}", part, _all_to_all)
 
     def _arrive(self, call: str, part: Part, perform: Callable[[list[Part]], None]) -> Handle:
-        thread = playing()
-        if thread is None or thread.scheduler is not self.scheduler or thread.rank != self.rank:
-            raise CommError(
-                f"{call} on {self.log.name} of rank {self.rank} outside of its run: make forward and backward in the "
-                f"same mesh.run, which each rank leaves with results only"
-            )
-        if self.scheduler.failure is not None:
-            raise CommError(self.scheduler.failure)
-        number = self.log.counts[self.rank] = self.log.counts.get(self.rank, 0) + 1
-        collective = self.log.collectives.setdefault(number, Collective(call))
-        handle = Arrival(collective, self.log, number, thread)
+        thread = self._thread(call)
+        scheduler = thread.scheduler
+        if scheduler.failure is not None:
+            raise CommError(scheduler.failure)
+        thread.check_interrupt()
+        log = scheduler.logs.setdefault((self.role, self.members), CollectiveLog(self.name, self.members))
+        number = log.counts[self.rank] = log.counts.get(self.rank, 0) + 1
+        collective = log.collectives.setdefault(number, Collective(call))
+        handle = Arrival(collective, log, number, thread)
         if collective.call != call:
             self._disagree(handle, call)
         collective.parts[self.rank] = part
         if len(collective.parts) == self.size:
-            del self.log.collectives[number]
+            del log.collectives[number]
             inference = any(part["out"].is_inference() for part in collective.parts.values())
             with torch.inference_mode(inference), torch.no_grad():
-                perform([collective.parts[rank] for rank in self.log.members])
+                perform([collective.parts[rank] for rank in self.members])
             collective.complete = True
             collective.parts.clear()
         return handle
 
+    def _thread(self, call: str) -> RankThread:
+        """The thread of this rank in the run that goes on."""
+        thread = playing()
+        if thread is None or thread.scheduler.mesh is not self.host:
+            raise CommError(
+                f"{call} on {self.name} of rank {self.rank} outside of its run: what mesh.run has returned for a rank "
+                f"communicates inside of mesh.run only, on that rank, as results[mesh.rank]; what is made outside of "
+                f"mesh.run works on both sides"
+            )
+        if thread.rank != self.rank:
+            raise CommError(
+                f"{call} on {self.name}: rank {thread.rank} uses what belongs to rank {self.rank}: mesh.run has "
+                f"returned one result for each rank, so use results[mesh.rank]"
+            )
+        return thread
+
     def _disagree(self, handle: Arrival, call: str) -> None:
         first = min(handle.collective.parts)
-        thread = handle.thread
-        thread.waits = (lambda: False, f"{call} on {self.log.name}, its call {handle.number}")
-        where = f"on {self.log.name} where rank {first} calls {handle.collective.call}"
-        self.scheduler.fail(f"rank {self.rank} calls {call} {where}:")
-        raise CommError(str(self.scheduler.failure))
+        thread, scheduler = handle.thread, handle.thread.scheduler
+        thread.waits = (lambda: False, f"{call} on {self.name}, its call {handle.number}")
+        where = f"on {self.name} where rank {first} calls {handle.collective.call}"
+        scheduler.fail(f"rank {self.rank} calls {call} {where}:")
+        raise CommError(str(scheduler.failure))
 
 
 def _size(x: Tensor) -> str:

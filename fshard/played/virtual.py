@@ -1,5 +1,6 @@
 """A virtual mesh: all ranks of a job in one process."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +11,17 @@ from torch import Tensor
 from fshard.arguments import expect
 from fshard.errors import TransformError
 from fshard.played.cooperative import Randomness, Scheduler, inherited, playing
+from fshard.played.everywhere import join
 from fshard.played.transport import VirtualTransport
 from fshard.sharding.mesh import Mesh, resolve_sizes
+from fshard.tracebacks import hide
 
 
 class VirtualMesh(Mesh):
     """A mesh whose ranks are threads of this process. Made by ``fs.virtual_mesh``.
 
-    Inside of ``run`` it is the mesh of the rank that runs, outside an abstract mesh, seen from rank 0.
+    Inside of ``run`` it is the mesh of the rank that runs. Outside the caller stands for all ranks, as in JAX: steps
+    take global batches, and states show whole tensors.
     """
 
     def __init__(self, sizes: tuple[int, ...], axis_names: tuple[str, ...]) -> None:
@@ -25,19 +29,62 @@ class VirtualMesh(Mesh):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
+    @functools.cached_property
+    def _ranks(self) -> tuple[Mesh, ...]:
+        """The mesh as each rank sees it, with what joins it to the others in every run."""
+        seen = [Mesh(self.sizes, self.axis_names, rank, self.device) for rank in range(self.size)]
+        return tuple([dataclasses.replace(mesh, transport=VirtualTransport(mesh, self)) for mesh in seen])
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the caller stands for all ranks, outside of ``run``."""
+        thread = playing()
+        return thread is None or thread.scheduler.mesh is not self
+
+    @property
+    def here(self) -> Mesh:
+        """The mesh as the rank that runs sees it; itself outside of ``run``."""
+        thread = playing()
+        return self if thread is None or thread.scheduler.mesh is not self else self._ranks[thread.rank]
+
     @property
     def rank(self) -> int:
         """The rank that runs; 0 outside of ``run``."""
-        thread = playing()
-        return thread.rank if thread is not None and thread.scheduler.mesh is self else 0
+        here = self.here
+        return 0 if here is self else here.rank
 
     @property
     def transport(self) -> Any:
         """The transport of the rank that runs; None outside of ``run``."""
-        thread = playing()
-        return (
-            VirtualTransport(self, thread.scheduler) if thread is not None and thread.scheduler.mesh is self else None
-        )
+        here = self.here
+        return None if here is self else here.transport
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to the mesh of the rank that runs."""
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return (self.sizes, self.axis_names, self.rank) == (other.sizes, other.axis_names, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.sizes, self.axis_names, self.rank, self.device))
+
+    def __repr__(self) -> str:
+        return f"VirtualMesh(sizes={self.sizes}, axis_names={self.axis_names})"
+
+    def join(self, results: Sequence[Any]) -> Any:
+        """What ``run`` returned, as one value outside of it: states of ranks become a state of all ranks.
+
+        Args:
+            results: one for each rank, alike in structure: any nest of tuples, lists and dicts. Of what is equal on all
+                ranks, and of records such as metrics, the result has that of rank 0.
+
+        Raises:
+            TreeError: a value differs between ranks, so that it is none of all ranks.
+
+        >>> virtual_mesh((2,), ("shard",)).join([{"loss": 1.5}, {"loss": 1.5}])
+        {'loss': 1.5}
+        """
+        return join(results, self.size)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank.
@@ -68,7 +115,11 @@ class VirtualMesh(Mesh):
                 "the transform inside of the function, or use fs.shard_map, which can be transformed"
             )
         expect("mesh.run(fn)", [("fn", fn, Callable, "a function; its arguments come after it")])
-        return play(self, functools.partial(fn, *args, **kwargs))
+        try:
+            return play(self, functools.partial(fn, *args, **kwargs))
+        except BaseException as error:
+            hide(error)
+            raise
 
 
 def play(mesh: VirtualMesh, fn: Callable[[], Any], again: Randomness | None = None) -> list[Any]:

@@ -20,9 +20,10 @@ from fshard.runtime.comm import Communicator, exchange_bytes
 from fshard.runtime.graphs.compare import gap
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
-from fshard.state.entries import Entry, entries, gradients
+from fshard.state.entries import entries
 from fshard.state.init import take
 from fshard.state.move import whole_entry
+from fshard.state.pieces import Entry, gradients
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 from fshard.training.metrics import Metrics

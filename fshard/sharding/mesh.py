@@ -60,6 +60,16 @@ class Mesh:
         """The size of each axis by its name."""
         return dict(zip(self.axis_names, self.sizes, strict=True))
 
+    @property
+    def here(self) -> "Mesh":
+        """The mesh as the rank of the caller holds it: the mesh itself, but on a virtual mesh."""
+        return self
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the caller stands for all ranks: on a virtual mesh, outside of ``run``."""
+        return False
+
     def axis_size(self, axes: str | Axes) -> int:
         """The number of ranks along an axis, or along several together.
 

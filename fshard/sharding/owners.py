@@ -1,13 +1,21 @@
 """Which unit owns each leaf."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fshard.errors import PlanError, lines
 from fshard.patterns import glob_matches, glob_meant
 
 ROOT = "root"
 """The unit of all leaves outside of units: the code between units."""
+
+
+@runtime_checkable
+class Modelled(Protocol):
+    """A split model: parameters and units."""
+
+    params: Any
+    units: Any
 
 
 def owners_of(leaves: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, str]:

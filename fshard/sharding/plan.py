@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
-from fshard.sharding.owners import owned_by, owners_of
+from fshard.sharding.owners import Modelled, owned_by, owners_of
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.table import render
@@ -101,6 +101,12 @@ class Plan:
         return tuple(group.compute_dtype for group in self.groups)
 
     @property
+    def here(self) -> "Plan":
+        """The plan as the rank of the caller holds it: the plan itself, but on a virtual mesh."""
+        mesh = self.mesh.here
+        return self if mesh is self.mesh else dataclasses.replace(self, mesh=mesh)
+
+    @property
     def data_rank(self) -> int:
         """The number of this rank's part of the global batch, from 0 to ``data_size - 1``.
 
@@ -110,6 +116,8 @@ class Plan:
 
     def local_batch(self, batch: Any) -> Any:
         """This rank's part of a global batch: what a step takes. Local, and nothing is copied.
+
+        On a virtual mesh outside of ``run``, where the caller stands for all ranks, it is the global batch.
 
         Args:
             batch: a pytree, the same on every rank. Each dim of a tensor is cut into equal parts along the axes that
@@ -129,7 +137,8 @@ class Plan:
         >>> plan.data_rank, plan.local_batch({"x": torch.arange(4)})
         (1, {'x': tensor([2, 3])})
         """
-        return local_part(batch, self.batch, self.mesh)
+        part = local_part(batch, self.batch, self.mesh)
+        return batch if self.mesh.everywhere else part
 
     @functools.cached_property
     def texts(self) -> tuple[Texts, Texts]:
@@ -341,14 +350,6 @@ def make_plan(
 
 
 _RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))]'
-
-
-@runtime_checkable
-class Modelled(Protocol):
-    """A split model: parameters and units."""
-
-    params: Any
-    units: Any
 
 
 def _misfit(path: str, value: Any, shape: Shape) -> str:

@@ -16,6 +16,7 @@ from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
+from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import enter
 from fshard.runtime.execution import Shard, Shards, start_shard
 from fshard.runtime.memory import memory_space
@@ -30,6 +31,7 @@ from fshard.state.train_state import TrainState
 Inits = Sequence[tuple[str, Initializer]]
 
 
+@called_on_each_rank
 def init_state(
     plan: Plan,
     opt: Optimizer | None = None,
@@ -40,6 +42,8 @@ def init_state(
     init: Inits = (),
 ) -> TrainState:
     """The state before the first step. Local: no rank ever holds more than its own part.
+
+    On a virtual mesh outside of ``run`` it is the state of all ranks.
 
     Args:
         plan: the plan.
@@ -149,6 +153,8 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     expect("fs.shard(full, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     flat = plan.check_tree(full, whole=True, what="full")
     plan.mesh.check_device()
+    if plan.mesh.everywhere:
+        return tree.nest(flat)
     out: dict[str, Tensor] = {}
     for group in plan.groups:
         placed = [flat[leaf.path].to(device=plan.mesh.device, dtype=group.dtype) for leaf in group.leaves]
@@ -161,6 +167,8 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The whole tensors of a sharded tree, on every rank. Collective; the inverse of ``shard``.
+
+    On a virtual mesh outside of ``run`` trees are of whole tensors already, and this copies them.
 
     It is a linear map, right under every transform of ``torch.func``, and its adjoint is ``shard``. What is computed
     from the whole tensors must be the same on all ranks for gradients to be right; a loss of each rank's own batch is
@@ -185,6 +193,9 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
             [2., 3.]])
     """
     expect("fs.unshard(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
+    if plan.mesh.everywhere:
+        given = plan.check_tree(params, whole=True)
+        return tree.nest({path: leaf.detach().clone() for path, leaf in given.items()})
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
     flat = plan.check_tree(params, whole=False)

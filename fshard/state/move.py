@@ -11,12 +11,14 @@ from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines
 from fshard.optim.base import Optimizer
+from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import enter
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.state.entries import LATE, Entry, Scalars, assemble, entries, scalars
+from fshard.state.entries import LATE, Scalars, assemble, entries, scalars
 from fshard.state.init import take
+from fshard.state.pieces import Entry
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
@@ -24,6 +26,7 @@ Pieces = dict[str, list[Piece]]
 """What each rank holds of some entries."""
 
 
+@called_on_each_rank
 def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     """Carry a state over to another plan, such as one with fewer frozen leaves. Collective.
 

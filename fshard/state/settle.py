@@ -5,12 +5,14 @@ import torch
 from fshard.arguments import expect
 from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
+from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import each_rank_or_raise, enter, mesh_communicator
 from fshard.runtime.execution import Shard
 from fshard.sharding.mesh import Mesh
 from fshard.state.train_state import TrainState
 
 
+@called_on_each_rank
 def settle(state: TrainState) -> TrainState:
     """Complete a state: apply the update that waits, and fetch what other ranks have updated. Collective.
 

@@ -1,6 +1,6 @@
 """The train state: a value that a step takes and returns."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from fshard.errors import TreeError
 from fshard.optim.scaling import Scale
 from fshard.runtime.execution import Pending, Several, Shard, Shards
 from fshard.sharding.plan import Plan
+from fshard.state.everywhere import MemoryOfAllRanks, host_of
 from fshard.state.memory import Layout, Memory
 from fshard.state.past import Past
 
@@ -66,7 +67,24 @@ class TrainState:
     def __repr__(self) -> str:
         if self.memory.donated:
             return f"<TrainState of step {self.step}, donated>"
-        return f"<TrainState of step {self.step}: {len(self.plan.leaves)} leaves on rank {self.plan.mesh.rank}>"
+        mesh = self.plan.mesh
+        where = f"all {mesh.size} ranks" if mesh.everywhere else f"rank {mesh.rank}"
+        return f"<TrainState of step {self.step}: {len(self.plan.leaves)} leaves on {where}>"
+
+    @property
+    def here(self) -> "TrainState":
+        """The state as the rank of the caller holds it: the state itself, but that of all ranks of a virtual mesh."""
+        memory: Any = self.memory
+        if not isinstance(memory, MemoryOfAllRanks) or self.plan.mesh.everywhere:
+            return self
+        mine = memory.here
+        return replace(self, plan=mine.plan, memory=mine)
+
+    def of_all_ranks(self, states: Sequence["TrainState"]) -> "TrainState":
+        """The states of all ranks of a virtual mesh, this one first, as one outside of its ``run``."""
+        plan = replace(self.plan, mesh=host_of([state.plan for state in states], [state.step for state in states]))
+        memory: Any = MemoryOfAllRanks(plan, [state.memory for state in states])
+        return replace(self, plan=plan, memory=memory)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -148,7 +166,7 @@ class TrainState:
         self.shards()
         self.memory.check_unwritten()
         if self.plan is not plan and self.plan != plan:
-            raise TreeError("the state was made for another plan: make the step and the state from the same one")
+            raise other_plan(self.plan, plan)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
@@ -215,6 +233,16 @@ LEAVES = ("params", "opt_state", "step", "seed", "scale", "count", "late")
 """The attributes that hold the leaves of a state."""
 
 tree.register(TrainState, _flatten, _unflatten)
+
+
+def other_plan(own: Plan, plan: Plan) -> TreeError:
+    """A state that was given to a step of another plan, or on another rank."""
+    if own.mesh.transport is not None and own.mesh.rank != plan.mesh.rank and own.mesh.shape == plan.mesh.shape:
+        return TreeError(
+            f"rank {plan.mesh.rank} was given the state of rank {own.mesh.rank}: mesh.run has returned one state for "
+            f"each rank, so use results[mesh.rank], or give all of them as mesh.join(results)"
+        )
+    return TreeError("the state was made for another plan: make the step and the state from the same one")
 
 
 def expect_state(state: Any, call: str) -> None:

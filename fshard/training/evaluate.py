@@ -10,6 +10,7 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.model.precision import Precision
+from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import PassSpec, Programs, Request, Runner, make_programs, refuse_transforms, uneven_rows
@@ -80,6 +81,7 @@ class EvalStep(OneFunction):
         return global_result(outcome.measured.aux[0], outcome.verdict.means)
 
 
+@made_on_each_rank(batches=True)
 def make_eval_step(
     fn: Callable[..., Any],
     plan: Plan,

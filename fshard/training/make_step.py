@@ -8,6 +8,7 @@ from fshard.errors import PlanError
 from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.scaling import LossScale
+from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
@@ -21,6 +22,7 @@ from fshard.training.metrics import Metrics
 from fshard.training.step import TrainStep
 
 
+@made_on_each_rank(batches=True)
 def make_train_step(
     loss_fn: Callable[..., Any],
     opt: Optimizer,

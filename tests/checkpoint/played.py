@@ -15,7 +15,8 @@ from fshard.checkpoint.read import read_into
 from fshard.checkpoint.restore import Request, prepare
 from fshard.checkpoint.save import complete, head_of
 from fshard.checkpoint.write import owned, packed, write_files
-from fshard.state.entries import Entry, entries
+from fshard.state.entries import entries
+from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 NOTHING: dict[str, Any] = {"data": None, "metadata": None, "schedule": None}

@@ -11,8 +11,9 @@ from torch import Tensor
 import fshard as fs
 from fshard import optim as O  # noqa: N812
 from fshard import tree
-from fshard.state.entries import Entry, assemble, entries, scalars
+from fshard.state.entries import assemble, entries, scalars
 from fshard.state.init import take
+from fshard.state.pieces import Entry
 from tests.shared.workers import Pools
 
 SHAPES: dict[str, tuple[int, ...]] = {

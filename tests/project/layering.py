@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree", "version", "arguments", "patterns"),
+    ("errors", "tree", "version", "arguments", "patterns", "tracebacks"),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
@@ -23,7 +23,7 @@ LAYERS = (
     ("interchange",),
     ("cli", "tracking"),
     ("training",),
-    ("launch", "lora"),
+    ("launch", "launching", "lora"),
     ("transform",),
     ("parts",),
     ("proof",),

@@ -120,6 +120,12 @@ def test_steps_are_not_longer_than_in_jax() -> None:
     assert len(pairs) == 3 and all(len(one) <= len(two) for one, two in pairs)
 
 
+@pytest.mark.long
+def test_notebooks() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "notebooks.md") == 5
+
+
 def test_collectives() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "collectives.md") > 8

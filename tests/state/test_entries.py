@@ -9,8 +9,9 @@ import fshard as fs
 from fshard import P, tree
 from fshard.errors import TreeError
 from fshard.sharding.layout import Piece
-from fshard.state.entries import Entry, assemble, entries, scalars
+from fshard.state.entries import assemble, entries, scalars
 from fshard.state.init import take
+from fshard.state.pieces import Entry
 
 PARAMS = {"a": {"w": torch.randn(7, 6), "b": torch.randn(6)}, "c": torch.randn(4, 8), "s": torch.tensor(3.0)}
 RULES = [("a.b", P()), ("a.*", fs.fsdp("shard")), ("c", P(None, "tp", flat="shard")), ("s", fs.fsdp("shard"))]

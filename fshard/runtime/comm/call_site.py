@@ -9,6 +9,9 @@ from types import FrameType
 OURS = ("fshard.", "torch.", "optree.", "functools", "threading", "contextlib", "concurrent.", "multiprocessing.")
 """Modules whose frames are not the user's."""
 
+WRAPPERS = "fshard.played.everywhere"
+"""The module whose frames lie between a user and the function that was called."""
+
 CALLS = {
     "TrainStep.__call__": "train step",
     "EvalStep.__call__": "evaluation step",
@@ -58,6 +61,9 @@ def _calls(frame: FrameType | None) -> Iterator[str]:
     innermost = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
+        if module == WRAPPERS:
+            frame = frame.f_back
+            continue
         if module == "fshard" or module.startswith("fshard."):
             inside.append(frame.f_code.co_qualname)
         elif not module.startswith(OURS) and (inside or innermost):

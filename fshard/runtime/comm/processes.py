@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -235,6 +236,18 @@ def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
     gpu = backend == "nccl" or (backend == "fake" and torch.cuda.is_available())
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     return dist.get_rank(), dist.get_world_size(), device, backend, owned
+
+
+def join_by_file(path: str, rank: int, world: int) -> None:
+    """Make the default process group of ranks of one host, which meet in a file: no port is opened for it."""
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    with naming_errors("joining the process group"):
+        dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{path}", rank=rank, world_size=world)
 
 
 def _joined(backend: str, timeout: datetime.timedelta) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+from fshard.tracebacks import hide
+
 HELD = (signal.SIGINT, signal.SIGTERM)
 """The signals whose handlers may raise."""
 
@@ -39,9 +41,14 @@ class Shield:
         self.kept: dict[int, Callable[[int, Any], Any]] = {}
         self.held: list[int] = []
         self.count = 0
+        self.rank: Any = None  # the thread of a played rank, which is interrupted by a mark on it
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        thread = threading.current_thread()
+        if hasattr(thread, "shields"):
+            self.rank = thread
+            thread.shields += 1
+        elif thread is threading.main_thread():
             for number in HELD:
                 handler = _signal.getsignal(number)
                 if callable(handler):
@@ -50,6 +57,10 @@ class Shield:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.rank is not None:
+            self.rank.shields -= 1
+        if error is not None:
+            hide(error)
         for number, handler in self.kept.items():
             _signal.signal(number, handler)
         while self.held:
@@ -67,6 +78,8 @@ class Shield:
         if self.late is not None:
             error, self.late = self.late, None
             raise error
+        if self.rank is not None and self.rank.interrupted:
+            raise KeyboardInterrupt
         self.open = True
         while self.held:
             self._let_through(self.held.pop(0))

@@ -135,3 +135,12 @@ def together(comms: Communicators) -> Iterator[None]:
     except BaseException as error:
         comms.transport.abort_all(raised(error))
         raise
+
+
+def left_in_backward() -> ScheduleError:
+    """A program left its schedule after a part of the step's updates was made."""
+    return ScheduleError(
+        "the program left its schedule during a step with update='in_backward', after parameters were updated, so the "
+        "step cannot be run again: restore the state from a checkpoint, and use update='deferred' for programs whose "
+        "units change from step to step"
+    )

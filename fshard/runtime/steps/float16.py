@@ -47,6 +47,6 @@ def warn_of_float16(plan: Plan, loss_scale: LossScale | None) -> None:
             warnings.warn(
                 f"gradients of {group.leaves[0].path} are float16, in which those below 6e-8 are zero: give "
                 f"make_train_step(loss_scale=fs.LossScale()), or use bfloat16",
-                stacklevel=3,
+                stacklevel=4,
             )
             return

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from fshard.errors import foreign_params, left_in_backward
+from fshard.errors import foreign_params
 from fshard.runtime.comm import COLLECTIVES
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches
@@ -31,7 +31,7 @@ from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
 from fshard.runtime.steps.ends import End, attempted, decline, drained
-from fshard.runtime.steps.failures import raise_failure, report, request, together
+from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
 from fshard.runtime.steps.handshake import Intent, agree, uneven_rows

@@ -1,0 +1,116 @@
+"""The tensors of a rank as entries: what each is called, its whole size, and which part of it the rank holds."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fshard.errors import TreeError
+from fshard.optim.form import Form
+from fshard.runtime.execution import Shard
+from fshard.sharding.layout import Group, Piece
+from fshard.sharding.plan import Plan
+from fshard.sharding.spec import P, Shape
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One tensor of a train state: what it is called, how large it is as a whole, and the part that this rank holds.
+
+    Attributes:
+        name: ``params.`` or ``opt.exp_avg.`` and the path of the leaf: ``params.blocks.0.weight``.
+        shape: of the whole tensor, over all ranks.
+        piece: this rank's part: elements ``start`` to ``stop``, row-major, of a box in the whole tensor.
+        tensor: that part, 1-D, ``piece.numel`` elements, in the state's own memory: what is written to it is in the
+            state.
+        holders: the ranks that hold this very piece, this one among them, in the same order on all of them.
+        spec: how the tensor is cut over the mesh, for people to read.
+    """
+
+    name: str
+    shape: Shape
+    piece: Piece
+    tensor: Tensor
+    holders: tuple[int, ...]
+    spec: P
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.tensor.dtype
+
+
+def entries_of(plan: Plan, shards: Sequence[Shard]) -> list[Entry]:
+    """The entries of the shards of a plan: parameters in the order of the tree, then the optimizer's state. Local.
+
+    Raises:
+        TreeError: the optimizer keeps something that no entry can describe.
+    """
+    places = plan.places()
+    out = [_entry(plan, f"params.{path}", *places[path], shards[places[path][0].id].param) for path in plan.leaves]
+    names = dict.fromkeys(name for shard in shards for name in shard.opt)
+    return out + [entry for name in names for entry in _opt_entries(plan, name, shards)]
+
+
+def gradients(plan: Plan, buffers: Mapping[int, Tensor]) -> list[Entry]:
+    """The entries of gradients, which lie as the optimizer's plain buffers do, by group id."""
+    places = [(path, group, number) for path, (group, number) in _ordered(plan) if group.id in buffers]
+    return [_entry(plan, f"grad.{path}", group.owned, number, buffers[group.id]) for path, group, number in places]
+
+
+def _opt_entries(plan: Plan, name: str, shards: Sequence[Shard]) -> Iterator[Entry]:
+    """The entries of one of the optimizer's buffers."""
+    for path, (group, number) in _ordered(plan):
+        layout = shards[group.id].layouts.get(name)
+        if layout is None or number not in layout.ranges:
+            continue
+        group = group.owned
+        buffer = shards[group.id].opt[name]
+        if buffer.shape != (layout.length,):
+            raise TreeError(
+                f"the optimizer's {name!r} of group {group.name!r} is {list(buffer.shape)} and should be "
+                f"{[layout.length]}: make the state with fs.init_state(plan, opt, ...)"
+            )
+        entry = _entry(plan, f"opt.{name}.{path}", group, number, buffer)
+        if layout.plain:
+            yield entry
+            continue
+        if layout.forms[number].shape is not None and 0 in entry.shape:
+            continue  # a leaf without elements is on no rank, and nor is what an optimizer keeps of it as a whole
+        begin, end = layout.ranges[number]
+        shape = layout.forms[number].whole(entry.shape)
+        piece = _state_piece(layout.forms[number], shape, entry.piece, end - begin)
+        holders = entry.holders if layout.forms[number].shape is None else _alike(plan, group, number)
+        yield replace(entry, shape=shape, piece=piece, tensor=buffer[begin:end].detach(), holders=holders)
+
+
+def _state_piece(form: Form, shape: Shape, piece: Piece, count: int) -> Piece:
+    """The part of one of an optimizer's tensors that goes with a piece of its leaf."""
+    if form.shape is not None:  # whole on every rank that holds some of the leaf
+        return Piece((0,) * len(shape), shape, 0, count)
+    if form.block == 1:
+        return piece
+    first = piece.start // form.block
+    return Piece((0,), shape, first, first + count)
+
+
+def _alike(plan: Plan, group: Group, number: int) -> tuple[int, ...]:
+    """The ranks that hold some of a leaf, as this one does, or none, as it does."""
+    some = [group.piece(number, plan.mesh, rank).numel > 0 for rank in range(plan.mesh.size)]
+    return tuple(rank for rank, holds in enumerate(some) if holds == some[plan.mesh.rank])
+
+
+def _ordered(plan: Plan) -> Iterator[tuple[str, tuple[Group, int]]]:
+    """The place of each leaf, in the order of the tree."""
+    places = plan.places()
+    return ((path, places[path]) for path in plan.leaves)
+
+
+def _entry(plan: Plan, name: str, group: Group, number: int, buffer: Tensor) -> Entry:
+    """The entry of one leaf, in a buffer that is laid out as its group's shard."""
+    leaf, mesh = group.leaves[number], plan.mesh
+    begin, end = group.shard_range(number, mesh.index(group.gather_axes))
+    others = tuple(axis for axis in mesh.axis_names if axis not in leaf.at_rest.axes)
+    piece = group.piece(number, mesh)
+    return Entry(name, leaf.shape, piece, buffer[begin:end].detach(), mesh.ranks(others), leaf.at_rest)
