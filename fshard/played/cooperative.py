@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,10 @@ class RankThread(threading.Thread):
 
     def run(self) -> None:
         """Run the rank, then the next one."""
+        with suppress(KeyboardInterrupt):  # one that comes at the very end: the run sees that the thread is gone
+            self._run()
+
+    def _run(self) -> None:
         self.turn.acquire()
         try:
             restore_randomness(self.randomness)
