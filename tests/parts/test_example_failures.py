@@ -84,8 +84,8 @@ def _steps(case: Case, fault: Fault, point: str, mine: bool = False) -> tuple[li
 
 
 def everywhere(points: list[str], ranks: int) -> list[tuple[str, str]]:
-    """Each point on each rank, and on all."""
-    return [(point, where) for point in points for where in (*map(str, range(ranks)), "all")]
+    """Each point on the first rank, on the last, and on all."""
+    return [(point, where) for point in points for where in ("0", *[str(ranks - 1)] * (ranks > 1), "all")]
 
 
 def one_of_each(points: list[str], ranks: int) -> list[tuple[str, str]]:
@@ -101,16 +101,16 @@ def with_failures(*args: Any) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["actor_critic", "dpo", "pcgrad"])  # many updates, a state in the batch, arithmetic
 def test_a_failure_of_one_rank_fails_the_step_of_all(pool: Pools, name: str) -> None:
     assert pool(2).run(with_failures, name, "step", one_of_each, timeout=120.0) == [[], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gloo", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "gloo"), [(1, False), (2, False), (2, True), (3, True), (4, False)])
 @pytest.mark.parametrize("how", ["step", "asking"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_failure_anywhere_leaves_every_state(pool: Pools, name: str, how: str, world: int, gloo: bool) -> None:
-    problems = pool(world).run(with_failures, name, how, everywhere, gloo, timeout=170.0)
+    problems = pool(world).run(with_failures, name, how, everywhere, gloo, timeout=880.0)
     assert not any(problems), "\n".join(line for lines in problems for line in lines)

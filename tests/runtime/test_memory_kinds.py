@@ -136,7 +136,7 @@ def check(pool: Pools, world: int, name: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_combination_equals_one_process(pool: Pools, world: int) -> None:
     check(pool, world, "odd")
 
@@ -148,13 +148,14 @@ def test_every_combination_of_other_programs(pool: Pools, name: str, world: int)
     check(pool, world, name)
 
 
-def some(position: int) -> list[str]:
-    """Two of three, others for other positions."""
-    return [kinds for number, kinds in enumerate(HERE) if number != position % len(HERE)]
+def some(position: int, many: int) -> list[str]:
+    """So many of three, others for other positions."""
+    return [HERE[(position + number) % len(HERE)] for number in range(many)]
 
 
-def test_where_things_lie_changes_no_bit(pool: Pools) -> None:
-    cases = [(config, kinds) for at, config in enumerate(CONFIGS) for kinds in ("", *some(at))]
+@pytest.mark.parametrize("many", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_where_things_lie_changes_no_bit(pool: Pools, many: int) -> None:
+    cases = [(config, kinds) for at, config in enumerate(CONFIGS) for kinds in ("", *some(at, many))]
     runs = pool(2).run(train, [(CONFIGS[c], KINDS.get(k, {})) for c, k in cases], 3, timeout=110.0)
     problems = []
     for rank, seen in enumerate(runs):

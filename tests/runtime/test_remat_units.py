@@ -1,5 +1,6 @@
 """Units computed again in their backward: the same bits, less memory, with and without graphs, on several ranks."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -36,9 +37,15 @@ def train(name: str, mesh: fs.Mesh, remat: Any, **options: Any) -> parity.Run:
     return run
 
 
+@functools.cache
+def without(name: str, mesh: fs.Mesh) -> parity.Run:
+    """The steps without recomputation: one run for all that is compared with it."""
+    return train(name, mesh, None)
+
+
 def differences(name: str, mesh: fs.Mesh, which: str, **options: Any) -> list[str]:
     """What differs with remat from without."""
-    want, got = train(name, mesh, None), train(name, mesh, RULES[which], **options)
+    want, got = without(name, mesh), train(name, mesh, RULES[which], **options)
     return [f"{name} {which}: {line}" for line in want.problems + got.problems + parity.other_bits(got, want)]
 
 
@@ -50,9 +57,17 @@ def test_remat_keeps_every_bit(name: str, which: str, compile: str | None) -> No
     assert not differences(name, mesh, which, compile=compile, debug=True)
 
 
+OTHERS = sorted((zoo.EXAMPLES | zoo.TRICKY).keys() - {"gpt", "translator"})
+EITHER = [
+    pytest.param(name, compile, marks=[] if number % 2 == (compile == "fx") else [pytest.mark.slow])
+    for number, name in enumerate(OTHERS)
+    for compile in (None, "fx")
+]
+"""Each other program in one of two ways in the default suite, and in the other among the slow tests."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("compile", [None, "fx"])
-@pytest.mark.parametrize("name", sorted((zoo.EXAMPLES | zoo.TRICKY).keys() - {"gpt", "translator"}))
+@pytest.mark.parametrize(("name", "compile"), EITHER)
 def test_remat_keeps_every_bit_of_any_program(name: str, compile: str | None) -> None:
     mesh = fs.make_mesh((1,), ("shard",))
     if name == "differentiated" and compile is None:
