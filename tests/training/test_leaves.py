@@ -12,7 +12,7 @@ from tests.shared.workers import Pools
 from tests.training import leaf_rows
 from tests.training.leaf_rows import ROWS_OF_LEAVES, SHARDED
 
-FOUR = ("a block", "norms in float32", "unfrozen, otherwise sharded")
+FOUR = ("unfrozen, otherwise sharded",)
 """The rows that run on four ranks in the default suite; the others run on two."""
 RUNS = [
     pytest.param(name, world, marks=[] if (world == 4) == (name in FOUR) else [pytest.mark.slow])

@@ -164,6 +164,7 @@ def test_schedules_change_no_bit_of_any_program(pool: Pools, name: str) -> None:
     check(pool, 2, name, [base, others[PROGRAMS.index(name) % 2]], steps=FEWER)
 
 
+@pytest.mark.slow
 def test_schedules_change_no_bit(pool: Pools) -> None:
     check(pool, 2, "gpt", SOME, steps=FEWER)
 
