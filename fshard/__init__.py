@@ -14,13 +14,14 @@ The spec says where, the schedule says when, the runtime does it::
     state/          the train state, and its ways in and out of whole tensors
     data/           the order of samples, a loader that resumes on any number of ranks, packed sequences
     checkpoint/     train states on disk: complete or not at all, restored onto any mesh
-    cli/            the command ``fshard ckpt``: list, verify and convert them
     interchange/    states from and to the formats of other libraries, leaf by leaf
     tracking/       metrics as plain numbers, and where they go: files, TensorBoard, the terminal
     training/       train and evaluation steps, their metrics, buffers that change, the training loop
     proof/          fs.verify: a step compared with plain PyTorch
     parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
     transform/      losses of shards for torch.func, and tools on them
+    foresight/      what a step would hold, send and take on a mesh that need not exist
+    cli/            the command ``fshard``: checkpoints, plans
     lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes; launching/ starts them from a notebook
     func, io, sim, trackers, types  names of less frequent use: derivatives, other formats, simulation, ...

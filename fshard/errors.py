@@ -222,7 +222,7 @@ def bad_policy(problems: Iterable[str]) -> PlanError:
 
 def bad_costs(problems: Iterable[str]) -> PlanError:
     """Costs with values out of range, or of unknown ops."""
-    return PlanError(lines("invalid costs:", problems, "Give seconds, and bytes a second, of ops that exist."))
+    return PlanError(lines("invalid costs:", problems, "Give seconds, and bytes a second, of the ops that are there."))
 
 
 def memory_too_small(budget: int, least: str, policy: str, items: Sequence[str]) -> PlanError:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fshard.cli import ckpt
+from fshard.cli import ckpt, plan, trace
 from fshard.errors import ShardError
 from fshard.version import VERSION
 
@@ -13,10 +13,15 @@ def parser() -> argparse.ArgumentParser:
     """All commands."""
     root = argparse.ArgumentParser(prog="fshard", description="Tools for fshard's files.")
     root.add_argument("--version", action="version", version=f"fshard {VERSION}")
-    tools = root.add_subparsers(required=True, title="commands", metavar="ckpt")
+    tools = root.add_subparsers(required=True, title="commands", metavar="ckpt|plan|trace")
     text = "list, verify and convert checkpoints"
     ends = "Exit status: 0; 1 if something differs or is damaged; 2 if the command failed."
     ckpt.add_commands(tools.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", epilog=ends))
+    text = "foresee a step: memory, bytes, time, policies; without processes and weights"
+    ends = "Exit status: 0; 1 if no policy fits into the memory; 2 if the command failed."
+    plan.add_arguments(tools.add_parser("plan", help=text, description=f"{text.capitalize()}.", epilog=ends))
+    text = "join the records of all ranks of a run to one trace, and say who waits for whom"
+    trace.add_arguments(tools.add_parser("trace", help=text, description=f"{text.capitalize()}."))
     return root
 
 

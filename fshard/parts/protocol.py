@@ -26,6 +26,7 @@ from fshard.runtime.engine.batch import signature
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Pending, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.execution.flight import executor_of
 from fshard.runtime.execution.update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.consensus import FAILED, OK, exchange_sums
@@ -243,7 +244,7 @@ class StepRunner:
             if state.pending is not None and not due.issuperset(state.pending.waiting):
                 state.applied()
             updates.append(Update(state.shards(), state.pending, {}))
-        executor = Scheduled(step.route, step.actions, shield)
+        executor = executor_of(self.plan.mesh)(step.route, step.actions, shield)
         replay.begin(given.states, executor)
         for version, (_, origin) in enumerate(step.recorded.versions):
             for actions in step.of_version(version) if origin is not None else ():

@@ -276,8 +276,9 @@ def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:
 def _beside(before: Need, needs: Sequence[Need]) -> list[Need]:
     """The needs of a pass beside what the code before it has left. The first need has those of that code too."""
     held = before.after
-    first, *rest = [Need(need.peak + held, need.after + held, need.flops) for need in needs]
-    return [Need(max(first.peak, before.peak), first.after, first.flops + before.flops), *rest]
+    first, *rest = [replace(need, peak=need.peak + held, after=need.after + held) for need in needs]
+    flops, moved = first.flops + before.flops, first.moved + before.moved
+    return [Need(max(first.peak, before.peak), first.after, flops, moved), *rest]
 
 
 def _stacked(leaf: Any, many: int) -> Any:

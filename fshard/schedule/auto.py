@@ -5,17 +5,19 @@ Automatic choice by a cost model over a small set of plans, as Alpa (Zheng et al
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fshard import errors
 from fshard.arguments import size_text
 from fshard.schedule.build import build
+from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Footprint, Need, footprint
+from fshard.schedule.machines import Speed, unit_seconds
 from fshard.schedule.ops import GroupInfo, Program
 from fshard.schedule.policy import UPDATES, Keep, Policy
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.simulate import Costs, Link, simulate, time_text
+from fshard.schedule.simulate import simulate, time_text
 from fshard.schedule.stages import Stages, as_stages
 from fshard.schedule.transfers import item_words
 
@@ -67,11 +69,16 @@ class Auto:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the choice stands on: floating-point operations a second, bytes a second, seconds."""
+    """What the choice stands on before costs are measured: operations a second, bytes a second, seconds."""
 
     compute: float
     wire: float
     latency: float = 0.0
+
+    def costs(self, task: "Task") -> Costs:
+        """What the ops of a task would cost."""
+        speed = Speed(self.compute, math.inf, self.compute)
+        return Costs(unit_seconds(task.stages, task.needs, speed), Link(self.wire, self.latency))
 
     def __str__(self) -> str:
         return f"{self.compute / 1e9:.4g} GFLOP/s, {self.wire / 1e6:.4g} MB/s a rank, latency {time_text(self.latency)}"
@@ -94,13 +101,13 @@ class Choice:
     Attributes:
         schedule: of the chosen policy.
         candidates: all that were tried, the fastest first.
-        rates: what simulated times stand on.
+        rates: what simulated times stand on: rates, or measured costs.
         budget: the limit on memory, in bytes.
     """
 
     schedule: Schedule = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
-    rates: Rates
+    rates: Rates | Costs
     budget: int | None
 
     @property
@@ -146,19 +153,14 @@ class Task:
         return as_stages(self.program, self.groups, self.accumulate, self.train)
 
 
-def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
+def choose(task: Task, auto: Auto, rates: Rates | Costs) -> Choice:
     """The policy of the fastest simulated step that fits, and the table. A function of its arguments alone.
 
-    Without ``task.needs``, compute and activations count as nothing. If no candidate fits, the error names the least
-    memory, where it is needed, and what needs it.
+    Without ``task.needs``, activations count as nothing, and so does compute unless costs are given. If no candidate
+    fits, the error names the least memory, where it is needed, and what needs it.
     """
-    needs = task.needs or [Need(0, 0, 0)]
-    costs = Costs(_seconds(task, rates.compute), Link(rates.wire, rates.latency))
-    found: list[tuple[Candidate, Schedule]] = []
-    for policy in candidates(task, auto.update):
-        schedule = build(task.program, task.groups, policy, task.accumulate, task.train)
-        run = simulate(schedule, costs)
-        found.append((Candidate(policy, footprint(schedule, needs), run.seconds, run.exposed), schedule))
+    costs = rates.costs(task) if isinstance(rates, Rates) else rates
+    found = [tried(task, policy, costs) for policy in candidates(task, auto.update)]
     fits = [pair for pair in found if auto.memory is None or pair[0].memory.peak_bytes <= auto.memory]
     if not fits:
         least, schedule = min(found, key=lambda pair: pair[0].memory.peak_bytes)
@@ -173,6 +175,15 @@ def choose(task: Task, auto: Auto, rates: Rates) -> Choice:
     return Choice(schedule, tuple(order), rates, auto.memory)
 
 
+def tried(task: Task, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule]:
+    """What a policy would hold and take, and its schedule."""
+    schedule = build(task.program, task.groups, policy, task.accumulate, task.train)
+    kinds = {op.kind for op in schedule}
+    run = simulate(schedule, costs.only(kinds))
+    memory = footprint(schedule, task.needs or [Need(0, 0, 0)])
+    return Candidate(policy, memory, run.seconds, run.exposed), schedule
+
+
 def candidates(task: Task, update: str) -> Iterator[Policy]:
     """The policies that are tried: the simplest first, so that ties go to them."""
     passes = task.stages.passes
@@ -184,14 +195,6 @@ def candidates(task: Task, update: str) -> Iterator[Policy]:
             for prefetch in (0, 1, 2, 3):
                 for reduces in (1, 2) if task.train else (2,):  # nothing is reduced without a backward
                     yield Policy(prefetch, reduces, reshard, update, accumulation)
-
-
-def _seconds(task: Task, rate: float) -> Mapping[tuple[str, str], float]:
-    """What compute ops take: the mean over the calls of a unit."""
-    times: dict[tuple[str, str], list[float]] = {}
-    for op, need in zip(task.stages.computes, task.needs, strict=bool(task.needs)):
-        times.setdefault((op.kind, op.target), []).append(need.flops / rate)
-    return {op: sum(each) / len(each) for op, each in times.items()}
 
 
 def _largest(schedule: Schedule, peak: Footprint) -> list[str]:

@@ -217,7 +217,7 @@ class _Run:
         if progress.started >= self._times(group, progress, microbatch):
             yield f"{row.name} of {op.target} was started at op {progress.at}"
         yield from self._unready(op.target, group, progress, microbatch)
-        limit = self.policy.reduces + row.spare
+        limit = max(self.policy.reduces + row.spare, 1)
         if row.stage == "gradient" and progress.limited and self.under_way[row.name] >= limit:
             beyond = f" allows {row.spare} more than that" if row.spare else ""
             yield f"{self.under_way[row.name]} {row.name} are under way; reduces={self.policy.reduces}{beyond}"

@@ -12,12 +12,14 @@ from fshard.schedule.schedule import Schedule
 class Need:
     """What one compute op needs: bytes of activations at most until the next begins, bytes left then, operations.
 
-    ``peak`` includes activations that were there before, and gradients of leaves.
+    ``peak`` includes activations that were there before, and gradients of leaves. ``flops`` are those of matrix
+    products and their like; ``moved`` are the bytes that all other operators read and write: that is their time.
     """
 
     peak: int
     after: int
     flops: int
+    moved: int = 0
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,12 @@ class Paths:
             self._emit(kind, flight)
             self._over(flight)
             return
-        while flights and (len(flights) >= self.policy.reduces + row.spare or self._hurried(flights[0])):
+        while flights and (len(flights) >= max(self.policy.reduces + row.spare, 1) or self._hurried(flights[0])):
             self._wait(kind)
         self._emit(kind, flight)
         flights.append(flight)
+        if not self.policy.reduces:
+            self._wait(kind)
 
     def _emit(self, kind: str, flight: _Flight) -> None:
         each = self.paths[flight.group][flight.number].row.each_microbatch

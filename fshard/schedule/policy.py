@@ -59,7 +59,8 @@ class Policy:
             group just before it is read, with nothing to hide behind. Each keeps one more unit's parameters
             alive. 2 also rides out calls that are shorter than a gather. (Of groups whose optimizer state is
             sharded further, the first gather of a step is one call ahead at most: it waits for other ranks' parts.)
-        reduces: gradient reductions in flight at most, at least 1. Each keeps a full flat gradient alive. With 1,
+        reduces: gradient reductions in flight at most. Each keeps a full flat gradient alive. With 0, each is waited
+            for as soon as it has begun, so that nothing runs beside compute: for measurements. With 1,
             a unit's reduction hides behind the next unit's backward alone; with 2, the link does not fall idle
             between the two, and since activations have been freed by then, a step's peak seldom grows. (One that a
             sum over replicas follows is over when the next begins: that sum takes the slower link.)
@@ -90,7 +91,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         problems = []
-        for name, least in (("prefetch", 0), ("reduces", 1)):
+        for name, least in (("prefetch", 0), ("reduces", 0)):
             value = getattr(self, name)
             if type(value) is not int:
                 problems.append(f"{name}={value!r} is of type {type(value).__name__}, not int")

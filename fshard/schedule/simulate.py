@@ -1,108 +1,30 @@
 """Simulating a schedule: when each op begins and ends, given what ops cost. Pure and deterministic.
 
-The model has one device, which runs forwards, backwards, updates and the code between passes in the order of the
+The model has one device a rank, which runs forwards, backwards, updates and the code between passes in the order of the
 schedule, and communicators beside it: one for each kind of transfer over each set of mesh axes. A communicator
 carries one transfer at a time, in the order of issue. Communicators over one link share it the same way: who asked
-first is served first. The wait of a transfer holds the device until it has arrived; that time is *exposed*. Times are
+first is served first. The wait of a transfer holds the device until it has arrived; that time is *exposed*. Threads
+that carry transfers take processor time from compute, as far as a rank has no second processor. Times are
 sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller.
 
-What it leaves out: transfers take nothing from compute (on gloo they take processor time), copies to and from host
-memory take no time, and ranks are alike.
+Without noise all ranks are alike, and one is simulated. With it all of a mesh are: a transfer begins when the last of
+the ranks that take part has come.
+
+What it leaves out: copies to and from host memory take no time, and links do not slow each other down.
 """
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from fshard import errors
 from fshard.arguments import expect, size_text
-from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS, Op
+from fshard.schedule.clock import Clock, Fleet, Ticks
+from fshard.schedule.costs import Costs, Noise
+from fshard.schedule.ops import LOCAL, ROOT, Op
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.transfers import KINDS, Transfer, awaited, started
-
-NOTHING: Mapping[tuple[str, str], float] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Link:
-    """What carries transfers.
-
-    Args:
-        bytes_per_s: what a rank can send in a second.
-        latency: seconds from the issue of a transfer to its first byte.
-
-    Raises:
-        PlanError: a rate that is not positive, or a negative latency.
-
-    >>> Link(125e6, latency=50e-6)  # 1 Gbit/s
-    Link(bytes_per_s=125000000.0, latency=5e-05)
-    """
-
-    bytes_per_s: float = math.inf
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
-        problems = []
-        if not self.bytes_per_s > 0:
-            problems.append(f"bytes_per_s={self.bytes_per_s!r} is not positive")
-        if not 0 <= self.latency < math.inf:
-            problems.append(f"latency={self.latency!r} is not a number of seconds")
-        if problems:
-            raise errors.bad_costs(problems)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What ops cost.
-
-    Args:
-        seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. Kinds are
-            forward, backward, local, update, handshake, consensus, and the waits that add up or unpack what has
-            arrived, ``wait all_gather``, ``wait reduce_scatter`` and ``wait replica_reduce``; ops that it lacks take
-            no time. ``("local", "")`` is what each code between passes takes.
-        link: the link of all-gathers, and of everything else that has no link of its own.
-        reduces: the link of reduce-scatters and of sums over replicas, if it is another than that of all-gathers.
-        links: links by mesh axes, joined by ``+``: ``{"replica": Link(25e6)}``. All that goes over these axes, and
-            over no others, takes that link.
-
-    Raises:
-        PlanError: a negative time, one of an op that takes none, or something else than a link.
-
-    >>> Costs({("forward", "blocks.0"): 2e-3}, Link(125e6)).link
-    Link(bytes_per_s=125000000.0, latency=0.0)
-    """
-
-    seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    link: Link = Link()
-    reduces: Link | None = None
-    links: Mapping[str, Link] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        seconds = "a dict of seconds by op, such as {('forward', 'blocks.0'): 2e-3}"
-        wants = [
-            ("seconds", self.seconds, Mapping, seconds),
-            ("links", self.links, Mapping, "a dict of fs.sim.Link by axes"),
-        ]
-        expect("fs.sim.Costs", wants)
-        links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
-        problems = [
-            f"{name}={link!r} is not an fs.sim.Link" for name, link in links.items() if not isinstance(link, Link)
-        ]
-        known = timed()
-        for (kind, target), value in self.seconds.items():
-            if kind not in known:
-                problems.append(f"{kind} {target}: only {', '.join(sorted(known))} take time on the device")
-            elif not 0 <= value < math.inf:
-                problems.append(f"{kind} {target} takes {value!r} seconds")
-        if problems:
-            raise errors.bad_costs(problems)
-
-
-def timed() -> frozenset[str]:
-    """The kinds of ops that may take time on the device."""
-    return COMPUTE_KINDS | STEP_KINDS | {"update"} | {row.wait for row in KINDS.values() if row.adds}
+from fshard.schedule.transfers import awaited
+from fshard.sharding.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -117,6 +39,10 @@ class Simulation:
         compute: the seconds in which the device is busy.
         wire: the seconds in which the busiest link is.
         sent: bytes that a rank sends.
+        beside: the seconds that threads which carry transfers take from compute.
+        host: the seconds of the step before its first op and after its last.
+        rank: the rank that this is: the one that ends last.
+        by_rank: when each rank ends; empty where all are alike.
     """
 
     schedule: Schedule = field(repr=False)
@@ -126,16 +52,39 @@ class Simulation:
     compute: float
     wire: float
     sent: int
+    beside: float = 0.0
+    host: float = 0.0
+    rank: int = 0
+    by_rank: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
         """The time of a step."""
-        return max(self.ends, default=0.0)
+        return self.host + max(self.ends, default=0.0)
 
     @property
     def exposed(self) -> float:
         """Seconds in which the device waits."""
-        return self.seconds - self.compute
+        return self.seconds - self.host - self.compute - self.beside
+
+    @property
+    def exposed_by_kind(self) -> dict[str, float]:
+        """Seconds in which the device waits, by the kind of transfer that it waits for."""
+        found: Counter[str] = Counter()
+        for seconds, op in self.waits():
+            found[op.kind.removeprefix("wait ")] += seconds  # type: ignore[assignment]
+        return dict(found.most_common())
+
+    @property
+    def sent_by_axes(self) -> dict[str, int]:
+        """Bytes that a rank sends, by the mesh axes that they go over."""
+        moves = {(move.kind, group.name): move for group in self.schedule.groups for move in group.transfers}
+        found: Counter[str] = Counter()
+        for op in self.schedule:
+            move = moves.get((op.kind, op.target))
+            if move is not None and move.sent and move.row.link:
+                found[move.axes] += move.sent
+        return dict(found.most_common())
 
     def waits(self) -> list[tuple[float, Op]]:
         """The ops that hold the device for a transfer, longest first, and for how long."""
@@ -155,18 +104,23 @@ class Simulation:
         return "\n".join(rows)
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Simulation:
     """When each op of a schedule begins and ends.
 
     Args:
         schedule: the schedule.
         costs: what its ops cost.
+        mesh: with ``noise``, the ranks: an abstract mesh will do, of up to some ten thousand.
+        noise: how ranks differ. Without it they are alike, and one is simulated for all.
+
+    Returns:
+        The times of one rank; with noise, of the one that ends last.
 
     Raises:
-        PlanError: costs of an op that the schedule does not have.
+        PlanError: costs of an op that the schedule does not have, or that lack all of its forwards.
         ScheduleError: something is waited for that was never issued.
 
-    >>> from fshard.schedule import Call, GroupInfo, Policy, Program, Transfer, build
+    >>> from fshard.schedule import Call, GroupInfo, Link, Policy, Program, Transfer, build
     >>> group = GroupInfo("layer", 200, 100, 0, False, (Transfer("all_gather", "state", "param", sent=100),))
     >>> program = Program((Call("layer"),), (), {"layer": (0,)})
     >>> schedule = build(program, [group], Policy(), train=False)
@@ -177,13 +131,46 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     wants = [
         ("schedule", schedule, Schedule, "step.schedule, or step.trace(batch).schedule"),
         ("costs", costs, Costs, "fs.sim.Costs(...)"),
+        ("mesh", mesh, (Mesh, type(None)), "fs.abstract_mesh(...)"),
+        ("noise", noise, (Noise, type(None)), "fs.sim.Noise(...)"),
     ]
     expect("simulate(schedule, costs)", wants)
+    _refuse_strange(schedule, costs)
+    if noise is None:
+        return _told(schedule, costs, Clock(schedule, costs).run())
+    if mesh is None:
+        raise errors.bad_costs(["noise is given, but no mesh: it says which ranks there are"])
+    fleet = Fleet(schedule, costs, mesh, noise)
+    ends = fleet.ends()
+    rank = max(range(mesh.size), key=ends.__getitem__)
+    return _told(schedule, costs, fleet.run(rank), rank, tuple(costs.host + end for end in ends))
+
+
+def _refuse_strange(schedule: Schedule, costs: Costs) -> None:
+    """Refuse costs of other ops than the schedule's, and those that know some units and not others."""
     known = {(op.kind, op.target) for op in schedule}
-    strange = [f"{kind} {target}: no such op" for kind, target in costs.seconds if (kind, target) not in known]
-    if strange:
-        raise errors.bad_costs(strange)
-    return _Clock(schedule, costs).run()
+    problems = [
+        f"{kind} {target}".rstrip() + ": no such op"
+        for kind, target in costs.seconds
+        if (kind, target) not in known and (target or kind == LOCAL)
+    ]
+    for kind in ("forward", "backward"):
+        problems += _lacking(kind, {target for each, target in known if each == kind}, costs)
+    if problems:
+        raise errors.bad_costs(problems)
+
+
+def _lacking(kind: str, targets: set[str], costs: Costs) -> list[str]:
+    """The units that costs lack, if they know others."""
+    named = {target for each, target in costs.seconds if each == kind} - {ROOT}
+    lacking = sorted(targets - named - {ROOT}) if named and "" not in named else []
+    return [f"{kind} {target}: not in the costs" for target in lacking]
+
+
+def _told(schedule: Schedule, costs: Costs, ticks: Ticks, rank: int = 0, by_rank: tuple[float, ...] = ()) -> Simulation:
+    wire = max(ticks.busy.values(), default=0.0)
+    times = tuple(ticks.issued), tuple(ticks.starts), tuple(ticks.ends)
+    return Simulation(schedule, *times, ticks.compute, wire, ticks.sent, ticks.beside, costs.host, rank, by_rank)
 
 
 def measured(
@@ -250,61 +237,3 @@ def time_text(seconds: float) -> str:
     """
     factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
     return f"{seconds * factor:.3f} {unit}"
-
-
-class _Clock:
-    """The time on the device, on each communicator and on each link."""
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        every = ((group.name, transfer) for group in schedule.groups for transfer in group.transfers)
-        self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
-        self.now = self.compute = 0.0
-        self.comms: dict[str, float] = {}
-        self.links: dict[str, float] = {}
-        self.busy: dict[str, float] = {}
-        self.sent = 0
-        self.arrival: dict[tuple[str, str], float] = {}
-
-    def run(self) -> Simulation:
-        issued, starts, ends = [], [], []
-        for at, op in enumerate(self.schedule):
-            issued.append(self.now)
-            start, end = self._take(at, op)
-            starts.append(start)
-            ends.append(end)
-        wire = max(self.busy.values(), default=0.0)
-        return Simulation(self.schedule, tuple(issued), tuple(starts), tuple(ends), self.compute, wire, self.sent)
-
-    def _take(self, at: int, op: Op) -> tuple[float, float]:
-        row = started(op.kind)
-        if row is not None:
-            transfer = self.transfers.get((op.kind, op.target))
-            span = self._carry(transfer) if transfer is not None else (self.now, self.now)
-            self.arrival[op.kind, op.target] = span[1]
-            return span
-        start, row = self.now, awaited(op.kind)
-        if row is not None:
-            if (row.name, op.target) not in self.arrival:
-                raise errors.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
-            self.now = max(self.now, self.arrival.pop((row.name, op.target)))
-        seconds = self.costs.seconds.get((op.kind, op.target), 0.0)
-        self.now += seconds
-        self.compute += seconds
-        return start, self.now
-
-    def _carry(self, transfer: Transfer) -> tuple[float, float]:
-        """Begin and end of a transfer that is started now."""
-        comm = f"{transfer.kind}({transfer.axes})"
-        name, link = "link", self.costs.link
-        if transfer.axes in self.costs.links:
-            name, link = transfer.axes, self.costs.links[transfer.axes]
-        elif transfer.row.link == "reduces" and self.costs.reduces is not None:
-            name, link = "reduces", self.costs.reduces
-        seconds = transfer.sent / link.bytes_per_s
-        start = max(self.now, self.comms.get(comm, 0.0)) + link.latency
-        start = max(start, self.links.get(name, 0.0))
-        self.comms[comm] = self.links[name] = start + seconds
-        self.busy[name] = self.busy.get(name, 0.0) + seconds
-        self.sent += transfer.sent
-        return start, start + seconds

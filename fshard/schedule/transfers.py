@@ -50,7 +50,6 @@ class Kind:
             gradients, so a further one costs little, and the link is never idle while the oldest is waited for.
         slow: it takes the slower link. The transfer before it in the path is therefore waited for as soon as another
             of that kind begins: every compute by which this one begins later is one more in which its link is idle.
-        adds: its wait takes time on the device, which adds up, or unpacks, what has arrived.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Kind:
     link: str = "link"
     spare: int = 0
     slow: bool = False
-    adds: bool = False
 
     @property
     def wait(self) -> str:
@@ -70,9 +68,9 @@ class Kind:
 
 _ROWS = (
     Kind("update_gather", "updated", "staging of updated ranges"),
-    Kind("all_gather", "read", "staging of gathers", adds=True),
-    Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces", adds=True),
-    Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True, adds=True),
+    Kind("all_gather", "read", "staging of gathers"),
+    Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces"),
+    Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True),
     Kind("offload", "gradient", "staging of copies", link="", spare=1),
 )
 
@@ -135,6 +133,11 @@ def started(op: str) -> Kind | None:
 def awaited(op: str) -> Kind | None:
     """The kind of transfer that an op of this kind waits for."""
     return KINDS.get(op[5:]) if op.startswith("wait ") else None
+
+
+def moves(op: str) -> bool:
+    """Whether an op of this kind starts a transfer, or waits for one."""
+    return (started(op) or awaited(op)) is not None
 
 
 def item_words() -> dict[str, str]:

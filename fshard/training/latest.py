@@ -39,6 +39,11 @@ class LatestRun:
         raise PlanError("no schedule yet: it is found from a batch; run it once, or ask trace, which runs nothing")
 
     @property
+    def latest(self) -> Latest:
+        """The latest run, as the runtime keeps it."""
+        return self._runner.latest
+
+    @property
     def record(self) -> tuple[Op, ...]:
         """What the latest run did on this rank, op by op. It equals ``schedule.ops`` if the program kept to it."""
         return tuple(self._runner.latest.record)

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
+from fshard.model.init import normal
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import Contract, contract
 from fshard.optim.scaling import Scale
+from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import (
     Pending,
@@ -21,6 +23,7 @@ from fshard.runtime.execution import (
     Update,
     gradients_of,
 )
+from fshard.runtime.execution.timed import Timed
 from fshard.runtime.memory.optimizer_layout import most_bytes
 from fshard.runtime.steps import (
     Decisions,
@@ -38,11 +41,15 @@ from fshard.runtime.steps import (
 from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
 from fshard.runtime.steps.watched import watched
+from fshard.schedule.costs import Costs
+from fshard.schedule.fit import APART
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
+from fshard.state.init import init_state
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
+from fshard.training.calibrate import calibrated
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
 from fshard.training.ran import Ran
@@ -86,6 +93,16 @@ class TrainStep(OneFunction):
         self._since: Mapping[str, int] = {}
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made
+
+    @property
+    def programs(self) -> Programs:
+        """What runs its programs."""
+        return self._runner.programs
+
+    @property
+    def loss_fn(self) -> Callable[..., Any]:
+        """The loss function."""
+        return self._runner.finder.fn
 
     @functools.cached_property
     def _randomness(self) -> Callable[[int, int], AbstractContextManager[None]]:
@@ -138,6 +155,29 @@ class TrainStep(OneFunction):
             result = self._make(state, batch, Asked(shield, lr, stop))
         self._late = shield.late
         return result
+
+    def calibrate(self, batch: Any, rounds: int = 5) -> Costs:
+        """What the ops of this step cost on these ranks, measured. Collective; the step itself stays as it is.
+
+        A state of its own, from seed 0, makes some steps in which every transfer is waited for as soon as it has begun,
+        so that transfers and compute do not disturb each other. That takes the memory of a second state.
+
+        Args:
+            batch: this rank's batch.
+            rounds: steps that are measured. Medians count.
+
+        Returns:
+            Costs for ``fs.sim.simulate`` and ``fshard plan --costs``, the same on all ranks.
+
+        Raises:
+            PlanError: no rounds, or a program that does not keep to its schedule.
+        """
+        policy = replace(APART, update=self.programs.policy.update)
+        programs = replace(self.programs.again(Engine), policy=policy, executor=Timed, choices={})
+        options = replace(self.options, running=replace(self.options.running, policy=policy), donate=True)
+        apart = TrainStep(self.loss_fn, self.opt, self.plan, options, programs)
+        state = init_state(self.plan, self.opt, seed=0, init=[(".*", normal(0.02))])
+        return calibrated(apart, state, batch, rounds, programs.comms.control)
 
     def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()

@@ -69,6 +69,10 @@ def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tensor" in capsys.readouterr().out
 
 
+def test_foresight() -> None:
+    assert run(ROOT / "docs" / "foresight.md") == 1
+
+
 def test_transforms() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "transforms.md") > 9

@@ -239,7 +239,7 @@ def test_the_order_of_reads_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (lambda: Policy(prefetch=-1, reduces=0), ["prefetch=-1 is less than 0", "reduces=0 is less than 1"]),
+        (lambda: Policy(prefetch=-1, reduces=-1), ["prefetch=-1 is less than 0", "reduces=-1 is less than 0"]),
         (lambda: Policy(prefetch=True), ["prefetch=True is of type bool, not int"]),
         (lambda: Policy(reduces=1.0), ["reduces=1.0 is of type float"]),  # type: ignore[arg-type]
         (lambda: Policy(reshard=1), ["reshard=1 is of type int, not bool"]),  # type: ignore[arg-type]

@@ -51,7 +51,8 @@ def test_needs_of_a_stack_of_layers() -> None:
     backward, last = found.needs[LAYERS + 1 : -1], found.needs[-1]
     assert root == Need(0, 0, 0)
     for number, need in enumerate(forward[:-1]):
-        assert need == Need((number + 2) * X, (number + 1) * X, 2 * ROWS * WIDTH * WIDTH)  # tanh keeps its output alone
+        flops, moved = 2 * ROWS * WIDTH * WIDTH, 2 * X  # tanh keeps its output alone, and reads and writes
+        assert need == Need((number + 2) * X, (number + 1) * X, flops, moved)
     for number, need in enumerate(backward):
         inputs = 2 if number < LAYERS - 1 else 1  # nobody asks for the gradient of the batch
         assert need.flops == inputs * 2 * ROWS * WIDTH * WIDTH

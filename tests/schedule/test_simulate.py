@@ -157,7 +157,7 @@ def test_it_prints() -> None:
     ("bad", "words"),
     [
         (lambda: Link(0.0, -1.0), ["bytes_per_s=0.0", "latency=-1.0"]),
-        (lambda: Costs({("all_gather", "a"): 1.0, ("forward", "a"): -1.0}), ["all_gather a", "forward a takes -1.0"]),
+        (lambda: Costs({("gather", "a"): 1.0, ("forward", "a"): -1.0}), ["gather a", "forward a takes -1.0"]),
         (lambda: simulate(build(*chain(1), Policy()), Costs({("forward", "x"): 1.0})), ["forward x: no such op"]),
     ],
 )

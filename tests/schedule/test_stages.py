@@ -235,7 +235,7 @@ def test_code_between_passes_takes_the_device_and_no_link() -> None:
     assert busy.compute - free.compute == 2.0 and busy.sent == free.sent and busy.wire == free.wire
     at = schedule.ops.index(Op("local"))
     assert busy.ends[at] - busy.starts[at] == 2.0 and free.ends[at] == free.starts[at]
-    with pytest.raises(PlanError, match="local : no such op"):
+    with pytest.raises(PlanError, match="local: no such op"):
         simulate(build(*gpt(2), Policy()), Costs({("local", ""): 1.0}))
 
 

@@ -1,13 +1,14 @@
 """The protocols of communicators and transports, and their implementations for one rank."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.streams import Event
 from fshard.sharding.mesh import Axes
 
@@ -103,7 +104,9 @@ class SingleRank:
 
 @dataclass(frozen=True)
 class SingleRankTransport:
-    """A world of one rank, without a process group."""
+    """A world of one rank, without a process group. ``flight`` is the record of its ops, if there is one."""
+
+    flight: Flight | None = field(default=None, compare=False)
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of one rank."""

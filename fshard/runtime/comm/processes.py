@@ -15,6 +15,7 @@ from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, SingleRank
 from fshard.runtime.comm.exchange import exchange, exchange_text
+from fshard.runtime.comm.flight import flight_of
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import Link, Rendezvous, close_links, host_key
@@ -59,6 +60,7 @@ class ProcessTransport:
         self.groups: list[Any] = []
         self.foreseen: dict[Axes, None] | None = None
         self.lost = ""
+        self.flight = flight_of(mesh.rank, mesh.size)
         self.watchdog = Watchdog(mesh.rank, timeout.total_seconds(), self.abort_all)
 
     def communicator(self, role: str, axes: Axes) -> Communicator:

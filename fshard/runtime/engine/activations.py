@@ -34,7 +34,7 @@ class Activations(TorchDispatchMode):
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held: dict[int, Any] = {}
-        self.live = self.peak = self.flops = 0
+        self.live = self.peak = self.flops = self.moved = 0
         self.needs: list[Need] = []
         self.known: list[Any] = []
         self.seen: set[int] = set()
@@ -67,8 +67,8 @@ class Activations(TorchDispatchMode):
 
     def take(self) -> Need:
         """What was needed since the turn before."""
-        need = Need(self.peak, self.live, self.flops)
-        self.peak, self.flops = self.live, 0
+        need = Need(self.peak, self.live, self.flops, self.moved)
+        self.peak, self.flops, self.moved = self.live, 0, 0
         return need
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +76,7 @@ class Activations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self.paused:
             return out
-        for x in tree.leaves(out):
+        for x in (out,) if isinstance(out, Tensor) else tree.leaves(out):
             if isinstance(x, Tensor):
                 self._note(x)
         count = _formula(func)
@@ -84,6 +84,8 @@ class Activations(TorchDispatchMode):
             flops = int(count(*args, **(kwargs or {}), out_val=out))
             self.flops += flops
             self.again += flops if self.backward and torch.is_grad_enabled() else 0
+        elif not getattr(func, "is_view", False):
+            self.moved += _bytes(args) + _bytes(out)
         return out
 
     def _note(self, x: Tensor) -> None:
@@ -99,6 +101,13 @@ class Activations(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         del self.held[key]
         self.live -= size
+
+
+def _bytes(values: Any) -> int:
+    """The bytes of the tensors among some values."""
+    if isinstance(values, Tensor):
+        return values.numel() * values.element_size()
+    return sum(map(_bytes, values)) if isinstance(values, tuple | list) else 0
 
 
 def _formula(func: Any) -> Any:

@@ -13,12 +13,14 @@ from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.actions import Actions, make_resident
-from fshard.runtime.execution.executor import Route, make_route
+from fshard.runtime.execution.executor import Route, Scheduled, make_route
+from fshard.runtime.execution.flight import ExecutorMaker, executor_of
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache
 from fshard.runtime.steps.options import Running
-from fshard.runtime.steps.rates import decided, foreseen
+from fshard.runtime.steps.rates import agreed, foreseen
+from fshard.runtime.steps.trials import Trial, begun
 from fshard.schedule.auto import Auto, Choice, Task
 from fshard.schedule.build import build
 from fshard.schedule.check import check
@@ -49,6 +51,7 @@ class Prepared:
         route: the schedule as it runs; None if the program is gathered on demand.
         axes: those over which the program communicates itself.
         digest: equal on two ranks if their schedules and these axes are; 0 for a program that is gathered on demand.
+        trial: what notes its steps, while these are timed to choose a policy.
     """
 
     engine: Engine
@@ -57,6 +60,7 @@ class Prepared:
     route: Route | None = None
     axes: tuple[Axes, ...] = ()
     digest: int = 0
+    trial: Trial | None = None
 
     def text(self) -> str:
         """What ``digest`` is of, in lines."""
@@ -81,7 +85,9 @@ class Programs:
         remat: which units are computed again in their backward.
         cache: compiled graphs of units; None without a backend.
         engine: makes the engine of a program.
+        executor: runs the ops of a schedule.
         choices: what ``fs.Auto`` chose, by program.
+        trials: programs whose steps are timed to choose better.
         made: the programs.
     """
 
@@ -95,7 +101,9 @@ class Programs:
     remat: Remat
     cache: "Cache | None"
     engine: EngineMaker = Engine
+    executor: ExecutorMaker = Scheduled
     choices: dict[str, Choice] = field(default_factory=dict)
+    trials: dict[str, Trial] = field(default_factory=dict)
     made: dict[Hashable, Prepared] = field(default_factory=dict)
 
     def again(self, engine: EngineMaker) -> "Programs":
@@ -105,7 +113,7 @@ class Programs:
             report = {unit: dict(runs) for unit, runs in cache.report.items()}
             cache = replace(cache, graphs=dict(cache.graphs), report=report)
         memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison)
-        return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), made={})
+        return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), trials={}, made={})
 
     def trace(self, found: Found) -> Trace:
         """What is known of a program before it runs. Its schedule is checked."""
@@ -120,12 +128,23 @@ class Programs:
 
     def undecided(self, found: Found) -> Auto | None:
         """What chooses the policy of a program, where all ranks still have to do that together; else None."""
-        auto = self.policy
-        return auto if isinstance(auto, Auto) and found.program.text not in self.choices else None
+        auto, text = self.policy, found.program.text
+        if not isinstance(auto, Auto):
+            return None
+        trial = self.trials.get(text)
+        return auto if text not in self.choices or (trial is not None and trial.over) else None
 
     def decide(self, found: Found, auto: Auto) -> None:
-        """Choose the policy of a program. Collective."""
-        self.choices[found.program.text] = decided(self.plan, self.comms, self._task(found), auto)
+        """Choose the policy of a program: by rates, and again by what timed steps cost. Collective."""
+        text = found.program.text
+        trial = self.trials.pop(text, None)
+        if trial is not None:
+            self.choices[text] = trial.conclude(self.comms, auto) or self.choices[text]
+            return
+        self.choices[text], task = agreed(self.plan, self.comms, self._task(found), auto)
+        trial = begun(task, auto, self.plan.mesh.size)
+        if trial is not None:
+            self.trials[text] = trial
 
     def choice(self, found: Found, auto: Auto) -> Choice:
         """What was chosen for a program; before any step, what this rank alone would choose.
@@ -143,14 +162,17 @@ class Programs:
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
-        key = (program.text, weighted, foreign, found.inner, found.axes, found.exact)
+        trial = self.trials.get(program.text)
+        key = (program.text, weighted, foreign, found.inner, found.axes, found.exact, trial is not None)
         if key not in self.made:
-            schedule = self.trace(found).schedule
+            schedule = self.trace(found).schedule if trial is None else trial.schedule
             placed = self.placed(found, self._arena(schedule.memory.arena_bytes), schedule.memory.offsets)
             number = int(schedule.hash[:15], 16)
             number = digest((number, found.axes)) if found.axes else number
             route = make_route(schedule, placed.actions)
-            self.made[key] = replace(placed, weighted=weighted, route=route, axes=found.axes, digest=number)
+            self.made[key] = replace(
+                placed, weighted=weighted, route=route, axes=found.axes, digest=number, trial=trial
+            )
         return self.made[key]
 
     def placed(
@@ -256,7 +278,8 @@ def make_programs(
     """
     infos = group_infos(plan, visiting or {})
     memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
-    return Programs(plan, running.policy, accumulate, train, Communicators(plan), infos, memory, running.remat, cache)
+    made = Programs(plan, running.policy, accumulate, train, Communicators(plan), infos, memory, running.remat, cache)
+    return replace(made, executor=executor_of(plan.mesh))
 
 
 def _refuse(groups: Sequence[tuple[int, bool]]) -> bool:

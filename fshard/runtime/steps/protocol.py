@@ -28,6 +28,7 @@ from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
+from fshard.runtime.execution.timed import Timed
 from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
 from fshard.runtime.steps.ends import End, attempted, decline, drained
@@ -124,8 +125,10 @@ class Runner:
     def _executor(self, prepared: Prepared, given: Request) -> Scheduled | OnDemand:
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated)
-            executor = Scheduled(prepared.route, prepared.actions, given.shield)
-            self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared)
+            maker = self.programs.executor if prepared.trial is None else Timed
+            executor = maker(prepared.route, prepared.actions, given.shield)
+            watch = executor.watch if isinstance(executor, Timed) else None
+            self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared, watch)
             return executor
         control, reads = self.programs.comms.control, prepared.engine.units.reads
         on_demand = OnDemand(
@@ -297,4 +300,7 @@ class Runner:
         if verdict.worst == FAILED:
             own = verdict.status[self.plan.mesh.rank]
             raise_failure(self.programs.comms.control, outcome.end.failure, verdict.status, own)
+        watch, prepared = self.latest.watch, self.latest.prepared
+        if watch is not None and prepared is not None and prepared.trial is not None:
+            prepared.trial.note(watch)
         return outcome

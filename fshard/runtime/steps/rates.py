@@ -24,9 +24,15 @@ TRIES = 4
 
 
 def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto) -> Choice:
-    """The choice of all ranks together. Collective."""
+    """The choice of all ranks together, by rates. Collective."""
+    return agreed(plan, comms, task, auto)[0]
+
+
+def agreed(plan: Plan, comms: Communicators, task: Task, auto: Auto) -> tuple[Choice, Task]:
+    """The choice of all ranks together, by rates, and the task with the needs of the neediest. Collective."""
     rates, needs = common(comms, measured(plan, comms, auto), tuple(task.needs))
-    return choose(replace(task, needs=needs), auto, rates)
+    task = replace(task, needs=needs)
+    return choose(task, auto, rates), task
 
 
 def foreseen(task: Task, auto: Auto) -> Choice:
@@ -55,11 +61,11 @@ def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:
 
 def common(comms: Communicators, rates: Rates, needs: tuple[Need, ...]) -> tuple[Rates, tuple[Need, ...]]:
     """The rates of the slowest rank, and the needs of the neediest: the same on all ranks. Collective."""
-    flat = [number for need in needs for number in (need.peak, need.after, need.flops)]
+    flat = [number for need in needs for number in (need.peak, need.after, need.flops, need.moved)]
     row = torch.tensor([-rates.compute, -rates.wire, *flat], dtype=torch.float64, device="cpu")
     most = exchange(comms.control, row).max(0).values.tolist()
     numbers = [int(number) for number in most[2:]]
-    agreed = tuple(Need(*numbers[at : at + 3]) for at in range(0, len(numbers), 3))
+    agreed = tuple(Need(*numbers[at : at + 4]) for at in range(0, len(numbers), 4))
     return Rates(-most[0], -most[1], rates.latency), agreed
 
 

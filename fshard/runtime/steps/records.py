@@ -11,6 +11,7 @@ from fshard.runtime.comm.facts import Facts
 from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.execution.actions import NOTHING
 from fshard.runtime.execution.executor import OnDemand, Scheduled
+from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps.consensus import RuleNorms, Verdict
 from fshard.runtime.steps.ends import End
 from fshard.runtime.steps.programs import Prepared
@@ -123,9 +124,11 @@ class Latest:
         record: the ops that it ran.
         times: when each of them began, and when the last one was over.
         prepared: the program that ran.
+        watch: what its ops took, where they were timed.
     """
 
     schedule: Schedule | None = None
     record: Sequence[Op] = ()
     times: Sequence[float] = field(default=(), repr=False)
     prepared: Prepared | None = field(default=None, repr=False)
+    watch: Stopwatch | None = field(default=None, repr=False)

@@ -1,0 +1,185 @@
+"""``fshard plan``: what a step would hold, send and take, without processes and without weights."""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fshard.arguments import size_text
+from fshard.errors import PlanError
+from fshard.foresight.foresee import Foresight, Hardware, Progress, foresee
+from fshard.foresight.huggingface import hugging_face
+from fshard.foresight.jobs import Job, read_job
+from fshard.foresight.page import write_page
+from fshard.foresight.remedies import Remedy, largest, remedies
+from fshard.foresight.report import as_json, sections
+from fshard.schedule.costs import read_costs
+from fshard.schedule.machines import DEVICES, LINKS, Cluster, named_device, named_link, speed
+from fshard.sharding.mesh import Mesh, abstract_mesh
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.set_defaults(run=run)
+    parser.add_argument("job", nargs="?", help="FILE.py:FUNCTION, which returns a dict, or a train step and a batch")
+    parser.add_argument("--hf", metavar="CONFIG", help="a config.json of Hugging Face, or its folder")
+    parser.add_argument("--mesh", default="8", help="ranks along each axis, as 1024, 64x8 or replica=4,shard=8")
+    parser.add_argument("--link", default="ib400", help=f"between hosts: {', '.join(LINKS)}, or BYTES/S,LATENCY")
+    parser.add_argument("--inside", metavar="LINK", help="between ranks of one host; by default as --link")
+    parser.add_argument("--per-host", type=int, default=8, help="ranks on a host (default: 8)")
+    parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument("--memory", help="of a device, as 80G; by default that of --device")
+    parser.add_argument("--costs", metavar="FILE", help="measured costs of the units, as Costs.save writes them")
+    parser.add_argument("--products", type=float, default=0.7, help="share of its peak that matrix products reach")
+    parser.add_argument("--share", type=float, default=0.85, help="share of its rate that a link gives to collectives")
+    parser.add_argument("--rows", type=int, default=1, help="with --hf: rows of a rank's microbatch")
+    parser.add_argument("--length", type=int, help="with --hf: tokens of a row")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="with --hf: dtype of compute")
+    parser.add_argument("--accumulate", type=int, default=1, help="with --hf: microbatches of a step")
+    parser.add_argument("--remat", choices=("none", "all"), default="none", help="with --hf: compute units again")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures, which needs no other file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Foresee, print, and say what would have to change."""
+    if (args.job is None) == (args.hf is None):
+        raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
+    mesh, hardware = read_mesh(args.mesh), read_hardware(args)
+    with telling(args.json) as progress:
+        progress("the model", 0.0)
+        job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
+        step, batch = job.step(mesh) if isinstance(job, Job) else job
+        seen = foresee(step, batch, hardware, progress)
+        found: list[Remedy] = []
+        if not seen.fits:
+            progress("what would fit", 0.95)
+            again = (
+                (lambda **options: job.step(mesh, **options)) if isinstance(job, Job) and job.remat is None else None
+            )
+            found = [*remedies(seen, step, again)]
+        if args.html:
+            progress("pictures", 0.97)
+            write_page(Path(args.html), seen, found)
+    if args.json:
+        print(json.dumps(as_json(seen, found), indent=1))
+    else:
+        _print(seen, found)
+    return 0 if seen.fits else 1
+
+
+def _hf(args: argparse.Namespace) -> Job:
+    remat = None if args.remat == "none" else args.remat
+    return hugging_face(args.hf, args.rows, args.length, args.precision, remat, args.accumulate)
+
+
+def read_mesh(text: str) -> Mesh:
+    """A mesh without processes: ``1024``, ``64x8``, ``replica=4,shard=8``.
+
+    Raises:
+        PlanError: none of these.
+
+    >>> read_mesh("64x8").axis_names, read_mesh("replica=4,shard=8").sizes
+    (('outer', 'inner'), (4, 8))
+    """
+    if re.fullmatch(r"\d+(x\d+){0,2}", text):
+        sizes = [int(size) for size in text.split("x")]
+        names = {1: ("shard",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}[len(sizes)]
+        return abstract_mesh(sizes, names)
+    if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+        pairs = [pair.split("=") for pair in text.split(",")]
+        return abstract_mesh([int(size) for _, size in pairs], [name for name, _ in pairs])
+    raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,shard=8")
+
+
+def read_bytes(text: str) -> int:
+    """A number of bytes: ``80G`` are 80 * 10**9, ``80Gi`` 80 * 2**30.
+
+    Raises:
+        PlanError: not such a number.
+
+    >>> read_bytes("80G"), read_bytes("1.5Gi")
+    (80000000000, 1610612736)
+    """
+    found = re.fullmatch(r"([\d.]+) ?([kmgtKMGT]?i?)B?", text)
+    try:
+        assert found is not None
+        count = float(found[1]) * UNITS[found[2].upper()]
+        assert 0 < count < math.inf
+    except (AssertionError, ValueError, KeyError) as error:
+        raise PlanError(f"{text!r} is no number of bytes: give one such as 80G, or 80Gi for 80 * 2**30") from error
+    return int(count)
+
+
+def read_hardware(args: argparse.Namespace) -> Hardware:
+    """What the step would run on."""
+    device = named_device(args.device)
+    inside = named_link(args.inside) if args.inside else None
+    if not 0 < args.products <= 1:
+        raise PlanError(f"--products {args.products} is no share of a peak: give a number up to 1")
+    cluster = Cluster(named_link(args.link), inside, args.per_host, args.share)
+    short = args.hf is None or args.precision == "bf16"
+    words = (
+        f"{args.device} at {args.products:.0%} of its peak in products; {args.link} between hosts, "
+        f"{args.inside or args.link} inside, {args.per_host} ranks a host, {args.share:.0%} of the rates of links"
+    )
+    memory = read_bytes(args.memory) if args.memory else device.memory
+    costs = read_costs(args.costs) if args.costs else None
+    return Hardware(speed(device, short, args.products), cluster, memory, words, costs)
+
+
+@contextmanager
+def telling(silent: bool) -> Any:
+    """What is told how far the command is: a bar on standard error, if that is a terminal."""
+    told: Progress = lambda what, part: None  # noqa: E731
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        silent = True
+    if silent or not sys.stderr.isatty():
+        yield told
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, part: bar.update(task, description=what, completed=part)
+
+
+def _print(seen: Foresight, found: Sequence[Remedy]) -> None:
+    for title, head, rows in sections(seen):
+        _table(title, head, rows)
+    if not seen.fits:
+        limit = size_text(seen.hardware.memory or 0)
+        peak = size_text(seen.state_bytes + seen.least.memory.peak_bytes)
+        print(
+            f"no policy fits into {limit}: the least is {peak}, at op {seen.least.memory.op}, {seen.least.memory.where}"
+        )
+        print("\n".join(f"  {line}" for line in largest(seen)))
+        print("what would change it:")
+        print("\n".join(f"  {remedy}" for remedy in found))
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(f"{title}\n" + "\n".join("  ".join(row) for row in (head, *rows)) + "\n")
+        return
+    table = Table(*head, title=title, title_justify="left", show_edge=False)
+    for number, column in enumerate(table.columns):
+        if number and all(re.match(r"[\d,.]+( |$|%)", row[number]) or not row[number] for row in rows):
+            column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    print()

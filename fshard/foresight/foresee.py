@@ -1,0 +1,245 @@
+"""What a step would hold, send and take on a mesh that need not exist."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import PlanError
+from fshard.optim.contract import contract
+from fshard.runtime.memory.optimizer_layout import most_bytes
+from fshard.schedule.auto import Candidate, Task, candidates, tried
+from fshard.schedule.build import build
+from fshard.schedule.costs import Costs
+from fshard.schedule.footprint import Footprint
+from fshard.schedule.infos import group_infos
+from fshard.schedule.machines import Cluster, Speed, foreseen_costs
+from fshard.schedule.ops import LOCAL
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.simulate import Simulation, simulate
+from fshard.schedule.trace import Trace
+from fshard.sharding.mesh import Mesh, abstract_mesh
+from fshard.sharding.plan import Plan
+from fshard.training.step import TrainStep
+
+Progress = Callable[[str, float], object]
+"""Told what is under way, and how much of it is done, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a step would run on.
+
+    Attributes:
+        speed: of one device.
+        cluster: the links.
+        memory: bytes of a device; None for no limit.
+        words: the names of these.
+        costs: measured costs of the units, where there are some.
+    """
+
+    speed: Speed
+    cluster: Cluster
+    memory: int | None = None
+    words: str = ""
+    costs: Costs | None = None
+
+    def of(self, task: Task, mesh: Mesh) -> Costs:
+        """What ops cost on it."""
+        links = self.cluster.links(mesh)
+        if self.costs is None:
+            return foreseen_costs(task.stages, task.needs, self.speed, links)
+        return self.costs.over(Costs(links=links, processors=self.costs.processors))
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """What a plan says of one group: its leaves and parameters, and bytes on one rank."""
+
+    name: str
+    leaves: int
+    parameters: int
+    gathered: int
+    state: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What is known of a step before it runs. All bytes are those of one rank.
+
+    Attributes:
+        plan: where the leaves are.
+        trace: the program, its needs and the schedule that the step was made with.
+        hardware: what it would run on.
+        groups: what the plan says of each group.
+        state_bytes: parameter shards and optimizer state.
+        candidates: the policies, the fastest first.
+        chosen: the fastest of those that fit; of all, if none does.
+        simulation: a step with that policy.
+        rows: rows of a rank's batch.
+        tokens: tokens of a rank's batch; 0 if it has none.
+        flops: operations of the model for a rank's batch, without those of recomputation.
+        scaling: seconds of a step by the number of ranks, with as large a batch a rank.
+    """
+
+    plan: Plan
+    trace: Trace
+    hardware: Hardware
+    groups: Sequence[GroupRow]
+    state_bytes: int
+    candidates: Sequence[Candidate]
+    chosen: Candidate
+    simulation: Simulation = field(repr=False)
+    rows: int
+    tokens: int
+    flops: int
+    scaling: Mapping[int, float]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank holds in a step."""
+        return self.state_bytes + self.chosen.memory.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits into the memory of a device."""
+        return self.hardware.memory is None or self.peak_bytes <= self.hardware.memory
+
+    @property
+    def least(self) -> Candidate:
+        """The policy that holds least."""
+        return min(self.candidates, key=lambda each: (each.memory.peak_bytes, each.seconds))
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of the chosen policy."""
+        return self.simulation.schedule
+
+    @property
+    def mfu(self) -> float:
+        """Operations of the model to those that the device could do in the time of a step."""
+        seconds = self.simulation.seconds
+        return self.flops / (seconds * self.hardware.speed.peak) if seconds else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks a second."""
+        return self.tokens * self.plan.data_size / self.simulation.seconds if self.simulation.seconds else math.nan
+
+
+def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress = lambda what, part: None) -> Foresight:
+    """What a step would hold, send and take.
+
+    Args:
+        step: a train step whose plan is on any mesh.
+        batch: a rank's batch; its values do not matter.
+        hardware: what it would run on.
+        progress: is told how far it is.
+
+    Raises:
+        PlanError: the program depends on values of tensors.
+    """
+    progress("the program, on tensors without data", 0.0)
+    found = step.trace(batch)
+    plan = step.plan
+    task = task_of(step, found, plan)
+    costs = hardware.of(task, plan.mesh)
+    tries = [*candidates(task, "deferred")]
+    made: list[tuple[Candidate, Schedule]] = []
+    for number, policy in enumerate(tries):
+        progress("policies", number / len(tries))
+        made.append(tried(task, policy, costs))
+    state = state_bytes(step, plan)
+    limit = math.inf if hardware.memory is None else hardware.memory - state
+    fits = [pair for pair in made if pair[0].memory.peak_bytes <= limit] or made
+    chosen, schedule = min(fits, key=lambda pair: (pair[0].seconds, pair[0].memory.peak_bytes))
+    order = sorted((each for each, _ in made), key=lambda each: (each.seconds, each.memory.peak_bytes))
+    kinds = {op.kind for op in schedule}
+    progress("numbers of ranks", 0.9)
+    rows, tokens = sizes(batch)
+    return Foresight(
+        plan,
+        found,
+        hardware,
+        group_rows(step, plan, schedule),
+        state,
+        order,
+        chosen,
+        simulate(schedule, costs.only(kinds)),
+        rows,
+        tokens,
+        model_flops(task),
+        dict(scaling(task, plan, hardware, chosen.policy)),
+    )
+
+
+def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
+    """What policies are tried for."""
+    if not found.needs:
+        raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
+    full = all(group.reduce_dtype == group.dtype for group in plan.groups)
+    return Task(found.schedule.program, group_infos(plan), found.needs, step.options.accumulate, full, True)
+
+
+def state_bytes(step: TrainStep, plan: Plan) -> int:
+    """Bytes of parameter shards and optimizer state on a rank."""
+    rule = contract(step.opt)
+    total = 0
+    for group in plan.groups:
+        total += group.chunk * group.dtype.itemsize
+        total += most_bytes(group.owned, plan.mesh, rule) if group.trainable else 0
+    return total
+
+
+def group_rows(step: TrainStep, plan: Plan, schedule: Schedule) -> list[GroupRow]:
+    """What the plan says of each group."""
+    rule, rows = contract(step.opt), []
+    sent = {group.name: 0 for group in plan.groups}
+    moves = {(move.kind, info.name): move.sent for info in schedule.groups for move in info.transfers if move.row.link}
+    for op in schedule:
+        sent[op.target] = sent.get(op.target, 0) + moves.get((op.kind, op.target), 0)
+    for group, info in zip(plan.groups, schedule.groups, strict=True):
+        state = group.chunk * group.dtype.itemsize
+        state += most_bytes(group.owned, plan.mesh, rule) if group.trainable else 0
+        count = sum(math.prod(leaf.shape) for leaf in group.leaves)
+        rows.append(GroupRow(group.name, len(group.leaves), count, info.full_bytes, state, sent[group.name]))
+    return rows
+
+
+def sizes(batch: Any) -> tuple[int, int]:
+    """The rows of a batch, and its tokens: elements of its first tensor of integers with two dims."""
+    tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    words = next((x for x in tensors if x.dim() == 2 and not x.dtype.is_floating_point), None)
+    return (tensors[0].shape[0] if tensors else 0), (words.numel() if words is not None else 0)
+
+
+def model_flops(task: Task) -> int:
+    """Operations of a rank's batch without recomputation: three times those of the forward, and never more than all."""
+    forward = total = 0
+    for op, need in zip(task.stages.computes, task.needs, strict=True):
+        forward += need.flops if op.kind == "forward" else 0
+        total += need.flops if op.kind != LOCAL else 0
+    return min(3 * forward, total) * task.accumulate
+
+
+def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Iterator[tuple[int, float]]:
+    """Seconds of a step on smaller meshes of the same shape, with as large a batch a rank."""
+    assert plan.source is not None
+    first, *rest = plan.mesh.sizes
+    sizes = sorted({max(first >> shift, 1) for shift in range(first.bit_length())})
+    for size in sizes[-8:]:
+        mesh = abstract_mesh((size, *rest), plan.mesh.axis_names)
+        smaller = replace(task, groups=group_infos(plan.source.plan(mesh, plan.batch, plan.precision)))
+        schedule = build(smaller.program, smaller.groups, policy, smaller.accumulate)
+        costs = hardware.of(smaller, mesh).only({op.kind for op in schedule})
+        yield mesh.size, simulate(schedule, costs).seconds
+
+
+def memory_words(memory: Footprint) -> str:
+    """Where the peak is."""
+    return f"op {memory.op}, {memory.where}"

@@ -1,0 +1,125 @@
+"""What ``fshard plan`` is asked about: a step and a batch, from a file of the user's or a configuration."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import described
+from fshard.errors import PlanError
+from fshard.optim.adamw import adamw
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import make_plan
+from fshard.sharding.rules import Rule
+from fshard.sharding.spec import P, fsdp
+from fshard.training.make_step import make_train_step
+from fshard.training.step import TrainStep
+
+NEEDED = ("model", "loss", "batch")
+KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "accumulate", "remat")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a step is made of.
+
+    Attributes:
+        model: what ``fs.split`` returned, or a nested dict of tensors.
+        loss: the loss function.
+        batch: a rank's batch. Tensors on the meta device will do.
+        rules: as for ``fs.make_plan``; by default everything is sharded over all axes.
+        units: of a nested dict, as for ``fs.make_plan``; by default each dict in it.
+        optimizer: by default AdamW.
+        batch_spec: as for ``fs.make_plan``; by default all axes.
+        precision: as for ``fs.make_plan``.
+        accumulate: microbatches.
+        remat: as for ``fs.make_train_step``.
+    """
+
+    model: Any
+    loss: Any
+    batch: Any
+    rules: Any = None
+    units: Any = None
+    optimizer: Any = None
+    batch_spec: P | None = None
+    precision: Any = None
+    accumulate: int = 1
+    remat: Any = None
+
+    def step(self, mesh: Mesh, **options: Any) -> tuple[TrainStep, Any]:
+        """The step on a mesh, and a rank's batch.
+
+        Raises:
+            PlanError: no rule can use the mesh, or anything that ``fs.make_plan`` and ``fs.make_train_step`` refuse.
+        """
+        axes = mesh.axis_names
+        rules = self.rules or [Rule(".*", fsdp(axes if len(axes) > 1 else axes[0]))]
+        spec = self.batch_spec or P(axes if len(axes) > 1 else axes[0])
+        nested = self.model.items() if isinstance(self.model, Mapping) else ()
+        units = self.units or tuple(name for name, below in nested if isinstance(below, Mapping))
+        plan = make_plan(self.model, mesh, rules, batch=spec, precision=self.precision, units=units)
+        opt = self.optimizer or adamw(1e-3)
+        given = {"accumulate": self.accumulate, "remat": self.remat, **options}
+        return make_train_step(self.loss, opt, plan, **given), tree.map(_real, self.batch)
+
+
+def read_job(where: str, mesh: Mesh) -> "Job | tuple[TrainStep, Any]":
+    """What a function of a file returns: ``FILE.py:make``, called with the mesh if it takes an argument.
+
+    Raises:
+        PlanError: there is no such file or function, or it returns something else.
+    """
+    make = _function(where)
+    made = make(mesh) if inspect.signature(make).parameters else make()
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], TrainStep):
+        return made[0], tree.map(_real, made[1])
+    if isinstance(made, Mapping):
+        return _job(where, made)
+    raise PlanError(
+        f"{where} returned {described(made)}: return a dict with {', '.join(map(repr, NEEDED))} and, if need be, "
+        f"{', '.join(map(repr, KNOWN[len(NEEDED) :]))}; or a train step and a batch"
+    )
+
+
+def _function(where: str) -> Any:
+    """The function of a file that is run for it."""
+    file, _, name = where.rpartition(":")
+    path = Path(file)
+    if not file or not name.isidentifier() or not path.is_file():
+        absent = "" if path.is_file() else f": there is no file {file!r}"
+        raise PlanError(f"{where!r} is no FILE.py:FUNCTION{absent}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    make = getattr(module, name, None)
+    if not callable(make):
+        have = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+        raise PlanError(f"{file} has no function {name!r}: it has {', '.join(have) or 'none'}")
+    return make
+
+
+def _job(where: str, made: Mapping[str, Any]) -> Job:
+    missing = [name for name in NEEDED if name not in made]
+    strange = [name for name in made if name not in KNOWN]
+    if missing or strange:
+        problems = [f"{name!r} is missing" for name in missing] + [f"{name!r} is unknown" for name in strange]
+        raise PlanError(f"the dict of {where}: {', '.join(problems)}; it may have {', '.join(map(repr, KNOWN))}")
+    return Job(**made)
+
+
+def _real(x: Any) -> Any:
+    """A tensor on the meta device, as zeros: a batch is small, and its values do not matter."""
+    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x

@@ -1,0 +1,69 @@
+"""Trials of ``schedule="auto"``: the first steps are timed, and what they cost decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from fshard.errors import PlanError
+from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.execution.timed import Stopwatch
+from fshard.runtime.steps.calibrate import fitted_by_all, op_times
+from fshard.schedule.auto import Auto, Choice, Task, choose
+from fshard.schedule.build import build
+from fshard.schedule.check import check
+from fshard.schedule.fit import APART, OpTime
+from fshard.schedule.footprint import footprint
+from fshard.schedule.schedule import Schedule
+
+WARM, TIMED = 2, 4
+"""Steps before those that count, and those that do."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The timed steps of a program so far.
+
+    Attributes:
+        schedule: their schedule, in which every transfer is waited for as soon as it has begun.
+        task: what a policy is chosen for, with the needs that all ranks agreed on.
+        steps: what each step took on this rank; nothing for one that left its schedule.
+    """
+
+    schedule: Schedule
+    task: Task
+    steps: list[Sequence[OpTime]] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Whether all of them are made."""
+        return len(self.steps) >= WARM + TIMED
+
+    def note(self, watch: Stopwatch) -> None:
+        """A step is made, on all ranks."""
+        try:
+            self.steps.append(op_times(watch, len(self.schedule)))
+        except PlanError:
+            self.steps.append(())
+
+    def conclude(self, comms: Communicators, auto: Auto) -> Choice | None:
+        """The choice by what the steps cost; None if a rank's left their schedule. Collective."""
+        steps = [step for step in self.steps[WARM:] if step]
+        costs = fitted_by_all(comms.control, self.schedule, steps if len(steps) == TIMED else [])
+        return None if costs is None else choose(self.task, auto, costs)
+
+
+def begun(task: Task, auto: Auto, size: int) -> Trial | None:
+    """The trial of a program; None where nothing is to be found out, or where timed steps exceed the memory.
+
+    Args:
+        task: with the needs that all ranks agreed on.
+        auto: what was asked for.
+        size: ranks of the mesh.
+    """
+    if size == 1 or auto.compute is not None or auto.wire is not None or not task.needs:
+        return None
+    policy = replace(APART, update=auto.update)
+    schedule = build(task.program, task.groups, policy, task.accumulate, task.train)
+    check(schedule)
+    if auto.memory is not None and footprint(schedule, task.needs).peak_bytes > auto.memory:
+        return None
+    return Trial(schedule, task)

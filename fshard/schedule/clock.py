@@ -1,0 +1,204 @@
+"""Clocks: the time on a rank's device, on its communicators and on its links, op by op.
+
+``Clock`` has one rank, and its times are numbers. ``Fleet`` has all ranks of a mesh, and its times are tensors of them;
+the arithmetic is the same, except that transfers, the handshake and the consensus begin for all ranks that take part
+when the last of them has come.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import errors
+from fshard.schedule.costs import Costs, Noise
+from fshard.schedule.ops import STEP_KINDS, Op
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import Transfer, awaited, started
+from fshard.sharding.mesh import Mesh
+
+Time = Any
+"""Seconds: a float, or a tensor with one for each rank."""
+
+
+@dataclass
+class Ticks:
+    """What a clock has told: when the device comes to each op, begins and ends of ops, and sums."""
+
+    issued: list[float] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=dict)
+    compute: float = 0.0
+    beside: float = 0.0
+    sent: int = 0
+
+
+class Clock:
+    """The clock of one rank, whom all others resemble.
+
+    Work of threads that carry transfers is owed in the order of issue. While the device computes, they get half of a
+    processor that they share with it; while it waits, all of it. A transfer has arrived when its bytes have, and when
+    its work is done.
+    """
+
+    larger: Callable[[Time, Time], Time] = staticmethod(max)
+    smaller: Callable[[Time, Time], Time] = staticmethod(min)
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        every = ((group.name, transfer) for group in schedule.groups for transfer in group.transfers)
+        self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
+        self.slow = max(1.0, 1.0 / costs.processors)
+        self.shared = min(max(2.0 - costs.processors, 0.0), 1.0)  # the part of work beside that compute feels
+        self.now: Time = 0.0
+        self.owed: Time = 0.0
+        self.done: Time = 0.0
+        self.lanes: dict[str, Time] = {}
+        self.arrivals: dict[tuple[str, str], tuple[Time, Time]] = {}
+        self.ticks = Ticks()
+
+    def run(self) -> Ticks:
+        """Tell the times of all ops."""
+        ticks = self.ticks
+        for at, op in enumerate(self.schedule):
+            ticks.issued.append(self.read(self.now))
+            start, end = self._take(at, op)
+            ticks.starts.append(self.read(start))
+            ticks.ends.append(self.read(end))
+        return ticks
+
+    def read(self, time: Time) -> float:
+        """A time as a number."""
+        return float(time)
+
+    def factor(self, op: Op) -> Time:
+        """How much slower than its cost an op is."""
+        return self.slow
+
+    def meet(self, time: Time, axes: str) -> Time:
+        """When the last of the ranks that take part has come."""
+        return time
+
+    def _take(self, at: int, op: Op) -> tuple[Time, Time]:
+        row = started(op.kind)
+        seconds = self.costs.of(op.kind, op.target)
+        if row is not None:
+            transfer = self.transfers.get((op.kind, op.target))
+            if transfer is None:
+                self._work(op, seconds)
+                self.arrivals[op.kind, op.target] = self.now, self.owed
+                return self.now, self.now
+            return self._start(op, transfer, seconds)
+        start, row = self.now, awaited(op.kind)
+        if row is not None:
+            if (row.name, op.target) not in self.arrivals:
+                raise errors.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
+            self._arrive(*self.arrivals.pop((row.name, op.target)))
+            transfer = self.transfers.get((row.name, op.target))
+            if transfer is not None:
+                seconds += transfer.sent * self.costs.carrier(transfer)[1].taking
+        elif op.kind in STEP_KINDS:
+            self.now = self.meet(self.now, "")
+        self._work(op, seconds)
+        return start, self.now
+
+    def _start(self, op: Op, transfer: Transfer, seconds: float) -> tuple[Time, Time]:
+        """Begin and end of a transfer that is started now."""
+        wire, link = self.costs.carrier(transfer)
+        self._work(op, seconds + transfer.sent * link.sending)
+        comm, carried = f"{transfer.kind}({transfer.axes})", transfer.sent / link.bytes_per_s
+        start = self.larger(self.meet(self.now, transfer.axes), self.lanes.get(comm, 0.0)) + link.latency
+        start = self.larger(start, self.lanes.get(f"wire {wire}", 0.0))
+        end = start + carried
+        self.lanes[comm] = self.lanes[f"wire {wire}"] = end
+        self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
+        self.arrivals[op.kind, op.target] = end, self.owed
+        self.ticks.busy[wire] = self.ticks.busy.get(wire, 0.0) + carried
+        self.ticks.sent += transfer.sent
+        return start, end
+
+    def _arrive(self, arrival: Time, owed: Time) -> None:
+        """Wait until a transfer has arrived, and the work that was owed at its start is done."""
+        before = self.now
+        self.now = self.larger(self.now, arrival)
+        self.done = self.smaller(self.owed, self.done + (self.now - before))
+        rest = self.larger(owed - self.done, 0.0 * self.now)
+        self.now, self.done = self.now + rest, self.done + rest
+
+    def _work(self, op: Op, seconds: float) -> None:
+        """Keep the device busy."""
+        if not seconds:
+            return
+        busy = seconds * self.factor(op)
+        rest = self.owed - self.done
+        taken = self.smaller(rest, busy) if self.shared else 0.0 * busy
+        self.now, self.done = self.now + (busy + taken), self.done + taken
+        self.ticks.compute += self.read(busy)
+        self.ticks.beside += self.read(taken)
+
+
+class Fleet(Clock):
+    """The clocks of all ranks of a mesh.
+
+    Args:
+        schedule: the schedule.
+        costs: what ops cost.
+        mesh: the ranks.
+        noise: how they differ.
+    """
+
+    larger = staticmethod(lambda a, b: torch.maximum(_times(a), _times(b)))
+    smaller = staticmethod(lambda a, b: torch.minimum(_times(a), _times(b)))
+
+    def __init__(self, schedule: Schedule, costs: Costs, mesh: Mesh, noise: Noise) -> None:
+        super().__init__(schedule, costs)
+        strange = [rank for rank in noise.slow if not 0 <= rank < mesh.size]
+        if strange:
+            raise errors.bad_costs([f"slow[{rank}]: the mesh has ranks 0 to {mesh.size - 1}" for rank in strange])
+        self.mesh, self.noise, self.rank = mesh, noise, 0
+        self.generator = torch.Generator().manual_seed(noise.seed)
+        self.ranks = self._spread(noise.ranks)
+        for rank, factor in noise.slow.items():
+            self.ranks[rank] *= factor
+        self.now = torch.zeros(mesh.size, dtype=torch.float64)
+
+    def ends(self) -> list[float]:
+        """When each rank is over."""
+        made = Fleet(self.schedule, self.costs, self.mesh, self.noise)
+        made.run(0)
+        found: list[float] = made.now.tolist()
+        return found
+
+    def run(self, rank: int = 0) -> Ticks:
+        """Tell the times of one rank."""
+        self.rank = rank
+        return super().run()
+
+    def read(self, time: Time) -> float:
+        """The time of the rank that is told of."""
+        return float(time[self.rank]) if isinstance(time, Tensor) and time.dim() else float(time)
+
+    def factor(self, op: Op) -> Time:
+        """How much slower than its cost an op is on each rank."""
+        own = self.ranks * self.slow
+        return own * self._spread(self.noise.ops) if self.noise.ops else own
+
+    def meet(self, time: Time, axes: str) -> Time:
+        """The times of the last of those that share all coordinates but those of these axes."""
+        names = axes.split("+") if axes else self.mesh.axis_names
+        dims = [number for number, name in enumerate(self.mesh.axis_names) if name in names]
+        cut = time.reshape(self.mesh.sizes)
+        return cut.amax(dims, keepdim=True).expand_as(cut).reshape(-1) if dims else time
+
+    def _spread(self, sigma: float) -> Tensor:
+        if not sigma:
+            return torch.ones(self.mesh.size, dtype=torch.float64)
+        drawn = torch.randn(self.mesh.size, generator=self.generator, dtype=torch.float64)
+        return torch.exp(sigma * drawn.abs())
+
+
+def _times(time: Time) -> Tensor:
+    return torch.as_tensor(time, dtype=torch.float64)

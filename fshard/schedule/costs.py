@@ -1,0 +1,252 @@
+"""What ops and bytes cost: units, links, processors. Costs of one machine's units go with another machine's links.
+
+A transfer costs more than its time on the wire. Its rank starts it, which may copy what is sent; threads carry it
+beside compute, and take processor time from it where a rank has no second processor; and its wait may copy or add up
+what has arrived. A ``Link`` has a figure for each.
+"""
+
+import json
+import math
+import os
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fshard import errors
+from fshard.arguments import expect
+from fshard.errors import PlanError
+from fshard.schedule.ops import op_kinds
+from fshard.schedule.transfers import Transfer, moves
+
+FORMAT = "fshard costs 1"
+
+
+@dataclass(frozen=True, repr=False)
+class Link:
+    """What carries transfers, and what it takes from the processor that computes.
+
+    Args:
+        bytes_per_s: what a rank can send in a second.
+        latency: seconds from the issue of a transfer to its first byte.
+        sending: seconds of the device for each byte that is sent, at the start of a transfer.
+        beside: seconds of other threads for each byte, which they take from compute where ranks share processors.
+        taking: seconds of the device for each byte, at the wait.
+
+    Raises:
+        PlanError: a rate that is not positive, or a negative time.
+
+    >>> Link(125e6, latency=50e-6)  # 1 Gbit/s
+    Link(bytes_per_s=125000000.0, latency=5e-05)
+    """
+
+    bytes_per_s: float = math.inf
+    latency: float = 0.0
+    sending: float = 0.0
+    beside: float = 0.0
+    taking: float = 0.0
+
+    def __post_init__(self) -> None:
+        expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
+        problems = []
+        if not self.bytes_per_s > 0:
+            problems.append(f"bytes_per_s={self.bytes_per_s!r} is not positive")
+        for name in ("latency", "sending", "beside", "taking"):
+            if not 0 <= getattr(self, name) < math.inf:
+                problems.append(f"{name}={getattr(self, name)!r} is not a number of seconds")
+        if problems:
+            raise errors.bad_costs(problems)
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if value or name == "latency"}
+        return f"Link({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What ops cost.
+
+    Args:
+        seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. With the
+            target ``""`` it is what every op of that kind takes that has no entry of its own. Ops that it lacks take no
+            time.
+        link: the link of all-gathers, and of everything else that has no link of its own.
+        reduces: the link of reduce-scatters and of sums over replicas, if it is another than that of all-gathers.
+        links: links by mesh axes, joined by ``+``: ``{"replica": Link(25e6)}``. All that goes over these axes, and
+            over no others, takes that link. A key such as ``"reduce_scatter over replica"`` is that of one kind of
+            transfer, which shares the wire of its axes.
+        host: seconds of a step before its first op and after its last.
+        processors: processors that a rank has. With 2 or more, threads that carry transfers take nothing from compute;
+            with 1 they share it; with 1/2, as on a machine of 2 with 4 ranks, everything takes twice the time.
+        machine: what the costs were measured on, in words.
+
+    Raises:
+        PlanError: a negative time, one of an unknown op, or something else than a link.
+
+    >>> Costs({("forward", "blocks.0"): 2e-3}, Link(125e6)).link
+    Link(bytes_per_s=125000000.0, latency=0.0)
+    """
+
+    seconds: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    link: Link = Link()
+    reduces: Link | None = None
+    links: Mapping[str, Link] = field(default_factory=dict)
+    host: float = 0.0
+    processors: float = 2.0
+    machine: str = ""
+
+    def __post_init__(self) -> None:
+        seconds = "a dict of seconds by op, such as {('forward', 'blocks.0'): 2e-3}"
+        wants = [
+            ("seconds", self.seconds, Mapping, seconds),
+            ("links", self.links, Mapping, "a dict of fs.sim.Link by axes"),
+            ("host", self.host, (int, float), "seconds"),
+            ("processors", self.processors, (int, float), "a number of processors"),
+        ]
+        expect("fs.sim.Costs", wants)
+        links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
+        problems = [
+            f"{name}={link!r} is not an fs.sim.Link" for name, link in links.items() if not isinstance(link, Link)
+        ]
+        known = op_kinds()
+        for (kind, target), value in self.seconds.items():
+            if kind not in known:
+                problems.append(f"{kind} {target}: the kinds of ops are {', '.join(sorted(known))}")
+            elif not 0 <= value < math.inf:
+                problems.append(f"{kind} {target} takes {value!r} seconds")
+        if not 0 <= self.host < math.inf or not 0 < self.processors < math.inf:
+            problems.append(f"host={self.host!r}, processors={self.processors!r}: not negative, and more than none")
+        if problems:
+            raise errors.bad_costs(problems)
+
+    def of(self, kind: str, target: str) -> float:
+        """What an op takes on the device, beside what its bytes take."""
+        own = self.seconds.get((kind, target))
+        return self.seconds.get((kind, ""), 0.0) if own is None else own
+
+    def only(self, kinds: Container[str]) -> "Costs":
+        """Those of a schedule that has ops of these kinds."""
+        return replace(self, seconds={op: value for op, value in self.seconds.items() if op[0] in kinds})
+
+    def __str__(self) -> str:
+        return f"costs of {len(self.seconds)} kinds of ops, measured on {self.machine or 'a machine without a name'}"
+
+    def carrier(self, transfer: Transfer) -> tuple[str, Link]:
+        """The wire that a transfer shares with others, by name, and its link."""
+        axes = transfer.axes
+        wire = axes if axes in self.links else ""
+        own = self.links.get(f"{transfer.kind} over {axes}")
+        if own is not None:
+            return axes, own
+        if wire:
+            return wire, self.links[wire]
+        if transfer.row.link == "reduces" and self.reduces is not None:
+            return "reduces", self.reduces
+        return "link", self.link
+
+    def over(self, links: "Costs | Link", processors: float | None = None) -> "Costs":
+        """The times of these ops over other links: units from here, links from there.
+
+        Args:
+            links: a link for everything, or the costs whose links these are.
+            processors: those that a rank has there; by default those of ``links``, or of these costs.
+        """
+        if isinstance(links, Link):
+            return replace(self, link=links, reduces=None, links={}, processors=processors or self.processors)
+        words = f"units of {self.machine}; links of {links.machine}" if self.machine or links.machine else ""
+        moved = {key: value for key, value in links.seconds.items() if moves(key[0])}
+        units = {key: value for key, value in self.seconds.items() if not moves(key[0])}
+        return Costs(
+            {**units, **moved},
+            links.link,
+            links.reduces,
+            links.links,
+            self.host,
+            processors or links.processors,
+            words,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write them to a JSON file, complete or not at all."""
+        text = json.dumps(self.as_json(), indent=1)
+        unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+        unfinished.write_text(text + "\n")
+        unfinished.replace(path)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file. A link without a limit has the rate null."""
+        every = {"link": self.link, "reduces": self.reduces, **{f"over {k}": v for k, v in self.links.items()}}
+        return {
+            "format": FORMAT,
+            "machine": self.machine,
+            "processors": self.processors,
+            "host": self.host,
+            "seconds": {f"{kind}|{target}": value for (kind, target), value in self.seconds.items()},
+            "links": {name: _plain(link) for name, link in every.items() if link is not None},
+        }
+
+
+def read_costs(path: str | os.PathLike[str]) -> Costs:
+    """Costs from a file of ``Costs.save``.
+
+    Raises:
+        PlanError: the file is not there, or is none of these.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        links = {name: _link(values) for name, values in found["links"].items()}
+        seconds = {(kind, target): float(value) for kind, _, target, value in _split(found["seconds"])}
+        link, reduces = links.pop("link"), links.pop("reduces", None)
+        axes = {name.removeprefix("over "): each for name, each in links.items()}
+        return Costs(seconds, link, reduces, axes, float(found["host"]), float(found["processors"]), found["machine"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            f"{os.fspath(path)}: not costs that Costs.save has written ({type(error).__name__}: {error}): calibrate "
+            f"again, and save what comes of it"
+        ) from error
+
+
+def _plain(link: Link) -> dict[str, float | None]:
+    return {name: None if value == math.inf else value for name, value in asdict(link).items()}
+
+
+def _link(values: Mapping[str, Any]) -> Link:
+    return Link(**{name: math.inf if value is None else float(value) for name, value in values.items()})
+
+
+def _split(seconds: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:
+    return [(*key.partition("|"), value) for key, value in seconds.items()]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How ranks differ from each other: factors on the time of each op, drawn once from a seed.
+
+    Args:
+        ranks: the spread of ranks: each is slower by ``exp(ranks * |x|)``, x normal.
+        ops: the same for each op of each rank.
+        slow: ranks that are slower by a known factor: ``{17: 1.3}``.
+        seed: of the draws.
+
+    Raises:
+        PlanError: a negative spread, or a factor that is not positive.
+
+    >>> Noise(ranks=0.02, ops=0.05).seed
+    0
+    """
+
+    ranks: float = 0.0
+    ops: float = 0.0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        spreads = [(name, getattr(self, name)) for name in ("ranks", "ops")]
+        problems = [f"{name}={value!r} is not a spread >= 0" for name, value in spreads if not 0 <= value < 10]
+        problems += [f"slow[{rank}]={value!r} is not positive" for rank, value in self.slow.items() if not value > 0]
+        if problems:
+            raise errors.bad_costs(problems)

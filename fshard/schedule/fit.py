@@ -1,0 +1,160 @@
+"""Costs from measured steps: units, updates and the host as they were, transfers as lines through their sizes.
+
+What is fitted were steps of the ``APART`` policy, in which every transfer is waited for as soon as it has begun, so
+that compute and transfers do not disturb each other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from fshard.errors import PlanError
+from fshard.schedule.costs import Costs, Link
+from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import Transfer, awaited, started
+
+APART = Policy(prefetch=0, reduces=0)
+"""The policy of steps that are measured."""
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What an op took on one rank, in seconds: on the wall, of its thread, of the whole process; and after it."""
+
+    wall: float
+    thread: float
+    process: float
+    gap: float
+
+
+Row = Sequence[OpTime]
+"""The ops of a step."""
+
+
+def middle(rows: Sequence[Row]) -> list[OpTime]:
+    """The medians of several steps of one schedule."""
+    columns = zip(*rows, strict=True)
+    fields = ("wall", "thread", "process", "gap")
+    return [OpTime(*(median(getattr(time, name) for time in column) for name in fields)) for column in columns]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one transfer took: the wall from its start to its arrival, and processors."""
+
+    sent: int
+    starting: float
+    carried: float
+    collecting: float
+    beside: float
+
+
+def fit(schedule: Schedule, ranks: Sequence[Row], host: float, processors: float, machine: str) -> Costs:
+    """The costs that a measured schedule had.
+
+    Args:
+        schedule: that of the steps.
+        ranks: what its ops took, on each rank.
+        host: seconds of a step before its first op and after its last.
+        processors: processors that a rank has.
+        machine: what this was measured on.
+
+    Raises:
+        PlanError: a rank's steps had another number of ops.
+    """
+    if any(len(row) != len(schedule) for row in ranks):
+        raise PlanError(f"{[len(row) for row in ranks]} ops were measured of a schedule of {len(schedule)}")
+    slow = max(1.0, 1.0 / processors)
+    seconds = {op: fmean(times) / slow for op, times in _device(schedule, ranks).items()}
+    links = {}
+    for key, samples in _samples(schedule, ranks).items():
+        kind, _, axes = key.partition(" over ")
+        links[key], start, wait = _line(samples, slow)
+        seconds[kind, ""], seconds[f"wait {kind}", ""] = start, wait
+        links.setdefault(axes, links[key])
+    return Costs(seconds, links=links, host=host / slow, processors=processors, machine=machine)
+
+
+def _device(schedule: Schedule, ranks: Sequence[Row]) -> dict[tuple[str, str], list[float]]:
+    """The times of ops that are no transfers. What code outside of units takes belongs to the compute op before it."""
+    found: dict[tuple[str, str], list[float]] = {}
+    last: tuple[str, str] | None = None
+    for at, op in enumerate(schedule):
+        walls = [row[at].wall for row in ranks]
+        gap = fmean([row[at].gap for row in ranks])
+        key = op.kind, op.target
+        if op.kind in COMPUTE_KINDS or op.kind in STEP_KINDS or op.kind == "update":
+            # Ranks wait for each other in these two: whoever comes last waits for nobody.
+            found.setdefault(key, []).append(min(walls) if op.kind in STEP_KINDS else fmean(walls))
+            last = key if op.kind in COMPUTE_KINDS else last
+        elif op.kind == "free":
+            found.setdefault((op.kind, ""), []).append(fmean(walls))
+        if last is not None:
+            found[last][-1] += gap
+    return found
+
+
+def _samples(schedule: Schedule, ranks: Sequence[Row]) -> dict[str, list[Sample]]:
+    """What each transfer took, by kind and axes."""
+    moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
+    under_way: dict[tuple[str, str], int] = {}
+    found: dict[str, list[Sample]] = {}
+    for at, op in enumerate(schedule):
+        row = awaited(op.kind)
+        if started(op.kind):
+            under_way[op.kind, op.target] = at
+        elif row is not None:
+            begun, move = under_way.pop((row.name, op.target)), moves[row.name, op.target]
+            if move.sent and move.row.link:
+                found.setdefault(f"{move.kind} over {move.axes}", []).append(_sample(move, ranks, begun, at))
+    return found
+
+
+def _sample(move: Transfer, ranks: Sequence[Row], begun: int, over: int) -> Sample:
+    starting = fmean([row[begun].wall for row in ranks])
+    collecting = fmean([row[over].thread for row in ranks])
+    walls = [row[begun].gap + sum(t.wall + t.gap for t in row[begun + 1 : over]) + row[over].wall for row in ranks]
+    beside = [sum(t.process - t.thread for t in row[begun : over + 1]) for row in ranks]
+    return Sample(move.sent, starting, max(min(walls) - collecting, 0.0), collecting, max(fmean(beside), 0.0))
+
+
+def _line(samples: Sequence[Sample], slow: float) -> tuple[Link, float, float]:
+    """The link of some transfers, and what their starts and waits take beside what bytes do."""
+    sizes = [sample.sent for sample in samples]
+    start, sending = line(sizes, [sample.starting / slow for sample in samples])
+    latency, carrying = line(sizes, [sample.carried for sample in samples])
+    wait, taking = line(sizes, [sample.collecting / slow for sample in samples])
+    beside = sum(sample.beside for sample in samples) / sum(sizes) / slow
+    rate = 1 / carrying if carrying > 0 else float("inf")
+    return Link(rate, latency, sending, beside, taking), start, wait
+
+
+def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """Intercept and slope of the line of least relative squares, neither of them negative.
+
+    >>> line([1, 2, 3], [3.0, 5.0, 7.0])
+    (1.0, 2.0)
+    >>> line([4, 4], [2.0, 2.0])
+    (0.0, 0.5)
+    """
+    weights = [1 / max(y, 1e-9) ** 2 for y in ys]
+    total = sum(weights)
+    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
+    if spread > 1e-12 * total * mean_x**2:
+        slope = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True)) / spread
+        if slope <= 0:
+            return mean_y, 0.0
+        if mean_y >= slope * mean_x:
+            return round(mean_y - slope * mean_x, 12), float(f"{slope:.12g}")
+    squares = sum(w * x * x for w, x in zip(weights, xs, strict=True))
+    return 0.0, sum(w * x * y for w, x, y in zip(weights, xs, ys, strict=True)) / squares
+
+
+def times_of(rows: Sequence[Sequence[float]]) -> Iterator[OpTime]:
+    """Ops from four numbers each, as ranks exchange them."""
+    for row in rows:
+        yield OpTime(*row)

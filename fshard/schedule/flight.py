@@ -1,0 +1,164 @@
+"""Records of ranks: which op each rank came to, and when; who waits for whom.
+
+A rank's file has a header, which is a line of JSON, and a ring of records: seconds, the number of the run, the number
+of the op, and the number of the schedule, whose text lies in a file beside it. What is damaged or missing is left out.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fshard.errors import PlanError, ShardError
+from fshard.schedule.ops import STEP_KINDS
+from fshard.schedule.schedule import Schedule, parse
+from fshard.schedule.transfers import awaited
+
+FORMAT = "fshard flight 1"
+RECORD = struct.Struct("<dIiQ")
+HEADER, SLOTS = 4096, 8192
+OVER = -1
+"""The number of the op that comes after a step's last."""
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank's record."""
+    return f"rank{rank}.flight"
+
+
+def schedule_name(rank: int, schedule: int) -> str:
+    """The file of a schedule's text."""
+    return f"rank{rank}.{schedule:015x}.schedule"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rank came to an op: the seconds since the epoch, the run, the op and the schedule, by their numbers."""
+
+    time: float
+    run: int
+    op: int
+    schedule: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank has left.
+
+    Attributes:
+        rank: the rank.
+        ranks: how many there were.
+        entries: from the oldest to the newest.
+        schedules: those that could be read, by number.
+    """
+
+    rank: int
+    ranks: int
+    entries: Sequence[Entry]
+    schedules: Mapping[int, Schedule] = field(repr=False)
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """The run and the op that the rank has come to; after a run's last op, infinity."""
+        entry = self.entries[-1]
+        return entry.run, math.inf if entry.op == OVER else entry.op
+
+    def words(self, entry: Entry) -> str:
+        """An entry in words."""
+        if entry.op == OVER:
+            return f"between steps, after run {entry.run}"
+        schedule = self.schedules.get(entry.schedule)
+        if schedule is None or entry.op >= len(schedule):
+            return f"op {entry.op} of run {entry.run}"
+        return f"op {entry.op} of {len(schedule)}, '{schedule[entry.op]}', of run {entry.run}"
+
+    def waits(self, entry: Entry) -> bool:
+        """Whether the op of an entry waits for other ranks."""
+        schedule = self.schedules.get(entry.schedule)
+        if entry.op == OVER or schedule is None or entry.op >= len(schedule):
+            return False
+        kind = schedule[entry.op].kind
+        return awaited(kind) is not None or kind in STEP_KINDS
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of all ranks in a folder.
+
+    Raises:
+        PlanError: there are none.
+    """
+    found = [record for path in sorted(folder.glob("rank*.flight")) for record in _record(path)]
+    if not found:
+        raise PlanError(f"{folder} has no records of ranks: set FSHARD_RECORD={folder} where the ranks start")
+    return sorted(found, key=lambda record: record.rank)
+
+
+def _record(path: Path) -> Iterator[Record]:
+    """The record of a file; none if the file is no such record."""
+    content = path.read_bytes()
+    try:
+        head = json.loads(content[:HEADER])
+        rank, ranks, clock = int(head["rank"]), int(head["ranks"]), float(head["clock"])
+    except (ValueError, KeyError, TypeError):
+        return
+    body = content[HEADER : len(content) - (len(content) - HEADER) % RECORD.size]
+    rows = [row for row in RECORD.iter_unpack(body) if row[0] > 0]
+    entries = [Entry(seconds + clock, run, op, number) for seconds, run, op, number in sorted(rows)]
+    schedules = {}
+    for number in {entry.schedule for entry in entries}:
+        text = path.parent / schedule_name(rank, number)
+        try:
+            schedules[number] = parse(text.read_text())
+        except (OSError, ShardError):
+            continue
+    yield Record(rank, ranks, entries, schedules)
+
+
+def verdict(records: Sequence[Record]) -> str:
+    """Who waits for whom, in words of the schedule."""
+    known = {record.rank: record for record in records if record.entries}
+    if not known:
+        return "no rank has come to an op"
+    absent = [rank for rank in range(records[0].ranks) if rank not in known]
+    newest = max(record.entries[-1].time for record in known.values())
+    lines = [f"{ranks_text(absent)} left no record"] if absent else []
+    lines += [line for line in [_awaited(known, absent)] if line]
+    for rank, record in known.items():
+        entry = record.entries[-1]
+        age = newest - entry.time
+        since = f", for {age:.1f} s when the last entry of any rank was made" if age > 0.05 else ""
+        lines.append(f"  rank {rank} is at {record.words(entry)}{since}")
+    return "\n".join(lines)
+
+
+def _awaited(known: Mapping[int, Record], absent: Sequence[int]) -> str:
+    """Which ranks wait for which others."""
+    waiting = [rank for rank, record in known.items() if record.waits(record.entries[-1])]
+    late = [*absent, *_behind(known, waiting)]
+    others = [rank for rank in waiting if rank not in late]
+    if late and others:
+        return f"{ranks_text(others)} {'wait' if len(others) > 1 else 'waits'} for {ranks_text(late)}"
+    if len(waiting) == len(known):
+        return "all ranks wait at the same op: what they wait for is on its way"
+    return "" if late else f"nobody waits: all ranks have ended run {next(iter(known.values())).place[0]}"
+
+
+def _behind(known: Mapping[int, Record], waiting: Sequence[int]) -> list[int]:
+    """The ranks that have come least far; none where all are at one op and wait there, or have ended."""
+    places = {rank: record.place for rank, record in known.items()}
+    least = min(places.values())
+    if all(place == least for place in places.values()):
+        return [] if least[1] == math.inf else [rank for rank in known if rank not in waiting]
+    return [rank for rank, place in places.items() if place == least]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> ranks_text([3]), ranks_text([0, 1, 4])
+    ('rank 3', 'ranks 0, 1 and 4')
+    """
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

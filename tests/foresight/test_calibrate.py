@@ -1,0 +1,163 @@
+"""Calibration: known costs are found again, real steps are timed, and a choice goes by what they took."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.errors import PlanError
+from fshard.schedule import Costs, Link, Policy, Schedule, check, simulate
+from fshard.schedule.auto import Rates
+from fshard.schedule.fit import APART, OpTime, fit, middle
+from fshard.schedule.footprint import footprint
+from fshard.schedule.transfers import awaited, started
+from tests.schedule.test_costs import over
+
+LINK = Link(1e3, 0.001, sending=1e-3, beside=2e-3, taking=4e-3)
+
+
+def timed(schedule: Schedule, costs: Costs, late: float = 0.0) -> list[OpTime]:
+    """What the ops of a schedule take on a rank that comes to each transfer some seconds early."""
+    moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
+    rows = []
+    for op in schedule:
+        own = costs.of(op.kind, op.target)
+        row = awaited(op.kind)
+        if started(op.kind):
+            own += moves[op.kind, op.target].sent * LINK.sending
+            rows.append(OpTime(own, own, own, 0.0))
+        elif row is not None:
+            sent = moves[row.name, op.target].sent
+            thread = own + sent * LINK.taking
+            wall = thread + LINK.latency + sent / LINK.bytes_per_s + late
+            rows.append(OpTime(wall, thread, thread + sent * LINK.beside, 0.0))
+        else:
+            rows.append(OpTime(own, own, own, 0.0))
+    return rows
+
+
+def test_apart_waits_at_once_for_all_that_it_starts() -> None:
+    schedule = over(3, APART)
+    check(schedule)
+    for at, op in enumerate(schedule):
+        if started(op.kind):
+            assert schedule[at + 1].kind == f"wait {op.kind}" and schedule[at + 1].target == op.target
+    assert schedule.memory.peak_bytes <= over(3, Policy(prefetch=0, reduces=1)).memory.peak_bytes
+
+
+def test_known_costs_are_found_again() -> None:
+    schedule = over(3, APART)
+    seconds = {("forward", "u0"): 1.0, ("forward", "u1"): 2.0, ("forward", "u2"): 3.0, ("consensus", ""): 0.25}
+    seconds |= {("backward", f"u{i}"): 4.0 + i for i in range(3)} | {("update", f"u{i}"): 0.5 for i in range(3)}
+    truth = Costs(seconds, links={"shard": LINK}, host=0.125, processors=1)
+    ranks = [timed(schedule, truth, late) for late in (0.0, 0.75)]  # the one that comes last waits for nobody
+    found = fit(schedule, ranks, 0.125, 1.0, "here")
+    assert {op: found.of(*op) for op in seconds} == pytest.approx(seconds)
+    for policy in (APART, Policy(), Policy(prefetch=0, reduces=1), Policy(reshard=False)):
+        other = over(3, policy)
+        exact, fitted = simulate(other, truth), simulate(other, found)
+        assert fitted.seconds == pytest.approx(exact.seconds, rel=0.02), policy
+        assert fitted.beside == pytest.approx(exact.beside, rel=0.02, abs=1e-9)
+
+
+def test_code_between_units_belongs_to_the_unit_before_and_medians_count() -> None:
+    schedule = over(2, APART)
+    at = next(at for at, op in enumerate(schedule) if op.kind == "forward" and op.target == "u0")
+    row = [OpTime(1.0, 1.0, 1.0, 0.0) for _ in schedule]
+    row[at + 1] = OpTime(0.0, 0.0, 0.0, 3.0)
+    rows = middle([row, row, [OpTime(99.0, 0.0, 0.0, 0.0) for _ in schedule]])
+    assert fit(schedule, [rows], 0.0, 2.0, "").of("forward", "u0") == 4.0
+    with pytest.raises(PlanError, match="1 ops? were measured|ops were measured"):
+        fit(schedule, [row[:1]], 0.0, 2.0, "")
+
+
+def test_too_few_processors_are_taken_out_of_what_was_measured() -> None:
+    schedule = over(2, APART)
+    row = [OpTime(1.0, 1.0, 1.0, 0.0) for _ in schedule]
+    half, whole = fit(schedule, [row], 0.0, 0.5, ""), fit(schedule, [row], 0.0, 1.0, "")
+    assert half.of("forward", "u0") == whole.of("forward", "u0") / 2
+    assert simulate(schedule, half).compute == pytest.approx(simulate(schedule, whole).compute)
+
+
+def made(mesh: fs.Mesh, schedule: Any = None) -> tuple[Any, Any]:
+    """A state and a step of four layers."""
+    params = {f"l{i}": {"w": torch.eye(16)} for i in range(4)}
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("*",))
+    opt = fs.optim.adamw(1e-2)
+
+    @fs.unit
+    def layer(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ params["w"])
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for i in range(4):
+            x = layer(params[f"l{i}"], x)
+        return x.square().mean()
+
+    return fs.init_state(plan, opt, params=params), fs.make_train_step(loss, opt, plan, schedule=schedule)
+
+
+def test_a_step_is_calibrated_and_stays_as_it_is() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+
+    def on_a_rank() -> Any:
+        state, step = made(mesh)
+        state, _ = step(state, torch.ones(2, 16))
+        before = step.schedule
+        costs = step.calibrate(torch.ones(2, 16), rounds=2)
+        assert step.schedule is before and state.step == 1
+        run = fs.sim.simulate(before, costs)
+        return costs, run.seconds
+
+    (one, seconds), (two, _) = mesh.run(on_a_rank)
+    assert one == two and seconds > 0
+    assert {"forward", "backward", "update", "handshake", "consensus", "all_gather"} <= {
+        kind for kind, _ in one.seconds
+    }
+    assert (
+        set(one.links) == {"shard", "all_gather over shard", "reduce_scatter over shard"} and "2 ranks" in one.machine
+    )
+    assert {target for kind, target in one.seconds if kind == "forward"} >= {f"layer(l{i}.w)" for i in range(4)}
+    with pytest.raises(PlanError, match="rounds=0"):
+        mesh.run(lambda: made(mesh)[1].calibrate(torch.ones(2, 16), rounds=0))
+
+
+def test_auto_times_its_first_steps_and_chooses_by_them() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+    batches = [torch.randn(2, 16, generator=torch.Generator().manual_seed(n)) for n in range(9)]
+
+    def trained(schedule: Any) -> Any:
+        state, step = made(mesh, schedule)
+        losses, policies = [], []
+        for batch in batches:
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss.item())
+            assert step.record == step.schedule.ops
+            policies.append(step.schedule.policy)
+        return losses, policies, step.trace(batches[0]).choice
+
+    (losses, policies, choice), (other, same, words) = mesh.run(lambda: trained("auto"))
+    plain = mesh.run(lambda: trained(None))[0][0]
+    assert losses == plain and policies == same and str(choice) == str(words) and other == losses
+    assert policies[:6] == [APART] * 6 and policies[6:] == [choice.policy] * 3
+    assert isinstance(choice.rates, Costs) and "measured on" in str(choice)
+    given = mesh.run(lambda: trained(fs.Auto(compute=1e9, wire=1e9)))[0]
+    assert len(set(given[1])) == 1 and isinstance(given[2].rates, Rates)
+
+
+def test_timed_steps_keep_the_limit_of_memory() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+
+    def trained() -> Any:
+        known = made(mesh, fs.Auto(compute=1e9, wire=1e9))[1].trace(torch.ones(2, 16)).choice
+        least = min(each.memory.peak_bytes for each in known.candidates)
+        state, step = made(mesh, fs.Auto(memory=least))
+        seen = []
+        for _ in range(8):
+            state, _ = step(state, torch.ones(2, 16))
+            seen.append(step.schedule)
+        return least, seen, step.trace(torch.ones(2, 16)).needs
+
+    least, seen, needs = mesh.run(trained)[0]
+    assert all(footprint(schedule, needs).peak_bytes <= least for schedule in seen)

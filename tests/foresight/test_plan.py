@@ -1,0 +1,193 @@
+"""``fshard plan``: what it prints is what a trace, a plan and a simulation say, and bad input says what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fshard as fs
+from fshard.cli.main import main
+from fshard.cli.plan import read_bytes, read_mesh
+
+JOB = """
+import torch, fshard as fs
+
+LAYERS, WIDTH = 4, 64
+
+
+def loss(params, x):
+    for i in range(LAYERS):
+        x = layer(params[f"l{i}"], x)
+    return x.square().mean()
+
+
+@fs.unit
+def layer(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def make():
+    params = {f"l{i}": {"w": torch.empty(WIDTH, WIDTH, device="meta")} for i in range(LAYERS)}
+    batch = torch.empty(32, WIDTH, device="meta")
+    return {"model": params, "loss": loss, "batch": batch, "optimizer": fs.optim.sgd(0.1)}
+
+
+def make_on(mesh):
+    params = {f"l{i}": {"w": torch.empty(WIDTH, WIDTH)} for i in range(LAYERS)}
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("*",), batch=fs.P("shard"))
+    return fs.make_train_step(loss, fs.optim.adamw(1e-3), plan), torch.empty(32, WIDTH)
+
+
+def odd():
+    return 3
+
+
+def partly():
+    return {"model": 3, "lose": 4}
+
+
+def values():
+    def loss(params, x):
+        return params["w"].sum() * (1 if x.sum().item() > 0 else 2)
+    return {"model": {"w": torch.ones(4)}, "loss": loss, "batch": torch.ones(2)}
+
+
+def strict():
+    rules = [(".*w", fs.P("nothing"))]
+    return make() | {"rules": rules}
+"""
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    """The file of a job."""
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    return str(path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+    """The exit status, and the JSON."""
+    status = main(["plan", *argv, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_numbers_are_those_of_the_step(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = planned(capsys, f"{job}:make_on", "--mesh", "8", "--memory", "1G")
+    assert status == 0 and found["fits"]
+    mesh = fs.abstract_mesh((8,), ("shard",))
+    from fshard.foresight.jobs import Job, read_job
+
+    made = read_job(f"{job}:make_on", mesh)
+    assert not isinstance(made, Job)
+    step, batch = made
+    least = min(each["peak_bytes"] for each in found["policies"])
+    trace = step.trace(batch)
+    state = sum(group.chunk * 4 * 3 for group in step.plan.groups)  # parameters and two moments
+    assert found["state_bytes"] == state
+    default = next(each for each in found["policies"] if each["policy"] == str(trace.schedule.policy))
+    assert default["peak_bytes"] == state + trace.footprint.peak_bytes >= least
+    sent = sum(move.sent for group in trace.schedule.groups for move in group.transfers)
+    assert sent <= found["sent_bytes"] <= 2 * sent and found["sent_by_axes"] == {"shard": found["sent_bytes"]}
+    assert found["seconds"] == min(each["seconds"] for each in found["policies"])
+    assert found["seconds"] == pytest.approx(found["compute_seconds"] + found["exposed_seconds"])
+    assert 0 < found["mfu"] < 1 and [row["parameters"] for row in found["groups"]] == [4096] * 4
+    assert [*found["scaling"]] == ["1", "2", "4", "8"] and found["scaling"]["8"] == found["seconds"]
+
+
+def test_a_slower_link_is_slower_and_a_mesh_of_two_axes_has_three(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    times = [
+        planned(capsys, f"{job}:make", "--mesh", "4x2", "--link", link)[1]["seconds"] for link in ("ib400", "eth1")
+    ]
+    assert times[0] < times[1]
+    found = planned(capsys, f"{job}:make", "--mesh", "replica=2,shard=4")[1]
+    assert found["mesh"] == {"replica": 2, "shard": 4} and [*found["sent_by_axes"]] == ["replica+shard"]
+
+
+def test_what_does_not_fit_says_what_is_largest_and_what_would_do(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = planned(capsys, f"{job}:make", "--mesh", "8", "--memory", "90K")
+    assert status == 1 and not found["fits"] and found["largest"]
+    changes = {each["change"].split(":")[0]: each for each in found["remedies"]}
+    again = changes['remat="all"']
+    assert again["peak_bytes"] <= found["peak_bytes"] and len(found["remedies"]) >= 2
+    assert main(["plan", f"{job}:make", "--mesh", "8", "--memory", "90K"]) == 1
+    printed = capsys.readouterr().out
+    for words in ("no policy fits into 87.9 KiB: the least is", "what would change it:", "half the rows", "at op "):
+        assert words in printed
+
+
+def test_it_prints_tables(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{job}:make", "--mesh", "8"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("l0 .. l", "prefetch=", "<- chosen", "MFU", "shard=8, 8 ranks", "Scaling"):
+        assert words in printed
+
+
+@pytest.mark.long
+def test_the_page_needs_no_other_file(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    assert main(["plan", f"{job}:make", "--mesh", "8", "--html", str(page), "--memory", "90K"]) == 1
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 3 and "http" not in text and "No policy fits" in text
+    assert [path.name for path in tmp_path.iterdir() if path.suffix not in (".py", ".html")] in ([], ["__pycache__"])
+
+
+@pytest.mark.long
+def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    status, found = planned(capsys, "--hf", str(tmp_path), "--mesh", "16", "--rows", "2")
+    assert status == 0 and len(found["groups"]) == 4 and found["tokens_per_s"] > 0
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert [row["parameters"] for row in found["groups"]] == [2 * 101 * 64 + 64, layer, layer, layer]
+    for config, words in (
+        ({"model_type": "lama"}, "knows no model_type 'lama' (near to it: "),
+        ({}, "has no model_type"),
+        ({**LLAMA, "max_position_embeddings": 8}, "--length 16 is more than the 8 positions"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["plan", "--hf", str(tmp_path / "config.json"), "--length", "16"]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["FILE:odd"], "returned 3, an int: return a dict with 'model', 'loss', 'batch'"),
+        (["FILE:partly"], "'loss' is missing, 'batch' is missing, 'lose' is unknown"),
+        (["FILE:other"], "has no function 'other': it has loss, make, make_on, odd, partly, values, strict"),
+        (["nothing.py:make"], "there is no file 'nothing.py'"),
+        (["FILE:values"], "depends on values"),
+        (["FILE:strict"], "nothing"),
+        ([], "give either FILE.py:FUNCTION or --hf CONFIG"),
+        (["FILE:make", "--mesh", "8by8"], "--mesh '8by8': give ranks along each axis"),
+        (["FILE:make", "--link", "fast"], "no link is named 'fast': there are loopback, eth1"),
+        (["FILE:make", "--memory", "much"], "'much' is no number of bytes"),
+        (["FILE:make", "--device", "abacus"], "no device is named 'abacus'"),
+        (["FILE:make", "--costs", "nothing.json"], "nothing.json: not costs"),
+        (["FILE:make", "--products", "2"], "--products 2.0 is no share"),
+        (["--hf", "nothing.json"], "nothing.json cannot be read as a configuration"),
+    ],
+)
+def test_bad_input(argv: list[str], words: str, job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *[word.replace("FILE", job) for word in argv]]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and not said.out
+
+
+def test_meshes_and_bytes() -> None:
+    assert read_mesh("1024").sizes == (1024,) and read_mesh("2x3x4").axis_names == ("outer", "middle", "inner")
+    assert (read_bytes("1.5Ki"), read_bytes("2K"), read_bytes("7")) == (1536, 2000, 7)

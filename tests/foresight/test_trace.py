@@ -1,0 +1,189 @@
+"""Traces: events have the fields of the format, and say what the schedule says, in its order."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.cli.main import main
+from fshard.errors import PlanError
+from fshard.schedule import Costs, Link, Policy, simulate
+from fshard.schedule.flight import HEADER, OVER, RECORD, read_records, verdict
+from fshard.schedule.simulate import measured
+from tests.schedule.test_costs import SECONDS, over
+
+FIELDS = {
+    "X": {"dur", "cat"},
+    "B": {"cat"},
+    "M": {"args"},
+    "C": {"args"},
+    "s": {"id", "cat"},
+    "f": {"id", "cat", "bp"},
+    "i": {"s"},
+}
+
+
+def events(path: Path) -> list[Any]:
+    """The events of a file, each with the fields that its phase needs."""
+    content = json.loads(path.read_text())
+    assert content["displayTimeUnit"] == "ms"
+    found: list[Any] = content["traceEvents"]
+    for event in found:
+        assert {"ph", "pid", "tid", "ts", "name"} <= event.keys() and event["ph"] in FIELDS
+        assert FIELDS[event["ph"]] <= event.keys() and event["ts"] >= 0 and event.get("dur", 0) >= 0
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    return found
+
+
+def on_device(found: list[Any], pid: int = 0) -> list[str]:
+    """The ops of a process' device, in the order of time; those of equal times stay in theirs."""
+    rows = [event for event in found if event["ph"] in "XB" and (event["pid"], event["tid"]) == (pid, 0)]
+    return [event["name"] for event in sorted(rows, key=lambda event: event["ts"])]
+
+
+def test_predicted_beside_measured(tmp_path: Path) -> None:
+    schedule = over(4, Policy())
+    run = simulate(schedule, Costs(SECONDS, Link(100.0)))
+    real = measured(schedule, [float(number) for number in range(len(schedule) + 1)])
+    fs.view.trace(tmp_path / "step.json", {"predicted": run, "measured": real})
+    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
+    found = events(tmp_path / "step.json")
+    for pid in (0, 1):
+        assert on_device(found, pid) == [str(op) for op in schedule]
+    assert [e["args"]["name"] for e in found if e["name"] == "process_name"] == ["predicted", "measured"]
+    lanes = {e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert {"device", "all_gather over shard", "reduce_scatter over shard"} <= lanes
+    seconds = max(e["ts"] + e.get("dur", 0) for e in found if e["pid"] == 0 and e["ph"] == "X") / 1e6
+    assert seconds == pytest.approx(run.seconds)
+
+
+def test_arrows_lead_from_transfers_to_their_waits(tmp_path: Path) -> None:
+    schedule = over(4, Policy())
+    fs.view.trace(tmp_path / "step.json", simulate(schedule, Costs(SECONDS, Link(10.0))))
+    found = events(tmp_path / "step.json")
+    starts = {e["id"]: e for e in found if e["ph"] == "s"}
+    ends = {e["id"]: e for e in found if e["ph"] == "f"}
+    assert starts.keys() == ends.keys() and len(starts) == sum(op.kind.startswith("wait") for op in schedule)
+    assert all(ends[key]["tid"] == 0 and starts[key]["tid"] > 0 for key in starts)
+    rows = Counter((e["tid"]) for e in found if e["ph"] == "X" and e["tid"])
+    for tid in rows:  # slices of one track do not overlap
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in found if e["ph"] == "X" and e["tid"] == tid)
+        assert all(a[1] <= b[0] + 1e-3 for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_memory_is_that_of_the_schedule(tmp_path: Path) -> None:
+    schedule = over(4, Policy())
+    fs.view.trace(tmp_path / "step.json", simulate(schedule, Costs(SECONDS, Link(10.0))))
+    held = [sum(e["args"].values()) for e in events(tmp_path / "step.json") if e["ph"] == "C"]
+    assert max(held) == max(schedule.memory.profile) and set(held) <= set(schedule.memory.profile)
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="'a': give simulations"):
+        fs.view.trace(tmp_path / "a.json", {"a": 3})  # type: ignore[dict-item]
+    with pytest.raises(PlanError, match="runs is 3"):
+        fs.view.trace(tmp_path / "a.json", 3)  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]
+
+
+def trained(steps: int = 3) -> Any:
+    """A step on one rank, after some runs."""
+    with fs.make_mesh((1,), ("shard",)) as mesh:
+        params = {f"l{i}": torch.eye(4) for i in range(2)}
+        plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))])
+        opt = fs.optim.sgd(0.1)
+        step = fs.make_train_step(lambda p, x: (x @ p["l0"] @ p["l1"]).sum(), opt, plan)
+        state = fs.init_state(plan, opt, params=params)
+        for _ in range(steps):
+            state, _ = step(state, torch.ones(2, 4))
+    return step
+
+
+def test_a_real_run_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FSHARD_RECORD", str(tmp_path))
+    step = trained()
+    (record,) = read_records(tmp_path)
+    texts = [str(op) for op in step.schedule]
+    assert [entry.op for entry in record.entries if entry.run == 3] == [*range(len(texts)), OVER]
+    assert main(["trace", str(tmp_path)]) == 0
+    assert "nobody waits: all ranks have ended run 3" in capsys.readouterr().out
+    assert on_device(events(tmp_path / "trace.json")) == texts * 3
+
+
+def test_without_the_variable_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSHARD_RECORD", raising=False)
+    monkeypatch.chdir(tmp_path)
+    trained(1)
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setenv("FSHARD_RECORD", "/proc/nothing")
+    with pytest.raises(PlanError, match="FSHARD_RECORD=/proc/nothing: no record can be kept there"):
+        trained(1)
+
+
+def made(folder: Path, places: dict[int, int], ranks: int, age: float = 0.0) -> None:
+    """Records of ranks that have come to these ops of a run, and a schedule."""
+    schedule = over(2, Policy(prefetch=0))
+    for rank, place in places.items():
+        head = {"format": "fshard flight 1", "rank": rank, "ranks": ranks, "clock": 1000.0}
+        count = place + 1 if place != OVER else len(schedule)
+        rows = [(1.0 + 0.01 * at + (0.0 if rank else age), 7, at, 5) for at in range(count)]
+        rows += [(9.0, 7, OVER, 5)] if place == OVER else []
+        body = b"".join(RECORD.pack(*row) for row in rows)
+        (folder / f"rank{rank}.flight").write_bytes(
+            json.dumps(head).encode().ljust(HEADER) + body + bytes(RECORD.size * 3)
+        )
+        (folder / f"rank{rank}.{5:015x}.schedule").write_text(str(schedule))
+
+
+def test_who_waits_for_whom(tmp_path: Path) -> None:
+    schedule = over(2, Policy(prefetch=0))
+    wait = next(at for at, op in enumerate(schedule) if op.kind == "wait all_gather")
+    made(tmp_path, {0: wait, 1: wait - 1, 2: wait, 3: wait}, 4)
+    told = verdict(read_records(tmp_path)).splitlines()
+    assert told[0] == "ranks 0, 2 and 3 wait for rank 1"
+    assert told[2] == f"  rank 1 is at op {wait - 1} of {len(schedule)}, '{schedule[wait - 1]}', of run 7"
+    made(tmp_path, {1: wait}, 4)
+    assert verdict(read_records(tmp_path)).splitlines()[0].startswith("all ranks wait at the same op")
+    (tmp_path / "rank2.flight").unlink()
+    told = verdict(read_records(tmp_path)).splitlines()
+    assert told[:2] == ["rank 2 left no record", "ranks 0, 1 and 3 wait for rank 2"]
+
+
+def test_what_is_left_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path, {0: 4, 1: 2}, 2)
+    (tmp_path / "rank5.flight").write_bytes(b"not a record")
+    content = (tmp_path / "rank1.flight").read_bytes()
+    (tmp_path / "rank1.flight").write_bytes(content[: HEADER + RECORD.size * 2 + 5])  # cut off
+    assert main(["trace", str(tmp_path), "--out", str(tmp_path / "out.json")]) == 0
+    found = events(tmp_path / "out.json")
+    texts = [str(op) for op in over(2, Policy(prefetch=0))]
+    assert on_device(found, 0) == texts[:5] and on_device(found, 1) == texts[:2]
+    assert [e["name"] for e in found if e["ph"] == "B" and e["tid"] == 0] == [texts[4], texts[1]]
+    for path in tmp_path.glob("*.schedule"):
+        path.unlink()
+    assert main(["trace", str(tmp_path)]) == 0 and "rank 0 is at op 4 of run 7" in capsys.readouterr().out
+
+
+def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "has no records of ranks: set FSHARD_RECORD=" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def test_ops_are_ranges_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("", str(tmp_path)):
+        monkeypatch.setenv("FSHARD_RECORD", folder)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step = trained(1)
+        seen = [event.name for event in profile.events() if event.name.startswith("fshard ")]
+        assert seen == [f"fshard {op}" for op in step.schedule]
+    assert len(read_records(tmp_path)[0].entries) == len(step.schedule) + 1

@@ -1,0 +1,202 @@
+"""Costs: what transfers take from compute, saving and composing, noise, and the tables of machines."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fshard as fs
+from fshard.errors import PlanError
+from fshard.schedule import Costs, Link, Policy, Schedule, build, simulate
+from fshard.schedule.costs import Noise, read_costs
+from fshard.schedule.footprint import Need
+from fshard.schedule.machines import DEVICES, LINKS, Cluster, named_device, named_link, speed
+from tests.schedule.cases import recipes
+from tests.schedule.test_simulate import chain
+
+AHEAD = Policy(prefetch=1)
+
+
+def over(count: int = 3, policy: Policy = AHEAD) -> Schedule:
+    """A chain whose transfers go over the axis ``shard``."""
+    program, groups = chain(count)
+    moved = [replace(each, transfers=[replace(move, axes="shard") for move in each.transfers]) for each in groups]
+    return build(program, moved, policy)
+
+
+SECONDS = {("forward", ""): 2.0, ("backward", ""): 4.0, ("forward", "root"): 0.0, ("backward", "root"): 0.0}
+
+
+def test_transfers_take_from_compute_what_threads_need() -> None:
+    schedule = over()
+    free = simulate(schedule, Costs(SECONDS, Link(100.0, beside=0.01), processors=2))
+    shared = simulate(schedule, Costs(SECONDS, Link(100.0, beside=0.01), processors=1))
+    half = simulate(schedule, Costs(SECONDS, Link(100.0, beside=0.01), processors=1.5))
+    assert free.beside == 0 and free.seconds < half.seconds < shared.seconds
+    moved = shared.sent * 0.01
+    # The first gather has nothing to take from: the device waits for it.
+    assert 0 < shared.beside <= moved and shared.compute == free.compute
+    assert half.beside == pytest.approx(shared.beside / 2, rel=0.2)
+
+
+def test_a_transfer_is_over_when_its_work_is() -> None:
+    schedule = over(1, Policy(prefetch=0))
+    run = simulate(schedule, Costs({}, Link(1e9, beside=0.05), processors=1))
+    assert run.seconds == pytest.approx(200 * 0.05, rel=1e-6)  # one gather and one reduction, of 100 bytes each
+
+
+def test_starts_and_waits_take_the_device() -> None:
+    schedule = over(1, Policy(prefetch=0))
+    costs = Costs({("all_gather", ""): 1.0}, Link(1e9, sending=0.01, taking=0.02), host=5.0)
+    run = simulate(schedule, costs)
+    assert run.compute == pytest.approx(1.0 + 2 * (1.0 + 2.0))
+    assert run.seconds == pytest.approx(run.compute + 5.0, rel=1e-6) and run.exposed == pytest.approx(0, abs=1e-6)
+
+
+def test_too_few_processors_slow_everything() -> None:
+    schedule = over()
+    one, half = (simulate(schedule, Costs(SECONDS, Link(1e9), processors=n)) for n in (1, 0.5))
+    assert half.compute == 2 * one.compute
+
+
+def test_a_kind_of_transfer_has_its_own_link_on_the_wire_of_its_axes() -> None:
+    schedule = over(2, Policy(prefetch=0))
+    links = {"shard": Link(100.0), "reduce_scatter over shard": Link(50.0)}
+    run = simulate(schedule, Costs(SECONDS, links=links))
+    spans = [(run.starts[at], run.ends[at]) for at, op in enumerate(schedule) if op.kind == "reduce_scatter"]
+    assert [end - start for start, end in spans] == [2.0, 2.0]
+    gathers = [(run.starts[at], run.ends[at]) for at, op in enumerate(schedule) if op.kind == "all_gather"]
+    both = sorted(spans + gathers)
+    assert all(a[1] <= b[0] for a, b in zip(both, both[1:], strict=False))
+    assert run.sent_by_axes == {"shard": 500} and set(run.exposed_by_kind) == {"all_gather", "reduce_scatter"}
+
+
+@st.composite
+def priced(draw: st.DrawFn) -> tuple[Schedule, Costs, float]:
+    schedule = build(*draw(recipes(most=3)))
+    amounts = st.integers(0, 64).map(lambda n: n / 16)
+    kinds = sorted({op.kind for op in schedule} - {"local"})
+    seconds = {(kind, ""): draw(amounts) for kind in kinds}
+    link = st.builds(Link, st.sampled_from((1.0, 16.0)), amounts, amounts, amounts, amounts)
+    return schedule, Costs(seconds, draw(link), draw(link), processors=draw(st.sampled_from((0.5, 1.0, 1.5, 2.0)))), 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(priced())
+def test_nothing_gets_slower_when_work_beside_falls(case: tuple[Schedule, Costs, float]) -> None:
+    schedule, costs, factor = case
+    link = costs.link
+    cheap = Costs(
+        costs.seconds,
+        Link(link.bytes_per_s, link.latency, link.sending, link.beside * factor, link.taking * factor),
+        costs.reduces,
+        processors=costs.processors,
+    )
+    slow, fast = simulate(schedule, costs), simulate(schedule, cheap)
+    assert fast.seconds <= slow.seconds + 1e-9
+    assert slow.seconds >= slow.compute + slow.beside - 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(priced())
+def test_a_fleet_of_equal_ranks_is_one_rank(case: tuple[Schedule, Costs, float]) -> None:
+    schedule, costs, _ = case
+    axes = sorted(
+        {axis for group in schedule.groups for move in group.transfers for axis in move.axes.split("+") if axis}
+    )
+    mesh = fs.abstract_mesh((3,) * max(len(axes), 1), axes or ("shard",))
+    one, all_ = simulate(schedule, costs), simulate(schedule, costs, mesh, Noise())
+    assert all_.seconds == pytest.approx(one.seconds) and all_.compute == pytest.approx(one.compute)
+    assert all_.by_rank == pytest.approx([one.seconds] * mesh.size)
+
+
+def test_one_slow_rank_holds_all_and_only_its_own_row() -> None:
+    schedule = over(4)
+    mesh = fs.abstract_mesh((4, 2), ("replica", "shard"))
+    costs = Costs(SECONDS, Link(1e9))
+    alone = simulate(schedule, costs)
+    run = simulate(schedule, costs, mesh, Noise(slow={3: 2.0}))
+    assert run.by_rank[3] == pytest.approx(2 * alone.seconds, rel=1e-3) and run.seconds == max(run.by_rank)
+    assert len(set(run.by_rank)) == 1  # the consensus is over all
+    assert run == simulate(schedule, costs, mesh, Noise(slow={3: 2.0}))
+
+
+def test_noise_grows_with_ranks_and_repeats_by_seed() -> None:
+    schedule, costs = over(4), Costs(SECONDS, Link(1e9))
+    times = []
+    for ranks in (1, 8, 512):
+        mesh = fs.abstract_mesh((ranks,), ("shard",))
+        times.append(simulate(schedule, costs, mesh, Noise(0.02, 0.05, seed=1)).seconds)
+    assert times == sorted(times) and times[-1] > times[0]
+    mesh = fs.abstract_mesh((8,), ("shard",))
+    assert simulate(schedule, costs, mesh, Noise(0.02, seed=2)) != simulate(schedule, costs, mesh, Noise(0.02, seed=3))
+
+
+def test_costs_are_saved_and_composed(tmp_path: Path) -> None:
+    units = Costs({("forward", "u0"): 1.0, ("all_gather", ""): 9.0}, Link(1.0), host=2.0, machine="here", processors=1)
+    links = Costs({("all_gather", ""): 0.5}, links={"shard": Link(1e9, 1e-5)}, machine="there", processors=2)
+    units.save(tmp_path / "a.json")
+    assert read_costs(tmp_path / "a.json") == units and [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    both = units.over(links)
+    assert both.seconds == {("forward", "u0"): 1.0, ("all_gather", ""): 0.5} and both.links == links.links
+    assert (both.host, both.processors, both.machine) == (2.0, 2, "units of here; links of there")
+    assert units.over(Link(5.0)).link == Link(5.0) and units.over(Link(5.0)).seconds == units.seconds
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fshard costs 1"}', '{"format": "fshard costs 2"}'])
+def test_files_that_hold_no_costs(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(PlanError, match=r"a\.json: not costs that Costs\.save has written"):
+        read_costs(tmp_path / "a.json")
+    with pytest.raises(PlanError, match="FileNotFoundError"):
+        read_costs(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (lambda: Link(beside=-1.0), "beside=-1.0"),
+        (lambda: Costs(host=-1.0), "host=-1.0"),
+        (lambda: Costs(processors=0.0), "processors=0.0"),
+        (lambda: Noise(ranks=-1.0), "ranks=-1.0"),
+        (lambda: simulate(over(), Costs(), noise=Noise()), "but no mesh"),
+        (lambda: simulate(over(), Costs(), fs.abstract_mesh((2,), ("shard",)), Noise(slow={5: 2.0})), r"slow\[5\]"),
+        (lambda: simulate(over(), Costs({("forward", "u0"): 1.0})), "forward u1: not in the costs"),
+        (lambda: named_link("ib40"), "no link is named 'ib40'"),
+        (lambda: named_device("tpu"), "no device is named 'tpu'"),
+        (lambda: Cluster(Link(), per_host=0), "per_host=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(bad: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        bad()
+
+
+def test_the_links_of_a_cluster() -> None:
+    mesh = fs.abstract_mesh((16, 8), ("outer", "inner"))
+    cluster = Cluster(Link(50e9, 1e-5), Link(450e9, 5e-6), per_host=8, share=1.0, hop=0.0)
+    rates = {axes: link.bytes_per_s for axes, link in cluster.links(mesh).items()}
+    assert rates == {"outer": 50e9, "inner": 450e9, "outer+inner": 400e9}
+    one = Cluster(Link(50e9), Link(450e9), per_host=8, share=1.0).links(fs.abstract_mesh((128,), ("shard",)))
+    assert one["shard"].bytes_per_s == 400e9
+    half = Cluster(Link(50e9), Link(450e9), per_host=4, share=1.0).links(mesh)
+    assert half["inner"].bytes_per_s == 200e9
+
+
+def test_every_machine_says_where_its_numbers_are_from() -> None:
+    assert {"loopback", "eth1", "eth10", "eth25", "ib100", "ib400", "nvlink4"} <= LINKS.keys()
+    for link in LINKS.values():
+        assert link.source and link.what and link.link.latency > 0
+    for device in DEVICES.values():
+        assert device.source and device.flops > device.flops32 > 0
+
+
+def test_memory_bound_ops_count_by_their_bytes() -> None:
+    fast = speed(DEVICES["h100"], products=0.5, memory=0.5)
+    assert fast.seconds(Need(0, 0, int(989.4e12), 0)) == pytest.approx(2.0)
+    assert fast.seconds(Need(0, 0, 0, int(3350e9))) == pytest.approx(2.0)
+    assert json.dumps(Costs({("forward", "u"): 1.0}).as_json())
