@@ -54,9 +54,9 @@ MUTATIONS = [
     Mutation("schedule/pack.py", "steps[last + 1] -= size", "steps[last] -= size", "schedule/test_memory.py"),
     Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
-        "schedule/simulate.py",
-        "start = max(start, self.links.get(name, 0.0))",
-        "start = max(start, 0.0)",
+        "schedule/clock.py",
+        'start = self.larger(start, self.lanes.get(f"wire {wire}", 0.0))',
+        "start = self.larger(start, 0.0)",
         "schedule/test_simulate.py",
     ),
     # HOW
