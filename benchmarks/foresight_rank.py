@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -105,7 +106,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found = measure(args)
-    if int(__import__("os").environ.get("RANK", "0")) == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         args.out.write_text(json.dumps(found))
     return 0
 

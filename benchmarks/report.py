@@ -24,6 +24,7 @@ ORDER = (
     "functional",
     "checkpoint",
     "plan_time",
+    "foresight",
     "gpu",
 )
 
