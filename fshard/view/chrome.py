@@ -163,7 +163,8 @@ class _Tracks:
                     yield from self._one(run, begun, span, move.axes, move.sent)
         for begun in under_way.values():
             tid = self._row(begun.op.kind, begun.begin, float("inf"))
-            yield {"ph": "B", "pid": self.pid, "tid": tid, "ts": _us(begun.begin), "name": str(begun.op)}
+            place: Event = {"pid": self.pid, "tid": tid, "cat": "transfer"}
+            yield {"ph": "B", **place, "ts": _us(begun.begin), "name": str(begun.op)}
 
     def _one(self, run: Run, begun: Span, wait: Span, axes: str, sent: int) -> Iterator[Event]:
         begin, end = run.carried.get(begun.number, (begun.begin, wait.end if wait.end is not None else wait.begin))

@@ -2,6 +2,10 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -187,3 +191,37 @@ def test_ops_are_ranges_of_the_profiler(tmp_path: Path, monkeypatch: pytest.Monk
         seen = [event.name for event in profile.events() if event.name.startswith("fshard ")]
         assert seen == [f"fshard {op}" for op in step.schedule]
     assert len(read_records(tmp_path)[0].entries) == len(step.schedule) + 1
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_ranks_that_were_killed_leave_who_was_stuck_where(tmp_path: Path) -> None:
+    around = {**os.environ, "FSHARD_RECORD": str(tmp_path), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    around |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.foresight.stuck"]
+    ranks = [
+        subprocess.Popen(command, env={**around, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[1].stdout is not None and ranks[1].stdout.readline() == b"stuck\n"
+        deadline = time.monotonic() + 20
+        while "rank 0 waits" not in verdict(read_records(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    told = verdict(read_records(tmp_path)).splitlines()
+    assert told[0] == "rank 0 waits for rank 1"
+    assert "'forward layer(a.w)', of run 3" in told[2] and "of run 3" in told[1] and "'wait " in told[1]
+    assert main(["trace", str(tmp_path)]) == 0
+    last = [event["name"] for event in events(tmp_path / "trace.json") if event["ph"] == "B" and event["tid"] == 0]
+    assert "forward layer(a.w)" in last
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
