@@ -9,7 +9,6 @@ import torch
 from fshard.played.cooperative import playing
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm.communicator import SingleRankTransport
-from fshard.runtime.comm.flight import flight_of
 from fshard.runtime.comm.processes import ProcessTransport, join
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
@@ -46,7 +45,7 @@ def make_mesh(
     if joined is None:
         resolved = resolve_sizes(sizes, axis_names, 1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        return Mesh(resolved, tuple(axis_names), 0, device, SingleRankTransport(flight_of(0, 1)))
+        return Mesh(resolved, tuple(axis_names), 0, device, SingleRankTransport())
     rank, world, device, backend, owned = joined
     mesh = Mesh(resolve_sizes(sizes, axis_names, world), tuple(axis_names), rank, device)
     transport = ProcessTransport(mesh, backend, datetime.timedelta(seconds=timeout), owned, shared_memory)
