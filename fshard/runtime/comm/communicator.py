@@ -107,17 +107,17 @@ class SingleRank:
 class SingleRankTransport:
     """A world of one rank, without a process group."""
 
-    @functools.cached_property
-    def flight(self) -> Flight | None:
-        """The record of its ops, if the environment asks for one."""
-        return flight_of(0, 1)
-
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of one rank."""
         return SingleRank()
 
     def abort(self, role: str, reason: str = "") -> None:
         """Does nothing: no peer waits."""
+
+    @functools.cached_property
+    def flight(self) -> Flight | None:
+        """The record of its ops, if the environment asks for one."""
+        return flight_of(0, 1)
 
     def abort_all(self, reason: str) -> None:
         """Does nothing: no peer waits."""
