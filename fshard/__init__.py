@@ -22,6 +22,7 @@ The spec says where, the schedule says when, the runtime does it::
     transform/      losses of shards for torch.func, and tools on them
     foresight/      what a step would hold, send and take on a mesh that need not exist
     cli/            the command ``fshard``: checkpoints, plans
+    generation/     sampling with a key-value cache, perplexity, lm-evaluation-harness
     lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes; launching/ starts them from a notebook
     func, io, sim, trackers, types  names of less frequent use: derivatives, other formats, simulation, ...
@@ -61,8 +62,10 @@ from fshard.training.make_step import make_train_step
 from fshard.version import VERSION
 
 if TYPE_CHECKING:
-    from fshard import data, func, io, lora, parallel, sim, trackers, types, view
+    from fshard import data, func, generation, io, lora, parallel, sim, trackers, types, view
     from fshard.checkpoint.checkpointer import Checkpointer
+    from fshard.generation.generate import generate
+    from fshard.generation.score import perplexity
     from fshard.parts.grad import value_and_grad
     from fshard.parts.step import make_step
     from fshard.parts.update import make_update
@@ -78,7 +81,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _LATER = (
-    ("fshard", "data func io lora parallel sim trackers types view"),
+    ("fshard", "data func generation io lora parallel sim trackers types view"),
     ("fshard.training.buffers", "Whole sync_buffers"),
     ("fshard.checkpoint.checkpointer", "Checkpointer"),
     ("fshard.tracking.track", "track"),
@@ -86,6 +89,8 @@ _LATER = (
     ("fshard.played.mapping", "shard_map"),
     ("fshard.proof.report", "VerifyError"),
     ("fshard.proof.verify", "verify"),
+    ("fshard.generation.generate", "generate"),
+    ("fshard.generation.score", "perplexity"),
     ("fshard.parts.grad", "value_and_grad"),
     ("fshard.parts.step", "make_step"),
     ("fshard.parts.update", "make_update"),
@@ -136,6 +141,8 @@ __all__ = [
     "errors",
     "fsdp",
     "func",
+    "generate",
+    "generation",
     "glob",
     "init",
     "init_state",
@@ -151,6 +158,7 @@ __all__ = [
     "make_update",
     "optim",
     "parallel",
+    "perplexity",
     "random",
     "remat",
     "reshard_state",

@@ -24,7 +24,7 @@ LAYERS = (
     ("tracking",),
     ("training",),
     ("launch", "launching", "lora"),
-    ("transform",),
+    ("transform", "generation"),
     ("parts",),
     ("proof",),
     ("foresight",),

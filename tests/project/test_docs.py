@@ -111,6 +111,11 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(ROOT / "docs" / "data.md") == 4
 
 
+def test_generation() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "generation.md") == 4
+
+
 def test_steps() -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "steps.md") > 14

@@ -1,5 +1,6 @@
 """The examples run, briefly: alone, and one of them on two ranks. What they reach is told in examples/README.md."""
 
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,24 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
     assert words in run(sys.executable, f"examples/{name}.py", *options)
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert words in run(*launch, f"examples/{name}.py", *options)
+
+
+@pytest.mark.slow
+def test_a_llama_is_pretrained_resumed_and_read_by_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    brief = ["--depth", "1", "--width", "32", "--every", "4", "--out", str(tmp_path)]
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert "The statement" in run(*launch, "examples/train_llama.py", "--steps", "4", *brief)
+    run(sys.executable, "examples/train_llama.py", "--steps", "8", *brief)  # goes on, on one rank
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 9)]
+    assert [row["step"] for row in rows if "held out/perplexity" in row] == [4, 8] and rows[-2]["mfu"] > 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.hidden_size == 32
+
+
+def test_the_llama_is_short() -> None:
+    assert len((ROOT / "examples" / "train_llama.py").read_text().splitlines()) <= 62
 
 
 @pytest.mark.parametrize("name", BRIEF)

@@ -21,8 +21,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 from fshard.errors import foreign_params
-from fshard.runtime.comm import COLLECTIVES
+from fshard.runtime.comm import COLLECTIVES, exchange
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
@@ -69,6 +71,7 @@ class Runner:
         self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
         self.passes = Passes(fn, programs.train, self.in_backward, self.divisor)
         self._retries = 0
+        self._told = False
 
     def run(self, given: Request) -> Outcome:
         """Run the function on all ranks, again if its program was not the expected one.
@@ -282,7 +285,24 @@ class Runner:
         engine = agreed.ready.prepared.engine
         program = program_of(executor, {name: list(read.groups) for name, read in engine.units.reads.items()})
         found = Found(program, weighted, True, frozenset(engine.inner), exact=engine.exact)
-        self.finder.learn(agreed.ready.request.batch, found)
+        if self.programs.train or self._common(found):
+            self.finder.learn(agreed.ready.request.batch, found)
+
+    def _common(self, found: Found) -> bool:
+        """Whether all ranks have found the same program; evaluations may end at different calls. Collective."""
+        control = self.programs.comms.control
+        if control.size == 1:
+            return True
+        numbers = exchange(control, torch.tensor([digest(found.program.text)], device="cpu"))
+        common = len(set(numbers.flatten().tolist())) == 1
+        if not common and not self._told:
+            self._told = True
+            warnings.warn(
+                "ranks called other units, or in another order, in an evaluation that depends on values: right, but "
+                "such an evaluation has no schedule, and gathers on demand, with the memory of all parameters",
+                stacklevel=7,
+            )
+        return common
 
     def _release(self, prepared: Prepared) -> None:
         """Let go of what the attempt was given, and of all that is made for it alone."""

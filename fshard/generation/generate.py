@@ -1,0 +1,215 @@
+"""``fs.generate``: sequences that a model goes on with, from sharded weights, one token at a time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.arguments import Want, expect
+from fshard.errors import PlanError, lines
+from fshard.generation.places import Forward, Places, check_cache, padded
+from fshard.generation.sampling import Sampling
+from fshard.runtime.engine import Mean
+from fshard.sharding.plan import Plan
+from fshard.state.init import unshard
+from fshard.state.train_state import TrainState
+from fshard.training.evaluate import make_eval_step
+
+WEIGHTS = ("sharded", "whole")
+
+
+class Generated(NamedTuple):
+    """What was generated for the prompts of this rank.
+
+    Attributes:
+        tokens: for each prompt the new tokens, 1-D, int64; with ``eos`` as the last one where it came.
+        logprobs: the logarithms of the probabilities with which they were drawn, 1-D, float32.
+    """
+
+    tokens: list[Tensor]
+    logprobs: list[Tensor]
+
+
+class Rows:
+    """The sequences of one rank while they grow.
+
+    Attributes:
+        active: which of them go on.
+    """
+
+    def __init__(self, prompts: Sequence[Tensor], eos: int | None, device: torch.device) -> None:
+        self.count, self.eos = len(prompts), eos
+        # A rank without prompts goes along with one that nobody asked for.
+        self.tokens, self.places = padded(prompts or [torch.zeros(1, dtype=torch.int64)], device)
+        self.active = torch.full((len(self.tokens),), bool(prompts), device=device)
+        self.cache: Any = None
+        self._new: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def batch(self) -> dict[str, Any]:
+        """What the next step reads."""
+        active = self.active.sum()
+        return {"tokens": self.tokens, "cache": self.cache, "places": self.places, "active": active}
+
+    def take(self, tokens: Tensor, logprobs: Tensor, cache: Any) -> None:
+        """Append a token to each sequence that goes on."""
+        self._new.append((tokens, logprobs, self.active))
+        self.tokens, self.cache = tokens.unsqueeze(-1), cache
+        keys = torch.nn.functional.pad(self.places.keys, (0, 1), value=True)
+        self.places = Places(self.places.positions[:, -1:] + 1, keys)
+        if self.eos is not None:
+            self.active = self.active & (tokens != self.eos)
+
+    def generated(self) -> Generated:
+        """The sequences."""
+        if not self._new:
+            empty = [torch.zeros(0, dtype=torch.int64) for _ in range(self.count)]
+            return Generated(empty, [row.float() for row in empty])
+        tokens, logprobs, kept = (torch.stack(column, 1) for column in zip(*self._new, strict=True))
+        rows = range(self.count)
+        return Generated([tokens[i][kept[i]] for i in rows], [logprobs[i][kept[i]] for i in rows])
+
+
+class Generate:
+    """``generate(state, prompts, max_new=...)``. Made by ``fs.generation.make_generate``."""
+
+    def __init__(self, forward: Forward, plan: Plan, weights: str) -> None:
+        self.forward, self.plan, self.weights = forward, plan, weights
+        self._step = make_eval_step(self._read, plan)
+
+    def __repr__(self) -> str:
+        return f"<generate from {self.weights} weights>"
+
+    def __call__(
+        self,
+        state: TrainState,
+        prompts: Sequence[Any],
+        *,
+        max_new: int,
+        sampling: Sampling | None = None,
+        eos: int | None = None,
+        first: int | None = None,
+    ) -> Generated:
+        """Go on with prompts. Collective: ranks whose sequences have ended go along until those of all ranks have.
+
+        Args:
+            state: the state.
+            prompts: this rank's prompts: 1-D tensors of int64, or lists of ints, of any lengths; ranks may have unequal
+                numbers of them, or none. Ranks that differ along other axes than those of the data give the same.
+            max_new: the most tokens of a sequence; the same on all ranks.
+            sampling: how tokens are drawn; ``Sampling()`` by default.
+            eos: the token that ends a sequence; None for none.
+            first: the number of this rank's first prompt among those of all ranks. Random numbers depend on it, and so
+                not on ranks. By default every data rank is taken to have as many prompts as this one.
+
+        Raises:
+            PlanError: prompts that are no sequences of tokens, or an empty one.
+            TreeError: ``forward`` returned a cache of the wrong length; on all ranks alike.
+        """
+        rows = self._rows(prompts, max_new, sampling, eos)
+        sampling = sampling or Sampling()
+        first = self.plan.data_rank * len(prompts) if first is None else first
+        params = self._whole(state) if self.weights == "whole" else None
+        with torch.no_grad():
+            for at in range(max_new):
+                found = self._step(state, rows.batch()) if params is None else self._alone(params, rows)
+                if not found["going"]:
+                    break
+                rows.take(*sampling(found["last"], at, first), found["cache"])
+        return rows.generated()
+
+    def _rows(self, prompts: Any, max_new: Any, sampling: Any, eos: Any) -> Rows:
+        """The prompts, if they and the options are right."""
+        kinds = Tensor if isinstance(prompts, str) else (Sequence, Tensor)
+        wants: list[Want] = [
+            ("prompts", prompts, kinds, "a list of 1-D tensors"),
+            ("max_new", max_new, int, "the most tokens of a sequence"),
+            ("sampling", sampling, (Sampling, type(None)), "fs.generation.Sampling(...), or None"),
+            ("eos", eos, (int, type(None)), "the number of a token, or None"),
+        ]
+        expect("generate(state, prompts)", wants)
+        rows = [torch.as_tensor(prompt) for prompt in prompts]
+        wrong = [
+            f"prompts[{i}] is {row.dtype} {list(row.shape)}"
+            for i, row in enumerate(rows)
+            if row.ndim != 1 or not len(row) or row.dtype.is_floating_point or row.dtype == torch.bool
+        ]
+        if wrong:
+            raise PlanError(lines("generate takes prompts of one token or more, 1-D:", wrong, "Encode them first."))
+        return Rows(rows, eos, self.plan.mesh.device)
+
+    def _read(self, params: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The logits after the last token and the cache; and whether any rank still goes on."""
+        places = Places(*batch["places"])
+        logits, cache = self.forward(params, batch["tokens"], batch["cache"], places)
+        cache = check_cache(cache, places.keys.shape[1])
+        return {"last": logits[:, -1], "cache": cache, "going": Mean(batch["active"].float(), 1)}
+
+    def _alone(self, params: Any, rows: Rows) -> dict[str, Any]:
+        """The same of whole weights: no rank waits for another."""
+        found = self._read(params, rows.batch())
+        return {**found, "going": found["going"].total}
+
+    def _whole(self, state: TrainState) -> Any:
+        """All weights, in the dtypes in which units read them. Collective."""
+        whole = dict(tree.paths(unshard(state.params, self.plan)))
+        for group in self.plan.groups:
+            for leaf in group.leaves:
+                whole[leaf.path] = whole[leaf.path].to(group.compute_dtype)
+        return tree.nest(whole)
+
+
+def make_generate(forward: Forward, plan: Plan, *, weights: str = "sharded") -> Generate:
+    """Make a function that generates: ``generate(state, prompts, max_new=...)``.
+
+    Args:
+        forward: how the model reads tokens, with a cache: ``forward(params, tokens, cache, places) -> (logits,
+            cache)``; ``fs.generation.hugging_face(model)`` makes one. ``places`` is an ``fs.generation.Places``.
+        plan: the plan.
+        weights: ``"sharded"`` gathers each unit when a token needs it, and frees it after it: each token costs all
+            all-gathers. ``"whole"`` gathers all weights once a call: that takes the memory of the model on each rank,
+            and then every rank generates by itself.
+
+    Raises:
+        PlanError: an option that cannot be.
+
+    >>> import fshard as fs
+    >>> params = {"next": torch.eye(4)[[1, 2, 3, 0]]}
+    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> state = fs.init_state(plan, params=params)
+    >>> go_on = make_generate(lambda params, tokens, cache, places: (params["next"][tokens], ()), plan)
+    >>> go_on(state, [[0], [2, 3]], max_new=5, sampling=Sampling(0.0), eos=3).tokens
+    [tensor([1, 2, 3]), tensor([0, 1, 2, 3])]
+    """
+    wants: list[Want] = [
+        ("forward", forward, Callable, "a function (params, tokens, cache, places)"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+    ]
+    expect("make_generate(forward, plan)", wants)
+    if weights not in WEIGHTS:
+        raise PlanError(f"weights={weights!r} must be one of {', '.join(map(repr, WEIGHTS))}")
+    local = sorted({axis for leaf in plan.leaves.values() for axis in leaf.compute.axes})
+    if weights == "whole" and local:
+        raise PlanError(
+            f"weights='whole': units compute on slices along the axes {', '.join(local)}, so whole weights are not "
+            f"what they read: use weights='sharded'"
+        )
+    return Generate(forward, plan, weights)
+
+
+def generate(state: TrainState, forward: Forward, prompts: Sequence[Any], **options: Any) -> Generated:
+    """Go on with prompts, from sharded weights. Collective.
+
+    That is ``fs.generation.make_generate(forward, state.plan)(state, prompts, **options)``, which a program that
+    generates more than once makes once.
+
+    >>> import fshard as fs
+    >>> plan = fs.make_plan({"next": torch.eye(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> forward = lambda params, tokens, cache, places: (params["next"][tokens], ())
+    >>> state = fs.init_state(plan, params={"next": torch.eye(3)})
+    >>> generate(state, forward, [[2]], max_new=2, sampling=Sampling(0.0)).tokens
+    [tensor([2, 2])]
+    """
+    expect("generate(state, forward, prompts)", [("state", state, TrainState, "what a step returned")])
+    return make_generate(forward, state.plan)(state, prompts, **options)
