@@ -55,6 +55,10 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "io.to_optim_state_dict": lambda: (st(), OPT),
     "io.to_state_dict": lambda: (st().params, PLAN),
     "track": lambda: ([], MESH),
+    "generate": lambda: (st(), loss, [[0]]),
+    "generation.harness": lambda: (st(), loss),
+    "generation.make_generate": lambda: (loss, PLAN),
+    "perplexity": lambda: (st(), loss, [X]),
     "train_loop": lambda: (step(), st, lambda start: iter(())),
     "tree.norm": lambda: (st().params, PLAN),
     "tree.scale": lambda: (st().params, 2.0),
@@ -109,7 +113,8 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "collectives.cut": lambda: (X, P("shard")),
 }
 
-OPTIONS = {"lora.linear": {"alpha": 1.0}, "train_loop": {"steps": 1}}
+TEXT = {"encode": list, "decode": str, "eos": 0}
+OPTIONS: dict[str, Any] = {"lora.linear": {"alpha": 1.0}, "train_loop": {"steps": 1}, "generation.harness": TEXT}
 
 SAME = {
     # the first two are of one kind, so that nothing could tell; or swapped they mean something as well
