@@ -11,7 +11,7 @@ import warnings
 
 import peers
 import torch
-from common import Report, arguments, peers_option, ratio
+from common import Report, arguments, middle, peers_option, ratio
 from model import SMALL, TINY
 
 BASE = "eager"
@@ -55,6 +55,9 @@ def track(report: Report, rounds: int) -> None:
     plain, tracked = (samples[name] for name in TRACKED)
     for kind in ("wall", "cpu"):
         report.rows.append(ratio("25 MB: fshard tracked / fshard", kind, tracked[kind], plain[kind], 1.01))
+    step = statistics.median(tracked["wall"])
+    records = [seconds / step for seconds in built[TRACKED[1]].records[-2 * rounds :]]
+    report.rows.append(middle("25 MB: a record / a step", "wall", records, 0.01))
     for name in TRACKED:
         report.medians[f"25 MB: {name}"] = {kind: statistics.median(samples[name][kind]) for kind in ("wall", "cpu")}
 

@@ -131,11 +131,15 @@ class Tracked(Fshard):
         files = [fs.trackers.JsonLines(f"{self.folder.name}/run.jsonl")]
         board = [fs.trackers.TensorBoard(f"{self.folder.name}/board")] if find_spec("tensorboard") else []
         self.track = fs.track([*files, *board], self.train, peak=1e12)
+        self.records: list[float] = []
+        """Seconds of each record."""
 
     def step(self, rows: Tensor) -> None:
         """One step, and its record."""
         self.state, metrics = self.train(self.state, rows)
+        begun = time.perf_counter()
         self.track(self.state.step, metrics)
+        self.records.append(time.perf_counter() - begun)
         self.loss = metrics.loss
 
 

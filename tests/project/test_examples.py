@@ -70,6 +70,16 @@ def test_the_llama_is_short() -> None:
     assert len((ROOT / "examples" / "train_llama.py").read_text().splitlines()) <= 62
 
 
+@pytest.mark.slow
+def test_two_hosts_and_curves(tmp_path: Path) -> None:
+    out = run(sys.executable, "examples/two_hosts.py", "--steps", "5", "--depth", "2", "--width", "16")
+    assert out.count("off that of one rank") == 2 and out.count("Gbit/s between them, a step") == 2
+    lines = tmp_path / "run.jsonl"
+    lines.write_text("".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, 9)))
+    run(sys.executable, "examples/plot_run.py", str(lines), "--names", "loss", "--out", str(tmp_path / "run.png"))
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("name", BRIEF)
 def test_examples_have_help(name: str) -> None:
     source = (ROOT / "examples" / f"{name}.py").read_text()
