@@ -106,6 +106,7 @@ def test_ranks_without_prompts_go_along() -> None:
     assert fs.virtual_mesh((2,), ("data",)).run(run) == [[plain(prompt, 5) for prompt in PROMPTS[:2]], []]
 
 
+@pytest.mark.long
 def test_real_ranks(pool: Any) -> None:
     expected = [plain(prompt, 6, 6) for prompt in PROMPTS]
     for rank, found in enumerate(pool(2).run("tests.generation.test_generate:on_a_rank")):
