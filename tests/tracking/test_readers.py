@@ -70,7 +70,8 @@ def test_mlflow_whose_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    options: dict[str, Any] = {"mode": "offline", "dir": str(tmp_path), "settings": {"silent": True, "x_service_wait": 120}}
+    patient = {"silent": True, "x_service_wait": 120}
+    options: dict[str, Any] = {"mode": "offline", "dir": str(tmp_path), "settings": patient}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         told = recorded(fs.trackers.Wandb("project", name="a run", **options), config={"width": 4}, patience=100)
