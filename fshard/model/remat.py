@@ -6,6 +6,7 @@ and each transform of torch.func finds a rule (``jax.checkpoint``; Chen et al., 
 Memory Cost", 2016).
 """
 
+import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -73,7 +74,8 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
         if torch.compiler.is_compiling() or (policy.ops and not transformed):
             from torch.utils.checkpoint import checkpoint
 
-            return checkpoint(fn, *args, use_reentrant=False, **contexts, **kwargs)
+            same = fn if torch.compiler.is_compiling() else _in_context(fn, contextvars.copy_context())
+            return checkpoint(same, *args, use_reentrant=False, **contexts, **kwargs)
         if policy.ops:
             raise RematError(
                 f"remat(policy={policy}) under a transform of torch.func, which cannot keep single results: "
@@ -91,6 +93,7 @@ class Recomputed:
     fn: Flat
     watched: bool  # whether tensors that it reads beside its arguments are refused; the first forward checks
     autocast: Autocast  # the state at the call, which the backward restores
+    context: contextvars.Context  # that of the call: autograd's thread of a device, where it may run again, has none
     reverse: bool = False  # whether its forward derivative is taken by two reverse ones
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -110,12 +113,12 @@ class Recomputed:
                 filled = list(args[:count])
                 for i, tensor in zip(wanted, some, strict=True):
                     filled[i] = tensor
-                outs = self(*filled)
+                outs = _in_context(self, self.context)(*filled)
                 return tuple(outs[i] for i in places)
 
             return rule(of, tuple(args[i] for i in wanted), args[count:])
 
-        found = Remat.apply(Recomputed(fn, False, self.autocast, self.reverse), *tensors, *more)  # type: ignore[no-untyped-call]
+        found = Remat.apply(Recomputed(fn, False, self.autocast, self.context, self.reverse), *tensors, *more)  # type: ignore[no-untyped-call]
         return dict(zip(wanted if rule is _vjp else places, found, strict=True))
 
 
@@ -201,9 +204,14 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return tuple(out for out in outs if isinstance(out, Tensor))
 
     with _unchanged_generators():
-        call = Recomputed(flat, True, autocast_state(), reverse)
+        call = Recomputed(flat, True, autocast_state(), contextvars.copy_context(), reverse)
         outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
     return tree.unflatten(out_spec, [next(outs) if value is None else value[0] for value in result])
+
+
+def _in_context(fn: Callable[..., Any], context: contextvars.Context) -> Callable[..., Any]:
+    """A function that runs in a copy of a context: one that is entered cannot be entered again."""
+    return lambda *args, **kwargs: context.copy().run(fn, *args, **kwargs)
 
 
 def _own(outs: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -76,27 +76,30 @@ class Passes:
         try:
             # Autocast keeps casts of weights by the leaf's identity, and slot leaves outlive their values.
             torch.clear_autocast_cache()
-            for index, part in enumerate(parts):
-                sink.begin_microbatch(index)
-                engine.start(sink)
-                sink.reach("forward", ROOT, 0)
-                sink.settle()
-                if self.train:
-                    with watch(), opened():
-                        loss = read_loss(engine.run(self.fn, part, True))
-                    self._check(loss, weighted, found)
-                    weighted = loss.count is not None
-                    seed = torch.full_like(loss.total, scale / self.divisor)
-                    with opened():
-                        engine.differentiate(loss.total, seed)
-                    losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
-                    found.append(tree.map(detached, loss.aux) if loss.aux else loss.aux)
-                else:
-                    with torch.no_grad(), watch(), opened():
-                        found.append(engine.run(self.fn, part, False))
-                    check_means(found[-1])
-                    sink.reach("backward", ROOT, 0)
-                sink.end_microbatch()
+            # Autograd would run the backward of a device on that device's thread: without the context of this one, with
+            # sequence numbers of its own, and beside the drain after a failure.
+            with torch.autograd.set_multithreading_enabled(False):
+                for index, part in enumerate(parts):
+                    sink.begin_microbatch(index)
+                    engine.start(sink)
+                    sink.reach("forward", ROOT, 0)
+                    sink.settle()
+                    if self.train:
+                        with watch(), opened():
+                            loss = read_loss(engine.run(self.fn, part, True))
+                        self._check(loss, weighted, found)
+                        weighted = loss.count is not None
+                        seed = torch.full_like(loss.total, scale / self.divisor)
+                        with opened():
+                            engine.differentiate(loss.total, seed)
+                        losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
+                        found.append(tree.map(detached, loss.aux) if loss.aux else loss.aux)
+                    else:
+                        with torch.no_grad(), watch(), opened():
+                            found.append(engine.run(self.fn, part, False))
+                        check_means(found[-1])
+                        sink.reach("backward", ROOT, 0)
+                    sink.end_microbatch()
         finally:
             engine.stop()
         return Measured(losses, found, bool(weighted))

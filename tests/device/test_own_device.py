@@ -1,0 +1,52 @@
+"""Steps, recomputation, transforms and errors on a device whose backwards have a thread, as on CUDA."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.device import cases
+from tests.device.own import build, compiler
+from tests.shared.workers import Pool
+
+pytestmark = [pytest.mark.long, pytest.mark.processes]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def device(pytestconfig: pytest.Config) -> Iterator[tuple[Pool, str]]:
+    """A process that has not run a backward yet, and the library."""
+    if compiler() is None:
+        pytest.skip("the device of our own needs a C++ compiler (c++, g++ or clang++), and there is none")
+    library = build(Path(str(pytestconfig.cache.mkdir("own_device"))))
+    pool = Pool(1)
+    try:
+        yield pool, str(library)
+    finally:
+        pool.close()
+
+
+@pytest.mark.timeout(900)  # the first one compiles the device
+@pytest.mark.parametrize("case", cases.CASES)
+def test_on_a_device_of_our_own(device: tuple[Pool, str], case: str) -> None:
+    pool, library = device
+    assert pool.run(cases.run, library, case, timeout=120) == [[]]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_the_thread_of_the_device_collectives_by_name_fail(device: tuple[Pool, str], ranks: int) -> None:
+    """What steps did before their backwards ran on the thread that calls them."""
+    pool, library = device
+    assert "AxisError: no mesh is in scope" in pool.run(cases.run_threaded, library, ranks, timeout=120)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_event_between_host_and_device_is_needed(device: tuple[Pool, str]) -> None:
+    """In one of these cases."""
+    pool, library = device
+    found = [pool.run(cases.run_events, library, name, timeout=300)[0] for name in cases.HOSTED[::2]]
+    sites = {site for each in found for site in each}
+    assert len(sites) > 10
+    assert [site for site in sorted(sites) if not any(each.get(site) for each in found)] == []
