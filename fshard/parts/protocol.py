@@ -30,7 +30,7 @@ from fshard.runtime.execution.flight import executor_of
 from fshard.runtime.execution.update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.consensus import FAILED, OK, exchange_sums
-from fshard.runtime.steps.ends import End, attempted, decline, drained
+from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.options import Running
@@ -217,10 +217,8 @@ class StepRunner:
                     programs.comms.open()
                 for axes in step.axes:
                     comms.transport.communicator(COLLECTIVES, axes)
-                attempt = _tallied(replay, *self._run(replay, executor, given, shield))
-                verdict = executor.consensus(
-                    lambda: exchange_sums(control, attempt.end.status, attempt.numbers, step.width)
-                )
+                result, end = self._run(replay, executor, given, shield)
+                attempt, verdict = executor.consensus(lambda: self._decided(replay, result, end))
         finally:
             self.latest = Latest(step.schedule, executor.record, executor.times)
             for prepared in step.passes:
@@ -228,6 +226,14 @@ class StepRunner:
         for state in given.states:
             state.memory.note_compared()
         return attempt, verdict
+
+    def _decided(self, replay: Replay, result: Result | None, end: End) -> tuple[Attempt, Verdict]:
+        step, control = replay.step, mesh_communicator(self.plan.mesh)
+        failed = foretold(step.programs[0].comms.transport, control, end.status)
+        if failed is not None:
+            return Attempt(end, None), failed
+        attempt = _tallied(replay, result, end)
+        return attempt, exchange_sums(control, attempt.end.status, attempt.numbers, step.width)
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
         """The executor of a step on these states, whose waiting updates it applies."""

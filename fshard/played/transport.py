@@ -49,6 +49,7 @@ class VirtualTransport:
 
     mesh: Mesh
     host: Mesh
+    asynchronous: bool = False
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of this role over these axes."""

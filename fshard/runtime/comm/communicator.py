@@ -56,6 +56,10 @@ class Communicator(Protocol):
 class Transport(Protocol):
     """Makes the communicators of a mesh."""
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether waits for collectives may return while the device still waits for other ranks."""
+
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""
 
@@ -106,6 +110,8 @@ class SingleRank:
 @dataclass(frozen=True)
 class SingleRankTransport:
     """A world of one rank, without a process group."""
+
+    asynchronous: bool = False
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of one rank."""

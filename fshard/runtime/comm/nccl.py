@@ -1,54 +1,77 @@
 """Communicators over NCCL."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from fshard.errors import CommError
 from fshard.runtime.comm.communicator import Events, Handle, Sizes, sum_rows
-from fshard.runtime.comm.pending import Pending, all_gather, reduce_scatter
+from fshard.runtime.comm.pending import Pending, all_gather, naming_errors, reduce_scatter
 from fshard.runtime.comm.streams import Stream
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NcclCommunicator:
-    """An NCCL communicator with its own stream. Not yet measured on hardware."""
+    """An NCCL communicator with its own stream. Not yet measured on hardware.
+
+    ``wait`` does not block the host: it makes the compute stream wait. So a collective that a rank never comes to ends
+    for the others only when they abort it, which ranks learn to do before they read their devices.
+
+    Attributes:
+        closed: why it can no longer be used.
+    """
 
     name: str
     size: int
     group: Any
     stream: Stream
+    closed: str = ""
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """NCCL all-gather on this communicator's stream."""
-        with self.stream.after(after):
-            return Pending(all_gather(out, shard, self.group), f"all-gather on {self.name}")
+        with self._after(after, "all-gather") as describe:
+            return Pending(all_gather(out, shard, self.group), describe)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """NCCL reduce-scatter on this communicator's stream, into ``stage`` if it adds to ``out``.
 
         NCCL adds in the dtype of ``full``. If ``out`` has another one, ranks exchange rows and add them here.
         """
-        describe = f"reduce-scatter on {self.name}"
         if full.dtype != out.dtype:
             rows = stage[: full.numel()]
-            with self.stream.after(after):
+            with self._after(after, "reduce-scatter") as describe:
                 work = dist.all_to_all_single(rows, full, group=self.group, async_op=True)
                 return Pending(work, describe, lambda: sum_rows(out, rows.view(self.size, -1), add))
         target = stage[: out.numel()] if add else out
         finish = (lambda: out.add_(target)) if add else None
-        with self.stream.after(after):
+        with self._after(after, "reduce-scatter") as describe:
             return Pending(reduce_scatter(target, full, self.group), describe, finish)
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """NCCL all-reduce on this communicator's stream."""
-        with self.stream.after(after):
-            work = dist.all_reduce(buffer, group=self.group, async_op=True)
-            return Pending(work, f"all-reduce on {self.name}")
+        with self._after(after, "all-reduce") as describe:
+            return Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """NCCL all-to-all on this communicator's stream."""
-        with self.stream.after(after):
-            work = dist.all_to_all_single(out, full, receive, send, group=self.group, async_op=True)
-            return Pending(work, f"all-to-all on {self.name}")
+        with self._after(after, "all-to-all") as describe:
+            return Pending(dist.all_to_all_single(out, full, receive, send, group=self.group, async_op=True), describe)
+
+    def close(self, reason: str = "") -> Any:
+        """Take no more collectives. Returns the process group, which the caller aborts; None if that was done."""
+        group, self.group = self.group, None
+        self.closed = self.closed or reason or "the mesh was closed"
+        return group
+
+    @contextmanager
+    def _after(self, after: Events, call: str) -> Iterator[str]:
+        """Issue a collective on the stream, after the events. Its errors name it."""
+        describe = f"{call} on {self.name}"
+        if self.closed:
+            raise CommError(f"{describe} failed: it is closed: {self.closed}")
+        with naming_errors(describe), self.stream.after(after):
+            yield describe

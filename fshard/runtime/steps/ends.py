@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from fshard.errors import CommError, LossError, PeerError, ScheduleError
-from fshard.runtime.comm import Communicator
+from fshard.runtime.comm import COLLECTIVES, Communicator
+from fshard.runtime.comm.communicator import Transport
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY
+from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, Verdict, exchange_sums
 from fshard.runtime.steps.failures import starved
 from fshard.runtime.steps.handshake import Intent, agree
 
@@ -71,6 +72,31 @@ def drained(executor: Scheduled, end: End) -> End:
         end = End(FAILED, error) if end.status == OK else end
     executor.drain()
     return end
+
+
+def foretold(transport: Transport, control: Communicator, status: int) -> Verdict | None:
+    """Where devices run behind their hosts, what ranks tell each other before anybody reads a device. Collective there.
+
+    A rank whose program has failed leaves its peers' devices waiting in a collective of the program, and a peer that
+    reads its device would wait with it, out of reach of any message. So all ranks learn of the failure first, and abort
+    these collectives.
+
+    Args:
+        transport: of the mesh.
+        control: the control communicator over the whole mesh.
+        status: how this rank's part went.
+
+    Returns:
+        The verdict, if a rank's part did not go well; else None. None too, without an exchange, where a wait for a
+        collective blocks the host: a failure is an error there.
+    """
+    if not transport.asynchronous:
+        return None
+    verdict = exchange_sums(control, status, (), 0)
+    if verdict.worst == OK:
+        return None
+    transport.abort(COLLECTIVES, "the step failed on another rank" if status == OK else "the step failed")
+    return verdict
 
 
 def decline(control: Communicator, call: str, batch: Any, error: BaseException) -> NoReturn:

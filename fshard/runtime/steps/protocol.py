@@ -33,7 +33,7 @@ from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.timed import Timed
 from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
-from fshard.runtime.steps.ends import End, attempted, decline, drained
+from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
@@ -258,10 +258,13 @@ class Runner:
         return outcome
 
     def _decided(self, ran: Ran) -> Outcome:
-        end, given = ran.end, ran.agreed.ready.request
+        end, given, comms = ran.end, ran.agreed.ready.request, self.programs.comms
+        failed = foretold(comms.transport, comms.control, end.status)
+        if failed is not None:
+            return Outcome(failed, ran.measured, end, ran.agreed.uneven, 1.0)
         end, mine = self._tally(ran) if end.status == OK else (end, Tally(end.status))
         copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / given.loss_scale
-        verdict = consensus(self.programs.comms.control, mine, self.parts, copies, divided, given.rules)
+        verdict = consensus(comms.control, mine, self.parts, copies, divided, given.rules)
         return Outcome(verdict, ran.measured, end, ran.agreed.uneven, divided)
 
     def _tally(self, ran: Ran) -> tuple[End, Tally]:
