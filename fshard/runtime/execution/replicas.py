@@ -62,16 +62,17 @@ class Replicas:
         rounded once, everything is in one message, and each replica adds up in the order of ranks, so that all of
         them come to the same bits.
         """
-        comm, after = self.comms.over("replica_reduce", group.rest_axes), (self.stream.record(),)
+        comm = self.comms.over("replica_reduce", group.rest_axes)
         if comm.size == 1:
             return Done()
         form = group.wires.get("replica_reduce")
         if form is not None:
             return summed(comm, own, form, self.stream)
         if not rows_travel(group, comm.size):
-            return comm.all_reduce(own, after)
+            return comm.all_reduce(own, (self.stream.record(),))
         mine = own if group.sum_dtype == own.dtype else own.to(group.sum_dtype)
         rows = torch.empty(comm.size * mine.numel(), dtype=mine.dtype, device=mine.device)
+        after = (self.stream.record(),)  # what is sent may just have been rounded
         return Rows(comm.all_gather(rows, mine, after), rows, mine, own)
 
 

@@ -1,0 +1,131 @@
+"""Every access of memory is ordered by the runtime's own events, and every one of these events is needed."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import tree
+from tests.runtime.test_lanes import CASES, ROWS, WIDTH, Case, made, params
+from tests.shared.clocks import COMPUTE, HOST, Clocks, Group, Mark, ModelTransport, modelled
+
+
+def raced(case: Case, drop: str = "", device: str = "cpu") -> tuple[list[str], set[str]]:
+    """Three steps on a virtual mesh: the races of any rank, and the events and waits of the runtime."""
+    clocks: dict[int, Clocks] = {}
+
+    def rank() -> None:
+        mesh = fs.make_mesh(*case.axes)
+        mine = clocks[threading.get_ident()] = Clocks(mesh.device, drop)
+        mesh = dataclasses.replace(mesh, transport=ModelTransport(mesh.transport, mine))
+        plan, opt = made(mesh, case.rules, case.precision), fs.optim.adamw(1e-2)
+        state = fs.init_state(plan, opt, params=params())
+        step = fs.make_train_step(case.fn, opt, plan, **case.options)
+        with mine:
+            for number in range(3):
+                whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+                state, _ = step(state, whole.chunk(mesh.size)[mesh.rank].to(mesh.device))
+            leaves = tree.leaves(fs.unshard(fs.settle(state).params, plan))
+            assert all(leaf.isfinite().all().item() for leaf in leaves)
+
+    patch = pytest.MonkeyPatch()
+    with modelled(patch, clocks):
+        fs.virtual_mesh(*case.axes, device=device).run(rank)
+    races = [race for one in clocks.values() for race in one.races]
+    return list(dict.fromkeys(races)), {site for one in clocks.values() for site in one.sites}
+
+
+NAMES = [name for name in CASES if " on the host" not in name and not name.startswith("host")]
+TRIED = {
+    "flat, default": 4,
+    "hsdp, far ahead": 5,
+    "opt axes, whole gradients": 6,
+    "bfloat16": 4,
+    "a collective of the program": 5,
+}
+"""Cases of which every event is dropped in turn, and how many they have at least."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_races(name: str) -> None:
+    races, sites = raced(CASES[name])
+    assert not races, "\n".join(races)
+    assert sites
+
+
+def needless(name: str, device: str = "cpu") -> list[str]:
+    """The events and waits of a case that can be dropped without a race."""
+    return sorted(site for site, needed in events(name, device).items() if not needed)
+
+
+def events(name: str, device: str) -> dict[str, bool]:
+    """Whether each event and wait of a case is needed."""
+    _, sites = raced(CASES[name], device=device)
+    return {site: bool(raced(CASES[name], site, device)[0]) for site in sorted(sites)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRIED)
+def test_every_event_is_needed(name: str) -> None:
+    sites = raced(CASES[name])[1]
+    assert len(sites) >= TRIED[name], sites
+    assert needless(name) == []
+
+
+def test_the_model_sees_a_race() -> None:
+    clocks, x, y = Clocks(torch.device("cpu")), torch.zeros(4), torch.zeros(4)
+    with clocks:
+        x.add_(1)
+        with clocks.on("side"):
+            y.copy_(x)
+    assert len(clocks.races) == 1 and "aten.copy_" in next(iter(clocks.races))
+    ordered = Clocks(torch.device("cpu"))
+    with ordered:
+        x.add_(1)
+        ordered.join("side", ordered.clock(COMPUTE))
+        with ordered.on("side"):
+            y.copy_(x)
+        x[:2].sum()  # reads do not race
+        assert not ordered.races
+        x[2:].zero_()
+    assert len(ordered.races) == 1 and "aten.zero_" in next(iter(ordered.races))
+
+
+def test_the_model_sees_memory_that_is_freed_too_early() -> None:
+    clocks = Clocks(torch.device("cpu"))
+    with clocks:
+        x = torch.ones(4)
+        clocks.join("side", clocks.clock(COMPUTE))
+        with clocks.on("side"):
+            x.sum()
+        del x
+        torch.zeros(1)
+    assert [race for race in clocks.races if "memory is freed" in race]
+
+
+def test_the_model_sees_what_the_host_reads_too_early() -> None:
+    clocks = Clocks(torch.device("cpu"))
+    x = torch.zeros(2)
+    clocks.touch(x, True, "copy", "side")
+    clocks.touch(x, False, "read", HOST)
+    assert len(clocks.races) == 1
+    other = Clocks(torch.device("cpu"))
+    other.touch(x, True, "copy", "side")
+    Mark(other, dict(other.clock("side"))).synchronize()
+    other.touch(x, False, "read", HOST)
+    assert not other.races
+
+
+def test_a_collective_that_nobody_waits_for_races() -> None:
+    clocks, out = Clocks(torch.device("cpu")), torch.zeros(2)
+    group = Group(clocks, "g", fs.runtime.comm.communicator.SingleRank())  # type: ignore[attr-defined]
+    with clocks:
+        work = group.run("all_gather", [out], [out], out, out)
+        out.sum()
+        assert len(clocks.races) == 1
+        work.wait()
+        out.sum()
+    assert len(clocks.races) == 1

@@ -1,0 +1,433 @@
+"""A model of streams by vector clocks: whether all accesses of memory that conflict are ordered.
+
+The real runtime runs, and its streams, events and waits are this model's. An access happens on a stream; its clock says
+what of the others it has waited for. Two accesses of the same bytes, one of which writes, must be ordered by
+these clocks, whatever the speed of the streams. So must be the free of memory: the allocator gives it to the stream
+that it came from. (Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; Mattern, 1989.)
+
+``drop`` names one event or wait of the runtime, which then does nothing: the model must find what it was for.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fshard as fs
+from fshard.runtime.comm.nccl import NcclCommunicator
+from fshard.runtime.comm.streams import Stream
+from fshard.schedule.infos import stage_numel
+
+COMPUTE, HOST = "compute", "host"
+Clock = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Access:
+    """A read or a write of some bytes."""
+
+    low: int
+    high: int
+    writes: bool
+    stream: str
+    time: int
+    what: str
+
+    def conflicts(self, other: "Access") -> bool:
+        """Whether the order of the two matters."""
+        return (self.writes or other.writes) and self.low < other.high and other.low < self.high
+
+
+@dataclass(eq=False)
+class Memory:
+    """The accesses of one storage that a later one may conflict with, and a reference that does not keep it."""
+
+    alive: StorageWeakRef
+    accesses: list[Access] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event: what had happened on a stream."""
+
+    clocks: "Clocks"
+    clock: Clock
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        if self.clocks.does(f"wait of the host: {caller()}"):
+            self.clocks.join(HOST, self.clock)
+
+
+class Clocks(TorchDispatchMode):
+    """The clocks of one rank. While it is entered, operators are accesses on the current stream.
+
+    Attributes:
+        drop: the event or wait that does nothing.
+        sites: all events and waits of the run.
+        races: pairs of accesses that nothing orders.
+    """
+
+    def __init__(self, device: torch.device, drop: str = "") -> None:
+        super().__init__()
+        self.device, self.drop = device, drop
+        self.now: dict[str, Clock] = {}
+        self.current, self.off = COMPUTE, 0
+        self.memories: dict[int, Memory] = {}
+        self.shared: set[int] = set()  # storages that more than one stream has used
+        self.sites: set[str] = set()
+        self.races: dict[str, None] = {}
+
+    # -- clocks -------------------------------------------------------------------------------------------------------
+
+    def clock(self, stream: str) -> Clock:
+        """What a stream has waited for."""
+        return self.now.setdefault(stream, {})
+
+    def join(self, stream: str, clock: Clock) -> None:
+        """A stream waits."""
+        self.swept()
+        own = self.clock(stream)
+        for other, time in clock.items():
+            own[other] = max(own.get(other, 0), time)
+
+    def does(self, site: str) -> bool:
+        """Whether an event or a wait of the runtime takes place."""
+        self.sites.add(site)
+        return site != self.drop
+
+    def record(self) -> Mark | None:
+        """An event after what was issued on the current stream, named by who asks for it."""
+        return Mark(self, dict(self.clock(self.current))) if self.does(f"event: {caller()}") else None
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Inside, operators run on this stream."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted: data of all ranks move."""
+        self.off += 1
+        try:
+            yield
+        finally:
+            self.off -= 1
+
+    # -- accesses -----------------------------------------------------------------------------------------------------
+
+    def touch(self, tensor: Tensor, writes: bool, what: str, stream: str | None = None) -> None:
+        """A tensor is read or written on a stream; the current one, or the host for its own memory."""
+        if not tensor.numel() or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            return
+        stream = stream or self.current
+        storage = tensor.untyped_storage()
+        memory = self._memory(storage)
+        low = tensor.data_ptr()
+        spans = zip(tensor.shape, tensor.stride(), strict=True)
+        high = low + (sum((n - 1) * step for n, step in spans) + 1) * tensor.element_size()
+        self._note(memory, Access(low, high, writes, stream, self._tick(stream), what))
+        if stream != COMPUTE:
+            self.shared.add(storage._cdata)
+
+    def _tick(self, stream: str) -> int:
+        clock = self.clock(stream)
+        if stream != HOST:  # it was issued by the host
+            for other, time in self.clock(HOST).items():
+                clock[other] = max(clock.get(other, 0), time)
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock[stream]
+
+    def _memory(self, storage: Any) -> Memory:
+        found = self.memories.get(storage._cdata)
+        if found is not None and found.alive.expired():
+            self._freed(found)
+            found = None
+        if found is None:
+            found = self.memories[storage._cdata] = Memory(StorageWeakRef(storage))
+        return found
+
+    def _note(self, memory: Memory, access: Access) -> None:
+        clock, left = self.clock(access.stream), []
+        for other in memory.accesses:
+            ordered = clock.get(other.stream, 0) >= other.time
+            if not ordered and access.conflicts(other):
+                pair = f"{access.what} on {access.stream} is not ordered behind {other.what} on {other.stream}"
+                self.races[pair] = None
+            covered = ordered and access.low <= other.low and other.high <= access.high
+            if not (covered and (access.writes or not other.writes)):
+                left.append(other)
+        memory.accesses = [*left, access]
+
+    def _freed(self, memory: Memory) -> None:
+        clock = self.clock(COMPUTE)
+        for other in memory.accesses:
+            if clock.get(other.stream, 0) < other.time and other.stream != HOST:
+                self.races[f"memory is freed that {other.what} on {other.stream} may still use"] = None
+        memory.accesses = []
+
+    def swept(self) -> None:
+        """Find memory that was freed since the last look, before anybody waits for anything more."""
+        for key in [key for key in self.shared if self.memories[key].alive.expired()]:
+            self._freed(self.memories.pop(key))
+            self.shared.discard(key)
+
+    def resized(self, tensor: Tensor) -> None:
+        """The memory of a buffer is given back, while the buffer stays."""
+        memory = self.memories.get(tensor.untyped_storage()._cdata)
+        if memory is not None:
+            self._freed(memory)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.off:
+            return out
+        self.swept()
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        name = f"{func} at {caller()}"
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.join(HOST, self.clock(self._stream(given)))
+        if func._schema.is_mutable:
+            written = {id(x) for x in _written(func, args, kwargs or {})}
+        elif made and all(_aliases(x, given) for x in made):
+            return out  # a view
+        else:
+            written = set()
+        stream = self._stream([*given, *made])
+        for x in given:
+            self.touch(x, id(x) in written, name, stream)
+        for x in made:
+            if not any(x is one for one in given):
+                self.touch(x, True, name, stream)
+        if stream != HOST and self.device.type != "cpu" and any(x.device.type == "cpu" for x in made if x.ndim):
+            self.join(HOST, self.clock(stream))  # a copy to new memory of the host, which PyTorch waits for
+        return out
+
+    def _stream(self, tensors: Iterable[Tensor]) -> str:
+        return HOST if self.device.type != "cpu" and all(x.device.type == "cpu" for x in tensors) else self.current
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _aliases(x: Tensor, given: Iterable[Tensor]) -> bool:
+    return any(x is one or x.untyped_storage()._cdata == one.untyped_storage()._cdata for one in given)
+
+
+def caller() -> str:
+    """The functions of the package that are under way, innermost first."""
+    frame, found = sys._getframe(1), list[str]()
+    while frame is not None and len(found) < 2:
+        file = frame.f_code.co_filename
+        if "/fshard/" in file and "/tests/" not in file and not file.endswith("comm/streams.py"):
+            found.append(f"{frame.f_code.co_qualname}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found) or "the loss"
+
+
+@dataclass
+class ModelStream(Stream):
+    """A side stream of the model: what ``CudaStream`` does."""
+
+    clocks: Clocks
+    name: str
+    asynchronous = True
+
+    def record(self) -> Any:
+        """An event after the current stream's work."""
+        return self.clocks.record()
+
+    @contextmanager
+    def _issued(self, after: Iterable[Any]) -> Iterator[None]:
+        for mark in after:
+            if mark is not None:
+                self.clocks.join(self.name, mark.clock)
+        with self.clocks.on(self.name):
+            yield
+
+    def after(self, after: Iterable[Any]) -> AbstractContextManager[object]:
+        """Inside, work is issued on this stream, after the events."""
+        return self._issued(after)
+
+    def wait_for(self, after: Iterable[Any]) -> None:
+        """The current stream waits."""
+        for mark in after:
+            if mark is not None and self.clocks.does(f"wait: {caller()}"):
+                self.clocks.join(self.clocks.current, mark.clock)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An NCCL collective in flight. It keeps what it works on until it was waited for, as PyTorch does."""
+
+    group: "Group"
+    mark: Mark
+    tensors: list[Tensor]
+
+    def wait(self) -> None:
+        """The current stream waits; the host does not."""
+        clocks = self.group.clocks
+        if clocks.does(f"wait for {self.group.name}"):
+            clocks.join(clocks.current, self.mark.clock)
+        self.tensors.clear()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of NCCL: it has a stream of its own, behind the one that is current at the call."""
+
+    clocks: Clocks
+    name: str
+    inner: Any
+
+    def run(self, call: str, reads: list[Tensor], writes: list[Tensor], *args: Any) -> Work:
+        """A collective on the group's stream. Its data move at once: only the order is modelled."""
+        stream, clocks = f"nccl {self.name}", self.clocks
+        clocks.join(stream, clocks.clock(clocks.current))
+        for tensor in reads:
+            clocks.touch(tensor, False, f"{call} of {self.name}", stream)
+        for tensor in writes:
+            clocks.touch(tensor, True, f"{call} of {self.name}", stream)
+        with clocks.paused():
+            getattr(self.inner, call)(*args).wait()
+        return Work(self, Mark(clocks, dict(clocks.clock(stream))), [*reads, *writes])
+
+    def abort(self) -> None:
+        """Nothing is in flight."""
+
+
+@dataclass(frozen=True)
+class ModelTransport:
+    """A transport whose communicators are those of NCCL, on streams of the model."""
+
+    inner: Any
+    clocks: Clocks
+    made: dict[Any, Any] = field(default_factory=dict)
+    asynchronous: bool = True
+
+    def communicator(self, role: str, axes: tuple[str, ...]) -> Any:
+        """The real NCCL communicator on a group of the model; control messages are as they are."""
+        inner = self.inner.communicator(role, axes)
+        if inner.size == 1 or role.startswith(("control", "checkpoint")):
+            return Outside(inner, self.clocks)
+        if (role, axes) not in self.made:
+            name = f"{role}({'+'.join(axes)})"
+            stream = ModelStream(self.clocks, f"side {name}")
+            self.made[role, axes] = NcclCommunicator(name, inner.size, Group(self.clocks, name, inner), stream)
+        return self.made[role, axes]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A communicator of the host, whose messages the model does not see; and copies of one rank, which it does."""
+
+    inner: Any
+    clocks: Clocks
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self.inner.size)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.inner, name)
+        if self.size == 1:
+            return method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.clocks.paused():
+                method(*args, **kwargs).wait()
+            return _Over()
+
+        return call
+
+
+class _Over:
+    """A handle of what is over."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+def _all_gather(out: Tensor, shard: Tensor, group: Group) -> Work:
+    return group.run("all_gather", [shard], [out], out, shard)
+
+
+def _reduce_scatter(out: Tensor, full: Tensor, group: Group) -> Work:
+    with group.clocks.paused():
+        stage = torch.empty_like(full)
+    return group.run("reduce_scatter", [full], [out], out, full, stage, False)
+
+
+def _stage_numel(plan: fs.Plan, group: Any) -> int:
+    """The staging that a plan on CUDA has."""
+    return stage_numel(dataclasses.replace(plan, mesh=fs.abstract_mesh(*_axes(plan), device="cuda")), group)
+
+
+def _axes(plan: fs.Plan) -> Any:
+    return plan.mesh.sizes, plan.mesh.axis_names
+
+
+class Dist:
+    """What ``NcclCommunicator`` calls of torch.distributed."""
+
+    @staticmethod
+    def all_reduce(buffer: Tensor, group: Group, async_op: bool) -> Work:
+        """NCCL's all-reduce."""
+        return group.run("all_reduce", [], [buffer], buffer)
+
+    @staticmethod
+    def all_to_all_single(
+        out: Tensor, full: Tensor, receive: Any = None, send: Any = None, *, group: Group, async_op: bool
+    ) -> Work:
+        """NCCL's all-to-all."""
+        return group.run("all_to_all", [full], [out], out, full, receive, send)
+
+
+@contextmanager
+def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
+    """Give the runtime the streams of the model: each rank's, by its thread."""
+    import threading
+
+    def mine() -> Clocks:
+        return by_thread[threading.get_ident()]
+
+    count = iter(range(1 << 30))
+    with patch.context() as change:
+        change.setattr("fshard.runtime.comm.nccl.all_gather", _all_gather)
+        change.setattr("fshard.runtime.comm.nccl.reduce_scatter", _reduce_scatter)
+        change.setattr("fshard.runtime.comm.nccl.dist", Dist)
+        change.setattr("fshard.runtime.steps.programs.stage_numel", _stage_numel)
+        for room in ("execution.actions", "memory.offload"):
+            change.setattr(
+                f"fshard.runtime.{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}")
+            )
+        for room in ("fshard.collectives.raw", "fshard.runtime.execution.update"):
+            change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
+        for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.update"):
+            real = __import__(f"fshard.{room}", fromlist=["deallocate"]).deallocate
+            change.setattr(
+                f"fshard.{room}.deallocate", lambda tensor, real=real: (mine().resized(tensor), real(tensor))[1]
+            )
+        yield
