@@ -6,47 +6,64 @@ from collections.abc import Sequence
 
 import torch
 
+from fshard.errors import PlanError
 from fshard.played.cooperative import playing
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.runtime.comm.devices import own_device, read_device
 from fshard.runtime.comm.processes import ProcessTransport, join
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 
 def make_mesh(
-    sizes: Sequence[int], axis_names: Sequence[str], *, timeout: float = 300.0, shared_memory: bool = True
+    sizes: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    timeout: float = 300.0,
+    shared_memory: bool = True,
+    device: str | torch.device | None = None,
 ) -> Mesh:
     """The mesh of this job's ranks (``jax.make_mesh``).
 
-    Under torchrun it joins the process group: NCCL if CUDA is available, else gloo. A process group that exists already
+    Under torchrun it joins the process group: NCCL if it works on GPUs, else gloo. A process group that exists already
     is used. Without torchrun the mesh has one rank, so scripts and notebooks run everywhere. Inside of
-    ``fs.virtual_mesh(...).run`` it is the virtual mesh.
+    ``fs.virtual_mesh(...).run`` it is the virtual mesh. Collective: before anything else is sent, ranks compare their
+    devices by the store of the job.
 
     Args:
         sizes: the number of ranks along each axis; one may be ``-1`` for the rest of the world.
         axis_names: one name an axis.
         timeout: seconds after which a collective that does not finish raises ``CommError``.
         shared_memory: let CPU ranks of one host communicate through shared memory. False uses gloo for everything.
+        device: the device of this rank: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or a ``torch.device``. The default is CUDA
+            where the process sees a CUDA device, else the CPU. ``"cuda"`` is the GPU that ``LOCAL_RANK`` numbers, or
+            the only one that the process sees; with a process group that exists, its ``device_id``, or the current
+            device. A CUDA device becomes the current one.
 
     Returns:
         This rank's mesh. ``mesh.close()`` leaves the process group; the mesh is also a context manager.
 
     Raises:
-        PlanError: the sizes do not fit the world.
+        PlanError: the sizes do not fit the world; a rank has no such device; ranks are on devices of different kinds,
+            or several on one GPU. On all ranks alike.
 
     >>> make_mesh((-1,), ("data",)).size
     1
     """
     thread = playing()
     if thread is not None:  # a rank of fs.virtual_mesh
-        mesh = Mesh(resolve_sizes(sizes, axis_names, thread.scheduler.size), tuple(axis_names), thread.rank)
-        return dataclasses.replace(mesh, transport=VirtualTransport(mesh, thread.scheduler.mesh))
-    joined = join(timeout)
+        whole = thread.scheduler.mesh
+        if device is not None and read_device(device).type != whole.device.type:
+            raise PlanError(
+                f"device={str(device)!r} inside of a virtual mesh on {whole.device}: give the device to fs.virtual_mesh"
+            )
+        mesh = Mesh(resolve_sizes(sizes, axis_names, whole.size), tuple(axis_names), thread.rank, whole.device)
+        return dataclasses.replace(mesh, transport=VirtualTransport(mesh, whole))
+    joined = join(timeout, device, lambda world: resolve_sizes(sizes, axis_names, world))
     if joined is None:
         resolved = resolve_sizes(sizes, axis_names, 1)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        return Mesh(resolved, tuple(axis_names), 0, device, SingleRankTransport())
-    rank, world, device, backend, owned = joined
-    mesh = Mesh(resolve_sizes(sizes, axis_names, world), tuple(axis_names), rank, device)
-    transport = ProcessTransport(mesh, backend, datetime.timedelta(seconds=timeout), owned, shared_memory)
+        return Mesh(resolved, tuple(axis_names), 0, own_device(device), SingleRankTransport())
+    mesh = Mesh(resolve_sizes(sizes, axis_names, joined.world), tuple(axis_names), joined.rank, joined.device)
+    limit = datetime.timedelta(seconds=timeout)
+    transport = ProcessTransport(mesh, joined.backend, limit, joined.owned, shared_memory)
     return dataclasses.replace(mesh, transport=transport)

@@ -19,6 +19,7 @@ from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm import Communicator, each_rank_or_raise, enter, first_rank_or_raise, mesh_communicator
+from fshard.runtime.comm.devices import carried
 from fshard.runtime.comm.facts import compare
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
@@ -333,7 +334,7 @@ class Checkpointer:
             except BaseException as error:  # raised by the next call
                 self._failure = error
 
-        self._thread = threading.Thread(target=write, name="fshard-checkpoint")
+        self._thread = threading.Thread(target=carried(write), name="fshard-checkpoint")
         self._thread.start()
 
 

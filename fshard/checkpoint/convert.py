@@ -34,7 +34,7 @@ def load_tensor(folder: str, manifest: Manifest, name: str) -> Tensor:
     info = manifest.tensors[name]
     with file_errors("read", folder):
         check_files(folder, manifest.files, {extent.file for extent in info.extents})
-        flat = torch.empty(torch.Size(info.shape).numel(), dtype=info.dtype)
+        flat = torch.empty(torch.Size(info.shape).numel(), dtype=info.dtype, device="cpu")
         read_into(folder, manifest, [Slice(name, whole_piece(info.shape), flat)])
     return flat.view(info.shape)
 

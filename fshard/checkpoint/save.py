@@ -134,7 +134,7 @@ class Snapshot:
         cuda = any(s.data.is_cuda for s in slices)
         if self.memory is None or len(self.memory) < end or self.memory.is_pinned() < cuda:
             self.memory = None  # free the old memory first
-            self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=cuda)
+            self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=cuda, device="cpu")
         rows = [self.memory[a : a + s.nbytes].view(s.data.dtype) for a, s in zip(starts, slices, strict=True)]
         if rows:
             torch._foreach_copy_(rows, [s.data for s in slices], non_blocking=cuda)

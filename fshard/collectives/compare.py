@@ -23,7 +23,7 @@ def check_invariant(group: Ranks, x: Tensor, label: str) -> None:
     problems = []
     for row in torch.nonzero(wrong.any(1)).flatten().tolist():
         at = int(wrong[row].int().argmax())
-        place = list(torch.unravel_index(torch.tensor(at), x.shape)) if x.dim() else []
+        place = list(torch.unravel_index(torch.tensor(at, device="cpu"), x.shape)) if x.dim() else []
         index = f"[{', '.join(str(int(i)) for i in place)}]"
         first, here = rows[0].flatten()[at].item(), rows[row].flatten()[at].item()
         count = int(wrong[row].sum())

@@ -82,7 +82,7 @@ class Order:
         """
         epoch, at = self.place(number)
         begin = at * self.batch
-        places = torch.arange(begin, min(begin + self.batch, self.length))
+        places = torch.arange(begin, min(begin + self.batch, self.length), device="cpu")
         if not self.shuffle:
             return places
         if self.length <= SMALL:
@@ -93,7 +93,7 @@ class Order:
 @functools.lru_cache(maxsize=4)
 def _sorted(length: int, seed: int, epoch: int) -> Tensor:
     """The samples of an epoch, sorted by hashes of their numbers."""
-    return _hash(torch.arange(length), _keys(seed, epoch)[0]).argsort(stable=True)
+    return _hash(torch.arange(length, device="cpu"), _keys(seed, epoch)[0]).argsort(stable=True)
 
 
 def _walked(places: Tensor, length: int, keys: list[int]) -> Tensor:

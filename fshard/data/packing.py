@@ -73,16 +73,16 @@ class Packed:
         return held / (len(self) * self.length) if self.rows else 1.0
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        tokens, positions = torch.zeros(2, self.length, dtype=torch.int64)
-        targets = torch.full((self.length,), IGNORED)
-        documents = torch.full((self.length,), -1)
+        tokens, positions = torch.zeros(2, self.length, dtype=torch.int64, device="cpu")
+        targets = torch.full((self.length,), IGNORED, device="cpu")
+        documents = torch.full((self.length,), -1, device="cpu")
         at = 0
         for number, (document, begin, end) in enumerate(self.rows[row]):
-            known = torch.as_tensor(self.documents[document][begin : end + 1], dtype=torch.int64)
+            known = torch.as_tensor(self.documents[document][begin : end + 1], dtype=torch.int64, device="cpu")
             size = end - begin
             tokens[at : at + size] = known[:size]
             targets[at : at + len(known) - 1] = known[1:]
-            positions[at : at + size] = torch.arange(size)
+            positions[at : at + size] = torch.arange(size, device="cpu")
             documents[at : at + size] = number
             at += size
         return {"tokens": tokens, "targets": targets, "positions": positions, "documents": documents}

@@ -83,7 +83,7 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
                 add(_keys(name, paths), load_tensor(folder, manifest, name))
             for path in sorted({k[2] for k in keys.values() if k[0] == "optim"}):
                 updates = manifest.step - (manifest.scalars.get(LATE + path) or 0)
-                add(("optim", "state", path, STEP), torch.tensor(float(updates)))
+                add(("optim", "state", path, STEP), torch.tensor(float(updates), device="cpu"))
         with new_file(target / FILE) as handle:
             handle.write(dump_metadata(contents, keys))
     return sum(info.nbytes for info in manifest.tensors.values())

@@ -189,7 +189,7 @@ def _values(
     counted = counts(opt)
     for number, group in enumerate(param_groups(state.plan, opt, state.step)):
         for path in group["params"] if counted else ():
-            updates = torch.tensor(float(state.step - state.late.get(path, 0)))
+            updates = torch.tensor(float(state.step - state.late.get(path, 0)), device="cpu")
             out[optimizer, "state", names.get(path, path), STEP] = updates
         group["params"] = [names.get(path, path) for path in group["params"]]
         out |= {(optimizer, "param_groups", number, key): value for key, value in group.items()}

@@ -85,7 +85,7 @@ class OptimizerReader:
         for name in names:
             meta = self.source.tensors.get(count := f"state.{name}.{STEP}")
             if meta is not None and meta.shape in ((), (1,)):
-                value = torch.zeros(meta.shape, dtype=torch.float64)
+                value = torch.zeros(meta.shape, dtype=torch.float64, device="cpu")
                 self.source.read(count, [((0,) * len(meta.shape), value)])
                 updates = float(value)
                 if not (updates.is_integer() and 0 <= updates < 1 << 53):

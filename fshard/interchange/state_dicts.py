@@ -159,7 +159,7 @@ def to_optim_state_dict(
         return {}
     rows: dict[str, dict[str, Any]] = {path: {} for group in groups for path in group["params"]}
     for path, row in rows.items() if counts(opt) else ():
-        row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)))
+        row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)), device="cpu")
     for name, tensor in found.items():
         buffer, path = split_name(name, plan.leaves)
         if path in rows:
@@ -190,7 +190,7 @@ def param_groups(plan: Plan, opt: Optimizer, step: int) -> list[dict[str, Any]]:
 
 def counts(opt: Optimizer) -> bool:
     """Whether torch's equivalent optimizer counts the updates of each parameter."""
-    param = torch.nn.Parameter(torch.zeros(1))
+    param = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     twin = _twin(opt, [param], 0.0, 0.0)
     if twin is None:
         return True
@@ -244,7 +244,8 @@ def _by_name(plan: Plan, optim: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_tensor(value: Any) -> Any:
-    return torch.tensor(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return torch.tensor(float(value), device="cpu") if number else value
 
 
 def _numbered(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
@@ -267,7 +268,7 @@ def _numbered(plan: Plan, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]
 
 def _torch_group(opt: Optimizer, lr: float, hyper: Any) -> dict[str, Any]:
     """The settings of a group, as the installed torch writes them."""
-    twin = _twin(opt, [torch.nn.Parameter(torch.empty(0))], lr, hyper)
+    twin = _twin(opt, [torch.nn.Parameter(torch.empty(0, device="cpu"))], lr, hyper)
     if twin is not None:
         return {key: value for key, value in twin.state_dict()["param_groups"][0].items() if key != "params"}
     plain = {k: v for k, v in vars(opt).items() if isinstance(v, int | float | str | bool | tuple)}

@@ -34,7 +34,7 @@ def joined_mesh(mesh: Mesh, given: "DeviceMesh | None") -> "DeviceMesh":
                 "a DTensor needs a process group, and there is none: run under torchrun, with fs.make_mesh(...); "
                 "virtual meshes have none"
             )
-        ranks = torch.arange(mesh.size).view(mesh.sizes)
+        ranks = torch.arange(mesh.size, device="cpu").view(mesh.sizes)
         return DeviceMesh(mesh.device.type, ranks, mesh_dim_names=mesh.axis_names)
     names = given.mesh_dim_names or ()
     if tuple(given.mesh.shape) != mesh.sizes or tuple(names) not in (mesh.axis_names, ()):

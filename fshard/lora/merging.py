@@ -117,7 +117,8 @@ def _deltas(piece: Piece, a: Tensor, b: Tensor, scale: float) -> Iterator[tuple[
     for number in range(piece.start // max(n * m, 1), -(-piece.stop // max(n * m, 1))):
         low, high = max(piece.start - number * n * m, 0), min(piece.stop - number * n * m, n * m)
         first, last = low // m, -(-high // m)
-        spot: Any = [o + int(i) for o, i in zip(lead, torch.unravel_index(torch.tensor(number), batch), strict=True)]
+        place = torch.unravel_index(torch.tensor(number, device="cpu"), batch)
+        spot: Any = [o + int(i) for o, i in zip(lead, place, strict=True)]
         rows, columns = b[(*spot, slice(top + first, top + last))], a[(*spot, slice(None), slice(left, left + m))]
         begin = number * n * m + low - piece.start
         part = adapted.delta(columns, rows, scale).reshape(-1)[low - first * m : high - first * m]

@@ -93,10 +93,11 @@ def _codes(signed: bool) -> Tensor:
     """
     positive = []
     for decade in range(DECADES):
-        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
+        count = 2 ** (decade + (0 if signed else 1)) + 1
+        edges = torch.linspace(0.1, 1.0, count, dtype=torch.float64, device="cpu")
         positive.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade + 1 - DECADES))
     half = torch.cat(positive)
-    parts = [half, torch.tensor([0.0, 1.0], dtype=torch.float64)] + ([-half] if signed else [])
+    parts = [half, torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")] + ([-half] if signed else [])
     return torch.cat(parts).sort().values.float()
 
 

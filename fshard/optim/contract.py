@@ -73,7 +73,7 @@ def contract(opt: Optimizer) -> Contract:
         hyper=opt.hyper,
         update=opt.update,
         init=(lambda param, hyper: opt.init(param)) if forms is None else opt.init,
-        forms=forms or (lambda hyper: dict.fromkeys(opt.init(torch.empty(0)), Form())),
+        forms=forms or (lambda hyper: dict.fromkeys(opt.init(torch.empty(0, device="cpu")), Form())),
         grain=getattr(opt, "grain", lambda hyper: 1),
         problems=getattr(opt, "problems", lambda leaves: []),
         uniform=forms is None,

@@ -1,6 +1,7 @@
 """Any elementwise class of ``torch.optim`` as an optimizer of flat shards."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +63,7 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         vars(self).update(cls=cls, lr=lr, decay=decay, kwargs=dict(kwargs))
         try:
             if lr is None:
-                vars(self).update(lr=float(self._make([torch.zeros(1)]).param_groups[0]["lr"]))
+                vars(self).update(lr=float(self._make([torch.zeros(1, device="cpu")]).param_groups[0]["lr"]))
             vars(self).update(found=self._found())
             self._check_elementwise()
         except errors.PlanError:
@@ -104,8 +105,9 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
                 given = {
                     k: state[k] if form.shape is None else state[k].view(()) for k, (form, _) in self.found.items()
                 }
-                rule.state[view] = {"step": torch.tensor(float(step - 1)), **given}
-        rule.step()
+                rule.state[view] = {"step": torch.tensor(float(step - 1), device="cpu"), **given}
+        with _steps_on_cpu():
+            rule.step()
         for view, state in zip(views, states, strict=True):
             for name in self.found:  # optimizers around this one may keep more
                 value, new = state[name], rule.state[view].get(name)
@@ -125,9 +127,9 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
 
     def _check_elementwise(self) -> None:
         """Refuse a class whose updates of a vector are not those of its halves."""
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(PROBE, generator=generator)
-        grads = [torch.randn(PROBE, generator=generator) for _ in range(3)]
+        generator = torch.Generator("cpu").manual_seed(0)
+        start = torch.randn(PROBE, generator=generator, device="cpu")
+        grads = [torch.randn(PROBE, generator=generator, device="cpu") for _ in range(3)]
         whole = self._trial([start], [[grad] for grad in grads])
         halves = self._trial(list(start.chunk(2)), [list(grad.chunk(2)) for grad in grads])
         gap, moved = (whole - halves).abs().max().item(), (whole - start).abs().max().item()
@@ -137,10 +139,11 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
 
     def _found(self) -> dict[str, tuple[Form, float]]:
         """The class's buffers with their first values, found by an update with gradient zero."""
-        param = torch.zeros(PROBE)
-        param.grad = torch.zeros(PROBE)
+        param = torch.zeros(PROBE, device="cpu")
+        param.grad = torch.zeros(PROBE, device="cpu")
         rule = self._make([param], rate(self.lr, 1))
-        rule.step()
+        with _steps_on_cpu():
+            rule.step()
         found: dict[str, tuple[Form, float]] = {}
         for name, value in rule.state[param].items():
             if name == "step":
@@ -161,3 +164,8 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         for step, given in enumerate(grads, start=1):
             self._update(params, [grad.clone() for grad in given], states, step, TRIAL_RATE, True)
         return torch.cat(params)
+
+
+def _steps_on_cpu() -> AbstractContextManager[object]:
+    """Where a class counts its steps: on the default device, which the user may have set to another one."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

@@ -112,7 +112,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
-        total, sums = torch.empty(0), torch.empty(0)
+        total, sums = q.new_empty(0), q.new_empty(0)
         for step, kv in ring.turn(torch.stack((k, v))):
             rows, columns, causal = ring.part(step, q.shape[2])
             out, lse = attend(q[:, :, rows], kv[0][:, :, columns], kv[1][:, :, columns], causal, ring.scale)

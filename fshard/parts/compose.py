@@ -173,7 +173,7 @@ class Composition(ABC):
         updated = Updated(before, part, flat, state, lr)
         memory = RunningMemory(self, state.plan, updated, before.origin)
         norm = Number("norm", updated, 0, part.updating.wide).tensor(self)
-        skipped = torch.tensor(False)
+        skipped = torch.tensor(False, device="cpu")
         if part.may_skip:
             skipped = Number("skipped", updated, 0, torch.bool).tensor(self)
         return with_memory(part.after(state, False), memory), UpdateMetrics(norm, skipped)

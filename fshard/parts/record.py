@@ -209,7 +209,7 @@ class Recording(Composition):
     def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
         """A fake number."""
         with self.mode:
-            return torch.empty((), dtype=dtype)
+            return torch.empty((), dtype=dtype, device="cpu")
 
     def _pass(self, number: int) -> RecordedPass:
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)][number]

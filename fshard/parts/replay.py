@@ -290,7 +290,7 @@ class Replay(Composition):
 
     def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
         """A number as a tensor."""
-        return torch.tensor(number, dtype=dtype)
+        return torch.tensor(number, dtype=dtype, device="cpu")
 
     def exchanged(self, value: Number) -> float:
         """A number, by an exchange of its own."""

@@ -303,7 +303,7 @@ class UpdateStep:
 
     def metrics(self, norm: float, skipped: bool) -> UpdateMetrics:
         """The metrics of an update."""
-        return UpdateMetrics(scalar(norm, self.updating.wide), torch.tensor(skipped))
+        return UpdateMetrics(scalar(norm, self.updating.wide), torch.tensor(skipped, device="cpu"))
 
     @functools.cached_property
     def _shares(self) -> dict[int, float]:

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.backends import cuda
 
 from fshard.errors import CommError, PeerError, lines
 from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.devices import carried
 from fshard.sharding.mesh import Mesh
 
 Ready = Callable[[], bool]
@@ -38,7 +39,7 @@ class RankThread(threading.Thread):
 
     def __init__(self, scheduler: "Scheduler", rank: int, body: Callable[[], Any]) -> None:
         super().__init__(name=f"rank {rank} of {scheduler.size}", daemon=True)
-        self.scheduler, self.rank, self.body = scheduler, rank, body
+        self.scheduler, self.rank, self.body = scheduler, rank, carried(body)
         self.turn = threading.Semaphore(0)
         self.waits: tuple[Ready, str] | None = None
         self.result: Any = None
@@ -223,6 +224,7 @@ class Randomness:
     """
 
     torch: Any
+    device: Any
     python: Any
     numpy: Any
     attention: tuple[bool, ...]
@@ -233,7 +235,8 @@ def randomness() -> Randomness:
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None
     kernels = tuple([enabled() for enabled, _ in ATTENTION])
-    return Randomness(torch.get_rng_state(), random.getstate(), state, kernels)
+    device = generator.get_state() if (generator := _device_generator()) is not None else None
+    return Randomness(torch.get_rng_state(), device, random.getstate(), state, kernels)
 
 
 def restore_randomness(state: Randomness) -> None:
@@ -242,19 +245,32 @@ def restore_randomness(state: Randomness) -> None:
         if enabled() != wanted:
             enable(wanted)
     torch.set_rng_state(state.torch)
+    if state.device is not None and (generator := _device_generator()) is not None:
+        generator.set_state(state.device)
     random.setstate(state.python)
     if state.numpy is not None:
         sys.modules["numpy"].random.set_state(state.numpy)
 
 
+def _device_generator() -> torch.Generator | None:
+    """The generator of the current CUDA device, if CUDA is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
 def inherited() -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """A wrapper that runs a function in the current thread's context: context variables and PyTorch's modes."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    casts = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
     @contextmanager
     def modes() -> Iterator[None]:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, cast):
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), ExitStack() as stack:
+            for kind, dtype in casts.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            # A rank is its thread, so its backwards run there. (Leaving inference mode turns autograd's threads on.)
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
     def wrap(body: Callable[[], Any]) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ from fshard.errors import TransformError
 from fshard.played.cooperative import Randomness, Scheduler, inherited, playing
 from fshard.played.everywhere import join
 from fshard.played.transport import VirtualTransport
+from fshard.runtime.comm.devices import own_device
 from fshard.sharding.mesh import Mesh, resolve_sizes
 from fshard.tracebacks import hide
 
@@ -24,8 +25,8 @@ class VirtualMesh(Mesh):
     take global batches, and states show whole tensors.
     """
 
-    def __init__(self, sizes: tuple[int, ...], axis_names: tuple[str, ...]) -> None:
-        fields = {"sizes": sizes, "axis_names": axis_names, "device": torch.device("cpu")}
+    def __init__(self, sizes: tuple[int, ...], axis_names: tuple[str, ...], device: torch.device) -> None:
+        fields = {"sizes": sizes, "axis_names": axis_names, "device": device}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -133,12 +134,12 @@ def play(mesh: VirtualMesh, fn: Callable[[], Any], again: Randomness | None = No
 
     # All threads share PyTorch's forward-mode level: the first jvp opens it, and its end clears all tangents. This jvp
     # lasts as long as the run, so the end of one rank's jvp keeps the tangents of the others.
-    one = torch.ones(())
+    one = torch.ones((), device="cpu")
     torch.func.jvp(all_ranks, (one,), (one,))
     return results
 
 
-def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str]) -> VirtualMesh:
+def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, device: str | torch.device = "cpu") -> VirtualMesh:
     """A mesh whose ranks all run in this process, for notebooks and tests.
 
     ``mesh.run(fn)`` calls a function on every rank, and ``fs.shard_map(f, mesh, ...)`` maps global tensors. Collectives
@@ -148,12 +149,13 @@ def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str]) -> VirtualMesh
     Args:
         sizes: ranks along each axis, all positive.
         axis_names: one name an axis.
+        device: the device that all ranks share, such as ``"cuda"``: one GPU plays the ranks of many.
 
     Raises:
-        PlanError: names and sizes do not match.
+        PlanError: names and sizes do not match, or there is no such device.
 
     >>> with virtual_mesh((2, 2), ("replica", "data")) as mesh:
     ...     mesh.run(lambda: mesh.coords())
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
-    return VirtualMesh(resolve_sizes(sizes, axis_names, None), tuple(axis_names))
+    return VirtualMesh(resolve_sizes(sizes, axis_names, None), tuple(axis_names), own_device(device))

@@ -176,7 +176,7 @@ class ShardedLoss:
             apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
         data = Ranks(mesh, self.plan.data_axes)
         with torch._C._DisableFuncTorch():
-            own = torch.tensor([digest(leading_dims(batch))])
+            own = torch.tensor([digest(leading_dims(batch))], device="cpu")
             rows = exchange(mesh_communicator(self.plan.mesh), own).flatten().tolist()
         if data.size == 1 or len(set(rows)) > 1:
             return

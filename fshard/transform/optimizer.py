@@ -50,7 +50,7 @@ class Differentiable:
         flat = self.plan.check_tree(params, whole=False)
         slopes = self.plan.check_tree(grads, whole=False, what="grads")
         names = [name for name in state if name != "step"]
-        if names != list(self.opt.init(torch.empty(0))):
+        if names != list(self.opt.init(torch.empty(0, device="cpu"))):
             raise TreeError(f"the state holds {names} for {self.opt!r}: make it with .init(params)")
         buffers = {name: dict(tree.paths(state[name])) for name in names}
         for path, leaf in self.plan.leaves.items():

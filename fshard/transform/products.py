@@ -140,7 +140,8 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
         def share(out: Any) -> Tensor:
             with exact():
                 loss = read_loss(loss_fn(out, batch))
-            count = torch.as_tensor(1.0 if loss.count is None else loss.count).detach().to(loss.total)
+            count = torch.as_tensor(1.0 if loss.count is None else loss.count, device=loss.total.device)
+            count = count.detach().to(loss.total)
             data = Ranks(plan.mesh, plan.data_axes)
             return loss.total / (apply(count, Sum(data)) if data.size > 1 else count)
 

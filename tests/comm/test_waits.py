@@ -47,6 +47,7 @@ ENDED = {
     "runtime/comm/pending.py": "the timeout of the communicator",
     "runtime/comm/processes.py": "bounded",
     "played/transport.py": "played ranks: known at once when none can go on",
+    "runtime/comm/devices.py": "bounded, in processes.py; a deadline of its own",
     "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
     "runtime/comm/watchdog.py": "a tick of the thread that looks at waits",
     "runtime/steps/rates.py": "handles of communicators",
@@ -56,7 +57,7 @@ ENDED = {
 }
 """Files that wait, and what ends their waits."""
 
-ASKING = {"runtime/comm/failure_notes.py", "runtime/comm/start.py"}
+ASKING = {"runtime/comm/devices.py", "runtime/comm/failure_notes.py", "runtime/comm/start.py"}
 """Files that ask a store. What they do is done in threads that somebody waits for with a deadline."""
 
 BOUNDED = {"new_group", "init_process_group", "destroy_process_group", "TCPStore"}
@@ -121,13 +122,13 @@ def test_what_asks_the_store_runs_with_a_deadline() -> None:
     text = sources()["runtime/comm/processes.py"]
     tree = ast.parse(text)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    dangerous = {*BOUNDED, "start_name"}
+    dangerous = {*BOUNDED, "start_name", "agree_on_places"}
     while True:  # functions that call what is dangerous, outside of a bounded body, are so themselves
         grown = {name for name, body in functions.items() if name not in dangerous and _open(body) & dangerous}
         if not grown:
             break
         dangerous |= grown
-    entries = {"communicator", "abort", "abort_all", "close", "join", "_drop", "_made", "_joined", "_destroy"}
+    entries = {"communicator", "abort", "abort_all", "close", "join", "_drop", "_made", "_of_group", "_destroy"}
     assert entries <= functions.keys()
     assert not entries & dangerous, entries & dangerous
     assert {"_make", "_group", "_base", "_init", "destroy"} <= dangerous
@@ -141,7 +142,7 @@ def _open(function: ast.FunctionDef) -> set[str]:
     inside = {
         id(node)
         for name, call in calls(function)
-        if name == "bounded"
+        if name in ("bounded", "_in_time")
         for argument in call.args[:1]
         for node in ast.walk(argument)
     }

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-import torch
-
 from fshard.runtime.comm.call_site import HelperThread
+from fshard.runtime.comm.devices import carried
 
 T = TypeVar("T")
 
@@ -27,12 +26,10 @@ def bounded(body: Callable[[], T], seconds: float, what: str) -> T:
         TimeoutError: it did not end in time.
     """
     outcome: Future[T] = Future()
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    body = carried(body)
 
     def run() -> None:
         try:
-            if device is not None:
-                torch.cuda.set_device(device)
             outcome.set_result(body())
         except BaseException as error:  # raised by the thread that waits
             outcome.set_exception(error)

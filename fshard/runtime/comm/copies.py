@@ -119,10 +119,10 @@ def _look(
     comm: Communicator, name: str, copy: Copy | None, firsts: Mapping[tuple[int, ...], int], size: int, loose: bool
 ) -> list[tuple[str, dict[int, str]]]:
     """The first element in which copies of a part differ. Collective, also for ranks without the part."""
-    held = copy.tensor.detach() if copy is not None else torch.empty(0)
+    held = copy.tensor.detach() if copy is not None else torch.empty(0, device="cpu")
     real = held.abs() if held.is_complex() else held
     for begin in range(0, size, BLOCK):
-        mine = torch.zeros(min(BLOCK, size - begin), dtype=torch.float64)
+        mine = torch.zeros(min(BLOCK, size - begin), dtype=torch.float64, device="cpu")
         part = real[begin : begin + BLOCK]
         mine[: len(part)] = part.to("cpu", torch.float64)
         rows = exchange(comm, mine)

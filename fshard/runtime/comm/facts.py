@@ -49,7 +49,9 @@ def compare(comm: Communicator, facts: Facts, error: type[ShardError] = Replicat
         ReplicationError: or ``error``: they differ; on all ranks alike.
     """
     if comm.size > 1:
-        compare_numbers(comm, exchange(comm, torch.tensor([facts.number])).view(-1).tolist(), facts, error)
+        compare_numbers(
+            comm, exchange(comm, torch.tensor([facts.number], device="cpu")).view(-1).tolist(), facts, error
+        )
 
 
 def compare_numbers(

@@ -3,9 +3,10 @@
 import datetime
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from fshard.errors import CommError, PlanError, ScheduleError
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, SingleRank
+from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.flight import flight_of
 from fshard.runtime.comm.gloo import GlooCommunicator
@@ -25,6 +27,10 @@ from fshard.runtime.comm.start import start_name
 from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.comm.watchdog import Watchdog
 from fshard.sharding.mesh import Axes, Mesh
+
+T = TypeVar("T")
+Check = Callable[[int], object]
+"""Raises a PlanError if the number of ranks is not what a rank expects."""
 
 GRACE = 1.5
 """Seconds beyond the timeout for inner timeouts to be reported."""
@@ -63,6 +69,11 @@ class ProcessTransport:
         self.flight = flight_of(mesh.rank, mesh.size)
         self.watchdog = Watchdog(mesh.rank, timeout.total_seconds(), self.abort_all)
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device may wait for other ranks while the host does not."""
+        return self.backend == "nccl"
+
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of this role over these axes."""
         if self.mesh.axis_size(axes) == 1:
@@ -76,14 +87,10 @@ class ProcessTransport:
     def abort(self, role: str, reason: str = "the step failed") -> None:
         """Close the communicators of a role, so that peers that wait for this rank there get an error.
 
-        Every rank does so sooner or later; the next call of ``communicator`` makes new ones. NCCL communicators are not
-        closed: they time out.
+        Every rank does so sooner or later; the next call of ``communicator`` makes new ones. With NCCL peers get no
+        error by that: each rank ends its own wait when it learns of the failure by the exchange of statuses.
         """
-        gone = [
-            key
-            for key, comm in self.comms.items()
-            if key[0] == role and isinstance(comm, HostCommunicator | GlooCommunicator)
-        ]
+        gone = [key for key in self.comms if key[0] == role]
         self._drop([self.comms.pop(key) for key in gone], reason)
 
     def abort_all(self, reason: str) -> None:
@@ -113,8 +120,18 @@ class ProcessTransport:
             if isinstance(comm, GlooCommunicator) and comm.group is not None:
                 gone.append(comm.group)
                 comm.close(reason)
+        if reason:
+            gone += self._cut([comm for comm in comms if isinstance(comm, NcclCommunicator)], reason)
         self.groups = [group for group in self.groups if not any(group is other for other in gone)]
         self._destroy(gone, DROPPING)
+
+    def _cut(self, comms: Sequence[NcclCommunicator], reason: str) -> list[Any]:
+        """Abort NCCL's collectives in flight: kernels that wait for other ranks end then."""
+        groups = [group for comm in comms if (group := comm.close(reason)) is not None]
+        if groups:
+            with suppress(TimeoutError, RuntimeError):
+                bounded(lambda: [group.abort() for group in groups], DROPPING, "aborting collectives")
+        return groups
 
     def _destroy(self, groups: list[Any], seconds: float) -> None:
         """Destroy process groups. Their connections close with the last reference."""
@@ -179,7 +196,7 @@ class ProcessTransport:
             return None, near
         mine = next(ranks for ranks in parts if self.mesh.rank in ranks)
         links = self._links(base, mine if mine in near else ())
-        there = exchange(base, torch.tensor([links is not None])).view(-1).tolist()
+        there = exchange(base, torch.tensor([links is not None], device="cpu")).view(-1).tolist()
         near = {ranks for ranks in near if all(there[rank] for rank in ranks)}
         if mine not in near:
             close_links(links or ())
@@ -213,31 +230,74 @@ class ProcessTransport:
         return self.base
 
 
-def join(timeout: float) -> tuple[int, int, torch.device, str, bool] | None:
-    """Join the job that torchrun's environment names, or use the existing process group.
+@dataclass(frozen=True)
+class Joined:
+    """A rank of a job.
+
+    Attributes:
+        rank: its number.
+        world: how many there are.
+        device: the device that it works on, the current one if it is a CUDA device.
+        backend: of its communicators.
+        owned: whether the process group was made here.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    backend: str
+    owned: bool
+
+
+def join(timeout: float, given: str | torch.device | None, check: Check) -> Joined | None:
+    """Join the job that torchrun's environment names, or use the existing process group. Collective.
+
+    Args:
+        timeout: seconds to wait for others.
+        given: the device that the user asked for.
+        check: raises a PlanError if the number of ranks is not what this one expects.
 
     Returns:
-        ``(rank, world, device, backend, whether it was made here)``, or None without torchrun and process group.
+        This rank; None without torchrun and process group.
+
+    Raises:
+        PlanError: a rank cannot join, or ranks are on devices that do not go together; on all ranks alike.
     """
-    if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return None
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        with naming_errors("joining the process group"):
-            _joined("nccl" if cuda else "gloo", datetime.timedelta(seconds=timeout))
-        owned = True
-    else:
-        owned = False
-    backend = str(dist.get_backend())
+    if dist.is_initialized():
+        return _of_group(timeout, given, check)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    limit = datetime.timedelta(seconds=timeout)
+    visible, local = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("LOCAL_RANK", 0))
+    with naming_errors("joining the process group"):
+        store, rank, world = _in_time(lambda: _rendezvous(limit), timeout)
+        device = _agreed(store, rank, world, timeout, lambda: choose_device(given, visible, local), check)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        _in_time(lambda: _init(backend, store, rank, world, limit), timeout)
+    return Joined(rank, world, device, backend, True)
+
+
+def _of_group(timeout: float, given: str | torch.device | None, check: Check) -> Joined:
+    """This rank of a process group that exists already."""
+    backend, rank, world, c10d = str(dist.get_backend()), dist.get_rank(), dist.get_world_size(), cast(Any, dist)
     if backend == "undefined":  # one backend for each device type: NCCL for CUDA tensors, gloo for others
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend not in ("gloo", "nccl", "fake"):
         raise PlanError(f"the process group's backend is {backend!r}; fshard runs on gloo and nccl, and times on fake")
-    gpu = backend == "nccl" or (backend == "fake" and torch.cuda.is_available())
-    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    return dist.get_rank(), dist.get_world_size(), device, backend, owned
+    bound = getattr(c10d.distributed_c10d._get_default_group(), "bound_device_id", None)
+    serves = "nccl" if backend == "fake" and torch.cuda.is_available() else backend
+
+    def choose() -> torch.device:
+        return device_of_group(given, serves, bound, lambda: torch.device("cuda", torch.cuda.current_device()))
+
+    if backend == "fake":
+        check(world)
+        device = choose()
+    else:
+        store = c10d.distributed_c10d._get_default_store()
+        with naming_errors("joining the process group"):
+            device = _agreed(store, rank, world, timeout, choose, check)
+    return Joined(rank, world, device, "gloo" if device.type == "cpu" and backend == "nccl" else backend, False)
 
 
 def join_by_file(path: str, rank: int, world: int) -> None:
@@ -245,32 +305,65 @@ def join_by_file(path: str, rank: int, world: int) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(rank)
+    device = choose_device(None, torch.cuda.device_count() if torch.cuda.is_available() else 0, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     with naming_errors("joining the process group"):
-        dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+        dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world)
 
 
-def _joined(backend: str, timeout: datetime.timedelta) -> None:
+def _agreed(
+    store: Any,
+    rank: int,
+    world: int,
+    timeout: float,
+    choose: Callable[[], torch.device],
+    check: Check,
+) -> torch.device:
+    """This rank's device, if all ranks can work on theirs. Collective."""
+    failure: PlanError | None = None
+    try:
+        check(world)
+        device = choose()
+        place = place_of(device)
+    except PlanError as error:
+        place, failure = Place("", problem=str(error)), error
+    verdict = _in_time(lambda: agree_on_places(store, rank, world, place), timeout) if world > 1 else place.problem
+    if verdict:
+        raise PlanError(verdict) from failure
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _in_time(body: Callable[[], T], seconds: float) -> T:
     """Join within the timeout. (A store whose host is frozen never answers.)"""
     try:
-        bounded(lambda: _init(backend, timeout), timeout.total_seconds() + GRACE, "the start of all ranks")
+        return bounded(body, seconds + GRACE, "the start of all ranks")
     except TimeoutError as error:
-        world, at = os.environ["WORLD_SIZE"], f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        world, at = dist.get_world_size() if dist.is_initialized() else os.environ["WORLD_SIZE"], STORE
+        if not dist.is_initialized():
+            at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise TimeoutError(
             f"{error}. Not all of {world} ranks came to the store at {at}, or its host cannot be reached: see the logs"
         ) from error
 
 
-def _init(backend: str, timeout: datetime.timedelta) -> None:
-    """Join the process group that the environment names, with separate keys in the store for each start."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, timeout=timeout)
-        return
+def _rendezvous(timeout: datetime.timedelta) -> tuple[Any, int, int]:
+    """The store that the environment names, with separate keys for each start, and this rank and their number."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     c10d: Any = dist  # its stores are not exported
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store, rank, world = next(c10d.rendezvous("env://", rank, world, timeout=timeout))
+        store.set_timeout(timeout)
+        return store, rank, world
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = c10d.TCPStore(address, port, is_master=False, timeout=timeout)
-    prefix = c10d.PrefixStore(f"fshard/{start_name(store, rank, world, timeout.total_seconds())}", store)
-    dist.init_process_group(backend, store=prefix, rank=rank, world_size=world, timeout=timeout)
+    name = start_name(store, rank, world, timeout.total_seconds())
+    return c10d.PrefixStore(f"fshard/{name}", store), rank, world
+
+
+def _init(backend: str, store: Any, rank: int, world: int, timeout: datetime.timedelta) -> None:
+    """Make the default process group."""
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)

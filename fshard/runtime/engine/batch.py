@@ -224,14 +224,21 @@ def check_kept(batch: Any, before: Sequence[Any]) -> None:
 
 
 def check_device(batch: Any, device: torch.device) -> None:
-    """Refuse tensors that lie elsewhere than the parameters.
+    """Refuse tensors that lie elsewhere than the parameters, also those on another device of the same kind.
+
+    A number on the CPU (0-dim) goes with tensors of any device.
 
     Raises:
         BatchError: naming the leaf and both devices.
     """
     far = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.device != device]
-    if any([x.device.type != device.type and x.ndim for x in far]):
-        wrong = [
-            f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and x.device.type != device.type
-        ]
+    if any([_apart(x, device) for x in far]):
+        wrong = [f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and _apart(x, device)]
         raise BatchError(lines(f"the parameters are on {device}:", wrong, "Move the batch there."))
+
+
+def _apart(x: Tensor, device: torch.device) -> bool:
+    """Whether a tensor cannot be used with parameters on a device. A device without a number is any of its kind."""
+    if x.device.type != device.type:
+        return bool(x.ndim)
+    return device.index is not None and x.device.index is not None and x.device.index != device.index

@@ -1,0 +1,259 @@
+"""Which device a rank works on: without a GPU, by numbers that a process with GPUs would see."""
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard.errors import BatchError, PlanError
+from fshard.runtime.comm.devices import Place, carried, choose_device, device_of_group, problem_of
+from fshard.runtime.comm.processes import join
+from fshard.runtime.engine.batch import check_device
+from tests.shared.workers import Pools
+
+CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "local", "found"),
+    [
+        (None, 0, 0, "cpu"),
+        (None, 8, 3, "cuda:3"),
+        (None, 1, 3, "cuda:0"),  # CUDA_VISIBLE_DEVICES shows each rank its own
+        ("cuda", 8, 3, "cuda:3"),
+        ("cuda:1", 8, 3, "cuda:1"),
+        (CUDA1, 8, 0, "cuda:1"),
+        ("cpu", 8, 3, "cpu"),
+        ("cpu", 2, 5, "cpu"),
+    ],
+)
+def test_the_device_of_a_rank(given: Any, visible: int, local: int, found: str) -> None:
+    assert str(choose_device(given, visible, local)) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "local", "said"),
+    [
+        (None, 4, 5, "LOCAL_RANK=5, and this process sees 4 GPUs"),
+        ("cuda", 0, 0, "sees no CUDA device"),
+        ("cuda:7", 4, 0, "'cuda:7', and this process sees 4 GPUs: give one of 0 to 3"),
+        ("gpu", 4, 0, "'gpu' is no device"),
+        (3.5, 4, 0, "3.5 is no device"),
+        ("meta", 4, 0, "holds no values"),
+    ],
+)
+def test_devices_that_there_are_not(given: Any, visible: int, local: int, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        choose_device(given, visible, local)
+
+
+def test_the_device_of_a_process_group_is_obeyed() -> None:
+    def current() -> torch.device:
+        return CUDA0
+
+    assert device_of_group(None, "nccl", CUDA1, current) == CUDA1
+    assert device_of_group("cuda", "nccl", CUDA1, current) == CUDA1
+    assert device_of_group(None, "nccl", None, current) == CUDA0
+    assert device_of_group("cuda:1", "nccl", None, current) == CUDA1
+    assert device_of_group(None, "gloo", None, current) == device_of_group("cpu", "nccl", CUDA1, current)
+    with pytest.raises(PlanError, match="bound to cuda:1"):
+        device_of_group("cuda:0", "nccl", CUDA1, current)
+    with pytest.raises(PlanError, match="gloo, which serves tensors of the CPU"):
+        device_of_group("cuda", "gloo", None, current)
+
+
+def test_what_is_wrong_with_the_places_of_all_ranks() -> None:
+    assert not problem_of([Place("cpu", "a"), Place("cpu", "a")])
+    assert not problem_of([Place("cuda:0", "a", "GPU-1"), Place("cuda:0", "b", "GPU-2")])
+    mixed = problem_of([Place("cuda:0", "a", "GPU-1"), Place("cpu", "b"), Place("cpu", "b")])
+    assert "rank 0: cuda" in mixed and "ranks 1, 2: cpu" in mixed
+    shared = problem_of([Place("cuda:1", "a", "GPU-1"), Place("cuda:0", "a", "GPU-2"), Place("cuda:0", "a", "GPU-1")])
+    assert "ranks 0, 2: cuda:1 of host a (GPU-1)" in shared and "GPU-2" not in shared
+    assert problem_of([Place("", problem="no"), Place("", problem="no")]) == "no"
+    assert "rank 1: no" in problem_of([Place("cpu"), Place("", problem="no")])
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, visible: int) -> list[Any]:
+    """Let this process see so many GPUs; returns the devices that become current ones."""
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    return current
+
+
+def test_one_process_without_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = seen(monkeypatch, 2)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert fs.make_mesh((1,), ("shard",), device="cpu").device == torch.device("cpu") and not current
+    assert fs.make_mesh((1,), ("shard",)).device == CUDA0
+    assert fs.make_mesh((1,), ("shard",), device="cuda:1").device == CUDA1
+    assert current == [CUDA0, CUDA1]
+    assert fs.virtual_mesh((2,), ("shard",), device="cuda:1").run(lambda: fs.make_mesh((2,), ("shard",)).device) == [
+        CUDA1,
+        CUDA1,
+    ]
+
+
+def test_a_script_on_another_device_than_its_virtual_mesh() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+    assert mesh.run(lambda: fs.make_mesh((2,), ("shard",), device="cpu").rank) == [0, 1]
+    with pytest.raises(PlanError, match="give the device to fs.virtual_mesh"):
+        mesh.run(lambda: fs.make_mesh((2,), ("shard",), device="cuda"))
+
+
+def joined(case: str) -> str:
+    """What a rank of a pool gets where ranks are on devices that do not go together."""
+    from fshard.runtime.comm import processes
+
+    rank, real = dist.get_rank(), processes.place_of
+    places = {"same": Place("cuda:0", "a", "GPU-1"), "mixed": Place(["cuda:0", "cpu"][rank], "a")}
+    given = "cuda" if case == "gloo" and rank else None
+    processes.place_of = lambda device: places.get(case, real(device))
+    try:
+        found = join(20.0, given, lambda world: fs.abstract_mesh((world + (case == "sizes"),), ("shard",), rank=rank))
+        return str(found and found.device)
+    except PlanError as error:
+        return str(error)
+    finally:
+        processes.place_of = real
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("same", "ranks 0, 1: cuda:0 of host a (GPU-1)"),
+        ("mixed", "rank 0: cuda\n  rank 1: cpu"),
+        ("gloo", "rank 1: device='cuda' with a process group of gloo"),
+        ("fine", "cpu"),
+    ],
+)
+def test_all_ranks_get_one_error(pool: Pools, case: str, said: str) -> None:
+    first, second = pool(2).run(joined, case)
+    assert first == second and said in first
+
+
+def sized(size: int) -> str:
+    """What a rank gets that expects a number of ranks."""
+    try:
+        fs.make_mesh((size + dist.get_rank(),), ("shard",))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_sizes_that_one_rank_gives_wrong_are_an_error_of_all(pool: Pools) -> None:
+    first, second = pool(2).run(sized, 2)
+    assert first == second and "rank 1: mesh sizes (3,) multiply to 3" in first
+
+
+SCRIPT = """
+import sys, torch
+import fshard as fs
+torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
+torch.cuda.set_device = lambda device: None
+from fshard.runtime.comm import devices, processes
+processes.place_of = lambda device: devices.Place(str(device), "a", str(device) * (device.type == "cuda"))
+try:
+    with fs.make_mesh((-1,), ("shard",), timeout=20, device=sys.argv[1] or None) as mesh:
+        print("joined", mesh.device, mesh.transport.backend)
+except fs.errors.PlanError as error:
+    print("PlanError", error)
+"""
+
+
+def started(tmp_path: Path, local: list[int], device: str = "") -> list[str]:
+    """What the ranks of a job print that see two GPUs each and have these local numbers."""
+    (tmp_path / "main.py").write_text(SCRIPT)
+    port = str(20000 + os.getpid() % 20000)
+    base = {**os.environ, "WORLD_SIZE": str(len(local)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    base["PYTHONPATH"] = str(Path(fs.__file__).parents[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "main.py", device],
+            cwd=tmp_path,
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(number)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, number in enumerate(local)
+    ]
+    try:
+        return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_more_local_ranks_than_gpus_are_an_error_of_all(tmp_path: Path) -> None:
+    first, second = started(tmp_path, [0, 2])
+    assert first == second and first.startswith("PlanError") and "rank 1: LOCAL_RANK=2" in first
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_job_on_the_cpu_of_machines_with_gpus_uses_gloo(tmp_path: Path) -> None:
+    assert started(tmp_path, [0, 5], "cpu") == ["joined cpu gloo"] * 2
+
+
+def test_batches_on_another_device_are_refused() -> None:
+    class There(torch.Tensor):
+        """A tensor that says it lies on a GPU."""
+
+        device = CUDA1  # type: ignore[assignment]
+
+    x, number = torch.ones(2).as_subclass(There), torch.tensor(1.0).as_subclass(There)
+    check_device({"x": x, "scale": torch.tensor(2.0)}, CUDA1)
+    check_device({"x": x}, torch.device("cuda"))
+    for wrong in (x, number):
+        with pytest.raises(BatchError, match="parameters are on cuda:0"):
+            check_device({"x": wrong}, CUDA0)
+    with pytest.raises(BatchError, match="parameters are on cuda:0"):
+        check_device({"x": torch.ones(2)}, CUDA0)
+
+
+def test_threads_work_on_the_device_of_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their first call of CUDA opens a context on GPU 0."""
+    began: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: began.append((threading.current_thread().name, device))
+    )
+    thread = threading.Thread(target=carried(lambda: None), name="writer")
+    thread.start()
+    thread.join(5)
+    assert began == [("writer", 3)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    carried(lambda: None)()
+    assert len(began) == 1
+
+
+FACTORIES = {"tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "randn"}
+USERS = {"parallel/zigzag.py"}
+"""Files whose tensors a user gets and uses with tensors of his own."""
+
+
+def test_every_new_tensor_names_its_device() -> None:
+    """Else ``torch.set_default_device("cuda")`` would put control tensors there."""
+    root, found = Path(fs.__file__).parent, []
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            torches = ast.unparse(node.func.value) == "torch" and node.func.attr in FACTORIES
+            if torches and not {"device", None} & {word.arg for word in node.keywords}:
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
+    assert [line for line in found if line.partition(":")[0] not in USERS] == []
