@@ -9,7 +9,8 @@ import torch
 import fshard as fs
 from fshard import tree
 from tests.runtime.test_lanes import CASES, ROWS, WIDTH, Case, made, params
-from tests.shared.clocks import COMPUTE, HOST, Clocks, Group, Mark, ModelTransport, modelled
+from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark
+from tests.shared.model_streams import Group, ModelTransport, modelled
 
 
 def raced(case: Case, drop: str = "", device: str = "cpu") -> tuple[list[str], set[str]]:

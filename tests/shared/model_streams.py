@@ -1,0 +1,206 @@
+"""The runtime's streams, NCCL's process groups and copies as those of a model by vector clocks."""
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard.runtime.comm.nccl import NcclCommunicator
+from fshard.runtime.comm.streams import Stream
+from fshard.schedule.infos import stage_numel
+from tests.shared.clocks import Clocks, Mark, caller
+
+
+@dataclass
+class ModelStream(Stream):
+    """A side stream of the model: what ``CudaStream`` does."""
+
+    clocks: Clocks
+    name: str
+    asynchronous = True
+
+    def record(self) -> Any:
+        """An event after the current stream's work."""
+        return self.clocks.record()
+
+    @contextmanager
+    def _issued(self, after: Iterable[Any]) -> Iterator[None]:
+        for mark in after:
+            if mark is not None:
+                self.clocks.join(self.name, mark.clock)
+        with self.clocks.on(self.name):
+            yield
+
+    def after(self, after: Iterable[Any]) -> AbstractContextManager[object]:
+        """Inside, work is issued on this stream, after the events."""
+        return self._issued(after)
+
+    def wait_for(self, after: Iterable[Any]) -> None:
+        """The current stream waits."""
+        for mark in after:
+            if mark is not None and self.clocks.does(f"wait: {caller()}"):
+                self.clocks.join(self.clocks.current, mark.clock)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An NCCL collective in flight. It keeps what it works on until it was waited for, as PyTorch does."""
+
+    group: "Group"
+    mark: Mark
+    tensors: list[Tensor]
+
+    def wait(self) -> None:
+        """The current stream waits; the host does not."""
+        clocks = self.group.clocks
+        if clocks.does(f"wait for {self.group.name}"):
+            clocks.join(clocks.current, self.mark.clock)
+        self.tensors.clear()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of NCCL: it has a stream of its own, behind the one that is current at the call."""
+
+    clocks: Clocks
+    name: str
+    inner: Any
+
+    def run(self, call: str, reads: list[Tensor], writes: list[Tensor], *args: Any) -> Work:
+        """A collective on the group's stream. Its data move at once: only the order is modelled."""
+        stream, clocks = f"nccl {self.name}", self.clocks
+        clocks.join(stream, clocks.clock(clocks.current))
+        for tensor in reads:
+            clocks.touch(tensor, False, f"{call} of {self.name}", stream)
+        for tensor in writes:
+            clocks.touch(tensor, True, f"{call} of {self.name}", stream)
+        with clocks.paused():
+            getattr(self.inner, call)(*args).wait()
+        return Work(self, Mark(clocks, dict(clocks.clock(stream))), [*reads, *writes])
+
+    def abort(self) -> None:
+        """Nothing is in flight."""
+
+
+@dataclass(frozen=True)
+class ModelTransport:
+    """A transport whose communicators are those of NCCL, on streams of the model."""
+
+    inner: Any
+    clocks: Clocks
+    made: dict[Any, Any] = field(default_factory=dict)
+    asynchronous: bool = True
+
+    def communicator(self, role: str, axes: tuple[str, ...]) -> Any:
+        """The real NCCL communicator on a group of the model; control messages are as they are."""
+        inner = self.inner.communicator(role, axes)
+        if inner.size == 1 or role.startswith(("control", "checkpoint")):
+            return Outside(inner, self.clocks)
+        if (role, axes) not in self.made:
+            name = f"{role}({'+'.join(axes)})"
+            stream = ModelStream(self.clocks, f"side {name}")
+            self.made[role, axes] = NcclCommunicator(name, inner.size, Group(self.clocks, name, inner), stream)
+        return self.made[role, axes]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A communicator of the host, whose messages the model does not see; and copies of one rank, which it does."""
+
+    inner: Any
+    clocks: Clocks
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self.inner.size)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.inner, name)
+        if self.size == 1:
+            return method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.clocks.paused():
+                method(*args, **kwargs).wait()
+            return _Over()
+
+        return call
+
+
+class _Over:
+    """A handle of what is over."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+def _all_gather(out: Tensor, shard: Tensor, group: Group) -> Work:
+    return group.run("all_gather", [shard], [out], out, shard)
+
+
+def _reduce_scatter(out: Tensor, full: Tensor, group: Group) -> Work:
+    with group.clocks.paused():
+        stage = torch.empty_like(full)
+    return group.run("reduce_scatter", [full], [out], out, full, stage, False)
+
+
+def _stage_numel(plan: fs.Plan, group: Any) -> int:
+    """The staging that a plan on CUDA has."""
+    return stage_numel(dataclasses.replace(plan, mesh=fs.abstract_mesh(*_axes(plan), device="cuda")), group)
+
+
+def _axes(plan: fs.Plan) -> Any:
+    return plan.mesh.sizes, plan.mesh.axis_names
+
+
+class Dist:
+    """What ``NcclCommunicator`` calls of torch.distributed."""
+
+    @staticmethod
+    def all_reduce(buffer: Tensor, group: Group, async_op: bool) -> Work:
+        """NCCL's all-reduce."""
+        return group.run("all_reduce", [], [buffer], buffer)
+
+    @staticmethod
+    def all_to_all_single(
+        out: Tensor, full: Tensor, receive: Any = None, send: Any = None, *, group: Group, async_op: bool
+    ) -> Work:
+        """NCCL's all-to-all."""
+        return group.run("all_to_all", [full], [out], out, full, receive, send)
+
+
+@contextmanager
+def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
+    """Give the runtime the streams of the model: each rank's, by its thread."""
+
+    def mine() -> Clocks:
+        return by_thread[threading.get_ident()]
+
+    count = iter(range(1 << 30))
+    with patch.context() as change:
+        change.setattr("fshard.runtime.comm.nccl.all_gather", _all_gather)
+        change.setattr("fshard.runtime.comm.nccl.reduce_scatter", _reduce_scatter)
+        change.setattr("fshard.runtime.comm.nccl.dist", Dist)
+        change.setattr("fshard.runtime.steps.programs.stage_numel", _stage_numel)
+        for room in ("execution.actions", "memory.offload"):
+            change.setattr(
+                f"fshard.runtime.{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}")
+            )
+        for room in ("fshard.collectives.raw", "fshard.runtime.execution.update"):
+            change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
+        for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.update"):
+            real = __import__(f"fshard.{room}", fromlist=["deallocate"]).deallocate
+            change.setattr(
+                f"fshard.{room}.deallocate", lambda tensor, real=real: (mine().resized(tensor), real(tensor))[1]
+            )
+        yield
