@@ -20,6 +20,7 @@ import fshard as fs
 from fshard import P
 from fshard.collectives import psum
 from fshard.errors import CommError, PeerError
+from fshard.played.cooperative import playing
 from fshard.runtime.comm import COLLECTIVES, processes
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport
@@ -108,8 +109,10 @@ class AsynchronousTransport:
         """End what waits for other ranks."""
         self.device.aborted.append(reason)
         self.device.waiting.clear()
-        for key in [key for key in self.inner.scheduler.logs if key[0] == role]:
-            del self.inner.scheduler.logs[key]
+        thread = playing()
+        assert thread is not None
+        for key in [key for key in thread.scheduler.logs if key[0] == role]:
+            del thread.scheduler.logs[key]
 
     def abort_all(self, reason: str) -> None:
         """End everything."""
