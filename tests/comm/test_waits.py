@@ -54,6 +54,10 @@ ENDED = {
     "runtime/memory/offload.py": "a device: its own watchdog",
     "runtime/execution/replicas.py": "handles of communicators",
     "runtime/execution/update.py": "handles of communicators",
+    "runtime/execution/wires.py": "handles of communicators",
+    "tracking/tracker.py": "a deadline that it is given",
+    "launching/launch.py": "the ranks' own: they are killed when the process that launched them is told to stop",
+    "launching/nursery.py": "a poll; ranks that outlive one that failed are killed after some seconds",
 }
 """Files that wait, and what ends their waits."""
 
