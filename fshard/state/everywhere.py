@@ -80,7 +80,7 @@ def _whole(plan: Plan, step: int, memories: Sequence[Memory]) -> dict[str, Any]:
     flat: dict[str, Tensor] = {}
     for memory in memories:
         for entry in entries_of(memory.plan, memory.whole(step)):
-            whole = flat.setdefault(entry.name, torch.zeros(entry.shape, dtype=entry.dtype))
+            whole = flat.setdefault(entry.name, torch.zeros(entry.shape, dtype=entry.dtype, device=entry.tensor.device))
             piece = entry.piece
             box = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
             values = box.reshape(-1).clone()
