@@ -50,7 +50,7 @@ def hugging_face(
     if length > positions:
         raise PlanError(f"--length {length} is more than the {positions} positions of {path}")
     model = split(module.train(), units="auto")
-    words = torch.zeros(rows * accumulate, length, dtype=torch.long)
+    words = torch.zeros(rows * accumulate, length, dtype=torch.long, device="cpu")
     batch = {"input_ids": words, "labels": words}
 
     def loss(params: Any, batch: Any) -> Any:

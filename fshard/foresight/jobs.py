@@ -122,4 +122,4 @@ def _job(where: str, made: Mapping[str, Any]) -> Job:
 
 def _real(x: Any) -> Any:
     """A tensor on the meta device, as zeros: a batch is small, and its values do not matter."""
-    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) and x.is_meta else x

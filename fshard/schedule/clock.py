@@ -163,7 +163,7 @@ class Fleet(Clock):
         self.ranks = self._spread(noise.ranks)
         for rank, factor in noise.slow.items():
             self.ranks[rank] *= factor
-        self.now = torch.zeros(mesh.size, dtype=torch.float64)
+        self.now = torch.zeros(mesh.size, dtype=torch.float64, device="cpu")
 
     def ends(self) -> list[float]:
         """When each rank is over."""
@@ -195,10 +195,10 @@ class Fleet(Clock):
 
     def _spread(self, sigma: float) -> Tensor:
         if not sigma:
-            return torch.ones(self.mesh.size, dtype=torch.float64)
-        drawn = torch.randn(self.mesh.size, generator=self.generator, dtype=torch.float64)
+            return torch.ones(self.mesh.size, dtype=torch.float64, device="cpu")
+        drawn = torch.randn(self.mesh.size, generator=self.generator, dtype=torch.float64, device="cpu")
         return torch.exp(sigma * drawn.abs())
 
 
 def _times(time: Time) -> Tensor:
-    return torch.as_tensor(time, dtype=torch.float64)
+    return torch.as_tensor(time, dtype=torch.float64, device="cpu")

@@ -37,7 +37,9 @@ def fitted(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[O
     """The costs of some steps, equal on all ranks. Collective."""
     own = [(time.wall, time.thread, time.process, time.gap) for time in middle(steps)]
     here = digest(socket.gethostname()) % 2**52
-    row = torch.tensor([here, host, *(number for numbers in own for number in numbers)], dtype=torch.float64)
+    row = torch.tensor(
+        [here, host, *(number for numbers in own for number in numbers)], dtype=torch.float64, device="cpu"
+    )
     rows = exchange(control, row) if control.size > 1 else row[None]
     together = max(int((rows[:, 0] == host_).sum()) for host_ in rows[:, 0])
     ranks = [[*times_of(each[2:].reshape(-1, 4).tolist())] for each in rows]
@@ -46,7 +48,7 @@ def fitted(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[O
 
 def fitted_by_all(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[OpTime]]) -> Costs | None:
     """The costs of some steps; None on all ranks if one has none to go by. Collective."""
-    has = exchange(control, torch.tensor([float(bool(steps))], dtype=torch.float64))
+    has = exchange(control, torch.tensor([float(bool(steps))], dtype=torch.float64, device="cpu"))
     return fitted(control, schedule, steps, 0.0) if bool(has.all()) else None
 
 
