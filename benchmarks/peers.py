@@ -86,6 +86,7 @@ class Fshard:
         compile: as for ``fs.make_train_step``.
         opt: axes over which the optimizer is sharded, if not just ``shard``.
         norms: as for ``fs.make_train_step``.
+        wire: the formats of what travels.
         policy: of ``fs.Policy``.
     """
 
@@ -99,6 +100,7 @@ class Fshard:
         compile: str | None = None,
         opt: Sequence[str] | None = None,
         norms: str | None = None,
+        wire: fs.Wire | None = None,
         **policy: Any,
     ) -> None:
         self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
@@ -108,7 +110,7 @@ class Fshard:
             return loss_of(model.apply(params, rows[:, :-1]), rows)
 
         rules = [fs.Rule(r".*", fs.fsdp("shard"), opt=fs.fsdp(tuple(opt)) if opt else None)]
-        plan = fs.make_plan(model, self.mesh, rules, batch=fs.P(self.mesh.axis_names), precision=precision)
+        plan = fs.make_plan(model, self.mesh, rules, batch=fs.P(self.mesh.axis_names), precision=precision, wire=wire)
         adamw = fs.optim.adamw(**ADAMW)
         self.plan, self.state = plan, fs.init_state(plan, adamw, params=model.params)
         self.train = fs.make_train_step(
@@ -229,8 +231,10 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fsdp2 hsdp": lambda module: Torch(module, lambda m: fsdp2(m, replicas=2)),
     "fshard hsdp": lambda module: Fshard(module, mesh=replicated()),
     "fshard hsdp parted": lambda module: Fshard(module, mesh=replicated(), opt=("shard", "replica")),
+    "fshard hsdp int4": lambda m: Fshard(m, mesh=replicated(), wire=fs.Wire(reduce={"replica": "int4"})),
     "fshard": Fshard,
     "fshard tracked": Tracked,
+    "fshard int8": lambda module: Fshard(module, wire=fs.Wire("int8", "int8")),
     "fshard lean": lambda module: Fshard(module, prefetch=1, reduces=1),
     "fshard prefetch 3": lambda module: Fshard(module, prefetch=3),
     "fshard no reshard": lambda module: Fshard(module, reshard=False),
@@ -300,7 +304,8 @@ def check_agreement(peers: Mapping[str, Peer], size: Size, steps: int = 3, toler
         alike = {name: losses for name, losses in together.items() if name.endswith("clip") is kind}
         for name, losses in alike.items():
             first = next(iter(alike.values()))
-            bound = tolerance * (100 if "bf16" in name else 1)  # bfloat16 has 3 digits
+            rough = any(word in name for word in ("bf16", "int8", "int4"))  # bfloat16 has 3 digits
+            bound = tolerance * (100 if rough else 1)
             if any(abs(a - b) > bound * abs(b) for a, b in zip(losses, first, strict=True)):
                 raise SystemExit(f"the peers do not train alike: {name} {losses}, {next(iter(alike))} {first}")
 

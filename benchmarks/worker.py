@@ -23,14 +23,25 @@ import fshard as fs
 def minimum_bytes(peer: Any) -> float:
     """What a rank must send in one step: (W - 1) / W of the group, for each gather and reduce of the schedule.
 
-    A group counts in the dtype of the parameters, also where its schedule sends it in another.
+    A group counts in the dtype of the parameters, also where its schedule sends it in another. With a wire format it
+    counts in that: the payload of its elements, and a scale for each block of a leaf.
     """
     if not isinstance(peer, peers.Fshard):
         return 0.0
     schedule: fs.Schedule = peer.train.schedule
     share = 1 - 1 / dist.get_world_size()
-    sizes = {group.name: sum(leaf.numel * leaf.dtype.itemsize for leaf in group.leaves) for group in peer.plan.groups}
-    return sum(share * sizes[op.target] for op in schedule.ops if op.kind in ("all_gather", "reduce_scatter"))
+    groups = {group.name: group for group in peer.plan.groups}
+    moves = [op for op in schedule.ops if op.kind in ("all_gather", "reduce_scatter")]
+    return sum(share * least(groups[op.target], op.kind) for op in moves)
+
+
+def least(group: Any, kind: str) -> float:
+    """The fewest bytes of a whole group in a kind of transfer."""
+    form = group.wires.get(kind)
+    if form is None:
+        return float(sum(leaf.numel * leaf.dtype.itemsize for leaf in group.leaves))
+    scales = sum(-(-leaf.numel // form.block) for leaf in group.leaves) if form.largest else 0
+    return float(form.payload(sum(leaf.numel for leaf in group.leaves)) + 4 * scales)
 
 
 def sent() -> int:
