@@ -45,7 +45,7 @@ from fshard.optim.scaling import LossScale
 from fshard.patterns import glob
 from fshard.runtime.engine import Mean, Microbatches
 from fshard.schedule.auto import Auto
-from fshard.schedule.policy import Policy, keep
+from fshard.schedule.policy import Policy, keep, secondary
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
@@ -162,6 +162,7 @@ __all__ = [
     "random",
     "remat",
     "reshard_state",
+    "secondary",
     "settle",
     "shard",
     "shard_map",

@@ -165,4 +165,10 @@ def make_step(
         ("donate", donate, bool, "True or False"),
     ]
     expect("make_step(fn, plan)", wants)
-    return Step(fn, plan, read_running(schedule, debug), donate)
+    running = read_running(schedule, debug)
+    if isinstance(running.policy, Policy) and running.policy.secondary:
+        raise PlanError(
+            "schedule=Policy(reshard=fs.secondary(...)): a step of parts gathers several versions of the parameters and "
+            "keeps no secondary shards of any; give reshard=True, False or fs.keep(...)"
+        )
+    return Step(fn, plan, running, donate)

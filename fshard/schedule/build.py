@@ -82,7 +82,9 @@ class _Builder:
         self.horizons = self.policy.horizons(bare.stages)
         self.edge = 0  # computes before it have been asked for
         self.read = [next(iter(group.at("read")), None) for group in self.groups]
-        self.state = [""] * len(self.groups)  # "", "coming" or "live"; "unmade", and "asked" if it was asked for too
+        self.again = [group.transfer("regather") for group in self.groups]
+        # "", "coming" or "live"; "unmade", and "asked" if it was asked for too
+        self.state = [""] * len(self.groups)
         for g in [g for local in bare.stages.locals for g in local.makes]:
             self.state[g] = "unmade"
         self.ops = [Op("handshake")]
@@ -143,8 +145,7 @@ class _Builder:
         for g in self.reads[k]:
             self.passed[g] += 1
             if self.state[g] == "live" and not self._reused(g, self.horizons[k + 1]):
-                self._emit("free", g)
-                self.state[g] = ""
+                self._release(g)
         self.paths.after(k, op.microbatch)
         if op.kind == LOCAL:
             self._after_local(self.stages.locals[op.index])
@@ -155,6 +156,15 @@ class _Builder:
             self.state[g] = ""
         for g in sorted(asked, key=lambda g: self.uses[g]):
             self._request(g)
+
+    def _release(self, group: int) -> None:
+        """Free a group; or keep a part of it, which the next gather takes."""
+        again = self.again[group]
+        later = again is not None and self.passed[group] < len(self.uses[group])
+        self._emit("reshard" if later else "free", group)
+        self.state[group] = ""
+        if later:
+            self.read[group] = again
 
     def _reused(self, group: int, horizon: int) -> bool:
         uses, passed = self.uses[group], self.passed[group]

@@ -78,7 +78,7 @@ class _Run:
             return
         elif op.kind == "update":
             yield from self._update(at, op, self.groups[op.target])
-        elif op.kind == "free":
+        elif op.kind in ("free", "reshard"):
             yield from self._free(op, self.groups[op.target])
         else:
             yield from self._transfer(at, op, self.groups[op.target])
@@ -251,6 +251,8 @@ class _Run:
             yield f"{op.target} is gathered before local {number} makes it"
         if group.info.transfer(op.kind) is None:
             yield f"{op.target} is resident: compute reads it where it lies"
+        elif group.second != (op.kind == "regather"):
+            yield f"{op.target} {'has' if group.second else 'has no'} secondary shards"
         if group.slot != "free":
             yield f"{op.target} holds its slot since op {group.gathered_at}"
         if use is None:
@@ -272,7 +274,10 @@ class _Run:
     def _free(self, op: Op, group: Track) -> Iterator[str]:
         if group.slot != "live":
             yield f"{op.target} {'is still under way' if group.slot == 'coming' else 'is not gathered'}"
-        group.slot = "free"
+        later = group.info.transfer("regather") is not None and group.next_use is not None
+        if later != (op.kind == "reshard"):
+            yield f"{op.target} {'is' if later else 'is not'} gathered again from secondary shards"
+        group.slot, group.second = "free", op.kind == "reshard"
         self.held.pop(op.target, None)
 
     def _updates_first(self, group: Track) -> bool:

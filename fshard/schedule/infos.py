@@ -3,19 +3,50 @@
 import dataclasses
 from collections.abc import Mapping
 
+from fshard import errors
 from fshard.schedule.ops import GroupInfo
-from fshard.schedule.transfers import HOST, STATE, Transfer
+from fshard.schedule.transfers import HOST, KINDS, SECOND, STATE, Transfer
 from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
 
 
-def group_infos(plan: Plan, state: Mapping[int, int] | None = None) -> tuple[GroupInfo, ...]:
+def group_infos(plan: Plan, state: Mapping[int, int] | None = None, secondary: Axes = ()) -> tuple[GroupInfo, ...]:
     """The sizes and needs of a plan's groups, by group id.
 
-    ``state``: bytes of optimizer state of groups that keep it on the other side than they update it.
+    Args:
+        plan: the plan.
+        state: bytes of optimizer state of groups that keep it on the other side than they update it.
+        secondary: the axes over which groups stay sharded between their uses.
+
+    Raises:
+        PlanError: one of them is no axis of the mesh.
     """
-    return tuple(_info(plan, group, (state or {}).get(group.id, 0)) for group in plan.groups)
+    unknown = [axis for axis in secondary if axis not in plan.mesh.axis_names]
+    if unknown:
+        names = ", ".join(plan.mesh.axis_names)
+        raise errors.bad_policy([f"fs.secondary names {unknown[0]!r}, and the axes of the mesh are {names}"])
+    infos = (_info(plan, group, (state or {}).get(group.id, 0)) for group in plan.groups)
+    return tuple(_with_second(plan, group, info, secondary) for group, info in zip(plan.groups, infos, strict=True))
+
+
+def secondary_axes(group: Group, secondary: Axes) -> Axes:
+    """The axes over which a group is gathered again in a step; none if that is done as the first time."""
+    fast = tuple(axis for axis in group.gather_axes if axis in secondary)
+    return fast if group.parts > 1 and len(fast) < len(group.gather_axes) else ()
+
+
+def _with_second(plan: Plan, group: Group, info: GroupInfo, secondary: Axes) -> GroupInfo:
+    """What schedules know of a group that stays sharded over some axes, in the dtype of compute."""
+    fast = secondary_axes(group, secondary)
+    if not fast:
+        return info
+    part = group.numel // plan.mesh.axis_size(fast) * group.compute_dtype.itemsize
+    sent = (plan.mesh.axis_size(fast) - 1) * part
+    again = Transfer("regather", SECOND, "param", sent, 0, "+".join(fast))
+    order = sorted((*info.transfers, again), key=lambda transfer: [*KINDS].index(transfer.kind))
+    return dataclasses.replace(info, transfers=tuple(order), second_bytes=part)
 
 
 def stage_numel(plan: Plan, group: Group) -> int:

@@ -7,13 +7,14 @@ transfers: the target is there from the start, or, where it is *late*, from afte
 wait, or, where the transfer packs it, with the start; and what the transfer needs while it is under way is an item of
 its kind's name, such as ``reduce_scatter:g``.
 
-So ``grad:g``, the full flat gradient, lives from the first backward op of a reader, or from its first transfer where
-no backward fills it, to the end of that transfer. ``shard:g``, or ``own:g`` where a rank updates a part of it alone,
-waits for the update, which with deferred updates is in the next step, or for its way to host memory. Until its first
-transfer a gradient is what autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are
-two. That is ``leaf:g``, less what the transfer itself begins. ``update:g`` is what comes out of host memory for an
-update on the device, for that op. A gradient without transfers is not an item: it is kept between steps. A gradient for
-which no update waits ends with the last code between passes that reads it, or with the step where none does.
+``second:g``, a rank's secondary shard, lives from a group's first reshard to its free. So ``grad:g``, the full flat
+gradient, lives from the first backward op of a reader, or from its first transfer where no backward fills it, to the
+end of that transfer. ``shard:g``, or ``own:g`` where a rank updates a part of it alone, waits for the update, which
+with deferred updates is in the next step, or for its way to host memory. Until its first transfer a gradient is what
+autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are two. That is ``leaf:g``,
+less what the transfer itself begins. ``update:g`` is what comes out of host memory for an update on the device, for
+that op. A gradient without transfers is not an item: it is kept between steps. A gradient for which no update waits
+ends with the last code between passes that reads it, or with the step where none does.
 """
 
 import math
@@ -27,7 +28,7 @@ from fshard.arguments import size_text
 from fshard.schedule.ops import LOCAL, GroupInfo, Op
 from fshard.schedule.pack import Span, pack, profile
 from fshard.schedule.stages import Pass, Stages
-from fshard.schedule.transfers import HOST, STATE, Transfer, awaited, started
+from fshard.schedule.transfers import HOST, SECOND, STATE, Transfer, awaited, started
 
 ALIGN = 256
 """Bytes: items start at multiples of it, which suits vector loads and collectives on every device."""
@@ -170,8 +171,12 @@ class _Lives:
             transfer = group.transfer(row.name)
             if transfer is not None:
                 yield from (self._start if row.name == op.kind else self._wait)(at, group, transfer)
-        elif op.kind == "free":
+        elif op.kind in ("free", "reshard"):
             yield self.end(f"param:{group.name}", group.full_bytes, at)
+            if op.kind == "reshard":
+                self.born.setdefault(f"second:{group.name}", at)
+            elif f"second:{group.name}" in self.born:
+                yield self.end(f"second:{group.name}", group.second_bytes, at)
         elif op.kind == "update":
             yield from self._update(at, group)
 
@@ -214,7 +219,7 @@ class _Lives:
     def _wait(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.late:
             self.born.setdefault(f"{transfer.target}:{group.name}", at + 1)
-        if not transfer.spent and transfer.source not in (STATE, HOST, transfer.target):
+        if not transfer.spent and transfer.source not in (STATE, HOST, SECOND, transfer.target):
             yield self.end(f"{transfer.source}:{group.name}", group.size(transfer.source), at)
         if transfer.staging:
             yield self.end(f"{transfer.kind}:{group.name}", transfer.staging, at)

@@ -7,6 +7,7 @@ handshake                ranks compare the schedule's hash and the signature of 
 update          group    apply the optimizer update to this rank's shard: the one that the previous step left
                          (deferred), or this step's own (in_backward)
 free            group    the memory of the gathered parameters may be reused
+reshard         group    the same, but this rank keeps its secondary shard of them, for gathers over fewer axes
 forward         unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
 backward        unit     the gradient of a call is computed; ``root``: everything outside of units is over, the
                          outer gradient too where there is one
@@ -37,7 +38,7 @@ LOCAL = "local"
 UNIT_KINDS = frozenset(("forward", "backward"))
 COMPUTE_KINDS = UNIT_KINDS | {LOCAL}
 STEP_KINDS = frozenset(("handshake", "consensus"))
-GROUP_KINDS = frozenset(("update", "free"))
+GROUP_KINDS = frozenset(("update", "free", "reshard"))
 """Ops on a group besides those of transfers."""
 
 
@@ -159,6 +160,7 @@ class GroupInfo:
             it lies; the gradient of one that is not reduce-scattered needs no communication.
         own_bytes: this rank's part of the summed gradient, where that is less than its shard of the gradient; else 0.
         update_bytes: further device memory that its update needs, for what comes out of host memory.
+        second_bytes: this rank's secondary shard of the gathered parameters; 0 if it keeps none.
 
     Raises:
         PlanError: a size is negative, the name is empty, or the path is out of order.
@@ -175,11 +177,12 @@ class GroupInfo:
     transfers: tuple[Transfer, ...] = ()
     own_bytes: int = 0
     update_bytes: int = 0
+    second_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transfers", tuple(self.transfers))
         sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.own_bytes, self.update_bytes)
-        if not self.name or min(sizes) < 0:
+        if not self.name or min(*sizes, self.second_bytes) < 0:
             raise errors.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
         order = [transfer.kind for transfer in self.transfers]
         if order != [kind for kind in KINDS if kind in order]:
@@ -206,10 +209,14 @@ class GroupInfo:
         return bool(self.at("gradient"))
 
     def size(self, item: str) -> int:
-        """The bytes of an item of memory: ``"param"``, ``"grad"``, ``"shard"`` or ``"own"``."""
+        """The bytes of an item of memory: ``"param"``, ``"second"``, ``"grad"``, ``"shard"`` or ``"own"``."""
         return {
-            "param": self.full_bytes, "grad": self.grad_bytes, "shard": self.shard_bytes, "own": self.own_bytes
-        }[item]  # fmt: skip
+            "param": self.full_bytes,
+            "second": self.second_bytes,
+            "grad": self.grad_bytes,
+            "shard": self.shard_bytes,
+            "own": self.own_bytes,
+        }[item]
 
 
 def _problems(forward: Sequence[Call], backward: Sequence[Call], reads: Mapping[str, Sequence[int]]) -> Iterable[str]:

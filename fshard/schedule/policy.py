@@ -10,6 +10,8 @@ from fshard.schedule.stages import Stages
 
 UPDATES = ("deferred", "in_backward")
 ACCUMULATIONS = ("sharded", "full")
+SPACE = "\\u0020"
+"""A space within a token of a schedule's text."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Keep:
     last: int = 0
 
     def __str__(self) -> str:
-        patterns = [json.dumps(pattern).replace(" ", "\\u0020") for pattern in self.units]
+        patterns = [json.dumps(pattern).replace(" ", SPACE) for pattern in self.units]
         return f"keep({','.join([*patterns, *([f'last={self.last}'] if self.last else [])])})"
 
 
@@ -51,6 +53,41 @@ def keep(*units: str, last: int = 0) -> Keep:
 
 
 @dataclass(frozen=True)
+class Secondary:
+    """The axes over which a schedule keeps gathered groups sharded. Made by ``fs.secondary``."""
+
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"secondary({','.join([json.dumps(axis).replace(' ', SPACE) for axis in self.axes])})"
+
+
+def secondary(*axes: str) -> Secondary:
+    """Over which axes groups stay sharded between their uses in a step: ``Policy(reshard=fs.secondary("local"))``.
+
+    A group is gathered over all of its axes once a step. From then on each rank keeps a part of it, its secondary
+    shard, which the ranks of these axes have all of together; further gathers, such as those of the backward, are over
+    these axes alone, and never cross a slower link (ZeRO++'s hpZ, Wang et al., 2023; FSDP2's integer
+    ``reshard_after_forward``). Groups that other axes alone shard, or none, are resharded as with ``True``.
+
+    Args:
+        axes: names of mesh axes, such as the one within a host.
+
+    Raises:
+        PlanError: no axis, or a value that is no name.
+
+    >>> print(secondary("local"))
+    secondary("local")
+    """
+    problems = [f"{axis!r} is not the name of an axis" for axis in axes if not isinstance(axis, str) or not axis]
+    if not axes:
+        problems.append("fs.secondary() names no axis")
+    if problems:
+        raise errors.bad_policy(problems)
+    return Secondary(tuple(dict.fromkeys(axes)))
+
+
+@dataclass(frozen=True)
 class Policy:
     """How far a schedule runs ahead, and what it keeps: memory against time.
 
@@ -66,7 +103,8 @@ class Policy:
             sum over replicas follows is over when the next begins: that sum takes the slower link.)
         reshard: free a group after its forward and gather it again for its backward (ZeRO-3, FSDP's reshard
             after forward). False keeps each group from its first use in the step to its last, and
-            ``fs.keep(...)`` does so for what some units read. What the first backward calls read stays after
+            ``fs.keep(...)`` does so for what some units read. ``fs.secondary(axis)`` frees it, but keeps it sharded
+            over a fast axis, for gathers over that alone. What the first backward calls read stays after
             its forward in any case, as far as ``prefetch`` reaches: it is all there at the first backward
             anyway, so to free and gather it would save no memory.
         update: ``"deferred"`` leaves the optimizer update to the next step, which applies it group by group
@@ -85,7 +123,7 @@ class Policy:
 
     prefetch: int = 2
     reduces: int = 2
-    reshard: bool | Keep = True
+    reshard: bool | Keep | Secondary = True
     update: str = "deferred"
     accumulation: str = "sharded"
 
@@ -97,15 +135,23 @@ class Policy:
                 problems.append(f"{name}={value!r} is of type {type(value).__name__}, not int")
             elif value < least:
                 problems.append(f"{name}={value} is less than {least}")
-        if type(self.reshard) not in (bool, Keep):
+        if type(self.reshard) not in (bool, Keep, Secondary):
             kind = type(self.reshard).__name__
-            problems.append(f"reshard={self.reshard!r} is of type {kind}, not bool, and not made by fs.keep(...)")
+            problems.append(
+                f"reshard={self.reshard!r} is of type {kind}, not bool, and not made by fs.keep(...) or "
+                f"fs.secondary(...)"
+            )
         for name, allowed in (("update", UPDATES), ("accumulation", ACCUMULATIONS)):
             value = getattr(self, name)
             if value not in allowed:
                 problems.append(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
         if problems:
             raise errors.bad_policy(problems)
+
+    @property
+    def secondary(self) -> tuple[str, ...]:
+        """The axes over which groups stay sharded between their uses; none if they are freed or kept."""
+        return self.reshard.axes if isinstance(self.reshard, Secondary) else ()
 
     def kept(self, stages: Stages) -> frozenset[int]:
         """The ids of the groups that stay from their first use in a step to their last.
@@ -150,6 +196,6 @@ class Policy:
         return self.accumulation == "sharded" or microbatch == accumulate - 1
 
     def __str__(self) -> str:
-        reshard = self.reshard if isinstance(self.reshard, Keep) else str(self.reshard).lower()
+        reshard = str(self.reshard).lower() if isinstance(self.reshard, bool) else self.reshard
         accumulation = "" if self.accumulation == "sharded" else f" accumulation={self.accumulation}"
         return f"prefetch={self.prefetch} reduces={self.reduces} reshard={reshard} update={self.update}{accumulation}"

@@ -63,6 +63,7 @@ class Track:
     readers: list[str] = field(default_factory=list)  # groups whose pending update reads its gradient
     passed: int = 0
     slot: str = "free"  # or "coming", "live"
+    second: bool = False  # this rank keeps a part of it
     gathered_at: int = -1
     updated_at: int = -1
     path: Sequence[Progress] = ()  # of its gradient

@@ -13,7 +13,7 @@ from dataclasses import replace
 from fshard import errors
 from fshard.arguments import size_text
 from fshard.schedule.ops import LOCAL, STEP_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
-from fshard.schedule.policy import Keep, Policy, keep
+from fshard.schedule.policy import Keep, Policy, Secondary, keep, secondary
 from fshard.schedule.stage_text import StageReader, stage_lines
 from fshard.schedule.stages import Stages
 from fshard.schedule.tokens import TOKEN, quoted, read_name, read_number, read_values
@@ -27,8 +27,8 @@ SEVERAL = "4"
 """The version of the text of a step of several passes."""
 
 SIZES = ("full", "shard", "grad")
-FURTHER = ("own", "update")
-"""Sizes that only groups with partial updates, or with state in host memory, have."""
+FURTHER = ("own", "update", "second")
+"""Sizes that only groups with partial updates, with state in host memory, or with secondary shards have."""
 TRAINED = ("frozen", "trainable")
 """The words for False and True."""
 
@@ -85,7 +85,7 @@ def _header(parts: Parts) -> Iterator[str]:
     for group in groups:
         sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes)
         numbers = [f"{key}={size}" for key, size in zip(SIZES, sizes, strict=True)]
-        further = zip(FURTHER, (group.own_bytes, group.update_bytes), strict=True)
+        further = zip(FURTHER, (group.own_bytes, group.update_bytes, group.second_bytes), strict=True)
         line = [f"group {quoted(group.name):<{width}}", *numbers, TRAINED[group.trainable]]
         line += [f"{key}={size}" for key, size in further if size]
         yield f"{' '.join(line)} # {', '.join(map(size_text, sizes))}"
@@ -173,9 +173,9 @@ class _Reader:
         full, shard, grad = (read_number(value) for value in read_values(tokens[1 : fixed - 1], SIZES))
         if trained not in TRAINED:
             raise ValueError(f"{trained!r} is neither {TRAINED[0]} nor {TRAINED[1]}")
-        own, update = (read_number(further.get(key, "0")) for key in FURTHER)
+        own, update, second = (read_number(further.get(key, "0")) for key in FURTHER)
         self.ids[name] = len(self.ids)
-        self.groups[name] = GroupInfo(name, full, shard, grad, trained == TRAINED[1], (), own, update)
+        self.groups[name] = GroupInfo(name, full, shard, grad, trained == TRAINED[1], (), own, update, second)
 
     def _ops(self, tokens: list[str]) -> None:
         if len(tokens) != 1:
@@ -193,11 +193,16 @@ def _titled(line: str) -> StageReader:
     return StageReader(several=line == FORMAT + SEVERAL)
 
 
-def _read_reshard(text: str) -> bool | Keep:
+def _read_reshard(text: str) -> bool | Keep | Secondary:
     if text in ("true", "false"):
         return text == "true"
+    if text.startswith("secondary(") and text.endswith(")"):
+        try:
+            return secondary(*json.loads(f"[{text[10:-1]}]"))
+        except (ValueError, TypeError):
+            raise ValueError(f"reshard={text}: axes are written in quotes") from None
     if not (text.startswith("keep(") and text.endswith(")")):
-        raise ValueError(f"reshard={text} is neither true nor false nor keep(...)")
+        raise ValueError(f"reshard={text} is neither true nor false nor keep(...) nor secondary(...)")
     patterns, _, last = text[5:-1].rpartition("last=")
     try:
         units = json.loads(f"[{(patterns if last.isdecimal() else text[5:-1]).removesuffix(',')}]")

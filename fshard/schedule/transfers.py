@@ -10,6 +10,7 @@ format: a field of its record, ``Transfer.wire``.
 kind                stage     from -> to                                      is waited for
 ==================  ========  ==============================================  =========================================
 ``all_gather``      read      shard of the state -> ``param``                 before the first compute that reads it
+``regather``        read      ``second`` -> ``param``, after a ``reshard``    before the next compute that reads it
 ``reduce_scatter``  gradient  ``grad`` -> ``shard``, summed over ranks        when the next would exceed the limit
 ``replica_reduce``  gradient  ``shard`` -> ``shard``, or ``own``              when the next would exceed the limit
 ``offload``         gradient  ``shard`` or ``own`` -> host memory             when the next would exceed the limit
@@ -24,12 +25,16 @@ from fshard import errors
 STATE, HOST = "state", "host"
 """Sources and targets outside of the memory of a step: the resident state, and host memory."""
 
+SECOND = "second"
+"""What a rank keeps of gathered parameters, so that they are gathered again over fewer axes. It outlives transfers."""
+
 ITEMS = {
     "param": "gathered parameters",
     "grad": "full gradients",
     "leaf": "gradients of leaves",
     "shard": "gradient shards",
     "own": "summed gradients",
+    "second": "secondary shards",
     "update": "what comes from host memory for its update",
 }
 """What memory holds of a group, in words. What a transfer needs while it is under way is an item of the kind's name."""
@@ -69,6 +74,7 @@ class Kind:
 _ROWS = (
     Kind("update_gather", "updated", "staging of updated ranges"),
     Kind("all_gather", "read", "staging of gathers"),
+    Kind("regather", "read", "staging of gathers again"),
     Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces"),
     Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True),
     Kind("offload", "gradient", "staging of copies", link="", spare=1),

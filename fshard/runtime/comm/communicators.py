@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from fshard.errors import no_processes
 from fshard.runtime.comm.communicator import Communicator, SingleRankTransport, Transport
+from fshard.schedule.infos import secondary_axes
 from fshard.schedule.transfers import KINDS
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
@@ -14,11 +15,12 @@ class Communicators:
     """The communicators that a plan's groups need, made in one order on all ranks.
 
     That for control messages is made at once. The others depend on the plan: ``open`` makes them when all ranks have
-    found that they have one plan. An abstract mesh has none, so that it can plan but not run.
+    found that they have one plan. An abstract mesh has none, so that it can plan but not run. ``secondary`` are the
+    axes over which groups are gathered again in a step.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, secondary: Axes = ()) -> None:
+        self.plan, self.secondary = plan, secondary
         self._transport: Transport | None = plan.mesh.transport or (
             SingleRankTransport() if plan.mesh.size == 1 else None
         )
@@ -44,7 +46,7 @@ class Communicators:
     def open(self) -> None:
         """Make the communicators of groups. Collective at its first call."""
         if not self.made:
-            needed = {need for group in self.plan.groups for need in _needs(group)}
+            needed = {need for group in self.plan.groups for need in _needs(group, self.secondary)}
             order = [*KINDS]
             for kind, axes in sorted(needed, key=lambda need: (order.index(need[0]), need[1])):
                 self.made[kind, axes] = self.transport.communicator(kind, axes)
@@ -54,9 +56,11 @@ class Communicators:
         return self.made[kind, axes]
 
 
-def _needs(group: Group) -> Iterator[tuple[str, Axes]]:
+def _needs(group: Group, secondary: Axes) -> Iterator[tuple[str, Axes]]:
     """The kinds of transfers of a group that communicate, and their axes."""
     yield "all_gather", group.gather_axes
+    if fast := secondary_axes(group, secondary):
+        yield "regather", fast
     yield "reduce_scatter", group.scatter_axes
     yield "replica_reduce", group.rest_axes
     if group.second_scatter:

@@ -20,6 +20,7 @@ from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
+from fshard.schedule.infos import secondary_axes
 from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
 from fshard.sharding.layout import Group
@@ -99,6 +100,7 @@ class Actions:
         self.handles: dict[tuple[str, int], Handle] = {}
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
+        self.second: dict[int, Tensor] = {}  # secondary shards, by group
 
     def beside(self, slots: Slots, comms: Communicators, gradients: FlatGradients) -> "Actions":
         """The actions of another program that reads the same shards in the same step: what is readable is shared."""
@@ -144,6 +146,7 @@ class Actions:
         self.handles.clear()
         self.readable.clear()
         self.sums.clear()
+        self.second.clear()
 
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
         """What to call for each op; None for those that the executor performs itself."""
@@ -154,7 +157,8 @@ class Actions:
     def _bound(self, op: Op, slots: GroupSlots, verbs: Verbs) -> Run | None:
         row = started(op.kind) or awaited(op.kind)
         if row is None:
-            return partial(self._free, slots) if op.kind == "free" else None
+            releases = {"free": self._free, "reshard": self._reshard}
+            return partial(releases[op.kind], slots) if op.kind in releases else None
         start, finish = verbs[row.name]
         given = self.gradients.buffers[slots.group.id] if row.stage == "gradient" else slots
         key = row.name, slots.group.id
@@ -166,6 +170,7 @@ class Actions:
         """By kind of transfer, what starts it, and what makes its result readable once it has arrived."""
         return {
             "all_gather": (self._gather, self._gathered),
+            "regather": (self._regather, self._regathered),
             "reduce_scatter": (self._reduce, self._reduced),
             "replica_reduce": (self._sum, self._summed),
             "offload": (self._offload, self._offloaded),
@@ -236,9 +241,30 @@ class Actions:
         self.readable.add(slots.group.id)
 
     def _free(self, slots: GroupSlots) -> None:
+        self.second.pop(slots.group.id, None)
+        self._release(slots)
+
+    def _release(self, slots: GroupSlots) -> None:
         self.readable.discard(slots.group.id)
         if self.poison and slots.full is not None:
             poison(slots.full)
+
+    def _reshard(self, slots: GroupSlots) -> None:
+        group, full = slots.group, slots.full
+        assert full is not None
+        if group.id not in self.second:  # its values stay until the next update
+            mesh, fast = self.comms.plan.mesh, secondary_axes(group, self.comms.secondary)
+            self.second[group.id] = full.view(mesh.axis_size(fast), -1)[mesh.index(fast)].clone()
+        self._release(slots)
+
+    def _regather(self, slots: GroupSlots) -> Handle:
+        group, full = slots.group, slots.full
+        assert full is not None
+        comm = self.comms.over("regather", secondary_axes(group, self.comms.secondary))
+        return comm.all_gather(full, self.second[group.id], self._now())
+
+    def _regathered(self, slots: GroupSlots) -> None:
+        self.readable.add(slots.group.id)
 
     def _reduce(self, buffers: GradientBuffers) -> Handle:
         group, grad = buffers.slots.group, self.gradients.take(buffers.slots)

@@ -276,9 +276,10 @@ def make_programs(
         train: whether there is a backward.
         visiting: bytes of optimizer state that visit the side on which they are updated, by group id.
     """
-    infos = group_infos(plan, visiting or {})
+    secondary = running.policy.secondary if isinstance(running.policy, Policy) else ()
+    infos, comms = group_infos(plan, visiting or {}, secondary), Communicators(plan, secondary)
     memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
-    made = Programs(plan, running.policy, accumulate, train, Communicators(plan), infos, memory, running.remat, cache)
+    made = Programs(plan, running.policy, accumulate, train, comms, infos, memory, running.remat, cache)
     return replace(made, executor=executor_of(plan.mesh))
 
 
