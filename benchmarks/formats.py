@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 import lab
-import peers
 import torch
 from common import Report, Row, arguments, middle, ratio, run_workers
 from model import SMALL

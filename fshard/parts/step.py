@@ -168,7 +168,7 @@ def make_step(
     running = read_running(schedule, debug)
     if isinstance(running.policy, Policy) and running.policy.secondary:
         raise PlanError(
-            "schedule=Policy(reshard=fs.secondary(...)): a step of parts gathers several versions of the parameters and "
-            "keeps no secondary shards of any; give reshard=True, False or fs.keep(...)"
+            "schedule=Policy(reshard=fs.secondary(...)): a step of parts gathers several versions of parameters, and "
+            "keeps no secondary shards of them; give reshard=True, False or fs.keep(...)"
         )
     return Step(fn, plan, running, donate)

@@ -128,12 +128,16 @@ def test_groups_that_it_does_not_concern() -> None:
 
 
 BAD = {
-    "an unknown axis": (lambda: schedule_of(Policy(reshard=fs.secondary("pod"))), "'pod', and the axes of the mesh are host, local"),
+    "an unknown axis": (
+        lambda: schedule_of(Policy(reshard=fs.secondary("pod"))), "'pod', and the axes of the mesh are host, local",
+    ),
     "no axis": (fs.secondary, "names no axis"),
     "an axis that is no name": (lambda: fs.secondary(1), "1 is not the name of an axis"),  # type: ignore[arg-type]
     "a name alone": (lambda: Policy(reshard="local"), r"fs\.secondary\(\.\.\.\)"),  # type: ignore[arg-type]
     "a step of parts": (
-        lambda: fs.make_step(lambda state, rows: (state, {}), plan_of(fs.abstract_mesh((2, 2), NAMES)), schedule=Policy(reshard=WAY)),
+        lambda: fs.make_step(
+            lambda state, rows: (state, {}), plan_of(fs.abstract_mesh((2, 2), NAMES)), schedule=Policy(reshard=WAY)
+        ),
         "a step of parts gathers several versions",
     ),
 }  # fmt: skip

@@ -38,12 +38,13 @@ def packed(source: Tensor, form: WireFormat) -> Tensor:
 def pack(source: Tensor, form: WireFormat, out: Tensor) -> Tensor:
     """Write a 1-D tensor to ``out`` in a wire format, and return it."""
     payload, scales = _parts(out, form, source.numel())
+    room = _room(source)
     for cut, codes, blocks in _pieces(source.numel(), form, source.device):
         if form.largest is None:
             payload[codes].view(torch.bfloat16).copy_(source[cut])
         else:
             rows = source[cut].view(-1, form.block)
-            _pack_blocks(rows, form, payload[codes], scales[blocks])
+            _pack_blocks(rows, form, payload[codes], scales[blocks], room[: rows.numel()].view(rows.shape))
     return out
 
 
@@ -51,7 +52,7 @@ def unpack(given: Tensor, form: WireFormat, out: Tensor, add: bool = False) -> N
     """Write the tensor that a packed range holds to ``out``, or add it."""
     payload, scales = _parts(given, form, out.numel())
     direct = out.dtype == torch.float32 and not add
-    room = out if direct else out.new_empty(min(_piece(out.device), out.numel()), dtype=torch.float32)
+    room = out if direct else _room(out)
     for cut, codes, blocks in _pieces(out.numel(), form, out.device):
         whole = out[cut]
         piece = whole if direct else room[: whole.numel()]
@@ -95,7 +96,13 @@ def _pieces(numel: int, form: WireFormat, device: torch.device) -> Iterator[tupl
         yield slice(begin, end), codes, slice(begin // form.block, end // form.block)
 
 
-def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor) -> None:
+def _room(x: Tensor) -> Tensor:
+    """Memory for the results of a piece, in float32: new memory for each piece would take as long as its work."""
+    return x.new_empty(min(_piece(x.device), x.numel()), dtype=torch.float32)
+
+
+def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor, codes: Tensor) -> None:
+    """Pack rows, which are blocks. ``codes`` is room for as many numbers."""
     assert form.largest is not None
     rows = rows.float()
     if form.rotate:
@@ -104,7 +111,7 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
     torch.amax(rows, 1, out=scales)
     torch.maximum(scales, torch.amin(rows, 1).neg_(), out=scales)
     scales.mul_(1 / form.largest).clamp_min_(SMALLEST)
-    codes = rows / scales.unsqueeze(1)
+    torch.div(rows, scales.unsqueeze(1), out=codes)
     if form.stochastic and form.name != "fp8_e4m3":
         codes.add_(noise(rows)).floor_().clamp_(-form.largest, form.largest)
     if form.name == "fp8_e4m3":
@@ -115,8 +122,8 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
         payload.view(torch.int8).copy_(codes.view(-1))
     else:  # the first half of a block is in the low bits, the second in the high ones
         low, high = codes.view(-1, 2, form.block // 2).unbind(1)
-        pairs = torch.add(low, high, alpha=2 * NIBBLE).add_(NIBBLE + 2 * NIBBLE * NIBBLE)
-        payload.copy_(pairs.view(-1))
+        low.add_(high, alpha=2 * NIBBLE).add_(NIBBLE + 2 * NIBBLE * NIBBLE)
+        payload.view(low.shape).copy_(low)
 
 
 def _unpack_blocks(payload: Tensor, scales: Tensor, form: WireFormat, rows: Tensor) -> None:
