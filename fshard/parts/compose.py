@@ -27,7 +27,7 @@ from fshard.parts.running import (
 )
 from fshard.parts.update import UpdateMetrics
 from fshard.runtime.engine.loss import Mean, as_means
-from fshard.runtime.execution import Shard, Shards
+from fshard.runtime.execution import Shards
 from fshard.runtime.steps import PassSpec, widened
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, mark_of, same_layout
@@ -268,10 +268,7 @@ class Composition(ABC):
         made = RunningMemory(self, plan, source, memory.origin)
         before = self.shards_of(memory)
         made.shards_made = Shards(
-            [
-                Shard(source.held[group.id], kept.opt, kept.layouts, kept.part)
-                for group, kept in zip(plan.groups, before, strict=True)
-            ]
+            [kept.with_param(source.held[group.id]) for group, kept in zip(plan.groups, before, strict=True)]
         )
         return made
 

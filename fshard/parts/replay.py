@@ -277,7 +277,8 @@ class Replay(Composition):
         pending.finish(shards)
         plan = updated.part.plan
         for group in partly_updated(updated.part.chosen):
-            fetch(shards[group], Ranks(plan.mesh, plan.groups[group].opt_axes))
+            layout = plan.groups[group]
+            fetch(shards[group], Ranks(plan.mesh, layout.opt_axes), layout.wires.get("update_gather"))
         return shards
 
     def shards_of(self, memory: RunningMemory) -> Shards:

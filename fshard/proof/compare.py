@@ -18,8 +18,10 @@ from fshard.proof.report import Row, Tolerance, number_row
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import Communicator, exchange_bytes
 from fshard.runtime.graphs.compare import gap
+from fshard.runtime.memory.optimizer_layout import MASTER
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
+from fshard.sharding.wire import FIELDS
 from fshard.state.entries import entries
 from fshard.state.init import take
 from fshard.state.move import whole_entry
@@ -76,7 +78,8 @@ class Comparison:
     @functools.cached_property
     def graded(self) -> list[torch.dtype]:
         """Those, and the formats in which gradients travel: one that lies between two codes may go to either."""
-        forms = [form for g in self.watched.plan.groups for kind, form in g.wires.items() if kind != "all_gather"]
+        groups = self.watched.plan.groups
+        forms = [form for g in groups for kind, form in g.wires.items() if FIELDS[kind] == "reduce"]
         return [*self.dtypes, *(CODES[form.name] for form in forms)]
 
     def rows(self) -> list[Row]:
@@ -146,7 +149,7 @@ class Comparison:
             grad = grads.get(f"grad.{path}")
             if grad is not None and want[f"params.{path}"].numel():  # no rank holds state of an empty leaf
                 self._apply(path, want, whole_entry(plan.mesh, grad, where[grad.name]))
-            for name in old:
+            for name in [*old] if f"opt.{MASTER}.{path}" not in old else [n for n in old if n != f"params.{path}"]:
                 far, _ = gap(new[name], want[name])
                 limit = self._limit(old[name], want[name], name == f"params.{path}")
                 yield Row(name, _norm(want[name]), _norm(new[name]), far, limit, self.units[path])
@@ -161,8 +164,9 @@ class Comparison:
             factor = watched.mean * watched.options.clip.factors(self.norms)[rule]
         else:
             factor = watched.carry
-        param = leaf[f"params.{path}"].view(-1)
-        own = {name: x.view(-1) for name, x in leaf.items() if name.startswith("opt.")}
+        master = f"opt.{MASTER}.{path}"  # what others hold of it is rounded
+        param = leaf[master if master in leaf else f"params.{path}"].view(-1)
+        own = {name: x.view(-1) for name, x in leaf.items() if name.startswith("opt.") and name != master}
         states = {name.removeprefix("opt.").removesuffix(f".{path}"): x for name, x in own.items()}
         late = self.state.late.get(path, 0)
         more: dict[str, Any] = {"late": late} if late else {}

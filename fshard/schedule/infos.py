@@ -119,8 +119,11 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
     path = []
     own, replicas = group.owned.chunk * group.dtype.itemsize, plan.mesh.axis_size(group.rest_axes)
     if group.trainable and group.opt_parts > 1 and own:
-        sent = (group.opt_parts - 1) * own
-        path.append(Transfer("update_gather", STATE, STATE, sent, 0, "+".join(group.opt_axes)))
+        form, axes = group.wires.get("update_gather"), "+".join(group.opt_axes)
+        size = own if form is None else form.nbytes(group.owned.chunk)
+        staging = 0 if form is None else (1 + group.opt_parts) * size
+        sent = (group.opt_parts - 1) * size
+        path.append(Transfer("update_gather", STATE, STATE, sent, staging, axes, wire=_name(form)))
     if group.gathered:
         form = group.wires.get("all_gather")
         size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)

@@ -211,6 +211,7 @@ class Group:
         """The formats of its compressed transfers, by kind."""
         summed = self.sum_axes if self.second_scatter else self.rest_axes
         axes = {"all_gather": self.gather_axes, "reduce_scatter": self.scatter_axes, "replica_reduce": summed}
+        axes["update_gather"] = self.opt_axes
         return wire_formats(self.leaves[0].wire, axes, self.dtype)
 
     @functools.cached_property

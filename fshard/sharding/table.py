@@ -82,7 +82,7 @@ def _wires(places: Mapping[str, tuple[Group, int]]) -> list[str]:
     found: dict[str, list[tuple[int, int]]] = {}
     for group in {group.id: group for group, _ in places.values()}.values():
         for kind, form in group.wires.items():
-            numel = group.owned.chunk if kind == "replica_reduce" else group.numel
+            numel = {"replica_reduce": group.owned.chunk, "update_gather": group.chunk}.get(kind, group.numel)
             exact = group.compute_dtype if kind == "all_gather" else group.dtype
             if kind == "all_gather" or group.trainable:
                 found.setdefault(f"{kind} in {form}", []).append((form.nbytes(numel), numel * exact.itemsize))

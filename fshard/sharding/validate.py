@@ -10,6 +10,7 @@ import torch
 from fshard import tree
 from fshard.arguments import alike
 from fshard.errors import PlanError, lines
+from fshard.sharding.kinds import Kinds
 from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, Rule
@@ -156,13 +157,14 @@ def _moved(leaf: Leaf, data_axes: Axes) -> dict[str, Axes]:
         "all_gather": leaf.gather_axes,
         "reduce_scatter": leaf.gather_axes or leaf.opt_axes,
         "replica_reduce": replicas if leaf.gather_axes and leaf.opt_axes else rest,
+        "update_gather": leaf.opt_axes,
     }
 
 
 def _idle_formats(wire: Wire, moved: Sequence[Mapping[str, Axes]]) -> list[str]:
     """The formats of a wire that none of its leaves uses."""
     out = []
-    for field in ("gather", "reduce"):
+    for field in ("gather", "reduce", "update"):
         kinds = [kind for kind, each in FIELDS.items() if each == field]
         over = sorted({"+".join(axes[kind]) for axes in moved for kind in kinds} - {""})
         there = f"these leaves have transfers over {', '.join(over)}" if over else "these leaves have none"
@@ -179,6 +181,11 @@ def _wire_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> Iterator[str]:
             yield (
                 f"{kind} in {form}: its blocks are {form.block} elements in a row, which a shard along dim "
                 f"{leaf.gather_dim} cuts; use flat=, such as fs.fsdp('{leaf.gather_axes[0]}'), or 'bf16'"
+            )
+        if kind == "update_gather" and leaf.kinds != Kinds():
+            yield (
+                f"{kind} in {form}: exact parameters lie beside what other ranks hold, and the leaf or its optimizer "
+                f"state is in host memory ({leaf.kinds}); keep both on the device, or leave update= out"
             )
         ranks = mesh.axis_size(moved[kind])
         sent, exact = form.nbytes(form.block * ranks), 2 * form.block * leaf.dtype.itemsize

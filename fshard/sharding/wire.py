@@ -19,7 +19,12 @@ BITS = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
 LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
 """The code of the largest element of a block, by blockwise format."""
 NAMES = ("fp32", *BITS)
-FIELDS = {"all_gather": "gather", "reduce_scatter": "reduce", "replica_reduce": "reduce"}
+FIELDS = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "replica_reduce": "reduce",
+    "update_gather": "update",
+}
 """The fields of ``Wire`` that give the formats of each kind of transfer."""
 SCALE = 4
 """Bytes of a block's scale."""
@@ -78,6 +83,9 @@ class Wire:
         gather: the format of all-gathers. Units read the rounded values, on any number of ranks the same.
         reduce: the format of gradients on their way to be summed. Each rank rounds its gradient once; what arrives is
             summed in the dtype of the parameters, in the order of ranks. Takes the place of ``Precision.reduce``.
+        update: the format of ranges that ranks have updated for each other (``Rule(opt=)``). What travels is the
+            difference to what the other ranks hold, and the rest of it goes with the next one: error feedback, as in
+            SDP4Bit. The exact parameters of its range are a rank's own, ``state.opt_state["master"]``.
         block: elements of a leaf that share a scale in the formats of 8 and 4 bits: a power of two, at least 16.
         rotate: whether gradients are rotated blockwise by a Hadamard matrix before they are rounded, which spreads
             outliers over their block (QuaRot, Ashkboos et al., 2024), and rotated back after that.
@@ -93,6 +101,7 @@ class Wire:
 
     gather: Formats = None
     reduce: Formats = None
+    update: Formats = None
     _: KW_ONLY
     block: int = 256
     rotate: bool = False
@@ -102,12 +111,13 @@ class Wire:
         self,
         gather: str | Mapping[str, str] | None = None,
         reduce: str | Mapping[str, str] | None = None,
+        update: str | Mapping[str, str] | None = None,
         *,
         block: int = 256,
         rotate: bool = False,
         rounding: Literal["nearest", "stochastic"] = "nearest",
     ) -> None:
-        given = {"gather": gather, "reduce": reduce}
+        given = {"gather": gather, "reduce": reduce, "update": update}
         problems = [problem for name, value in given.items() for problem in _problems(name, value)]
         problems = problems or [*_option_problems(_names(_frozen(reduce)), block, rotate, rounding)]
         if problems:

@@ -13,6 +13,7 @@ from fshard.optim.contract import Contract, contract
 from fshard.optim.form import Grain, LeafInfo
 from fshard.sharding.layout import Group, Leaf
 from fshard.sharding.plan import Plan
+from fshard.sharding.wire import FIELDS
 
 
 def check_optimizer(plan: Plan, opt: Optimizer) -> Contract:
@@ -75,7 +76,7 @@ def check_late(opt: Optimizer, late: Mapping[str, int]) -> None:
 
 def _rounded(group: Group) -> str:
     """The wire format to which a group's gradients are rounded before they are summed; empty where sums are exact."""
-    return next((str(form) for kind, form in group.wires.items() if kind != "all_gather"), "")
+    return next((str(form) for kind, form in group.wires.items() if FIELDS[kind] == "reduce"), "")
 
 
 def _cut(leaf: Leaf, grain: Grain) -> list[str]:

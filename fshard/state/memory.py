@@ -212,6 +212,8 @@ class Memory:
         flat = self.plan.check_tree(params, whole=False, what="params")
         opt = tree.map(_cloned, self.opt_state(step))
         made = Memory.of(self.layout(step), tree.map(_cloned, tree.nest(flat)), opt)
+        if any("update_gather" in group.wires for group in self.plan.groups):
+            made = Memory(self.plan, Shards([shard.with_param(shard.param) for shard in made.shards(step)]))
         made.lent = self.lent
         made.origin = self.origin
         return made

@@ -3,12 +3,16 @@
 import torch
 
 from fshard.arguments import expect
+from fshard.collectives import raw
 from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import each_rank_or_raise, enter, mesh_communicator
+from fshard.runtime.comm.packing import packed
 from fshard.runtime.execution import Shard
+from fshard.runtime.execution.wires import add_rows
 from fshard.sharding.mesh import Mesh
+from fshard.sharding.wire import WireFormat
 from fshard.state.train_state import TrainState
 
 
@@ -50,12 +54,18 @@ def complete(state: TrainState, mesh: Mesh) -> TrainState:
     enter(mesh, "settle")
     shards = each_rank_or_raise(mesh_communicator(mesh), state.applied)
     for group in list(stale):
-        fetch(shards[group], Ranks(mesh, state.plan.groups[group].opt_axes))
+        layout = state.plan.groups[group]
+        fetch(shards[group], Ranks(mesh, layout.opt_axes), layout.wires.get("update_gather"))
         del stale[group]
     return state
 
 
-def fetch(shard: Shard, ranks: Ranks) -> None:
-    """Fetch what these ranks have updated of a shard. Collective."""
+def fetch(shard: Shard, ranks: Ranks, form: WireFormat | None = None) -> None:
+    """Fetch what these ranks have updated of a shard, in a wire format or exactly. Collective."""
     with torch.no_grad():
+        if form is not None:
+            sent = packed(shard.own - shard.held, form)
+            rows = raw.gather(ranks, sent)() if ranks.size > 1 else sent
+            add_rows(rows.reshape(ranks.size, -1), form, shard.param)
+            return
         shard.param.copy_(apply(shard.own.to(ranks.mesh.device), Collect(ranks, -1)))

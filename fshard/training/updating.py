@@ -9,7 +9,7 @@ import torch
 from fshard.errors import PlanError, TreeError
 from fshard.optim.contract import Contract
 from fshard.runtime.execution import Gradients, Pending, Rounding, partly_updated, rounded_groups
-from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, optimizer_layout, update_slices
+from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, shard_layouts, update_slices
 from fshard.runtime.steps import widened
 from fshard.runtime.steps.clip import Clip
 from fshard.sharding.plan import Plan
@@ -123,6 +123,4 @@ class Updating:
     def _layouts(self) -> dict[int, Mapping[str, BufferLayout]]:
         """Where a state that fits keeps the optimizer's buffers, by group id."""
         mesh = self.plan.mesh
-        return {
-            group.id: optimizer_layout(group.owned, mesh, self.opt) for group in self.plan.groups if group.trainable
-        }
+        return {group.id: shard_layouts(group, mesh, self.opt) for group in self.plan.groups if group.trainable}

@@ -15,7 +15,7 @@ from fshard.runtime.comm.streams import Event, Stream, make_stream
 from fshard.runtime.execution.replicas import Replicas
 from fshard.runtime.execution.shards import Shard
 from fshard.runtime.execution.update import Update
-from fshard.runtime.execution.wires import gathered, scattered
+from fshard.runtime.execution.wires import gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.offload import Offload
@@ -334,7 +334,10 @@ class Actions:
         shard = update.sent(group.id) if update is not None else None
         if shard is None:
             return Done()
-        return self.comms.over("update_gather", group.opt_axes).all_gather(shard.param, shard.own, self._now())
+        comm, form = self.comms.over("update_gather", group.opt_axes), group.wires.get("update_gather")
+        if form is not None:
+            return updated(comm, shard.own, shard.param, shard.held, form, self.stream)
+        return comm.all_gather(shard.param, shard.own, self._now())
 
     def _shared(self, slots: GroupSlots) -> None:
         group = slots.group

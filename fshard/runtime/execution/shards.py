@@ -9,7 +9,7 @@ from torch import Tensor
 from fshard.optim.contract import Contract
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory, update_stagings
-from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, start_buffers
+from fshard.runtime.memory.optimizer_layout import MASTER, BufferLayout, UpdateSlice, shard_layouts, start_buffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
@@ -23,7 +23,8 @@ class Shard:
     """What a rank keeps of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
 
     ``layouts`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
-    updates; they are fewer where ``part`` says so, and then other ranks that hold the same chunk update the rest.
+    updates; they are fewer where ``part`` says so, and then other ranks that hold the same chunk update the rest. Where
+    what they get is rounded, so is ``param`` on all of them, and ``own`` is the buffer ``"master"``: the exact values.
     """
 
     def __init__(
@@ -34,8 +35,23 @@ class Shard:
         part: tuple[int, int] | None = None,
     ) -> None:
         self.param, self.opt, self.layouts, self.part = param, opt, layouts or {}, part
-        self.own = param if part is None else param[part[0] : part[1]]
+        self.own = opt[MASTER] if MASTER in opt else self.held
         self._cut: tuple[tuple[UpdateSlice, ...], list[Slice]] = ((), [])
+
+    @property
+    def held(self) -> Tensor:
+        """What all ranks hold of the elements that this rank updates."""
+        return self.param if self.part is None else self.param[self.part[0] : self.part[1]]
+
+    def with_param(self, param: Tensor) -> "Shard":
+        """A shard with other parameters, which are exact, and the same optimizer state."""
+        made = Shard(param, self.opt, self.layouts, self.part)
+        return made if MASTER not in self.opt else Shard(param, self.opt | {MASTER: made.held.clone()}, *made.form)
+
+    @property
+    def form(self) -> tuple[Mapping[str, BufferLayout], tuple[int, int] | None]:
+        """Where its buffers and its part lie."""
+        return self.layouts, self.part
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A shard is pickled without its views."""
@@ -48,7 +64,7 @@ class Shard:
         return self._cut[1]
 
     def _states(self, cut: UpdateSlice) -> dict[str, Tensor]:
-        parts = {name: layout.part(cut) for name, layout in self.layouts.items()}
+        parts = {name: layout.part(cut) for name, layout in self.layouts.items() if name != MASTER}
         return {name: self.opt[name][part[0] : part[1]] for name, part in parts.items() if part is not None}
 
     def clone(self) -> "Shard":
@@ -64,6 +80,8 @@ def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard
     part = group.own_range(mesh) if group.opt_parts > 1 else None
     own = param if part is None else param[part[0] : part[1]]
     buffers, layouts = start_buffers(group.owned, mesh, opt, own)
+    if "update_gather" in group.wires:
+        buffers[MASTER], layouts = same_memory(own), shard_layouts(group, mesh, opt)
     if group.kinds.hosted or group.kinds.opt != "device":
         place = memory_space(group.kinds.opt, mesh)
         buffers = {name: place.keep(value) for name, value in buffers.items()}

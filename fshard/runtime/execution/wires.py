@@ -55,6 +55,29 @@ def scattered(comm: Communicator, full: Tensor, form: WireFormat, out: Tensor, a
     return Unpacking(work, lambda: unpack_sum(rows, form, out, add), (sent, rows))
 
 
+def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: WireFormat, stream: Stream) -> Handle:
+    """Start to tell other ranks what this one has updated of a shard: the difference to what they hold.
+
+    Args:
+        comm: the communicator of the ranks that hold the shard.
+        own: the exact values of this rank's part.
+        param: the shard as all of them hold it, which is the same on all of them after the wait.
+        held: this rank's part of it.
+        form: the format.
+        stream: of the compute stream.
+    """
+    sent = packed(own - held, form)
+    rows = sent.new_empty((comm.size, sent.numel()))
+    work = comm.all_gather(rows.view(-1), sent, (stream.record(),))
+    return Unpacking(work, lambda: add_rows(rows, form, param), (sent, rows))
+
+
+def add_rows(rows: Tensor, form: WireFormat, param: Tensor) -> None:
+    """Add the differences of all ranks, by row, to the parts of a shard."""
+    for row, part in zip(rows.unbind(), param.view(len(rows), -1).unbind(), strict=True):
+        unpack(row, form, part, add=True)
+
+
 def summed(comm: Communicator, own: Tensor, form: WireFormat, stream: Stream) -> Handle:
     """Start a sum over replicas, in place. Every replica gets the same bits."""
     sent = packed(own, form)

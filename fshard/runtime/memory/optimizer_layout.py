@@ -14,6 +14,9 @@ from fshard.sharding.layout import ALIGN, Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
+MASTER = "master"
+"""The buffer of the exact values of what a rank updates, where all ranks hold rounded ones."""
+
 
 class UpdateSlice(NamedTuple):
     """A range of a shard, in elements, that one kernel call can update.
@@ -75,6 +78,15 @@ def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None =
         for name, form in opt.forms(opt.hyper(leaf.path, leaf.shape)).items():
             found.setdefault(name, {})[number] = form
     return {name: _buffer_layout(group, spans, forms) for name, forms in found.items()}
+
+
+def shard_layouts(group: Group, mesh: Mesh, opt: Contract) -> dict[str, BufferLayout]:
+    """The layouts of all buffers beside what this rank updates of a group: the optimizer's, and exact parameters."""
+    owned, made = group.owned, optimizer_layout(group.owned, mesh, opt)
+    if "update_gather" not in group.wires:
+        return made
+    spans = [owned.shard_range(number, mesh.index(owned.gather_axes)) for number in range(len(owned.leaves))]
+    return made | {MASTER: _buffer_layout(owned, spans, dict.fromkeys(range(len(spans)), Form()))}
 
 
 def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
