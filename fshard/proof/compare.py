@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,7 +149,7 @@ class Comparison:
             grad = grads.get(f"grad.{path}")
             if grad is not None and want[f"params.{path}"].numel():  # no rank holds state of an empty leaf
                 self._apply(path, want, whole_entry(plan.mesh, grad, where[grad.name]))
-            for name in [*old] if f"opt.{MASTER}.{path}" not in old else [n for n in old if n != f"params.{path}"]:
+            for name in _exact(path, old):
                 far, _ = gap(new[name], want[name])
                 limit = self._limit(old[name], want[name], name == f"params.{path}")
                 yield Row(name, _norm(want[name]), _norm(new[name]), far, limit, self.units[path])
@@ -209,6 +209,12 @@ def _by_leaf(found: Sequence[Entry], plan: Plan) -> dict[str, list[Entry]]:
         kind, _, path = entry.name.partition(".")
         out[path if kind == "params" else split_name(entry.name, plan.leaves)[1]].append(entry)
     return out
+
+
+def _exact(path: str, names: Collection[str]) -> list[str]:
+    """The entries of a leaf that an update determines: not what all ranks hold of exact values that some have."""
+    master = f"opt.{MASTER}.{path}" in names
+    return [name for name in names if not master or name != f"params.{path}"]
 
 
 def _norm(x: Tensor) -> float:

@@ -59,7 +59,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = ("microbatches", "compressed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in CASES]
+)
 def test_secondary_shards_change_no_bit(name: str) -> None:
     policy = fs.Policy(prefetch=0, reduces=1)
     found = played(dataclasses.replace(policy, reshard=WAY), **CASES[name])

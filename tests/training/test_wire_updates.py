@@ -21,6 +21,9 @@ PARTED: dict[str, tuple[tuple[int, ...], tuple[str, ...], Any, Any]] = {
 }
 
 
+MORE = (("replicated", False), ("hsdp", True))
+
+
 def plan_of(mesh: fs.Mesh, at_rest: Any, opt: Any, wire: fs.Wire = WIRE) -> fs.Plan:
     rules = [fs.Rule(".*", at_rest, opt=opt)]
     return fs.make_plan(start(), mesh, rules, batch=P(mesh.axis_names), units=("one", "two"), wire=wire)
@@ -83,8 +86,10 @@ def own_ranges(state: fs.TrainState) -> dict[str, tuple[int, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("case", PARTED)
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize(
+    ("case", "settled"),
+    [("replicated", True), ("hsdp", False), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)],
+)
 def test_what_is_held_and_what_is_left_are_the_exact_parameters(case: str, settled: bool) -> None:
     """Bit for bit those of one process, whether steps or ``settle`` exchange the ranges."""
     sizes, names = PARTED[case][:2]
