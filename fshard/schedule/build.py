@@ -82,7 +82,6 @@ class _Builder:
         self.horizons = self.policy.horizons(bare.stages)
         self.edge = 0  # computes before it have been asked for
         self.read = [next(iter(group.at("read")), None) for group in self.groups]
-        self.again = [group.transfer("regather") for group in self.groups]
         # "", "coming" or "live"; "unmade", and "asked" if it was asked for too
         self.state = [""] * len(self.groups)
         for g in [g for local in bare.stages.locals for g in local.makes]:
@@ -159,7 +158,7 @@ class _Builder:
 
     def _release(self, group: int) -> None:
         """Free a group; or keep a part of it, which the next gather takes."""
-        again = self.again[group]
+        again = self.groups[group].transfer("regather")
         later = again is not None and self.passed[group] < len(self.uses[group])
         self._emit("reshard" if later else "free", group)
         self.state[group] = ""
