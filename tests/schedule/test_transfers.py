@@ -131,7 +131,7 @@ def test_every_kind_has_two_ops() -> None:
 def test_the_documentation_has_a_row_for_each_kind() -> None:
     text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and "->" in line] == [
-        "all_gather", "reduce_scatter", "replica_reduce", "offload", "update_gather"
+        "all_gather", "regather", "reduce_scatter", "replica_reduce", "offload", "update_gather"
     ]  # fmt: skip
     assert set(KINDS) == {"all_gather", "reduce_scatter", "replica_reduce", "offload", "update_gather"}
 
@@ -143,7 +143,7 @@ def test_the_documentation_has_a_row_for_each_kind() -> None:
         (lambda: Transfer("all_gather", "state", "param", sent=-1), ["all_gather: -1 bytes sent"]),
         (
             lambda: GroupInfo("a", 1, 1, 1, True, [Transfer(kind, "x", "y") for kind in ("offload", "reduce_scatter")]),  # type: ignore[arg-type]
-            ["group 'a': offload, reduce_scatter; the order is update_gather, all_gather, reduce_scatter"],
+            ["group 'a': offload, reduce_scatter; the order is update_gather, all_gather, regather, reduce_scatter"],
         ),
         (lambda: GroupInfo("a", 1, 1, 1, True, (Transfer("offload", "x", "y"),) * 2), ["offload, offload"]),
     ],
