@@ -21,17 +21,18 @@ The spec says where, the schedule says when, the runtime does it::
     parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
     transform/      losses of shards for torch.func, and tools on them
     foresight/      what a step would hold, send and take on a mesh that need not exist
-    cli/            the command ``fshard``: checkpoints, plans
+    cli/            the command ``fshard``: checkpoints, plans, the machine
     generation/     sampling with a key-value cache, perplexity, lm-evaluation-harness
     lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes; launching/ starts them from a notebook
     func, io, sim, trackers, types  names of less frequent use: derivatives, other formats, simulation, ...
-    view/           pictures of schedules
+    view/           what every rank holds, steps op by op, pictures of schedules
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fshard import _torch as _torch  # before all that imports torch
 from fshard import collectives, errors, optim, tree
 from fshard.launch import make_mesh
 from fshard.launching.launch import launch
@@ -40,6 +41,7 @@ from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
 from fshard.model.remat import remat
 from fshard.model.split import Model, split
+from fshard.model.suggest import suggest_units
 from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
 from fshard.patterns import glob
@@ -51,6 +53,7 @@ from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
+from fshard.sharding.suggest import suggest_rules
 from fshard.sharding.wire import Wire
 from fshard.state.averaged import averaged
 from fshard.state.init import init_state, shard, unshard
@@ -169,6 +172,8 @@ __all__ = [
     "sim",
     "split",
     "stop_gradient",
+    "suggest_rules",
+    "suggest_units",
     "sync_buffers",
     "track",
     "trackers",

@@ -392,3 +392,7 @@ def half_updated(cause: str) -> StateError:
         f"the optimizer failed in the middle of an update, so this state is half updated on this rank and cannot "
         f"be used ({cause}): restore the last checkpoint, and let the update rule compute before it writes"
     )
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name, value in globals().items() if isinstance(value, type) and value.__module__ == __name__)

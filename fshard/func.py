@@ -18,3 +18,7 @@ __all__ = [
     "per_sample_grad",
     "sharded_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

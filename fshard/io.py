@@ -21,3 +21,7 @@ __all__ = [
     "to_optim_state_dict",
     "to_state_dict",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

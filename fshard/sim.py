@@ -22,3 +22,7 @@ __all__ = [
     "read_costs",
     "simulate",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

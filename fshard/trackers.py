@@ -9,3 +9,7 @@ from fshard.tracking.tracker import Tracker
 from fshard.tracking.wandb import Wandb
 
 __all__ = ["JsonLines", "Live", "MLflow", "TensorBoard", "Tracker", "Wandb", "read_lines", "scalars"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -336,3 +336,7 @@ def _paths(found: Opened) -> list[str]:
 
 def _outer(spec: Spec) -> optree.PyTreeSpec:
     return spec.outer if isinstance(spec, Nested) else spec
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -4,16 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fshard.cli import ckpt, plan, trace
+from fshard.cli import ckpt, doctor, plan, trace
 from fshard.errors import ShardError
 from fshard.version import VERSION
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands."""
-    root = argparse.ArgumentParser(prog="fshard", description="Tools for fshard's files.")
+    root = argparse.ArgumentParser(prog="fshard", description="Tools for fshard's files, and for the machine.")
     root.add_argument("--version", action="version", version=f"fshard {VERSION}")
-    tools = root.add_subparsers(required=True, title="commands", metavar="ckpt|plan|trace")
+    tools = root.add_subparsers(required=True, title="commands", metavar="ckpt|plan|trace|doctor")
     text = "list, verify and convert checkpoints"
     ends = "Exit status: 0; 1 if something differs or is damaged; 2 if the command failed."
     ckpt.add_commands(tools.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", epilog=ends))
@@ -22,6 +22,9 @@ def parser() -> argparse.ArgumentParser:
     plan.add_arguments(tools.add_parser("plan", help=text, description=f"{text.capitalize()}.", epilog=ends))
     text = "join the records of all ranks of a run to one trace, and say who waits for whom"
     trace.add_arguments(tools.add_parser("trace", help=text, description=f"{text.capitalize()}."))
+    text = "say what this machine has for fshard, and test it on two ranks"
+    ends = "Exit status: 0; 1 if something is wrong."
+    doctor.add_arguments(tools.add_parser("doctor", help=text, description=f"{text.capitalize()}.", epilog=ends))
     return root
 
 

@@ -77,3 +77,7 @@ __all__ = [
     "ragged_all_to_all",
     "use_mesh",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,3 +5,7 @@ from fshard.data.order import Order
 from fshard.data.packing import Packed, document_mask
 
 __all__ = ["Loader", "Order", "Packed", "document_mask"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,3 +17,7 @@ __all__ = [
     "hugging_face",
     "make_generate",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,3 +11,7 @@ from fshard.lora.modules import PATHS
 from fshard.lora.trees import adapters, init, linear, wrap
 
 __all__ = ["PATHS", "absorb", "adapters", "init", "linear", "merge", "wrap"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -89,3 +89,7 @@ dots = SavePolicy(
     ),
 )
 """Keep the results of matrix products, convolutions and fused attention, and compute the cheap rest again."""
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

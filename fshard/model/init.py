@@ -262,3 +262,7 @@ def _kaiming(name: str, a: float, mode: Mode, law: Literal["uniform", "normal"])
     if mode not in ("fan_in", "fan_out", "fan_avg"):
         raise PlanError(f"fs.init.{name}(mode={mode!r}): give 'fan_in', 'fan_out' or 'fan_avg'")
     return Scaled(math.sqrt(2 / (1 + a * a)), mode, law)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -330,3 +330,7 @@ def _floating(dtype: torch.dtype | None) -> torch.dtype:
     if dtype not in _BITS:
         raise PlanError(f"dtype={dtype}: random numbers come as {', '.join(map(str, _BITS))}")
     return dtype
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -45,3 +45,7 @@ __all__ = [
     "schedules",
     "sgd",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

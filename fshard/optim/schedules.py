@@ -120,3 +120,7 @@ class warmup_cosine(Warmup):  # noqa: N801
 def _between(start: float, stop: float, fraction: float) -> float:
     """The point between two rates; exactly ``start`` at 0 and ``stop`` at 1."""
     return start * (1.0 - fraction) + stop * fraction
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

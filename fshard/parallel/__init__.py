@@ -52,3 +52,7 @@ __all__ = [
     "zigzag_positions",
     "zigzag_slice",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -168,12 +168,18 @@ class Scheduler:
         order = [self.threads[(last.rank + 1 + i) % self.size] for i in range(self.size)]
         following = next((thread for thread in order if thread.runnable()), None)
         if following is None:
+            if self.idle():
+                return
             following = next((thread for thread in order if not thread.ended), None)
             if following is not None and self.failure is None:
                 self.fail("no rank can go on:")
         if following is not None:
             self.current = following
             following.turn.release()
+
+    def idle(self) -> bool:
+        """Called when no rank can go on: whether it is to stay so, until somebody else wakes one."""
+        return False
 
     def fail(self, head: str) -> None:
         """Make every later collective of this run raise, with the position of each rank."""

@@ -135,8 +135,8 @@ class OfAllRanks:
             _check_of_all(value, plan.mesh)
 
         def on_rank() -> Any:
-            own = [args[0], *(_part(batch, plan) for batch in args[1:2]), *args[2:]] if args else []
-            named = {name: _part(v, plan) if name == "batch" else v for name, v in kwargs.items()}
+            own = [args[0], *(part_of(batch, plan) for batch in args[1:2]), *args[2:]] if args else []
+            named = {name: part_of(v, plan) if name == "batch" else v for name, v in kwargs.items()}
             return self._all_here()(*own, **named)
 
         return self._all_played(on_rank)
@@ -266,7 +266,7 @@ def _here(value: Any) -> Any:
     return {name: _here(one) for name, one in value.items()} if type(value) is dict else value
 
 
-def _part(batch: Any, plan: Plan) -> Any:
+def part_of(batch: Any, plan: Plan) -> Any:
     """The part of a global batch that the rank that runs gets. States in it are those of the rank."""
     apart = {name: one for name, one in batch.items() if tree_states(one)} if type(batch) is dict else {}
     if not apart:

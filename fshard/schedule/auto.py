@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fshard import errors
+from fshard import errors, markup
 from fshard.arguments import size_text
 from fshard.schedule.build import build
 from fshard.schedule.costs import Costs, Link
@@ -130,6 +130,20 @@ class Choice:
                 f"{size_text(each.memory.peak_bytes):>10}  {each.policy}{mark}"
             )
         return "\n".join(rows)
+
+    def _repr_html_(self) -> str:
+        slowest = max(each.seconds for each in self.candidates)
+        largest = max(each.memory.peak_bytes for each in self.candidates)
+        rows = []
+        for each in self.candidates:
+            over = self.budget is not None and each.memory.peak_bytes > self.budget
+            mark = "chosen" if each.policy == self.policy else "over the limit" if over else ""
+            step = [("busy", each.seconds - each.exposed), ("exposed", each.exposed)]
+            memory = markup.bar([("memory", each.memory.peak_bytes)], largest, 120)
+            size = size_text(each.memory.peak_bytes)
+            rows.append([str(each.policy), mark, time_text(each.seconds), markup.bar(step, slowest, 160), size, memory])
+        head = ["policy", "", "step", "", "memory", ""]
+        return markup.shown(str(self).splitlines()[1], markup.table(head, rows, 2), markup.legend(["busy", "exposed"]))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fshard import markup
 from fshard.arguments import size_text
 from fshard.schedule.ops import COMPUTE_KINDS
 from fshard.schedule.schedule import Schedule
@@ -42,6 +43,16 @@ class Footprint:
             f"{size_text(self.arena_bytes)}, gradients {size_text(self.gradient_bytes)}, activations "
             f"{size_text(self.activation_bytes)}"
         )
+
+    def _repr_html_(self) -> str:
+        parts = [
+            ("arena", self.arena_bytes),
+            ("gradients", self.gradient_bytes),
+            ("activations", self.activation_bytes),
+        ]
+        rows = [[name, size_text(size), markup.bar([(name, size)], self.peak_bytes)] for name, size in parts]
+        title = f"at most {size_text(self.peak_bytes)} beside the state, at op {self.op}, {self.where}"
+        return markup.shown(title, markup.table(["", "bytes", ""], rows))
 
 
 def footprint(schedule: Schedule, needs: Sequence[Need]) -> Footprint:

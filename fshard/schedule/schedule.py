@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
+from fshard.schedule.html import render_html
 from fshard.schedule.memory import Memory, plan_memory
 from fshard.schedule.misfits import refuse_misfits
 from fshard.schedule.ops import GroupInfo, Op, Program
@@ -77,6 +78,9 @@ class Schedule:
         return (
             f"<Schedule {kind}, {len(self.ops)} ops, {len(self.groups)} groups, {calls} calls, {step}, {self.policy}>"
         )
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     def __len__(self) -> int:
         return len(self.ops)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fshard import errors
+from fshard import errors, markup
 from fshard.arguments import expect, size_text
 from fshard.schedule.clock import Clock, Fleet, Ticks
 from fshard.schedule.costs import Costs, Noise
@@ -102,6 +102,15 @@ class Simulation:
         ]
         rows += [f"{time_text(seconds):>10}  {op}" for seconds, op in self.waits()[:5]]
         return "\n".join(rows)
+
+    def _repr_html_(self) -> str:
+        parts = [("compute", self.compute), ("exposed", self.exposed)]
+        rows = [[name, time_text(value), markup.bar([(name, value)], self.seconds)] for name, value in parts]
+        rows.append(["wire", time_text(self.wire), markup.bar([("wire", self.wire)], self.seconds)])
+        waits = [[str(op), time_text(value), markup.bar([("", value)], self.exposed)] for value, op in self.waits()]
+        title = f"a step of {time_text(self.seconds)}, which sends {size_text(self.sent)}"
+        folded = markup.fold(f"{len(waits)} waits for transfers", markup.table(["op", "waits", ""], waits))
+        return markup.shown(title, markup.table(["", "seconds", ""], rows), folded if waits else "")
 
 
 def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Simulation:

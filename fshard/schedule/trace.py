@@ -65,6 +65,11 @@ class Trace:
     def __str__(self) -> str:
         return str(self.schedule)
 
+    def _repr_html_(self) -> str:
+        parts = [self.schedule._repr_html_()]
+        parts += [self.footprint._repr_html_()] if self.needs else []
+        return "".join(parts + ([] if self.choice is None else [self.choice._repr_html_()]))
+
 
 def _found_by_a_run(unknown: str) -> PlanError:
     return PlanError(

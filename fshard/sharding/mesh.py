@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from fshard import markup
 from fshard.arguments import expect
 from fshard.errors import PlanError, unknown_axis
 
@@ -110,6 +111,24 @@ class Mesh:
     def partition(self, axes: str | Axes) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks that communicate over these axes. Each rank is in one of them."""
         return tuple(dict.fromkeys(self.ranks(axes, r) for r in range(self.size)))
+
+    def _repr_html_(self) -> str:
+        names, sizes = self.axis_names[-2:], self.sizes[-2:]
+        if len(names) == 1:
+            names, sizes = ("", *names), (1, *sizes)
+        tables, block = [], sizes[0] * sizes[1]
+        for first in range(0, self.size, block):
+            outer = zip(self.axis_names[:-2], self.coords(first), strict=False)
+            head = [" ".join(f"{name}={at}" for name, at in outer), *(f"{names[1]}={at}" for at in range(sizes[1]))]
+            rows = [
+                [f"{names[0]}={row}" if names[0] else "", *(str(first + row * sizes[1] + at) for at in range(sizes[1]))]
+                for row in range(sizes[0])
+            ]
+            tables.append(markup.table(head, rows))
+        axes = " x ".join(f"{name}={size}" for name, size in self.shape.items())
+        kind = "a virtual mesh" if self.everywhere else "an abstract mesh" if self.transport is None else "a mesh"
+        seen = "" if self.everywhere else f", seen from rank {self.rank}"
+        return markup.shown(f"{kind} of {self.size} ranks: {axes}, {self.device.type}{seen}", *tables)
 
     def _named(self, axes: str | Axes) -> Axes:
         """Axes of this mesh as a tuple."""

@@ -19,10 +19,11 @@ from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, Leaf, box, make_groups
 from fshard.sharding.mesh import Axes, Mesh
-from fshard.sharding.owners import Modelled, owned_by, owners_of
+from fshard.sharding.owners import ROOT, Modelled, owned_by, owners_of
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
-from fshard.sharding.table import render
+from fshard.sharding.suggest import warn_of_no_units
+from fshard.sharding.table import render, render_html
 from fshard.sharding.validate import (
     batch_spec,
     check_aligned,
@@ -32,6 +33,7 @@ from fshard.sharding.validate import (
     check_specs,
     check_trainable,
     check_wires,
+    misfit,
     tensors_of,
 )
 from fshard.sharding.wire import Wire
@@ -251,7 +253,7 @@ class Plan:
         wrong += [f"unknown  {path}" for path in given if path not in self.leaves]
         shapes = self._shapes(whole)
         wrong += [
-            found for path, shape in shapes.items() if path in given and (found := _misfit(path, given[path], shape))
+            found for path, shape in shapes.items() if path in given and (found := misfit(path, given[path], shape))
         ]
         if wrong:
             kind = "whole" if whole else "this rank's"
@@ -280,6 +282,9 @@ class Plan:
 
     def __str__(self) -> str:
         return render(self.mesh, self.batch, self.leaves, self.places(), self.precision)
+
+    def _repr_html_(self) -> str:
+        return render_html(self.mesh, self.batch, self.leaves, self.places(), self.precision, repr(self))
 
 
 def make_plan(
@@ -346,21 +351,13 @@ def make_plan(
         rules=tuple(rules),
         wire=wire or Wire(),
     )
-    return source.plan(mesh, batch, precision)
+    plan = source.plan(mesh, batch, precision)
+    if any(group.gathered and group.parts > 1 for group in plan.groups):
+        warn_of_no_units(shapes, source.dtypes, {*source.owners.values()} - {ROOT})
+    return plan
 
 
 _RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))]'
-
-
-def _misfit(path: str, value: Any, shape: Shape) -> str:
-    """Why a value cannot be the leaf of this path and shape; or nothing."""
-    if not isinstance(value, torch.Tensor):
-        return f"no tensor  {path}: {type(value).__name__}"
-    if tuple(value.shape) != shape:
-        return f"misshapen  {path}: {list(value.shape)}, the plan has {list(shape)}"
-    if value.device.type == "meta":
-        return f"no values  {path}: on the meta device; init_state without params= makes values"
-    return ""
 
 
 def _leaves(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fshard import markup
 from fshard.arguments import size_text
 from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf
@@ -38,36 +39,101 @@ def _typed(leaf: Leaf) -> str:
     return text + f" {leaf.kinds}".rstrip()
 
 
-def render(
-    mesh: Mesh,
-    batch: P,
-    leaves: Mapping[str, Leaf],
-    places: Mapping[str, tuple[Group, int]],
-    precision: Precision,
-) -> str:
-    """The table of a plan: path, typed shape, group, bytes on this rank; then the totals."""
-    held = {
-        path: group.piece(number, mesh).numel * group.leaves[number].dtype.itemsize
-        for path, (group, number) in places.items()
-    }
-    rows = [("path", "leaf", "group", "bytes a rank")]
+COLUMNS = 4
+"""Ranks that have a column each in the table of a plan; of more, the least and the most are shown."""
+
+Leaves = Mapping[str, Leaf]
+Places = Mapping[str, tuple[Group, int]]
+
+
+def held(mesh: Mesh, places: Places) -> dict[str, list[int]]:
+    """The bytes of each leaf on every rank."""
+    out = {}
+    for path, (group, number) in places.items():
+        leaf = group.leaves[number]
+        some = mesh.partition(leaf.at_rest.axes)[0] if leaf.at_rest.axes else (0,)
+        size = {
+            mesh.index(leaf.at_rest.axes, rank): group.piece(number, mesh, rank).numel * leaf.dtype.itemsize
+            for rank in some
+        }
+        out[path] = [size[mesh.index(leaf.at_rest.axes, rank)] for rank in range(mesh.size)]
+    return out
+
+
+def render(mesh: Mesh, batch: P, leaves: Leaves, places: Places, precision: Precision) -> str:
+    """The table of a plan: path, typed shape, group, bytes on all ranks; then the totals."""
+    head, body, totals = columns(mesh, leaves, places)
+    rows = [head, *body]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    rows.insert(1, ["-" * width for width in widths])
+    form = ["<", "<", "<", *">" * (len(head) - 3)]
+    text = [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, form, widths, strict=True)) for row in rows
+    ]
+    return "\n".join([_head(mesh, batch, precision), *text, totals, *_paddings(places), *_wires(places)])
+
+
+def columns(mesh: Mesh, leaves: Leaves, places: Places) -> tuple[list[str], list[list[str]], str]:
+    """The titles, the rows and the last line of the table."""
+    sizes = held(mesh, places)
+    few = mesh.size <= COLUMNS
+    head = ["path", "leaf", "group", *(f"rank {rank}" for rank in range(mesh.size) if few)]
+    rows = []
     for path, leaf in leaves.items():
         tied = "".join(f" (= {alias})" for alias in leaf.aliases)
-        rows.append((path + tied, _typed(leaf), places[path][0].name, f"{held[path]:,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3]))
-    row = f"{{:<{widths[0]}}}  {{:<{widths[1]}}}  {{:<{widths[2]}}}  {{:>{widths[3]}}}"
-    text = [row.format(*cells) for cells in rows]
+        amounts = sizes[path] if few else (min(sizes[path]), max(sizes[path]))
+        rows.append([path + tied, _typed(leaf), places[path][0].name, *(f"{amount:,}" for amount in amounts)])
+    head += [] if few else ["least bytes", "most bytes"]
+    return head, rows, _totals(mesh, leaves, places, sizes)
+
+
+def _totals(mesh: Mesh, leaves: Leaves, places: Places, sizes: Mapping[str, list[int]]) -> str:
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     groups = len({group.id for group, _ in places.values()})
-    hosted = sum(held[path] for path, leaf in leaves.items() if leaf.kinds.hosted)
-    foot = (
-        f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {size_text(whole)} whole, "
-        f"{size_text(sum(held.values()))} on rank {mesh.rank}"
-        + (f", of which {size_text(hosted)} in host memory" if hosted else "")
+    sums = [sum(size[rank] for size in sizes.values()) for rank in range(mesh.size)]
+    hosted = sum(sizes[path][mesh.rank] for path, leaf in leaves.items() if leaf.kinds.hosted)
+    if mesh.size <= COLUMNS:
+        each = ", ".join(f"{size_text(total)} on rank {rank}" for rank, total in enumerate(sums))
+    else:
+        each = f"{size_text(min(sums))} to {size_text(max(sums))} a rank"
+    return f"{len(leaves)} leaves in {groups} groups; {count:,} parameters, {size_text(whole)} whole; {each}" + (
+        f"; {size_text(hosted)} of rank {mesh.rank} in host memory" if hosted else ""
     )
-    return "\n".join([_head(mesh, batch, precision), *text, foot, *_paddings(places), *_wires(places)])
+
+
+def render_html(mesh: Mesh, batch: P, leaves: Leaves, places: Places, precision: Precision, summary: str) -> str:
+    """The same in a notebook: a bar of bytes for each rank, and the table, unit by unit."""
+    of: dict[str, list[str]] = {}
+    for path, (group, _) in places.items():
+        of.setdefault(group.unit, []).append(path)
+    head, rows, totals = columns(mesh, leaves, places)
+    row_of = dict(zip(leaves, rows, strict=True))
+    folds = [
+        markup.fold(
+            f"{unit}: {len(paths)} leaves", markup.table(head, [row_of[path] for path in paths], 3), len(of) == 1
+        )
+        for unit, paths in of.items()
+    ]
+    more = f"{mesh.size - MOST_BARS} more ranks" if mesh.size > MOST_BARS else ""
+    lines = [f"<div>{markup.escape(line)}</div>" for line in (_head(mesh, batch, precision), totals)]
+    return markup.shown(summary, *lines, _bars(mesh, held(mesh, places), of), markup.escape(more), *folds)
+
+
+def _bars(mesh: Mesh, sizes: Mapping[str, list[int]], of: Mapping[str, list[str]]) -> str:
+    """The bytes of each unit on each of the first ranks."""
+    ranks = range(mesh.size)
+    amounts = [[(unit, sum(sizes[path][rank] for path in paths)) for unit, paths in of.items()] for rank in ranks]
+    sums = [sum(size for _, size in row) for row in amounts]
+    rows = [
+        [f"{rank} {mesh.coords(rank)}", f"{sums[rank]:,}", markup.bar(row, max(sums))]
+        for rank, row in enumerate(amounts[:MOST_BARS])
+    ]
+    return markup.table(["rank", "bytes", ""], rows)
+
+
+MOST_BARS = 16
+"""Ranks that have a bar each."""
 
 
 def _head(mesh: Mesh, batch: P, precision: Precision) -> str:

@@ -321,3 +321,14 @@ def _axes_problems(gathered: Axes, data_axes: Axes, mesh: Mesh) -> list[str]:
         # Process groups number their members by rank.
         return [f"it is gathered over {gathered}, but the mesh lists these axes as {ordered}; name them in that order"]
     return []
+
+
+def misfit(path: str, value: Any, shape: Shape) -> str:
+    """Why a value cannot be the leaf of this path and shape; or nothing."""
+    if not isinstance(value, torch.Tensor):
+        return f"no tensor  {path}: {type(value).__name__}"
+    if tuple(value.shape) != shape:
+        return f"misshapen  {path}: {list(value.shape)}, the plan has {list(shape)}"
+    if value.device.type == "meta":
+        return f"no values  {path}: on the meta device; init_state without params= makes values"
+    return ""

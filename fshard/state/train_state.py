@@ -16,6 +16,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.everywhere import MemoryOfAllRanks, host_of
 from fshard.state.memory import Layout, Memory
 from fshard.state.past import Past
+from fshard.state.table import state_html
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,6 +86,9 @@ class TrainState:
         plan = replace(self.plan, mesh=host_of([state.plan for state in states], [state.step for state in states]))
         memory: Any = MemoryOfAllRanks(plan, [state.memory for state in states])
         return replace(self, plan=plan, memory=memory)
+
+    def _repr_html_(self) -> str:
+        return state_html(self.plan, repr(self), None if self.memory.donated else self.shards())
 
     @property
     def params(self) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """What a step says of its latest run, and what a trace finds: alike for all that runs on a schedule."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
-from fshard.runtime.steps import Latest, Runner
+from fshard.runtime.steps import Latest, Prepared, Runner
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, measured
@@ -84,6 +86,20 @@ class OneFunction(LatestRun):
                 "gathers on demand and finds the schedule for the next"
             )
         return runner.programs.trace(found)
+
+    @contextmanager
+    def watched(self, batch: Any, watch: Callable[[int], None]) -> Iterator[Prepared]:
+        """While it lasts, ``watch`` is called before each op of runs on batches like this one, with its number.
+
+        Yields:
+            The program of the batch, which runs with memory of its own.
+
+        Raises:
+            PlanError: as ``trace``.
+        """
+        self.trace(batch)
+        with self._runner.watched(batch, watch) as prepared:
+            yield prepared
 
     @property
     def units(self) -> str:

@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree", "version", "arguments", "patterns", "tracebacks"),
+    ("errors", "tree", "version", "arguments", "patterns", "tracebacks", "markup", "_torch"),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
-    ("runtime", "view", "data"),
+    ("runtime", "data"),
     ("collectives",),
     ("parallel", "played"),
     ("state",),
@@ -27,6 +27,7 @@ LAYERS = (
     ("transform", "generation"),
     ("parts",),
     ("proof",),
+    ("view",),
     ("foresight",),
     ("cli",),
     ("func", "io", "sim", "trackers", "types"),

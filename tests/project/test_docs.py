@@ -132,7 +132,7 @@ def test_steps_are_not_longer_than_in_jax() -> None:
 @pytest.mark.long
 def test_notebooks() -> None:
     torch.manual_seed(0)
-    assert run(ROOT / "docs" / "notebooks.md") == 5
+    assert run(ROOT / "docs" / "notebooks.md") == 7
 
 
 def test_collectives() -> None:

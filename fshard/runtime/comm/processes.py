@@ -300,6 +300,12 @@ def _of_group(timeout: float, given: str | torch.device | None, check: Check) ->
     return Joined(rank, world, device, "gloo" if device.type == "cpu" and backend == "nccl" else backend, False)
 
 
+def available_backends() -> list[str]:
+    """The backends of this build of PyTorch."""
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, there in found.items() if there]
+
+
 def join_by_file(path: str, rank: int, world: int) -> None:
     """Make the default process group of ranks of one host, which meet in a file: no port is opened for it."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]

@@ -48,6 +48,7 @@ class Route:
         ids: the groups' ids by name.
         positions: where each compute op stands, by kind, unit, call and microbatch.
         settled: for each op, the first one from it on that may wait.
+        watch: called before each op, with its number; None where nobody looks.
     """
 
     schedule: Schedule
@@ -55,6 +56,7 @@ class Route:
     ids: Mapping[str, int]
     positions: Mapping[tuple[str, str, int, int], int]
     settled: Sequence[int]
+    watch: Callable[[int], None] | None = None
 
 
 def make_route(schedule: Schedule, actions: Actions) -> Route:
@@ -97,6 +99,7 @@ class Scheduled:
         if position < self.cursor:
             raise Mispredicted(f"{kind} {unit} #{index} is not ahead in the schedule")
         self._run_to(position)
+        self._look(position)
         self.record.append(self.ops[position])
         self.times.append(perf_counter())
         self.cursor = position + 1
@@ -157,7 +160,12 @@ class Scheduled:
         if before:
             self.shield.reopen()
 
+    def _look(self, position: int) -> None:
+        if self.route.watch is not None:
+            self.route.watch(position)
+
     def _perform(self, run: Callable[[], T]) -> T:
+        self._look(self.cursor)
         op, begun = self.ops[self.cursor], perf_counter()
         try:
             found = run()
@@ -174,6 +182,8 @@ class Scheduled:
         end = self.cursor
         while end < position and self.ops[end].kind == "update":
             end += 1
+        for position in range(self.cursor, end):
+            self._look(position)
         ops, begun = self.ops[self.cursor : end], perf_counter()
         try:
             self.actions.apply([self.route.ids[op.target] for op in ops])

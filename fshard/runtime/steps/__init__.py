@@ -5,7 +5,7 @@ from fshard.runtime.steps.decide import Decisions
 from fshard.runtime.steps.failures import raise_failure, refuse_compiling, refuse_transforms
 from fshard.runtime.steps.handshake import uneven_rows
 from fshard.runtime.steps.options import Options
-from fshard.runtime.steps.programs import Programs, make_programs
+from fshard.runtime.steps.programs import Prepared, Programs, make_programs
 from fshard.runtime.steps.protocol import Runner
 from fshard.runtime.steps.records import Latest, Outcome, Request
 from fshard.runtime.steps.spec import PassSpec
@@ -16,6 +16,7 @@ __all__ = [
     "Options",
     "Outcome",
     "PassSpec",
+    "Prepared",
     "Programs",
     "Request",
     "Runner",

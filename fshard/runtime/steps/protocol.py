@@ -16,8 +16,9 @@ stages run with an executor that gathers on demand.
 """
 
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,20 @@ class Runner:
             # Collectives of the program may be half done, on any rank: all ranks begin with new communicators.
             transport.abort(COLLECTIVES)
             raise
+
+    @contextmanager
+    def watched(self, batch: Any, watch: Callable[[int], None]) -> Iterator[Prepared]:
+        """The program of a batch, of whose ops ``watch`` is told while this lasts."""
+        found, programs = self.finder.look(batch), self.programs
+        assert found is not None
+        prepared = programs.scheduled(found)
+        key = next(key for key, made in programs.made.items() if made is prepared)
+        assert prepared.route is not None
+        programs.made[key] = replace(prepared, route=replace(prepared.route, watch=watch))
+        try:
+            yield prepared
+        finally:
+            programs.made[key] = prepared
 
     def _attempt(self, ready: Ready) -> Outcome:
         try:

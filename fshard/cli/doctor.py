@@ -1,0 +1,132 @@
+"""``fshard doctor``: what this machine has for fshard, and whether two ranks can train on it."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from fshard.arguments import size_text
+from fshard.cli.selftest import selftest
+from fshard.launching.launch import launch
+from fshard.played.virtual import virtual_mesh
+from fshard.runtime.comm.processes import available_backends
+from fshard.version import VERSION
+
+PACKAGES = ("torch", "optree", "numpy", "safetensors", "transformers", "matplotlib", "rich", "cloudpickle")
+SMALL = 64 << 20
+"""Bytes of shared memory below which ranks of one host may not find room for their groups."""
+
+SLOW = 10.0
+"""Seconds that the self-test takes at most on a machine that is free."""
+
+Finding = tuple[str, str, str, str]
+"""A section, a name, what was found, and what to do about it, if anything."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-test", action="store_true", help="leave the self-test on two ranks out")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, test and print; 1 if something is wrong."""
+    found = [*versions(), *devices(), *links()]
+    if not arguments.no_test:
+        found.append(tested())
+    if arguments.json:
+        keys = ("section", "name", "value", "problem")
+        print(json.dumps([dict(zip(keys, one, strict=True)) for one in found], indent=1))
+    else:
+        print("\n".join(table(found)))
+    return int(any(problem for *_, problem in found))
+
+
+def table(found: list[Finding]) -> Iterator[str]:
+    """The lines to print."""
+    wide = max(len(name) for _, name, _, _ in found)
+    last = ""
+    for section, name, value, problem in found:
+        if section != last:
+            yield f"{section}:"
+            last = section
+        yield f"  {name:<{wide}}  {value}"
+        if problem:
+            yield f"  {'':<{wide}}  ! {problem}"
+
+
+def versions() -> Iterator[Finding]:
+    """Of fshard, Python and the packages that fshard can use."""
+    yield "versions", "fshard", VERSION, ""
+    yield "versions", "Python", f"{platform.python_version()} on {platform.platform()}", ""
+    for name in PACKAGES:
+        value = "not installed"
+        with suppress(importlib.metadata.PackageNotFoundError):
+            value = importlib.metadata.version(name)
+        yield "versions", name, value, ""
+
+
+def devices() -> Iterator[Finding]:
+    """Backends, GPUs and processors."""
+    yield "devices", "backends", ", ".join(available_backends()), ""
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    yield "devices", "CUDA", ", ".join(gpus) or "none", ""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield "devices", "processors", f"{usable} usable, OMP_NUM_THREADS={threads or 'unset'}", ""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or "none: compile='inductor' needs one"
+    yield "devices", "C++ compiler", compiler, ""
+
+
+def links() -> Iterator[Finding]:
+    """What ranks of this host communicate over."""
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    unknown = f"no such interface: {chosen}" if chosen and chosen not in names.split(", ") else ""
+    yield "links", "interfaces", names, unknown
+    yield "links", "GLOO_SOCKET_IFNAME", chosen or "unset: gloo takes that of the host's name", ""
+    name, problem = socket.gethostname(), ""
+    try:
+        value = f"{name}, {socket.gethostbyname(name)}"
+    except OSError as error:
+        value, problem = name, f"the host's name has no address ({error}): set GLOO_SOCKET_IFNAME, such as lo"
+    yield "links", "host name", value, "" if chosen else problem
+    yield shared_memory()
+
+
+def shared_memory() -> Finding:
+    """Whether ranks can share memory, and how much of it there is."""
+    try:
+        os.close(os.memfd_create("fshard-doctor"))
+    except (AttributeError, OSError) as error:
+        return "links", "shared memory", "not available", f"{error}: ranks of one host use gloo, which is slower"
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    low = f"less than {size_text(SMALL)} of memory is free" if free < SMALL else ""
+    return "links", "shared memory", f"anonymous files, {size_text(free)} of memory free", low
+
+
+def tested() -> Finding:
+    """Train a small model on two ranks, and compare it with one."""
+    began = time.monotonic()
+    try:
+        there: list[Any] = launch(selftest, ranks=2, all_ranks=True)
+    except Exception as error:
+        return "self-test", "two ranks", "failed", f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
+    (here,) = virtual_mesh((1,), ("shard",)).run(selftest)
+    off = max(abs(one - other) for rank in there for one, other in zip(rank["losses"], here["losses"], strict=True))
+    value = f"{len(here['losses'])} steps in {seconds:.1f} s, {there[0]['device']}, over {there[0]['links']}"
+    problem = f"losses differ from those of one rank by {off:.2g}" if off > 1e-5 else ""
+    late = f"slower than {SLOW:g} s: the machine is busy, or imports come from a slow disk" if seconds > SLOW else ""
+    return "self-test", "two ranks", value + (f" ({late})" if late else ""), problem

@@ -1,0 +1,1 @@
+"""Looking at plans, tensors and steps."""
