@@ -29,6 +29,7 @@ class Op:
         what: the loss, of "grad" and "evaluate".
         only: the leaves, of "grad" and "update"; None for all.
         number: a factor, or the limit of a norm.
+        lr: the learning rate, of "update"; None for the optimizer's own.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Op:
     what: str = ""
     only: str | None = None
     number: float | None = None
+    lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,9 @@ class Writer:
         if only == "":
             return
         clip = self.draw.choice([None, None, 0.3, 3.0])
+        lr = self.draw.choice([None, None, None, 0.003])
         made = replace(state, unread=state.unread | paths)
-        self.latest[state.plan] = self.add_op(Op("update", (source, grads), only=only, number=clip), made)
+        self.latest[state.plan] = self.add_op(Op("update", (source, grads), only=only, number=clip, lr=lr), made)
         self.registers.append(Register("number"))
         self.told.append(len(self.registers) - 1)
 

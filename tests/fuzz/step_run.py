@@ -61,7 +61,7 @@ def perform(op: Op, parts: Sequence[Any], plans: Sequence[int], held: Sequence[A
     if op.kind == "where":
         return [torch.where(given[0] < given[1], 0.3, 0.6)]
     if op.kind == "update":
-        return list(b.update(given[0], given[1], op.only, op.number))
+        return list(b.update(given[0], given[1], op.only, op.number, op.lr))
     if op.kind == "replace":
         return [given[0].replace(params=given[1])]
     trees = 2 if op.kind == "add" else 1

@@ -119,12 +119,14 @@ class Parts:
         loss, grads = self.made[key](params, batch)
         return loss, grads
 
-    def update(self, state: Any, grads: Any, only: str | None = None, clip: float | None = None) -> tuple[Any, Any]:
+    def update(
+        self, state: Any, grads: Any, only: str | None = None, clip: float | None = None, lr: float | None = None
+    ) -> tuple[Any, Any]:
         """An update."""
         key = "update", only, clip
         if key not in self.made:
             self.made[key] = fs.make_update(self.opt, self.plan, only=only, clip_norm=clip, donate=self.donate)
-        state, metrics = self.made[key](state, grads)
+        state, metrics = self.made[key](state, grads, lr=lr)
         return state, metrics.grad_norm
 
     def evaluate(self, name: str, state: Any, batch: Any) -> Any:
@@ -182,9 +184,15 @@ class Plain:
         return {"loss": LOSSES[name](state.params, batch)}
 
     def update(
-        self, state: PlainState, grads: Any, only: str | None = None, clip: float | None = None
+        self,
+        state: PlainState,
+        grads: Any,
+        only: str | None = None,
+        clip: float | None = None,
+        lr: float | None = None,
     ) -> tuple[PlainState, Any]:
         """An update by AdamW or SGD."""
+        rate = self.opt.lr if lr is None else lr
         flat, slopes = dict(tree.paths(state.params)), dict(tree.paths(grads))
         assert set(slopes) == {p for p in flat if only is None or re.fullmatch(only, p)}
         norm = torch.stack([g.square().sum() for g in slopes.values()]).sum().sqrt()
@@ -195,13 +203,13 @@ class Plain:
             counts[path] = count
             if isinstance(self.opt, fs.optim.sgd):
                 firsts[path] = grad if count == 1 else self.opt.momentum * firsts[path] + grad
-                flat[path] = flat[path] - self.opt.lr * firsts[path]
+                flat[path] = flat[path] - rate * firsts[path]
                 continue
-            (b1, b2), lr = self.opt.betas, self.opt.lr
+            b1, b2 = self.opt.betas
             firsts[path] = b1 * firsts.get(path, 0) + (1 - b1) * grad
             seconds[path] = b2 * seconds.get(path, 0) + (1 - b2) * grad.square()
             root = (seconds[path] / (1 - b2**count)).sqrt() + self.opt.eps
-            flat[path] = flat[path] - lr / (1 - b1**count) * firsts[path] / root
+            flat[path] = flat[path] - rate / (1 - b1**count) * firsts[path] / root
         return replace(state, params=tree.nest(flat), first=firsts, second=seconds, counts=counts), norm
 
     @staticmethod
