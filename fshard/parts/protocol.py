@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from fshard import tree
 from fshard.collectives.scope import bind
-from fshard.errors import PlanError, TreeError
-from fshard.parts.arguments import Arguments, Final, Result
+from fshard.errors import TreeError
+from fshard.parts.arguments import Arguments, Final, Result, check_mesh
 from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, record
@@ -74,6 +74,7 @@ class StepRunner:
     Attributes:
         latest: the latest step.
         choices: what ``fs.Auto`` chose for what the function does.
+        replays: the steps that have a schedule.
     """
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
@@ -81,7 +82,7 @@ class StepRunner:
         self.latest = Latest()
         self.choices: dict[Recorded, Choice] = {}
         self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[Plan]]] = {}
-        self._replays: dict[Recorded, Replay] = {}
+        self.replays: dict[Recorded, Replay] = {}
         self._equals: dict[int, Equal] = {}  # by the id of the plan, which lives as long as they do
         self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
 
@@ -127,7 +128,7 @@ class StepRunner:
             facts = self._facts(given, recorded)
         except BaseException as error:
             decline(mesh_communicator(self.plan.mesh), CALL, None, error)
-        if recorded is not None and recorded.passes and recorded not in self._replays:
+        if recorded is not None and recorded.passes and recorded not in self.replays:
             self._choose_policy(recorded, given, facts)
         try:
             replay = self._prepare(recorded, given.own)
@@ -137,10 +138,9 @@ class StepRunner:
 
     def _check(self, given: Arguments) -> None:
         """Refuse states that do not fit."""
-        for state in given.states:
+        for number, state in enumerate(given.states):
             state.check_plan(state.plan)
-            if state.plan.mesh is not self.plan.mesh:
-                raise PlanError(f"a state lies on {state.plan.mesh}, and the step on {self.plan.mesh}")
+            check_mesh(f"state {number}", self.plan.mesh, state.plan.mesh)
         if len({id(state.memory) for state in given.states[: given.own]}) < given.own:
             raise TreeError("step(state, batch): one state was given twice")
 
@@ -196,11 +196,11 @@ class StepRunner:
         """What the function does, with a schedule; None if only a real run can tell."""
         if recorded is None or not recorded.passes:
             return None
-        if recorded not in self._replays:
+        if recorded not in self.replays:
             policy = self.running.policy
             policy = policy if isinstance(policy, Policy) else self.choices[recorded].policy
-            self._replays[recorded] = Replay((), own, ready=assemble(recorded, policy, self.running.debug))
-        return self._replays[recorded]
+            self.replays[recorded] = Replay((), own, ready=assemble(recorded, policy, self.running.debug))
+        return self.replays[recorded]
 
     # -- handshake, run, consensus ------------------------------------------------------------------------------------
 

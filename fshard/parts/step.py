@@ -7,7 +7,7 @@ from typing import Any
 from fshard.arguments import Want, described, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
-from fshard.parts.arguments import arguments, check_mesh
+from fshard.parts.arguments import arguments
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
 from fshard.played.everywhere import made_on_each_rank
@@ -67,8 +67,6 @@ class Step(LatestRun):
         given = arguments(state, batch)
         if not given.own:
             raise TreeError(f"step(state, batch): {described(state)} holds no state; fs.init_state makes one")
-        for number, each in enumerate(given.states):
-            check_mesh(f"state {number}", self.plan.mesh, each.plan.mesh)
         late, self._late = self._late, None
         with Shield(late) as shield, bind(self.plan.mesh, self.plan.data_axes):
             result = self._runner.run(given, shield)
@@ -97,7 +95,7 @@ class Step(LatestRun):
         Where parts run one by one, each part says it of itself: ``grad.units``.
         """
         told: list[str] = []
-        passes = [programs for replay in self._runner._replays.values() for programs in replay.step.programs]
+        passes = [programs for replay in self._runner.replays.values() for programs in replay.step.programs]
         for number, programs in enumerate(passes):
             text = "every unit runs as it is: compile=None" if programs.cache is None else programs.cache.text()
             told += [f"pass {number}", *[f"  {line}" for line in text.splitlines()]]
