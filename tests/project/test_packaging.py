@@ -1,5 +1,6 @@
 """Wheel and sdist: built, installed in an environment of their own, and used there."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,10 @@ print(fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)}).params
 
 
 def done(*command: str | Path, cwd: Path | None = None) -> str:
-    run = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=170)
+    """What a command prints, without the path to this checkout."""
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(part) for part in command]
+    run = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=170, env=bare)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout + run.stderr
 
@@ -47,7 +51,8 @@ def test_wheel_and_sdist_install_in_a_clean_environment(tmp_path: Path) -> None:
     source, built, home = tmp_path / "source", tmp_path / "dist", tmp_path / "venv"
     ignored = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__", "build")
     shutil.copytree(ROOT, source, ignore=ignored)
-    build = "import sys; from setuptools.build_meta import *; build_sdist(sys.argv[1]); build_wheel(sys.argv[1])"
+    # setuptools writes its own arguments to sys.argv, so the folder is read once.
+    build = "import sys; from setuptools.build_meta import *; to = sys.argv[1]; build_sdist(to); build_wheel(to)"
     done(sys.executable, "-c", build, built, cwd=source)
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
