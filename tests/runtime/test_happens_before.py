@@ -28,7 +28,9 @@ def raced(case: Case, drop: str = "", device: str = "cpu") -> tuple[list[str], s
             for number in range(3):
                 whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
                 state, _ = step(state, whole.chunk(mesh.size)[mesh.rank].to(mesh.device))
-            leaves = tree.leaves(fs.unshard(fs.settle(state).params, plan))
+            settled = fs.settle(state)
+            assert all(leaf.isfinite().all() for leaf in tree.leaves(settled.params))  # read where it lies
+            leaves = tree.leaves(fs.unshard(settled.params, plan))
             assert all(leaf.isfinite().all().item() for leaf in leaves)
 
     patch = pytest.MonkeyPatch()

@@ -207,8 +207,9 @@ class Clocks(TorchDispatchMode):
         for x in made:
             if not any(x is one for one in given):
                 self.touch(x, True, name, stream)
-        if stream != HOST and self.device.type != "cpu" and any(x.device.type == "cpu" for x in made if x.ndim):
-            self.join(HOST, self.clock(stream))  # a copy to new memory of the host, which PyTorch waits for
+        to_host = stream != HOST and self.device.type != "cpu" and any(x.device.type == "cpu" for x in made if x.ndim)
+        if to_host and not _in_flight(func, args):
+            self.join(HOST, self.clock(stream))  # PyTorch waits for the copy
         return out
 
     def _stream(self, tensors: Iterable[Tensor]) -> str:
@@ -220,6 +221,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _in_flight(func: Any, args: Any) -> bool:
+    """Whether it is a copy with ``non_blocking=True``."""
+    return func is torch.ops.aten.copy_.default and len(args) > 2 and bool(args[2])
 
 
 def _aliases(x: Tensor, given: Iterable[Tensor]) -> bool:
