@@ -99,13 +99,13 @@ def read_mesh(text: str) -> Mesh:
     raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,shard=8")
 
 
-def read_bytes(text: str) -> int:
+def bytes_of(text: str) -> int:
     """A number of bytes: ``80G`` are 80 * 10**9, ``80Gi`` 80 * 2**30.
 
     Raises:
         PlanError: not such a number.
 
-    >>> read_bytes("80G"), read_bytes("1.5Gi")
+    >>> bytes_of("80G"), bytes_of("1.5Gi")
     (80000000000, 1610612736)
     """
     found = re.fullmatch(r"([\d.]+) ?([kmgtKMGT]?i?)B?", text)
@@ -130,7 +130,7 @@ def read_hardware(args: argparse.Namespace) -> Hardware:
         f"{args.device} at {args.products:.0%} of its peak in products; {args.link} between hosts, "
         f"{args.inside or args.link} inside, {args.per_host} ranks a host, {args.share:.0%} of the rates of links"
     )
-    memory = read_bytes(args.memory) if args.memory else device.memory
+    memory = bytes_of(args.memory) if args.memory else device.memory
     costs = read_costs(args.costs) if args.costs else None
     return Hardware(speed(device, short, args.products), cluster, memory, words, costs)
 

@@ -38,6 +38,7 @@ ENDED = {
     "interchange/export_plan.py": "handles of communicators",
     "runtime/execution/actions.py": "handles of communicators",
     "played/cooperative.py": "played ranks: known at once when none can go on",
+    "played/paused.py": "played ranks: known at once when none can go on; a poll, ended with the run",
     "runtime/memory/gradients.py": "a device: its own watchdog",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/exchange.py": "handles of communicators",

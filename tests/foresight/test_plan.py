@@ -8,7 +8,7 @@ import pytest
 
 import fshard as fs
 from fshard.cli.main import main
-from fshard.cli.plan import read_bytes, read_mesh
+from fshard.cli.plan import bytes_of, read_mesh
 
 JOB = """
 import torch, fshard as fs
@@ -190,4 +190,4 @@ def test_bad_input(argv: list[str], words: str, job: str, capsys: pytest.Capture
 
 def test_meshes_and_bytes() -> None:
     assert read_mesh("1024").sizes == (1024,) and read_mesh("2x3x4").axis_names == ("outer", "middle", "inner")
-    assert (read_bytes("1.5Ki"), read_bytes("2K"), read_bytes("7")) == (1536, 2000, 7)
+    assert (bytes_of("1.5Ki"), bytes_of("2K"), bytes_of("7")) == (1536, 2000, 7)

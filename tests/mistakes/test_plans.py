@@ -107,7 +107,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "rules fsdp class",
         lambda: fs.make_plan(MODEL, MESH, [(".*", fs.fsdp)]),
         errors.PlanError,
-        "the class fs.fsdp itself: name the axis, fs.fsdp('shard')",
+        "the class fs.fsdp itself: name the axis, fs.fsdp('data')",
     ),
     (
         "rules axis",
@@ -189,7 +189,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "batch tuple",
         lambda: fs.make_plan(MODEL, MESH, RULES, batch=("shard",)),
         errors.PlanError,
-        'batch is a tuple: give a spec, batch=fs.P("shard")',
+        'batch is a tuple: give a spec, batch=fs.P("data")',
     ),
     (
         "mesh product",

@@ -1,0 +1,1 @@
+"""The parts of a step, and steps that functions compose of them."""
