@@ -9,7 +9,7 @@ from fshard import markup
 from fshard.arguments import size_text
 from fshard.model.precision import Precision
 from fshard.sharding.layout import Group, Leaf
-from fshard.sharding.mesh import Mesh
+from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, axes_of
 
 SHORT = {
@@ -48,15 +48,17 @@ Places = Mapping[str, tuple[Group, int]]
 
 def held(mesh: Mesh, places: Places) -> dict[str, list[int]]:
     """The bytes of each leaf on every rank."""
-    out = {}
+    out, positions = {}, dict[Axes, list[int]]()
     for path, (group, number) in places.items():
         leaf = group.leaves[number]
-        some = mesh.partition(leaf.at_rest.axes)[0] if leaf.at_rest.axes else (0,)
+        axes = leaf.at_rest.axes
+        if axes not in positions:
+            positions[axes] = [mesh.index(axes, rank) for rank in range(mesh.size)]
         size = {
-            mesh.index(leaf.at_rest.axes, rank): group.piece(number, mesh, rank).numel * leaf.dtype.itemsize
-            for rank in some
+            positions[axes][rank]: group.piece(number, mesh, rank).numel * leaf.dtype.itemsize
+            for rank in mesh.ranks(axes, 0)
         }
-        out[path] = [size[mesh.index(leaf.at_rest.axes, rank)] for rank in range(mesh.size)]
+        out[path] = [size[position] for position in positions[axes]]
     return out
 
 

@@ -117,6 +117,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_results_do_not_depend_on_when_data_move(name: str) -> None:
     case = CASES[name]
