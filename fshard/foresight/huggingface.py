@@ -15,7 +15,7 @@ from fshard.model.precision import Precision
 from fshard.model.split import split
 
 LONGEST = 8192
-"""Tokens of a row, where the configuration allows more and nobody says."""
+"""Tokens of a row, unless the caller says how many: at most what the configuration allows."""
 
 
 def hugging_face(

@@ -176,8 +176,8 @@ def check_data(batch: Any) -> None:
     tree.swap(lambda x: (found if isinstance(x, TrainState) else shards).append(x), (TrainState, Tensor), batch)
     if any([mark_of(shard) is not None for shard in shards]):
         raise BatchError(
-            "the batch of a part holds leaves of a tree of shards, of which each rank has another part: give the tree "
-            "to the part in the place of the state, or add to it outside of the loss with fs.tree.add"
+            "the batch of a part holds leaves of a tree of shards, and each rank has other elements of it: give the "
+            "tree to the part in the place of the state, or add to it outside of the loss with fs.tree.add"
         )
     if found:
         raise BatchError(

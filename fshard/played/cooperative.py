@@ -117,7 +117,7 @@ class Scheduler:
         try:
             self.current.turn.release()
             for thread in self.threads:
-                # A signal that came to another thread wakes nobody.
+                # A signal that another thread received does not wake this one.
                 while not thread.over.wait(GRACE) and thread.is_alive():
                     continue
         except BaseException:

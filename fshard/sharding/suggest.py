@@ -54,7 +54,8 @@ def suggest_rules(module: nn.Module, mesh: Mesh) -> list[RuleLike]:
     shard = [axis for axis in data if axis.lower() not in REPLICAS] or data
     if not shard:
         raise PlanError(
-            f"fs.suggest_rules: every axis of {mesh.axis_names} is one over which fs.parallel cuts layers: add an axis "
+            f"fs.suggest_rules: fs.parallel cuts layers over every axis of {mesh.axis_names}, and none is left for "
+            f"parameters: add an axis "
             f"to shard over, such as 'shard', or see fs.parallel.megatron_rules"
         )
     whole: list[RuleLike] = [

@@ -38,7 +38,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def binned(values: Sequence[float], columns: int) -> list[float | None]:
-    """The mean of the finite values that share each column; None where there are none. Few values take few columns."""
+    """The mean of the finite values in each column, or None without any. Few values take few columns."""
     count = min(columns, len(values))
     out: list[float | None] = []
     for at in range(count):

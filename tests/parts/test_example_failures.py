@@ -4,7 +4,7 @@ After a good step comes one that fails, then two more good ones. Their numbers m
 without the failure.
 """
 
-import time
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,10 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import NonFiniteError, PeerError
+from tests.parts.after_failures import TIMEOUT, compared
 from tests.parts.examples import CASES, Case
 from tests.parts.injection import FAULT, Fault, Rule, injected
 from tests.shared.workers import Pools
-
-TIMEOUT = 20.0
-"""Seconds that ranks wait for each other. Nobody has to."""
 
 
 def run(name: str, how: str, chosen: Callable[..., list[tuple[str, str]]], gloo: bool = False) -> list[str]:
@@ -42,25 +39,9 @@ def run(name: str, how: str, chosen: Callable[..., list[tuple[str, str]]], gloo:
         want = _steps(case, fault, "")[0]
         for point, where in chosen(fault.points(), mesh.size):
             mine = where in ("all", str(mesh.rank))
-            began = time.monotonic()
-            got, raised = _steps(case, fault, point, mine)
             place = f"{name}, {how}, {point} of {fault.calls} on {where}"
-            if time.monotonic() - began > TIMEOUT / 2:
-                out.append(f"{place}: somebody waited {time.monotonic() - began:.1f} s")
-            out += [f"{place}: {line}" for line in _wrong(raised, point, mine)]
-            out += [
-                f"{place}: number {at} differs"
-                for at, pair in enumerate(zip(got, want, strict=True))
-                if not torch.equal(*pair)
-            ]
+            out += compared(place, functools.partial(_steps, case, fault, point, mine), want, point, mine)
     return out
-
-
-def _wrong(raised: BaseException | None, point: str, mine: bool) -> list[str]:
-    expected: type[BaseException] = NonFiniteError if "nan" in point else ValueError if mine else PeerError
-    if not isinstance(raised, expected):
-        return [f"raised {raised!r}"]
-    return [] if "nan" in point or "injected" in str(raised) else [f"does not say what failed: {raised}"]
 
 
 def _steps(case: Case, fault: Fault, point: str, mine: bool = False) -> tuple[list[Tensor], BaseException | None]:

@@ -4,7 +4,7 @@ Each case makes a good step, one that fails, and two more good ones. These must 
 without the failure.
 """
 
-import time
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,11 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import NonFiniteError, PeerError
+from tests.parts.after_failures import TIMEOUT, compared
 from tests.parts.plain import batch, first, local, plan_on, second, whole
 from tests.parts.ways import asking
 from tests.shared.workers import Pools
 
-TIMEOUT = 20.0
-"""Seconds that ranks wait for each other. Nobody has to."""
 POINTS = ("begin", "loss one", "between", "loss two", "after", "rule", "loss three", "end", "nan one", "nan two")
 """Where it fails: in passes, in the code around them, in an update that the step applies; or by gradients."""
 
@@ -97,25 +95,9 @@ def run(points: Sequence[tuple[str, str]], how: str, gloo: bool) -> list[str]:
         want = _steps(mesh, plan, opt, "", how)[0]
         for point, where in points:
             mine = where == "all" or int(where) == mesh.rank
-            began = time.monotonic()
-            got, raised = _steps(mesh, plan, opt, point, how, mine)
-            place = f"{how}, {point} on {where}"
-            if time.monotonic() - began > TIMEOUT / 2:
-                out.append(f"{place}: somebody waited {time.monotonic() - began:.1f} s")
-            out += [f"{place}: {line}" for line in _wrong(raised, point, mine)]
-            out += [
-                f"{place}: number {at} differs"
-                for at, pair in enumerate(zip(got, want, strict=True))
-                if not torch.equal(*pair)
-            ]
+            steps = functools.partial(_steps, mesh, plan, opt, point, how, mine)
+            out += compared(f"{how}, {point} on {where}", steps, want, point, mine)
     return out
-
-
-def _wrong(raised: BaseException | None, point: str, mine: bool) -> list[str]:
-    expected: type[BaseException] = NonFiniteError if "nan" in point else ValueError if mine else PeerError
-    if not isinstance(raised, expected):
-        return [f"raised {raised!r}"]
-    return [] if "nan" in point or "injected" in str(raised) else [f"does not say what failed: {raised}"]
 
 
 def _steps(

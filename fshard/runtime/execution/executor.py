@@ -48,7 +48,7 @@ class Route:
         ids: the groups' ids by name.
         positions: where each compute op stands, by kind, unit, call and microbatch.
         settled: for each op, the first one from it on that may wait.
-        watch: called before each op, with its number; None where nobody looks.
+        watch: called with the number of each op before it runs; None for nothing to call.
     """
 
     schedule: Schedule

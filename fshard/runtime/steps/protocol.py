@@ -237,7 +237,7 @@ class Runner:
         return measured
 
     def _check_rows(self, agreed: Agreed, measured: Measured) -> None:
-        """Refuse a plain mean over unequal rows, which nobody knew to be one before the program ran."""
+        """Refuse a plain mean over unequal rows: on demand, only the run shows that the loss is one."""
         if self.programs.train and not measured.weighted:
             if agreed.uneven:
                 raise uneven_rows(agreed.uneven)

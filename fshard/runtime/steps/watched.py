@@ -39,7 +39,7 @@ class Watched:
 
         Args:
             plan: the plan.
-            known: the norms of groups, by id; one of which this rank holds nothing may be missing.
+            known: the norms of groups, by id. A group may be missing if this rank holds nothing of it.
         """
         if self.grads is None:
             return [[known[group]] if group in known else [] for group in self.groups]
