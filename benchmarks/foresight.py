@@ -95,7 +95,7 @@ OTHER = {"auto": 1, "calibrate": 0}
 
 def calibrated(setting: Setting, options: Mapping[str, Any]) -> dict[str, Costs]:
     """The costs of each model, of 2 ranks."""
-    few = {**options, "policies": ["default"], "accumulate": [1], "calibrate": 1}
+    few = {**options, "policies": ["default"], "accumulate": [], "calibrate": 1}
     found = run_workers(setting.ranks, setting.rate, few, SCRIPT)
     with tempfile.TemporaryDirectory() as folder:
         made = {}

@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from calm import Calm
 from foresight_models import build
 
 import fshard as fs
 
-WARM = 3
-"""Steps of each case before those that are timed."""
+TRIES = 8
+"""Turns that are taken at most, for each that is to count."""
+
+CALIBRATED = 6
+"""Steps of a calibration."""
+
+SPAN = 0.2
+"""Seconds that a turn takes, if a step is not longer."""
 
 
 def policies() -> dict[str, fs.Policy]:
@@ -44,9 +51,10 @@ def meshed(args: argparse.Namespace) -> tuple[fs.Mesh, Any, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Costs of each model, and the schedules and times of all cases."""
     mesh, tactic, spec = meshed(args)
-    found: dict[str, Any] = {"costs": {}, "cases": {}}
+    found: dict[str, Any] = {"costs": {}, "cases": {}, "disturbed": []}
     opt = fs.optim.adamw(1e-3)
     with mesh:
+        calm = Calm()
         for name in args.models:
             for times in args.accumulate:
                 model, loss, batch = build(name, times)
@@ -55,16 +63,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 steps = {
                     label: fs.make_train_step(loss, opt, plan, schedule=policy, accumulate=times)
                     for label, policy in {**policies(), **auto}.items()
-                    if label in args.policies or not args.policies or label == "auto"
+                    if label in args.policies or label == "auto"
                 }
                 states = {label: fs.init_state(plan, opt, seed=0) for label in steps}
-                rows = interleave(steps, states, batch, args.rounds, mesh.rank)
+                turns = Turns(steps, states, batch(0, mesh.rank), calm)
+                rows = turns.take(args.rounds)
                 for label, step in steps.items():
                     case = {"times": rows[label], "schedule": str(step.schedule), "policy": str(step.schedule.policy)}
                     found["cases"][f"{name}|{times}|{label}"] = case
-                if times == 1 and args.calibrate:
-                    costs = steps["default"].calibrate(batch(0, mesh.rank), rounds=args.rounds)
-                    found["costs"][name] = costs.as_json()
+                found["disturbed"].append(turns.disturbed)
+            if args.calibrate:
+                model, loss, batch = build(name)
+                plan = fs.make_plan(model, mesh, [(".*", tactic)], batch=spec)
+                found["costs"][name] = costs(fs.make_train_step(loss, opt, plan), batch(0, mesh.rank), calm).as_json()
         parts: list[Any] = [None] * mesh.size
         dist.all_gather_object(parts, {key: case["times"] for key, case in found["cases"].items()})
     for key, case in found["cases"].items():
@@ -72,30 +83,59 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def interleave(steps: Any, states: Any, batch: Any, rounds: int, rank: int) -> dict[str, list[float]]:
-    """Seconds of each step, in turns. A step's time is that of two in a row, halved: updates wait for the next."""
-    times: dict[str, list[float]] = {label: [] for label in steps}
-    for number in range(WARM + rounds):
-        x = batch(number, rank)
-        for label, step in steps.items():
-            extra = 6 if label == "auto" and number == 0 else 0  # it measures in its first steps
-            for _ in range(1 + extra):
-                states[label], _ = step(states[label], x)
-            dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(2):
-                states[label], _ = step(states[label], x)
-            if number >= WARM:
-                times[label].append((time.perf_counter() - begun) / 2)
-    return times
+def costs(step: Any, batch: Any, calm: Calm) -> Any:
+    """Costs that were measured in calm."""
+    for _ in range(TRIES):
+        calm.wait()
+        found = step.calibrate(batch, rounds=CALIBRATED)
+        if calm():
+            break
+    return found
+
+
+class Turns:
+    """Steps of all cases in turns. A turn is one step that is not timed, and some that are, whose mean counts."""
+
+    def __init__(self, steps: Any, states: Any, batch: Any, calm: Calm) -> None:
+        self.steps, self.states, self.batch, self.calm = steps, states, batch, calm
+        self.disturbed = 0
+        self.times: dict[str, list[float]] = {label: [] for label in steps}
+        first = max(self._turn(label, 8) for label in steps)  # ``auto`` measures in its first steps
+        slowest = torch.tensor([first], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        self.count = min(max(int(SPAN / slowest.item()), 1), 4)
+
+    def take(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of a step in the turns that nothing disturbed, or in all if there are too few of these."""
+        every: dict[str, list[float]] = {label: [] for label in self.steps}
+        before = False
+        for _ in range(rounds * TRIES):
+            for label in self.steps:
+                if len(self.times[label]) < rounds:
+                    if not before:
+                        self.calm.wait()
+                    every[label].append(self._turn(label, self.count))
+                    after = self.calm()
+                    self.times[label] += [every[label][-1]] if after else []
+                    self.disturbed += not after
+                    before = after
+        return {label: times if len(times) == rounds else every[label] for label, times in self.times.items()}
+
+    def _turn(self, label: str, count: int) -> float:
+        for number in range(1 + count):
+            if number == 1:
+                dist.barrier()
+                begun = time.perf_counter()
+            self.states[label], _ = self.steps[label](self.states[label], self.batch)
+        return (time.perf_counter() - begun) / count
 
 
 def main() -> int:
     """Run, gather, write."""
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cli.add_argument("--models", nargs="+", default=["gpt"])
-    cli.add_argument("--policies", nargs="*", default=[])
-    cli.add_argument("--accumulate", type=int, nargs="+", default=[1])
+    cli.add_argument("--policies", nargs="*", default=[*policies()])
+    cli.add_argument("--accumulate", type=int, nargs="*", default=[1])
     cli.add_argument("--rounds", type=int, default=5)
     cli.add_argument("--hsdp", type=int, default=0)
     cli.add_argument("--auto", type=int, default=0)

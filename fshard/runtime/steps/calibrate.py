@@ -16,6 +16,10 @@ from fshard.schedule.fit import OpTime, fit, middle, times_of
 from fshard.schedule.schedule import Schedule
 
 
+DISTURBED = 1.15
+"""Steps that take this times the fastest were disturbed."""
+
+
 def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
     """What the ops of a step took.
 
@@ -31,6 +35,16 @@ def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
         wall, thread, process = (b - a for a, b in zip(begin, end, strict=True))
         found.append(OpTime(wall, thread, process, max(after - end[0], 0.0)))
     return found
+
+
+def undisturbed(control: Communicator, seconds: Sequence[float]) -> list[int]:
+    """The numbers of the steps that were about as fast as the fastest, on all ranks. Collective.
+
+    Processors of shared machines are taken away for milliseconds at a time. A median over few steps has some of these.
+    """
+    own = torch.tensor(seconds, dtype=torch.float64, device="cpu")
+    slowest = exchange(control, own).amax(0)
+    return torch.nonzero(slowest <= DISTURBED * slowest.min()).reshape(-1).tolist()
 
 
 def fitted(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:

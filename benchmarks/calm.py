@@ -1,0 +1,64 @@
+"""Calm: whether the machine ran at its full speed while something was timed.
+
+The processors of a shared machine are taken away for milliseconds at a time, for a minute on end, whenever their
+neighbours compute. That is seen in fixed work: each rank times some before and after what it measures, and turns in
+which any of them was slower than usual do not count. What counts is decided by this work alone, never by what was measured.
+"""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 1.15
+"""Fixed work that takes longer than this, compared with the fastest, was disturbed."""
+
+PATIENCE = 120
+"""Half seconds to wait for calm, over all."""
+
+ROUNDS = 20
+"""Times that the fixed work is done at first, to know the fastest."""
+
+
+class Calm:
+    """The fixed work of this rank, and its fastest time. Collective: all ranks make it, and ask it, alike."""
+
+    def __init__(self) -> None:
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.waves = -(-self.ranks // len(os.sched_getaffinity(0)))
+        self.tensors = torch.ones(256, 160), torch.ones(160, 160), torch.ones(2**20)
+        self.best, self.patience = float("inf"), PATIENCE
+        for _ in range(ROUNDS):
+            self()
+
+    def __call__(self) -> bool:
+        """Whether the fixed work was as fast as ever on all ranks. Ranks that share a processor take turns."""
+        mine = 0.0
+        for wave in range(self.waves):
+            dist.barrier()
+            if self.rank % self.waves == wave:
+                begun = time.perf_counter()
+                work(*self.tensors)
+                mine = time.perf_counter() - begun
+        self.best = min(self.best, mine)
+        slowest = torch.tensor([mine / self.best], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item() <= LIMIT
+
+    def wait(self) -> None:
+        """Wait for a calm moment, as long as there is patience."""
+        while self.patience and not (self() and self()):
+            self.patience -= 1
+            time.sleep(0.5)
+
+
+def work(x: torch.Tensor, y: torch.Tensor, long: torch.Tensor) -> None:
+    """Some ten milliseconds of one processor: products that fit into its caches, memory, and many small operators."""
+    for _ in range(25):
+        x @ y
+    for _ in range(10):
+        long.add(1.0)
+    small = y[0]
+    for _ in range(1000):
+        small = small.add(1.0)
