@@ -2,7 +2,8 @@
 
 The processors of a shared machine are taken away for milliseconds at a time, for a minute on end, whenever their
 neighbours compute. That is seen in fixed work: each rank times some before and after what it measures, and turns in
-which any of them was slower than usual do not count. What counts is decided by this work alone, never by what was measured.
+which any of them was slower than usual do not count. What counts is decided by this work alone, never by what was
+measured.
 """
 
 import os

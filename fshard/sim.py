@@ -1,9 +1,12 @@
 """When the ops of a schedule would run, given what ops and bytes cost: simulation without processes.
 
-``calibrate`` measures costs on real ranks; ``LINKS``, ``DEVICES`` and ``Cluster`` say what machines promise.
+``calibrate`` measures costs on real ranks; ``LINKS``, ``DEVICES`` and ``hardware`` say what machines promise;
+``search`` tries shapes of the mesh.
 """
 
 from fshard.foresight.calibrate import calibrate
+from fshard.foresight.foresee import Hardware, hardware
+from fshard.foresight.search import Option, Search, search
 from fshard.runtime.steps.rates import measured_peak
 from fshard.schedule.costs import Costs, Link, Noise, read_costs
 from fshard.schedule.machines import DEVICES, LINKS, Cluster
@@ -13,13 +16,18 @@ __all__ = [
     "Cluster",
     "Costs",
     "DEVICES",
+    "Hardware",
     "LINKS",
     "Link",
     "Noise",
+    "Option",
+    "Search",
     "Simulation",
     "calibrate",
+    "hardware",
     "measured_peak",
     "read_costs",
+    "search",
     "simulate",
 ]
 

@@ -7,19 +7,21 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fshard.arguments import size_text
 from fshard.errors import PlanError
-from fshard.foresight.foresee import Foresight, Hardware, Progress, foresee
+from fshard.foresight.foresee import Foresight, Hardware, Progress, foresee, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job
 from fshard.foresight.page import write_page
 from fshard.foresight.remedies import Remedy, largest, remedies
 from fshard.foresight.report import as_json, sections
+from fshard.foresight.search import HEAD, SHOWN, Search, search
 from fshard.schedule.costs import read_costs
-from fshard.schedule.machines import DEVICES, LINKS, Cluster, named_device, named_link, speed
+from fshard.schedule.machines import DEVICES, LINKS
 from fshard.sharding.mesh import Mesh, abstract_mesh
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="with --hf: dtype of compute")
     parser.add_argument("--accumulate", type=int, default=1, help="with --hf: microbatches of a step")
     parser.add_argument("--remat", choices=("none", "all"), default="none", help="with --hf: compute units again")
+    parser.add_argument("--search", action="store_true", help="try all shapes of as many ranks as --mesh has")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, which needs no other file")
 
@@ -52,12 +55,16 @@ def run(args: argparse.Namespace) -> int:
     """Foresee, print, and say what would have to change."""
     if (args.job is None) == (args.hf is None):
         raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
-    mesh, hardware = read_mesh(args.mesh), read_hardware(args)
+    mesh, machines = read_mesh(args.mesh), read_hardware(args)
     with telling(args.json) as progress:
         progress("the model", 0.0)
         job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
+        searched = _search(args, job, mesh, machines, progress) if args.search else None
+        if searched is not None:
+            mesh, remat = searched.best.mesh, searched.best.remat
+            job = replace(job, remat=remat) if isinstance(job, Job) else read_job(args.job, mesh)
         step, batch = job.step(mesh) if isinstance(job, Job) else job
-        seen = foresee(step, batch, hardware, progress)
+        seen = foresee(step, batch, machines, progress)
         found: list[Remedy] = []
         if not seen.fits:
             progress("what would fit", 0.95)
@@ -69,10 +76,19 @@ def run(args: argparse.Namespace) -> int:
             progress("pictures", 0.97)
             write_page(Path(args.html), seen, found)
     if args.json:
-        print(json.dumps(as_json(seen, found), indent=1))
+        print(json.dumps(as_json(seen, found, searched), indent=1))
     else:
+        if searched is not None:
+            _table(f"Meshes of {mesh.size:,} ranks, the best first", HEAD, [*searched.table()][:SHOWN])
+            print("\n".join(f"{shape}: {why}" for shape, why in searched.refused.items()))
         _print(seen, found)
     return 0 if seen.fits else 1
+
+
+def _search(args: argparse.Namespace, job: Any, mesh: Mesh, machines: Hardware, progress: Progress) -> Search:
+    """The shapes of as many ranks."""
+    each = job if isinstance(job, Job) else lambda shape: read_job(args.job, shape)
+    return search(each, mesh.size, machines, progress=lambda what, part: progress(f"meshes: {what}", 0.8 * part))
 
 
 def _hf(args: argparse.Namespace) -> Job:
@@ -120,19 +136,10 @@ def bytes_of(text: str) -> int:
 
 def read_hardware(args: argparse.Namespace) -> Hardware:
     """What the step would run on."""
-    device = named_device(args.device)
-    inside = named_link(args.inside) if args.inside else None
-    if not 0 < args.products <= 1:
-        raise PlanError(f"--products {args.products} is no share of a peak: give a number up to 1")
-    cluster = Cluster(named_link(args.link), inside, args.per_host, args.share)
-    short = args.hf is None or args.precision == "bf16"
-    words = (
-        f"{args.device} at {args.products:.0%} of its peak in products; {args.link} between hosts, "
-        f"{args.inside or args.link} inside, {args.per_host} ranks a host, {args.share:.0%} of the rates of links"
-    )
-    memory = bytes_of(args.memory) if args.memory else device.memory
+    memory = bytes_of(args.memory) if args.memory else None
     costs = read_costs(args.costs) if args.costs else None
-    return Hardware(speed(device, short, args.products), cluster, memory, words, costs)
+    short = args.hf is None or args.precision == "bf16"
+    return hardware(args.device, args.link, args.inside, args.per_host, memory, args.products, args.share, short, costs)
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from fshard.schedule.build import build
 from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint
 from fshard.schedule.infos import group_infos
-from fshard.schedule.machines import Cluster, Speed, foreseen_costs
+from fshard.schedule.machines import Cluster, Speed, foreseen_costs, named_device, named_link, speed
 from fshard.schedule.ops import LOCAL
-from fshard.schedule.policy import Policy
+from fshard.schedule.policy import Policy, secondary
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
@@ -54,6 +54,48 @@ class Hardware:
         if self.costs is None:
             return foreseen_costs(task.stages, task.needs, self.speed, links)
         return self.costs.over(Costs(links=links, processors=self.costs.processors))
+
+
+def hardware(
+    device: str,
+    link: str = "ib400",
+    inside: str | None = None,
+    per_host: int = 8,
+    memory: int | None = None,
+    products: float = 0.7,
+    share: float = 0.85,
+    short: bool = True,
+    costs: Costs | None = None,
+) -> Hardware:
+    """What a step would run on, by names.
+
+    Args:
+        device: one of ``fs.sim.DEVICES``.
+        link: between hosts: one of ``fs.sim.LINKS``, or ``"BYTES/S,LATENCY"``.
+        inside: between ranks of one host; by default ``link``.
+        per_host: ranks on a host.
+        memory: bytes of a device; by default what that device has.
+        products: the share of its peak that matrix products reach.
+        share: the share of its rate that a link gives to collectives.
+        short: whether compute is in bfloat16 or float16.
+        costs: measured costs of the units.
+
+    Raises:
+        PlanError: an unknown name, or a share that is none.
+
+    >>> hardware("h100", inside="nvlink4").memory
+    80000000000
+    """
+    found = named_device(device)
+    if not 0 < products <= 1:
+        raise PlanError(f"products={products} is no share of a peak: give a number up to 1")
+    cluster = Cluster(named_link(link), named_link(inside) if inside else None, per_host, share)
+    words = (
+        f"{device} at {products:.0%} of its peak in products; {link} between hosts, {inside or link} inside, "
+        f"{per_host} ranks a host, {share:.0%} of the rates of links"
+    )
+    limit = found.memory if memory is None else memory
+    return Hardware(speed(found, short, products), cluster, limit, words, costs)
 
 
 @dataclass(frozen=True)
@@ -149,11 +191,11 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
     plan = step.plan
     task = task_of(step, found, plan)
     costs = hardware.of(task, plan.mesh)
-    tries = [*candidates(task, "deferred")]
+    every = [*tries(task, plan)]
     made: list[tuple[Candidate, Schedule]] = []
-    for number, policy in enumerate(tries):
-        progress("policies", number / len(tries))
-        made.append(tried(task, policy, costs))
+    for number, (variant, policy) in enumerate(every):
+        progress("policies", number / len(every))
+        made.append(tried(variant, policy, costs))
     state = state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
     fits = [pair for pair in made if pair[0].memory.peak_bytes <= limit] or made
@@ -184,6 +226,16 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
     return Task(found.schedule.program, group_infos(plan), found.needs, step.options.accumulate, full, True)
+
+
+def tries(task: Task, plan: Plan) -> Iterator[tuple[Task, Policy]]:
+    """The policies of ``schedule="auto"``; and secondary shards over the last axis, where several axes shard leaves."""
+    yield from ((task, policy) for policy in candidates(task, "deferred"))
+    last = plan.mesh.axis_names[-1]
+    infos = group_infos(plan, None, (last,))
+    if any(info.second_bytes for info in infos):
+        for prefetch in (1, 2, 3):
+            yield replace(task, groups=infos), Policy(prefetch, 2, secondary(last))
 
 
 def state_bytes(step: TrainStep, plan: Plan) -> int:
@@ -234,7 +286,9 @@ def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Itera
     sizes = sorted({max(first >> shift, 1) for shift in range(first.bit_length())})
     for size in sizes[-8:]:
         mesh = abstract_mesh((size, *rest), plan.mesh.axis_names)
-        smaller = replace(task, groups=group_infos(plan.source.plan(mesh, plan.batch, plan.precision)))
+        smaller = replace(
+            task, groups=group_infos(plan.source.plan(mesh, plan.batch, plan.precision), None, policy.secondary)
+        )
         schedule = build(smaller.program, smaller.groups, policy, smaller.accumulate)
         costs = hardware.of(smaller, mesh).only({op.kind for op in schedule})
         yield mesh.size, simulate(schedule, costs).seconds

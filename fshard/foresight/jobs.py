@@ -34,7 +34,7 @@ class Job:
         model: what ``fs.split`` returned, or a nested dict of tensors.
         loss: the loss function.
         batch: a rank's batch. Tensors on the meta device will do.
-        rules: as for ``fs.make_plan``; by default everything is sharded over all axes.
+        rules: as for ``fs.make_plan``; by default everything is sharded over all axes but one named ``replica``.
         units: of a nested dict, as for ``fs.make_plan``; by default each dict in it.
         optimizer: by default AdamW.
         batch_spec: as for ``fs.make_plan``; by default all axes.
@@ -61,7 +61,8 @@ class Job:
             PlanError: no rule can use the mesh, or anything that ``fs.make_plan`` and ``fs.make_train_step`` refuse.
         """
         axes = mesh.axis_names
-        rules = self.rules or [Rule(".*", fsdp(axes if len(axes) > 1 else axes[0]))]
+        cut = tuple(axis for axis in axes if axis != "replica") or axes
+        rules = self.rules or [Rule(".*", fsdp(cut if len(cut) > 1 else cut[0]))]
         spec = self.batch_spec or P(axes if len(axes) > 1 else axes[0])
         nested = self.model.items() if isinstance(self.model, Mapping) else ()
         units = self.units or tuple(name for name, below in nested if isinstance(below, Mapping))
@@ -78,7 +79,17 @@ def read_job(where: str, mesh: Mesh) -> "Job | tuple[TrainStep, Any]":
         PlanError: there is no such file or function, or it returns something else.
     """
     make = _function(where)
-    made = make(mesh) if inspect.signature(make).parameters else make()
+    return job_of(where, make(mesh) if inspect.signature(make).parameters else make())
+
+
+def job_of(where: str, made: Any) -> "Job | tuple[TrainStep, Any]":
+    """A job from what a user's function returned: a dict, or a train step and a batch.
+
+    Raises:
+        PlanError: it is something else, or the dict lacks something.
+    """
+    if isinstance(made, Job):
+        return made
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], TrainStep):
         return made[0], tree.map(_real, made[1])
     if isinstance(made, Mapping):

@@ -8,6 +8,7 @@ from typing import Any
 from fshard.arguments import size_text
 from fshard.foresight.foresee import Foresight
 from fshard.foresight.remedies import Remedy, largest
+from fshard.foresight.search import Option, Search
 from fshard.schedule.ops import Op
 from fshard.schedule.simulate import time_text
 
@@ -113,7 +114,7 @@ def _policies(seen: Foresight) -> Section:
     return f"Policies, the best of {len(seen.candidates)}", ("step", "exposed", "memory", "policy"), rows
 
 
-def as_json(seen: Foresight, found: Sequence[Remedy]) -> dict[str, Any]:
+def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = None) -> dict[str, Any]:
     """All of it in plain values. Times are seconds, sizes bytes of one rank."""
     run, mesh = seen.simulation, seen.plan.mesh
     return {
@@ -146,4 +147,11 @@ def as_json(seen: Foresight, found: Sequence[Remedy]) -> dict[str, Any]:
         "scaling": {str(ranks): seconds for ranks, seconds in seen.scaling.items()},
         "largest": [] if seen.fits else largest(seen),
         "remedies": [{"change": r.change, "peak_bytes": r.peak_bytes, "enough": r.enough} for r in found],
+        "search": None if searched is None else [_option(each) for each in searched.options],
     }
+
+
+def _option(each: Option) -> dict[str, Any]:
+    words = {"mesh": each.shape, "remat": str(each.remat or "none"), "policy": str(each.policy), "fits": each.fits}
+    numbers = {"seconds": each.seconds, "exposed_seconds": each.exposed, "peak_bytes": each.peak_bytes}
+    return {**words, **numbers, "rows_per_s": each.rows_per_s, "mfu": each.mfu}

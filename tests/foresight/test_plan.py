@@ -114,7 +114,7 @@ def test_a_slower_link_is_slower_and_a_mesh_of_two_axes_has_three(job: str, caps
     ]
     assert times[0] < times[1]
     found = planned(capsys, f"{job}:make", "--mesh", "replica=2,shard=4")[1]
-    assert found["mesh"] == {"replica": 2, "shard": 4} and [*found["sent_by_axes"]] == ["replica+shard"]
+    assert found["mesh"] == {"replica": 2, "shard": 4} and {*found["sent_by_axes"]} == {"shard", "replica"}
 
 
 def test_what_does_not_fit_says_what_is_largest_and_what_would_do(job: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +178,7 @@ def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["FILE:make", "--memory", "much"], "'much' is no number of bytes"),
         (["FILE:make", "--device", "abacus"], "no device is named 'abacus'"),
         (["FILE:make", "--costs", "nothing.json"], "nothing.json: not costs"),
-        (["FILE:make", "--products", "2"], "--products 2.0 is no share"),
+        (["FILE:make", "--products", "2"], "products=2.0 is no share"),
         (["--hf", "nothing.json"], "nothing.json cannot be read as a configuration"),
     ],
 )

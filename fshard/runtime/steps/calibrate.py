@@ -15,7 +15,6 @@ from fshard.schedule.costs import Costs
 from fshard.schedule.fit import OpTime, fit, middle, times_of
 from fshard.schedule.schedule import Schedule
 
-
 DISTURBED = 1.15
 """Steps that take this times the fastest were disturbed."""
 

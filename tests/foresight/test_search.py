@@ -1,0 +1,113 @@
+"""``fs.sim.search``: which meshes are tried, what comes first, what is refused; and ``fshard plan --search``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fshard as fs
+from fshard.cli.main import main
+from fshard.errors import PlanError
+from fshard.foresight.search import shapes
+from tests.foresight.test_plan import JOB
+
+WIDTH = 512
+FAST = fs.sim.hardware("h100", link="nvlink4", per_host=8)
+SLOW = fs.sim.hardware("h100", link="eth1", inside="nvlink4", per_host=8)
+
+
+@fs.unit
+def compute(layer: Any, x: Tensor) -> Tensor:
+    """One layer."""
+    return torch.tanh(x @ layer["w"]).sin().cos()
+
+
+def job(**more: Any) -> dict[str, Any]:
+    """Some layers without weights."""
+    layers = {f"l{i}": {"w": torch.empty(WIDTH, WIDTH, device="meta")} for i in range(6)}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for layer in params.values():
+            x = compute(layer, x)
+        return x.square().mean()
+
+    return {"model": layers, "loss": loss, "batch": torch.empty(64, WIDTH, device="meta"), **more}
+
+
+def test_every_option_is_what_the_mesh_alone_gives() -> None:
+    meshes = [fs.abstract_mesh((16,), ("data",)), fs.abstract_mesh((2, 8), ("replica", "data"))]
+    together = fs.sim.search(job(), meshes, SLOW)
+    alone = [option for mesh in meshes for option in fs.sim.search(job(), [mesh], SLOW).options]
+    key = lambda option: (option.shape, str(option.remat))  # noqa: E731
+    assert sorted(map(key, together.options)) == sorted(map(key, alone))
+    found = {key(option): option for option in alone}
+    for option in together.options:
+        assert option.seconds == found[key(option)].seconds
+        assert option.peak_bytes == found[key(option)].peak_bytes
+    assert [o.rows_per_s for o in together.options] == sorted((o.rows_per_s for o in together.options), reverse=True)
+
+
+def test_a_slow_link_between_hosts_prefers_replicas_or_secondary_shards() -> None:
+    best = fs.sim.search(job(), 16, SLOW, remats=[None]).best
+    assert len(best.mesh.axis_names) == 2, best
+    one = fs.sim.search(job(), [fs.abstract_mesh((16,), ("data",))], SLOW, remats=[None]).best
+    assert best.seconds < one.seconds
+
+
+def test_recomputation_where_nothing_else_fits() -> None:
+    batch = torch.empty(2**15, WIDTH, device="meta")
+    free = fs.sim.search(job(batch=batch), 8, FAST)
+    plain = next(o for o in free.options if o.remat is None and o.shape == "data=8")
+    again = next(o for o in free.options if o.remat == "all" and o.shape == "data=8")
+    assert again.peak_bytes < plain.peak_bytes
+    tight = fs.sim.hardware("h100", link="nvlink4", memory=(again.peak_bytes + plain.peak_bytes) // 2)
+    found = fs.sim.search(job(batch=batch), [fs.abstract_mesh((8,), ("data",))], tight)
+    assert [(o.remat, o.fits) for o in found.options] == [("all", True), (None, False)]
+    assert "too much" in str(found) and "too much" in found._repr_html_()
+
+
+def test_secondary_shards_are_tried_where_two_axes_shard() -> None:
+    mesh = fs.abstract_mesh((4, 8), ("host", "local"))
+    best = fs.sim.search(job(), [mesh], SLOW, remats=[None]).best
+    assert str(best.policy.reshard) == 'secondary("local")' or best.policy.reshard is False, best
+
+
+def test_a_function_of_the_mesh_and_what_it_refuses() -> None:
+    def make(mesh: fs.Mesh) -> Any:
+        axis = "data" if "replica" not in mesh.axis_names else "nothing"
+        return job(rules=[(".*", fs.fsdp(axis))])
+
+    found = fs.sim.search(make, shapes(8, 8), FAST, remats=[None])
+    assert found.best.shape == "data=8"
+    assert found.refused and all("nothing" in why for why in found.refused.values())
+    with pytest.raises(PlanError, match="no mesh can be used"):
+        fs.sim.search(job(rules=[(".*", fs.fsdp("nothing"))]), 8, FAST)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ((3, 8, FAST), "search returned 3"),
+        ((job(), [], FAST), "no mesh is given"),
+        ((job(), 8, "h100"), r"hardware"),
+    ],
+)
+def test_bad_input(given: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        fs.sim.search(*given)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    flags = ["plan", f"{path}:make", "--mesh", "16", "--link", "eth1", "--inside", "nvlink4", "--search"]
+    assert main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["search"][0]
+    assert first["mesh"] == ",".join(f"{name}={size}" for name, size in found["mesh"].items())
+    assert (first["seconds"], first["policy"]) == (pytest.approx(found["seconds"]), found["policy"])
+    assert main(flags) == 0
+    assert "Meshes of 16 ranks" in capsys.readouterr().out
