@@ -70,7 +70,7 @@ def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_foresight() -> None:
-    assert run(ROOT / "docs" / "foresight.md") == 1
+    assert run(ROOT / "docs" / "foresight.md") == 2
 
 
 def test_transforms() -> None:
