@@ -9,6 +9,7 @@ ARGS   ?=
 BENCH  ?= host_overhead step_time jax_fsdp wire hsdp formats balance optimizer muon memory steps functional checkpoint plan_time foresight gpu
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PAGES  := $(VENV)/.pages
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 export OMP_NUM_THREADS ?= 1
@@ -23,11 +24,11 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map mutations train bench test quick parity fuzz faults hostile lint format clean
+.PHONY: help map mutations train bench test quick parity fuzz faults hostile docs site lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
-	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz and bench.'
+	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz, docs and bench.'
 
 train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this machine.
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -61,6 +62,12 @@ mutations: $(STAMP)  ## Put twenty seeded faults into copies of the tree: tests 
 map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--against OTHER_CHECKOUT" beside another.
 	$(BIN)/python -m tests.project.map $(ARGS)
 
+docs: $(PAGES)  ## Build the site, build/site/index.html; ARGS="-D nb_execution_mode=force" runs its notebooks.
+	$(BIN)/python -m sphinx -W --keep-going -q -j $(JOBS) -c docs -d build/pages . build/site $(ARGS)
+
+site: docs  ## Open every page of the site in a browser, and follow every link.
+	$(BIN)/python docs/check_site.py build/site
+
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
@@ -77,4 +84,8 @@ clean:  ## Remove the environment, caches and build products.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,test]'
+	@touch $@
+
+$(PAGES): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -1,0 +1,74 @@
+"""Links to public names: ``fs.make_plan`` in text leads to its page, and so does ``Plan`` in a signature."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+import fshard
+
+LIST = Path(__file__).parents[1] / "tests" / "project" / "public_names.txt"
+SHOWN = re.compile(r"fs\.((?:\w+\.)*\w+)")
+
+
+def lookup(name: str) -> Any:
+    """What a public name stands for."""
+    value: Any = fshard
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+NAMES = frozenset(LIST.read_text().split())
+DEFINED = {
+    f"{value.__module__}.{value.__qualname__}": f"fshard.{name}"
+    for name in sorted(NAMES)
+    if hasattr(value := lookup(name), "__qualname__")
+}
+"""The public name by the module in which a function or class is defined, which annotations lead to."""
+
+
+class NamesInText(SphinxPostTransform):
+    """Literals that begin with a public name become links to it."""
+
+    default_priority = 5
+
+    def run(self, **kwargs: Any) -> None:
+        for literal in list(self.document.findall(nodes.literal)):
+            found = SHOWN.match(literal.astext())
+            if found is None or found[1] not in NAMES or isinstance(literal.parent, nodes.reference):
+                continue
+            link = resolved(self.app, self.env.docname, f"fshard.{found[1]}", literal.deepcopy())
+            if link is not None:
+                literal.replace_self(link)
+
+
+def resolved(app: Sphinx, page: str, target: str, shown: Element) -> Element | None:
+    """A link to the entry of a public name."""
+    python = app.env.get_domain("py")
+    kinds = {"module": "mod"}
+    entry = python.objects.get(target)
+    if entry is None:
+        return None
+    role = kinds.get(entry.objtype, "obj")
+    node = pending_xref("", refdomain="py", reftype=role, reftarget=target)
+    return python.resolve_xref(app.env, page, app.builder, role, target, node, shown)
+
+
+def of_annotation(app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: Element) -> Element | None:
+    """The link of a name that an annotation gives with the module of its definition."""
+    target = DEFINED.get(str(node.get("reftarget")))
+    return None if target is None else resolved(app, str(node.get("refdoc")), target, shown)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Join the build."""
+    app.connect("missing-reference", of_annotation)
+    app.add_post_transform(NamesInText)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
