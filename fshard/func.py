@@ -1,6 +1,6 @@
 """Functions of losses on shards: derivatives in directions, Hessians, gradients of single samples, for ``torch.func``.
 
-``fs.value_and_grad`` is the fast way to a gradient. These are for all else ([transforms](docs/transforms.md)).
+``fs.value_and_grad`` is the fast way to a gradient. These are for all else (docs/transforms.md).
 """
 
 from fshard.transform.loss import sharded_loss

@@ -167,7 +167,14 @@ def flatten(tree: Tree) -> tuple[list[Any], Spec]:
 
 
 def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
-    """The pytree of this structure with these leaves."""
+    """The pytree of this structure with these leaves.
+
+    Raises:
+        TreeError: the structure is not what ``flatten`` returned.
+
+    >>> unflatten(flatten({"x": 1, "y": (2, 3)})[1], "abc")
+    {'x': 'a', 'y': ('b', 'c')}
+    """
     if not isinstance(spec, Nested):
         if not isinstance(spec, optree.PyTreeSpec):
             raise TreeError(f"fs.tree.unflatten(spec, leaves): spec is {kind(spec)}: give what flatten returned")

@@ -124,7 +124,7 @@ def tested() -> Finding:
     except Exception as error:
         return "self-test", "two ranks", "failed", f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - began
-    (here,) = virtual_mesh((1,), ("shard",)).run(selftest)
+    (here,) = virtual_mesh((1,), ("data",)).run(selftest)
     off = max(abs(one - other) for rank in there for one, other in zip(rank["losses"], here["losses"], strict=True))
     value = f"{len(here['losses'])} steps in {seconds:.1f} s, {there[0]['device']}, over {there[0]['links']}"
     problem = f"losses differ from those of one rank by {off:.2g}" if off > 1e-5 else ""

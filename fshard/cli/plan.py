@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("job", nargs="?", help="FILE.py:FUNCTION, which returns a dict, or a train step and a batch")
     parser.add_argument("--hf", metavar="CONFIG", help="a config.json of Hugging Face, or its folder")
-    parser.add_argument("--mesh", default="8", help="ranks along each axis, as 1024, 64x8 or replica=4,shard=8")
+    parser.add_argument("--mesh", default="8", help="ranks along each axis, as 1024, 64x8 or replica=4,data=8")
     parser.add_argument("--link", default="ib400", help=f"between hosts: {', '.join(LINKS)}, or BYTES/S,LATENCY")
     parser.add_argument("--inside", metavar="LINK", help="between ranks of one host; by default as --link")
     parser.add_argument("--per-host", type=int, default=8, help="ranks on a host (default: 8)")
@@ -97,22 +97,22 @@ def _hf(args: argparse.Namespace) -> Job:
 
 
 def read_mesh(text: str) -> Mesh:
-    """A mesh without processes: ``1024``, ``64x8``, ``replica=4,shard=8``.
+    """A mesh without processes: ``1024``, ``64x8``, ``replica=4,data=8``.
 
     Raises:
         PlanError: none of these.
 
-    >>> read_mesh("64x8").axis_names, read_mesh("replica=4,shard=8").sizes
+    >>> read_mesh("64x8").axis_names, read_mesh("replica=4,data=8").sizes
     (('outer', 'inner'), (4, 8))
     """
     if re.fullmatch(r"\d+(x\d+){0,2}", text):
         sizes = [int(size) for size in text.split("x")]
-        names = {1: ("shard",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}[len(sizes)]
+        names = {1: ("data",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}[len(sizes)]
         return abstract_mesh(sizes, names)
     if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
         pairs = [pair.split("=") for pair in text.split(",")]
         return abstract_mesh([int(size) for _, size in pairs], [name for name, _ in pairs])
-    raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,shard=8")
+    raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
 
 
 def bytes_of(text: str) -> int:

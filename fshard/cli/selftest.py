@@ -19,9 +19,9 @@ LINKS = {"HostCommunicator": "shared memory", "GlooCommunicator": "gloo", "NcclC
 
 def selftest() -> dict[str, Any]:
     """On a rank: the losses of some steps, and what its messages went over."""
-    with make_mesh((-1,), ("shard",), timeout=30.0) as mesh:
+    with make_mesh((-1,), ("data",), timeout=30.0) as mesh:
         model = split(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)), units=("0", "2"))
-        plan = make_plan(model, mesh, [(".*", fsdp("shard"))], batch=P("shard"))
+        plan = make_plan(model, mesh, [(".*", fsdp("data"))], batch=P("data"))
         opt = adamw(1e-2)
 
         def loss_fn(params: Any, x: Tensor) -> Tensor:
@@ -33,5 +33,5 @@ def selftest() -> dict[str, Any]:
         for _ in range(5):
             state, metrics = step(state, plan.local_batch(batch).to(mesh.device))
             losses.append(metrics.loss.item())
-        kind = type(mesh.transport.communicator("all_gather", ("shard",))).__name__
+        kind = type(mesh.transport.communicator("all_gather", ("data",))).__name__
         return {"losses": losses, "device": mesh.device.type, "links": LINKS.get(kind, kind)}

@@ -24,8 +24,8 @@ def calibrate(
         options: those of ``fs.make_train_step``, such as ``remat=``.
 
     >>> import torch, fshard as fs
-    >>> mesh, params = fs.make_mesh((1,), ("shard",)), {"w": torch.ones(8)}
-    >>> plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))])
+    >>> mesh, params = fs.make_mesh((1,), ("data",)), {"w": torch.ones(8)}
+    >>> plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("data"))])
     >>> costs = fs.sim.calibrate(lambda params, x: (params["w"] * x).sum(), plan, torch.ones(8), rounds=1)
     >>> sorted(kind for kind, _ in costs.seconds)
     ['backward', 'consensus', 'forward', 'handshake', 'update']

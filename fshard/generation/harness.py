@@ -135,6 +135,14 @@ def harness(
 
     Raises:
         ImportError: lm-eval is not installed: ``pip install "fshard[harness]"``.
+
+    Example::
+
+        read = fs.generation.hugging_face(model)
+        served = fs.generation.harness(
+            state, read, encode=tokenizer.encode, decode=tokenizer.decode, eos=tokenizer.eos_token_id
+        )
+        results = lm_eval.simple_evaluate(model=served, tasks=["lambada_openai"])
     """
     need("fs.generation.harness", "lm_eval", "lm-eval", "harness")
     wants: list[Want] = [

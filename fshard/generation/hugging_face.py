@@ -19,6 +19,11 @@ def hugging_face(model: Model) -> Forward:
 
     Args:
         model: what ``fs.split`` made of a ``...ForCausalLM``.
+
+    Example::
+
+        model = fs.split(LlamaForCausalLM(config), units="auto")
+        made = fs.generate(state, fs.generation.hugging_face(model), [prompt], max_new=100)
     """
     expect("hugging_face(model)", [("model", model, Model, "what fs.split returned")])
     make = import_module("transformers").DynamicCache

@@ -40,6 +40,11 @@ def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None
     Raises:
         TreeError: ``params`` is not this rank's part of the plan's tree.
         PlanError: there are no processes, or ``device_mesh`` is another mesh.
+
+    Example, under torchrun::
+
+        tree = fs.io.to_dtensor(state.params, plan)
+        net.load_state_dict(dict(fs.tree.paths(tree)), assign=True)
     """
     expect("to_dtensor(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     flat = plan.check_tree(params, whole=False)

@@ -32,7 +32,7 @@ TAIL = 2000
 def launch(fn: Callable[..., R], *args: Any, ranks: int, all_ranks: bool = False, **kwargs: Any) -> Any:
     """Run a function on real ranks, from a notebook or a script, and return what it returned on rank 0.
 
-    Inside of the function, ``fs.make_mesh((-1,), ("shard",))`` is the mesh of these ranks: the ``main()`` of a script
+    Inside of the function, ``fs.make_mesh((-1,), ("data",))`` is the mesh of these ranks: the ``main()`` of a script
     for torchrun runs unchanged. The function may be defined in a cell. It is sent to new processes, by value, with what
     it uses, so it finds a notebook's variables as they are now, and changes none of them: what should come back is
     returned. (Steps, states and meshes belong to a process: make them inside.) New processes, not forks of this one,
@@ -53,8 +53,8 @@ def launch(fn: Callable[..., R], *args: Any, ranks: int, all_ranks: bool = False
             the function that led to it.
 
     >>> def total():
-    ...     mesh = fs.make_mesh((-1,), ("shard",))
-    ...     return fs.collectives.psum(torch.tensor(mesh.rank + 1), "shard", mesh=mesh)
+    ...     mesh = fs.make_mesh((-1,), ("data",))
+    ...     return fs.collectives.psum(torch.tensor(mesh.rank + 1), "data", mesh=mesh)
     >>> fs.launch(total, ranks=2)  # doctest: +SKIP
     tensor(3)
     """

@@ -162,23 +162,40 @@ class ZeroRow:
 
 
 def zeros() -> Initializer:
-    """All zeros."""
+    """All zeros.
+
+    >>> fill(zeros(), key=0, shape=(4,), index=range(2))
+    tensor([0., 0.])
+    """
     return Constant(0.0)
 
 
 def ones() -> Initializer:
-    """All ones."""
+    """All ones.
+
+    >>> fill(ones(), key=0, shape=(4,), index=range(2))
+    tensor([1., 1.])
+    """
     return Constant(1.0)
 
 
 def constant(value: float) -> Initializer:
-    """All ``value``."""
+    """All ``value``.
+
+    >>> fill(constant(0.5), key=0, shape=(4,), index=range(2))
+    tensor([0.5000, 0.5000])
+    """
     _expect_numbers("constant", value=value)
     return Constant(value)
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
-    """Uniform in ``[low, high)``, before rounding to float32."""
+    """Uniform in ``[low, high)``, before rounding to float32.
+
+    >>> drawn = fill(uniform(2.0, 3.0), key=0, shape=(4, 8), index=range(32))
+    >>> bool(((drawn >= 2) & (drawn <= 3)).all())
+    True
+    """
     _expect_numbers("uniform", low=low, high=high)
     return Uniform(low, high)
 
@@ -194,7 +211,15 @@ def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
 
 
 def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float = 0.0) -> Initializer:
-    """Normal, cut off at ``a`` and ``b``: values, as in ``torch.nn.init``, and not multiples of ``std``."""
+    """Normal, cut off at ``a`` and ``b``: values, as in ``torch.nn.init``, and not multiples of ``std``.
+
+    Raises:
+        PlanError: ``a`` is not below ``b``, ``std`` is not above 0, or the cut leaves no mass.
+
+    >>> drawn = fill(trunc_normal(std=0.02, a=-0.04, b=0.04), key=0, shape=(4, 8), index=range(32))
+    >>> bool((drawn.abs() <= 0.04).all())
+    True
+    """
     _expect_numbers("trunc_normal", std=std, a=a, b=b, mean=mean)
     if not a < b or std <= 0:
         raise PlanError(f"trunc_normal needs a < b and std > 0, but got std={std}, a={a}, b={b}")
@@ -206,23 +231,47 @@ def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float 
 
 
 def kaiming_uniform(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
-    """He et al. 2015, uniform; ``a`` is the negative slope of the leaky ReLU that follows."""
+    """He et al. 2015, uniform, for leaves of two dims or more.
+
+    Args:
+        a: the negative slope of the leaky ReLU that follows.
+        mode: ``"fan_in"``, ``"fan_out"`` or ``"fan_avg"``.
+
+    >>> fill(kaiming_uniform(), key=0, shape=(4, 8), index=range(3)).shape
+    torch.Size([3])
+    """
     return _kaiming("kaiming_uniform", a, mode, "uniform")
 
 
 def kaiming_normal(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
-    """He et al. 2015, normal; ``a`` is the negative slope of the leaky ReLU that follows."""
+    """He et al. 2015, normal, for leaves of two dims or more.
+
+    Args:
+        a: the negative slope of the leaky ReLU that follows.
+        mode: ``"fan_in"``, ``"fan_out"`` or ``"fan_avg"``.
+
+    >>> fill(kaiming_normal(), key=0, shape=(4, 8), index=range(3)).shape
+    torch.Size([3])
+    """
     return _kaiming("kaiming_normal", a, mode, "normal")
 
 
 def xavier_uniform(gain: float = 1.0) -> Initializer:
-    """Glorot and Bengio 2010, uniform."""
+    """Glorot and Bengio 2010, uniform, for leaves of two dims or more.
+
+    >>> fill(xavier_uniform(gain=2.0), key=0, shape=(4, 8), index=range(3)).shape
+    torch.Size([3])
+    """
     _expect_numbers("xavier_uniform", gain=gain)
     return Scaled(gain, "fan_avg", "uniform")
 
 
 def xavier_normal(gain: float = 1.0) -> Initializer:
-    """Glorot and Bengio 2010, normal."""
+    """Glorot and Bengio 2010, normal, for leaves of two dims or more.
+
+    >>> fill(xavier_normal(gain=2.0), key=0, shape=(4, 8), index=range(3)).shape
+    torch.Size([3])
+    """
     _expect_numbers("xavier_normal", gain=gain)
     return Scaled(gain, "fan_avg", "normal")
 

@@ -41,6 +41,13 @@ class Model:
         frozen: the paths of parameters with ``requires_grad=False``.
         inits: by path, torch's own initial values, where the module that owns the parameter is torch's own.
         ignored: the parameters that ``split(ignore=)`` took out, the module's own: no leaves, but part of its code.
+
+    >>> import torch, fshard as fs
+    >>> model = fs.split(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh()), units=("0",))
+    >>> model.units, list(dict(fs.tree.paths(model.params)))
+    (('0',), ['0.weight', '0.bias'])
+    >>> model.apply(model.params, torch.ones(4, 2)).shape
+    torch.Size([4, 3])
     """
 
     params: dict[str, Any]

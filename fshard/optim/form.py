@@ -23,6 +23,9 @@ class Form:
         dtype: None for that of the leaf.
         block: elements of the leaf, counted from its start, that share one number.
         wide: float32 at least, where the dtype is that of the leaf.
+
+    >>> Form(dtype=torch.uint8, block=256)  # a byte for 256 elements
+    Form(shape=None, dtype=torch.uint8, block=256, wide=False)
     """
 
     shape: tuple[int, ...] | None = None
@@ -58,6 +61,9 @@ class LeafInfo:
     """A leaf as an optimizer sees it: its path, its whole shape, whether it has gradients, and how these are summed.
 
     ``rounded`` is the wire format to which ranks round gradients before they are summed; empty where sums are exact.
+
+    >>> LeafInfo("head.weight", (10, 4)).trainable
+    True
     """
 
     path: str

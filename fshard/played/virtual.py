@@ -82,7 +82,7 @@ class VirtualMesh(Mesh):
         Raises:
             TreeError: a value differs between ranks, so that it is none of all ranks.
 
-        >>> virtual_mesh((2,), ("shard",)).join([{"loss": 1.5}, {"loss": 1.5}])
+        >>> virtual_mesh((2,), ("data",)).join([{"loss": 1.5}, {"loss": 1.5}])
         {'loss': 1.5}
         """
         return join(results, self.size)

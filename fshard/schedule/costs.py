@@ -189,8 +189,17 @@ class Costs:
 def read_costs(path: str | os.PathLike[str]) -> Costs:
     """Costs from a file of ``Costs.save``.
 
+    Args:
+        path: the file.
+
     Raises:
         PlanError: the file is not there, or is none of these.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Costs({}, Link(1e9)).save(f"{folder}/costs.json")
+    ...     read_costs(f"{folder}/costs.json").link.bytes_per_s
+    1000000000.0
     """
     try:
         found = json.loads(Path(path).read_text())

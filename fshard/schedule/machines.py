@@ -133,6 +133,10 @@ class Cluster:
         per_host: ranks on a host.
         share: of the rates of links that a collective gets.
         hop: further seconds of latency for each doubling of the ranks.
+
+    >>> ib = Cluster(between=LINKS["ib400"], inside=LINKS["nvlink4"], per_host=8)
+    >>> ib.share
+    0.85
     """
 
     between: Link

@@ -34,6 +34,14 @@ class Schedule:
     Raises:
         PlanError: a unit reads a group that does not exist, two groups have one name, accumulate is below 1, or the
             stages contradict each other. All problems are listed.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.abstract_mesh((4,), ("data",))
+    >>> plan = fs.make_plan({"w": torch.zeros(6, 2)}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+    >>> step = fs.make_train_step(lambda params, x: (x @ params["w"]).sum(), fs.optim.sgd(0.1), plan)
+    >>> schedule = step.trace(torch.ones(3, 6)).schedule
+    >>> len(schedule), str(schedule[2])
+    (10, 'all_gather root')
     """
 
     ops: tuple[Op, ...]

@@ -77,6 +77,12 @@ class Plan:
         inits: initializers by path, where the model knows them.
         precision: the dtypes of compute and communication.
         source: its inputs, for ``replace``.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.abstract_mesh((4,), ("data",))
+    >>> plan = fs.make_plan({"w": torch.zeros(6, 2)}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+    >>> plan.leaves["w"].shape, plan.data_size, len(plan.groups)
+    ((6, 2), 4, 1)
     """
 
     mesh: Mesh

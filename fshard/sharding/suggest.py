@@ -43,7 +43,7 @@ def suggest_rules(module: nn.Module, mesh: Mesh) -> list[RuleLike]:
         PlanError: arguments of other types, or a mesh on which no axis is left.
 
     >>> import fshard as fs
-    >>> mesh = fs.abstract_mesh((2, 4), ("replica", "shard"))
+    >>> mesh = fs.abstract_mesh((2, 4), ("replica", "data"))
     >>> suggest_rules(nn.Linear(4, 4), mesh)
     [('.*', fsdp(axis='shard', min_size=0))]
     """

@@ -16,6 +16,15 @@ class JsonLines:
 
     Args:
         path: the file; its folder is made if there is none.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tracker = JsonLines(f"{folder}/run.jsonl")
+    ...     tracker.begin(0, {})
+    ...     tracker.log(1, {"loss": 0.5})
+    ...     tracker.close()
+    ...     read_lines(f"{folder}/run.jsonl")
+    [{'step': 1, 'loss': 0.5}]
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -48,7 +57,19 @@ class JsonLines:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a file of ``JsonLines``."""
+    """The records of a file of ``JsonLines``, in order.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is no JSON, such as the last one of a run that was killed while it wrote.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w") as file:
+    ...     _ = file.write('{"step": 1, "loss": 0.5}')
+    ...     file.flush()
+    ...     read_lines(file.name)
+    [{'step': 1, 'loss': 0.5}]
+    """
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 

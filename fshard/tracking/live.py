@@ -23,6 +23,13 @@ class Live:
 
     Raises:
         ImportError: rich is not installed, and there is a terminal: ``pip install "fshard[live]"``.
+
+    Example::
+
+        with fs.track([fs.trackers.Live(total=1000)], step) as track:
+            for batch in batches:
+                state, metrics = step(state, batch)
+                track(state.step, metrics)
     """
 
     def __init__(

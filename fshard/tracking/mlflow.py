@@ -24,6 +24,11 @@ class MLflow:
 
     Raises:
         ImportError: mlflow is not installed: ``pip install "fshard[mlflow]"``.
+
+    Example::
+
+        with fs.track([fs.trackers.MLflow("gpt", uri="http://host:5000")], step, config={"lr": 3e-4}) as track:
+            track(state.step, metrics)
     """
 
     remote = True

@@ -20,6 +20,11 @@ class TensorBoard:
 
     Raises:
         ImportError: tensorboard is not installed: ``pip install "fshard[tensorboard]"``.
+
+    Example::
+
+        with fs.track([fs.trackers.TensorBoard("runs/a")], step) as track:
+            track(state.step, metrics)
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

@@ -20,6 +20,20 @@ class Tracker(Protocol):
 
     A tracker of one's own has these three methods. ``remote = True`` besides says that they may wait for a server: then
     a thread calls them, and the run goes on meanwhile.
+
+    >>> class Printed:
+    ...     def begin(self, step, config):
+    ...         print("from step", step)
+    ...     def log(self, step, scalars):
+    ...         print(step, dict(scalars))
+    ...     def close(self):
+    ...         print("over")
+    >>> import fshard as fs
+    >>> with fs.track([Printed()]) as track:
+    ...     track(1, {"loss": 0.5})
+    from step 1
+    1 {'loss': 0.5}
+    over
     """
 
     def begin(self, step: int, config: Mapping[str, Any]) -> None:

@@ -16,6 +16,11 @@ class Wandb:
 
     Raises:
         ImportError: wandb is not installed: ``pip install "fshard[wandb]"``.
+
+    Example::
+
+        with fs.track([fs.trackers.Wandb("gpt", mode="offline", name="first")], step) as track:
+            track(state.step, metrics)
     """
 
     remote = True

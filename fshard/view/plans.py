@@ -103,16 +103,16 @@ def plan(plan: Plan) -> PlanView:
 
     >>> import fshard as fs, torch
     >>> params = {"embed": {"w": torch.zeros(8, 4)}, "head": torch.zeros(4)}
-    >>> mesh = fs.abstract_mesh((2,), ("shard",))
-    >>> rules = [("embed.*", fs.fsdp("shard")), ("head", fs.P())]
+    >>> mesh = fs.abstract_mesh((2,), ("data",))
+    >>> rules = [("embed.*", fs.fsdp("data")), ("head", fs.P())]
     >>> print(fs.view.plan(fs.make_plan(params, mesh, rules, units=["embed"])))
-    bytes of parameters at rest on 2 ranks, shard=2
+    bytes of parameters at rest on 2 ranks, data=2
     unit   rank 0  rank 1
     embed      64      64
     root       16      16
     <BLANKLINE>
-    rank 0   shard=0  ######################## 80 B
-    rank 1   shard=1  ######################## 80 B
+    rank 0   data=0  ######################## 80 B
+    rank 1   data=1  ######################## 80 B
     """
     expect("fs.view.plan(plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     sizes, places = held(plan.mesh, plan.places()), plan.places()

@@ -227,9 +227,9 @@ def step_through(step: Any, state: Any, batch: Any) -> Stepping:
         TreeError: a state of one rank alone.
 
     >>> import fshard as fs, torch
-    >>> mesh = fs.virtual_mesh((2,), ("shard",))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> params = {"w": torch.arange(4.0)}
-    >>> plan = fs.make_plan(params, mesh, [("w", fs.fsdp("shard"))])
+    >>> plan = fs.make_plan(params, mesh, [("w", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(1.0)
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), opt, plan)
     >>> stepping = step_through(step, fs.init_state(plan, opt, params=params), torch.ones(4, 4))

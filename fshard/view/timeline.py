@@ -77,6 +77,11 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         PlanError: no schedule, such as a step, which has one: ``step.schedule``.
         ImportError: matplotlib is not installed.
         ScheduleError: the ops open or close a lifetime twice.
+
+    Example::
+
+        fs.view.timeline(step.trace(batch).schedule).savefig("step.png")
+        fs.view.timeline(step.schedule, step.measured).savefig("measured.png")
     """
     wants = [
         ("schedule", schedule, Schedule, "step.schedule, or step.trace(batch).schedule"),

@@ -182,6 +182,13 @@ def test_a_thread_that_helps_is_where_its_caller_is() -> None:
     assert told.endswith(f"test_waits.py:{line}") and "bounded" in told
 
 
+def test_a_line_of_a_notebook_is_named_by_its_cell() -> None:
+    cell = compile("\ntold = call_site()", "/tmp/ipykernel_123/456789.py", "exec")
+    names = {"call_site": call_site, "__name__": "__main__"}
+    exec(cell, names)
+    assert str(names["told"]).startswith("fs.call_site, cell:2")
+
+
 STUCK = """
 import time
 from fshard.runtime.comm.watchdog import Watchdog

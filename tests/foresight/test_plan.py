@@ -35,7 +35,7 @@ def make():
 
 def make_on(mesh):
     params = {f"l{i}": {"w": torch.empty(WIDTH, WIDTH)} for i in range(LAYERS)}
-    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("*",), batch=fs.P("shard"))
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("data"))], units=("*",), batch=fs.P("data"))
     return fs.make_train_step(loss, fs.optim.adamw(1e-3), plan), torch.empty(32, WIDTH)
 
 
@@ -88,7 +88,7 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
 def test_numbers_are_those_of_the_step(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = planned(capsys, f"{job}:make_on", "--mesh", "8", "--memory", "1G")
     assert status == 0 and found["fits"]
-    mesh = fs.abstract_mesh((8,), ("shard",))
+    mesh = fs.abstract_mesh((8,), ("data",))
     from fshard.foresight.jobs import Job, read_job
 
     made = read_job(f"{job}:make_on", mesh)
@@ -101,7 +101,7 @@ def test_numbers_are_those_of_the_step(job: str, capsys: pytest.CaptureFixture[s
     default = next(each for each in found["policies"] if each["policy"] == str(trace.schedule.policy))
     assert default["peak_bytes"] == state + trace.footprint.peak_bytes >= least
     sent = sum(move.sent for group in trace.schedule.groups for move in group.transfers)
-    assert sent <= found["sent_bytes"] <= 2 * sent and found["sent_by_axes"] == {"shard": found["sent_bytes"]}
+    assert sent <= found["sent_bytes"] <= 2 * sent and found["sent_by_axes"] == {"data": found["sent_bytes"]}
     assert found["seconds"] == min(each["seconds"] for each in found["policies"])
     assert found["seconds"] == pytest.approx(found["compute_seconds"] + found["exposed_seconds"])
     assert 0 < found["mfu"] < 1 and [row["parameters"] for row in found["groups"]] == [4096] * 4
@@ -113,8 +113,8 @@ def test_a_slower_link_is_slower_and_a_mesh_of_two_axes_has_three(job: str, caps
         planned(capsys, f"{job}:make", "--mesh", "4x2", "--link", link)[1]["seconds"] for link in ("ib400", "eth1")
     ]
     assert times[0] < times[1]
-    found = planned(capsys, f"{job}:make", "--mesh", "replica=2,shard=4")[1]
-    assert found["mesh"] == {"replica": 2, "shard": 4} and {*found["sent_by_axes"]} == {"shard", "replica"}
+    found = planned(capsys, f"{job}:make", "--mesh", "replica=2,data=4")[1]
+    assert found["mesh"] == {"replica": 2, "data": 4} and {*found["sent_by_axes"]} == {"data", "replica"}
 
 
 def test_what_does_not_fit_says_what_is_largest_and_what_would_do(job: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_what_does_not_fit_says_what_is_largest_and_what_would_do(job: str, caps
 def test_it_prints_tables(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{job}:make", "--mesh", "8"]) == 0
     printed = capsys.readouterr().out
-    for words in ("l0 .. l", "prefetch=", "<- chosen", "MFU", "shard=8, 8 ranks", "Scaling"):
+    for words in ("l0 .. l", "prefetch=", "<- chosen", "MFU", "data=8, 8 ranks", "Scaling"):
         assert words in printed
 
 

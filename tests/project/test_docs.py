@@ -12,7 +12,7 @@ import torch
 from fshard import errors
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -144,6 +144,20 @@ def test_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "optimizers.md") > 7
     assert "0/1: 16.0 KiB of padding" in capsys.readouterr().out
+
+
+PLAIN = ("from-fsdp2.md", "from-jax.md", "gpus.md", "meshes.md", "precision.md", "reliability.md", "slow-links.md")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_pages_that_need_nothing(name: str) -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / name) > 0
+
+
+def test_contributing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ROOT / "CONTRIBUTING.md") == 4
+    assert "exposed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,6 +1,7 @@
 """The library call that a thread is in, and the user's line that made it: read from the stack when it is needed."""
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +9,9 @@ from types import FrameType
 
 OURS = ("fshard.", "torch.", "optree.", "functools", "threading", "contextlib", "concurrent.", "multiprocessing.")
 """Modules whose frames are not the user's."""
+
+CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]\d+\.py$")
+"""The files that ipykernel names for cells."""
 
 WRAPPERS = "fshard.played.everywhere"
 """The module whose frames lie between a user and the function that was called."""
@@ -81,5 +85,8 @@ def _name(inside: list[str]) -> str:
 
 
 def _short(file: str) -> str:
+    """A file as messages name it. A notebook's cell has a file of its own, with a name that says nothing."""
+    if CELL.search(file):
+        return "cell"
     here = os.getcwd() + os.sep
     return file.removeprefix(here)

@@ -1,0 +1,107 @@
+"""The site has every page, notebook and program, and an entry for every public name; it builds, and a browser reads it."""
+
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fshard
+from tests.project.test_docs import blocks
+from tests.project.test_public_names import public_names
+
+ROOT = Path(__file__).parents[2]
+ENTRY = re.compile(r"^\.\. auto(\w+):: fshard\.([\w.]+)", re.MULTILINE)
+TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$|^\.\. toctree::\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+RESULTS = ("errors.", "types.", "generation.", "VerifyError", "Preempted", "init.", "collectives.InFlight", "sim.Simulation")
+RESULTS += ("parallel.Dispatched", "parallel.Routing", "checkpoint_policies.SavePolicy", "optim.Optimizer")
+"""Classes that no program makes itself: they have no example of their own."""
+
+
+def lookup(name: str) -> Any:
+    """What a public name stands for."""
+    value: Any = fshard
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def entries() -> list[tuple[str, str]]:
+    """The directive and the name of every entry of docs/api."""
+    return [found for page in sorted((ROOT / "docs" / "api").glob("*.rst")) for found in ENTRY.findall(page.read_text())]
+
+
+def listed(page: Path) -> set[Path]:
+    """The pages that toctrees of a page name."""
+    found: set[Path] = set()
+    for markdown, rst in TOCTREE.findall(page.read_text()):
+        lines = [line.strip() for line in (markdown or rst).splitlines()]
+        for line in [line for line in lines if line and not line.startswith(":")]:
+            name = line[line.index("<") + 1 : -1] if line.endswith(">") else line
+            matches = [*page.parent.glob(f"{name}.*")] if "*" not in name else [*page.parent.glob(f"{name}.py")]
+            found |= {match.resolve() for match in matches if match.suffix in (".md", ".rst", ".ipynb", ".py")}
+    return found
+
+
+def test_every_page_is_in_a_toctree() -> None:
+    pages = {*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").rglob("*.md")}
+    pages |= {*(ROOT / "docs" / "api").glob("*.rst"), *(ROOT / "examples").rglob("*.ipynb")}
+    pages |= {*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.md")}
+    front, reached, seen = ROOT / "docs" / "index.md", set(), [ROOT / "docs" / "index.md"]
+    while seen:
+        page = seen.pop()
+        reached.add(page)
+        seen += listed(page) - reached if page.suffix in (".md", ".rst") else []
+    assert not sorted(str(page.relative_to(ROOT)) for page in pages - reached), f"not in a toctree from {front.name}"
+
+
+def test_every_public_name_has_one_entry() -> None:
+    names = set(public_names(fshard))
+    count = Counter(name for _, name in entries())
+    assert names - count.keys() == set(), "add them to a page of docs/api"
+    assert count.keys() - names == set(), "no public names"
+    assert [name for name, times in count.items() if times > 1] == []
+
+
+def test_entries_are_of_their_kind() -> None:
+    kinds = {inspect.ismodule: ("module",), inspect.isclass: ("class", "exception"), inspect.isfunction: ("function",)}
+    for directive, name in entries():
+        wanted = next((words for fits, words in kinds.items() if fits(lookup(name))), ("data",))
+        assert directive in wanted, name
+
+
+@pytest.mark.parametrize("kind", [inspect.isfunction, inspect.isclass], ids=["functions", "classes"])
+def test_public_names_have_examples(kind: Any) -> None:
+    names = [name for name in public_names(fshard) if kind(lookup(name))]
+    if kind is inspect.isclass:
+        names = [name for name in names if not name.startswith(RESULTS)]
+    without = [name for name in names if not re.search(r">>> |Example.*::", inspect.getdoc(lookup(name)) or "")]
+    assert not without
+
+
+def test_the_code_of_every_page_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    pages = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    with_code = [page for page in pages if any(info.split()[:1] == ["python"] for info, _, _ in blocks(page))]
+    assert not [page.name for page in with_code if f'"{page.name}"' not in tests]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_site_builds_without_a_warning_and_a_browser_finds_no_fault(tmp_path: Path) -> None:
+    pytest.importorskip("furo")
+    site = tmp_path / "site"
+    build = (sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-j", "2", "-c", "docs", "-d", tmp_path / "pages")
+    done = subprocess.run([*build, ".", site], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (site / "docs" / "index.html").exists() and (site / "_modules" / "fshard" / "sharding" / "plan.html").exists()
+    if importlib.util.find_spec("playwright") is None or not (shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("no browser to open the site with")
+    seen = subprocess.run([sys.executable, "docs/check_site.py", site], cwd=ROOT, capture_output=True, text=True)
+    assert seen.returncode == 0, seen.stderr
