@@ -1,8 +1,8 @@
 """Open every page of the built site in a browser without a window: ``make site``.
 
-Each page is opened as a phone and as a desktop shows it. A page fails that asks another host for something, has an error in
-its console, is wider than the window, or has a link to a page or to a part of a page that is not there. The browser is the
-one of playwright, or chromium as the system has it.
+Each page is opened in the sizes of a phone and of a desktop. A page fails that asks another host for something, has an
+error in its console, is wider than the window, or has a link to a page or to a part of a page that is not there. The
+browser is that of playwright, or the system's chromium.
 """
 
 import functools
@@ -131,7 +131,8 @@ def main() -> None:
     cli.add_argument("site", type=Path, help="the folder of the built site")
     cli.add_argument("--shots", type=Path, help="a folder for pictures of some pages, in both sizes and both colors")
     args = cli.parse_args()
-    names = sorted(str(path.relative_to(args.site)) for path in args.site.rglob("*.html") if "_static" not in path.parts)
+    names = sorted(str(path.relative_to(args.site)) for path in args.site.rglob("*.html"))
+    names.remove("index.html")  # it leads to the front page
     found = Found()
     with served(args.site) as base, sync_playwright() as playwright:
         browser = launched(playwright)
@@ -142,12 +143,15 @@ def main() -> None:
             page.close()
         found.problems += found.loose(args.site, base)
         page = browser.new_page(viewport={"width": 1360, "height": 900})
+        page.goto(base)
+        page.wait_for_url("**/docs/index.html", timeout=20_000)
         results = searched(page, base, "reduce_scatter")
         page.close()
         if args.shots:
             shoot(browser, base, args.shots)
         browser.close()
-    print(f"{len(names)} pages in {len(SIZES)} sizes, {sum(map(len, found.links.values()))} links, {results} results of a search")
+    links = sum(map(len, found.links.values()))
+    print(f"{len(names)} pages in {len(SIZES)} sizes, {links} links, {results} results of a search")
     if found.problems:
         sys.exit("\n".join([*found.problems[:60], f"{len(found.problems)} problems"]))
 

@@ -1,4 +1,4 @@
-"""The site: ``make docs``. Its sources are the pages of the repository, where they lie: links lead the same way in both.
+"""The site: ``make docs``. Its sources are the pages of the repository, where they lie, so links are the same in both.
 
 Notebooks show the outputs that they keep, which the tests compare with a run; code of pages is run by the tests, too.
 ``make docs ARGS="-D nb_execution_mode=force"`` runs the notebooks when the site is built.
@@ -27,7 +27,18 @@ extensions = [
 ]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/*.md"]
-exclude_patterns = [".*", "build", "dist", "fshard", "runs", "tests", "docs/*.py", "docs/pictures", "docs/theme"]
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "fshard",
+    "runs",
+    "tests",
+    "docs/*.py",
+    "docs/pictures",
+    "docs/templates",
+    "docs/theme",
+]
 
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
@@ -50,7 +61,7 @@ html_title = f"fshard {version}"
 html_static_path = ["theme"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_index.html"}  # the front page is docs/index.html
-templates_path = ["theme"]
+templates_path = ["templates"]
 html_show_sphinx = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -1,6 +1,7 @@
 """Links to public names: ``fs.make_plan`` in text leads to its page, and so does ``Plan`` in a signature."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import fshard
@@ -67,8 +69,18 @@ def of_annotation(app: Sphinx, env: BuildEnvironment, node: pending_xref, shown:
     return None if target is None else resolved(app, str(node.get("refdoc")), target, shown)
 
 
+def of_assignment(app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """The text under an assignment, of a name that a room imports from the module that assigns it."""
+    short = name.rpartition(".")[2]
+    for module in [name for name in sys.modules if kind == "data" and name.startswith("fshard.")]:
+        if vars(sys.modules[module]).get(short) is value:
+            told = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", short))
+            lines[:] = told or lines
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Join the build."""
     app.connect("missing-reference", of_annotation)
+    app.connect("autodoc-process-docstring", of_assignment)
     app.add_post_transform(NamesInText)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,6 +7,7 @@ what privacy costs.
 
 import math
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -57,21 +58,30 @@ def train(args: Namespace, mesh: fs.Mesh, private: bool) -> tuple[float, float]:
 
     clip = args.clip if private else 1e9
     gradient = fs.func.clipped_grad(loss_fn, plan, clip, microbatch=64)
+
+    def accuracy() -> float:
+        guess = model.apply(fs.unshard(params, plan), images[held]).argmax(1)
+        return (guess == labels[held]).float().mean().item()
+
     clipped = 0.0
-    label = "private" if private else "not private"
-    for i in tqdm(range(args.steps), desc=label, disable=mesh.rank != 0):
-        draw, noise = fs.random.split(fs.random.fold_in(key, i))
-        # Each sample is in with the same chance, which is what the accounting stands on. All ranks draw alike.
-        chosen = 360 + fs.random.bernoulli(draw, args.batch / count, (count,)).nonzero().flatten().to(mesh.device)
-        mine = chosen[plan.data_rank :: plan.data_size]
-        total, norms = gradient(params, (images[mine], labels[mine]))
-        if private:  # the noise of an element depends on its place in the whole leaf, not on the ranks
-            normal = fs.tree.normal(noise, plan)
-            total = tree.map(lambda g, z: g + args.noise * args.clip * z, total, normal)
-        params, state = update(params, tree.map(lambda g: g / args.batch, total), state)
-        clipped += (norms > args.clip).float().mean().item() / args.steps
-    guess = model.apply(fs.unshard(params, plan), images[held]).argmax(1)
-    return (guess == labels[held]).float().mean().item(), clipped
+    label = "private" if private else "not-private"
+    lines = [fs.trackers.JsonLines(args.out / f"{label}.jsonl")] if args.out else []
+    with fs.track(lines, plan) as track:
+        for i in tqdm(range(args.steps), desc=label, disable=mesh.rank != 0):
+            draw, noise = fs.random.split(fs.random.fold_in(key, i))
+            # Each sample is in with the same chance, which is what the accounting stands on. All ranks draw alike.
+            chosen = 360 + fs.random.bernoulli(draw, args.batch / count, (count,)).nonzero().flatten().to(mesh.device)
+            mine = chosen[plan.data_rank :: plan.data_size]
+            total, norms = gradient(params, (images[mine], labels[mine]))
+            if private:  # the noise of an element depends on its place in the whole leaf, not on the ranks
+                normal = fs.tree.normal(noise, plan)
+                total = tree.map(lambda g, z: g + args.noise * args.clip * z, total, normal)
+            params, state = update(params, tree.map(lambda g: g / args.batch, total), state)
+            clipped += (norms > args.clip).float().mean().item() / args.steps
+            if lines and (i + 1) % 10 == 0:
+                spent = {"epsilon": epsilon(args.batch / count, args.noise, i + 1, args.delta)} if private else {}
+                track(i + 1, {"accuracy": accuracy(), **spent})
+    return accuracy(), clipped
 
 
 def main(args: Namespace, mesh: fs.Mesh) -> None:
@@ -94,6 +104,7 @@ if __name__ == "__main__":
     cli.add_argument("--noise", type=float, default=1.0, help="standard deviation of the noise, in units of --clip")
     cli.add_argument("--delta", type=float, default=1e-4, help="of the privacy that is reported")
     cli.add_argument("--seed", type=int, default=0, help="of initial values, sampling and noise")
+    cli.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="write accuracy and epsilon over steps")
     args = cli.parse_args()
     with fs.make_mesh((-1,), ("data",)) as mesh:
         main(args, mesh)

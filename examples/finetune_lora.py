@@ -59,12 +59,15 @@ def loss_of(model: fs.Model) -> Any:
 def train(what: str, step: Any, state: fs.TrainState, rows: Tensor, count: int, args: Namespace, mesh: fs.Mesh) -> Any:
     """Some steps on random windows. They depend on seed and step alone: any number of ranks sees the same."""
     losses = []
-    for i in (bar := tqdm(range(count), desc=what, unit="step", disable=mesh.rank != 0)):
-        chosen = torch.randint(len(rows), (args.batch,), generator=torch.Generator().manual_seed(args.seed + 1000 * i))
-        state, metrics = step(state, state.plan.local_batch(rows[chosen]).long().to(mesh.device))
-        losses.append(metrics.loss.item())
-        if i % 10 == 0:
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+    with fs.track([fs.trackers.JsonLines(args.out / f"{what}.jsonl")], step) as track:
+        for i in (bar := tqdm(range(count), desc=what, unit="step", disable=mesh.rank != 0)):
+            draw = torch.Generator().manual_seed(args.seed + 1000 * i)
+            chosen = torch.randint(len(rows), (args.batch,), generator=draw)
+            state, metrics = step(state, state.plan.local_batch(rows[chosen]).long().to(mesh.device))
+            losses.append(metrics.loss.item())
+            track(state.step, metrics)
+            if i % 10 == 0:
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}")
     if mesh.rank == 0 and losses:
         shown = [losses[i] for i in sorted({*range(0, count, max(1, count // 5)), count - 1})]
         tqdm.write(f"{what}: loss " + ", ".join(f"{loss:.3f}" for loss in shown))

@@ -6,6 +6,7 @@ and the costs of links.
 """
 
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,17 +65,35 @@ def train(args: Namespace, sizes: tuple[int, int], axes: tuple[str, ...]) -> lis
     return losses
 
 
-def foreseen(args: Namespace, axes: tuple[str, ...]) -> fs.sim.Simulation:
-    """When the ops of a step would run on two hosts, if a block's forward takes 2 ms and its backward 4."""
+def foreseen(args: Namespace, axes: tuple[str, ...], rate: float) -> fs.sim.Simulation:
+    """When the ops of a step would run on two hosts, if a block's forward takes 2 ms and its backward 4.
+
+    ``rate`` is that of the link between the hosts, in Gbit/s.
+    """
     mesh = fs.abstract_mesh((2, 2), ("host", "data"))
     step, plan, _ = make(args, mesh, axes)
     schedule = step.trace(plan.local_batch(batch(args, 0))).schedule
     seconds = {("forward", "root"): 0.0}
     for number in range(args.depth):
         seconds |= {("forward", f"blocks.{number}"): 2e-3, ("backward", f"blocks.{number}"): 4e-3}
-    slow = fs.sim.Link(args.slow * 125e6, latency=50e-6)
+    slow = fs.sim.Link(rate * 125e6, latency=50e-6)
     links = {"host": slow, "host+data": slow}
     return fs.sim.simulate(schedule, fs.sim.Costs(seconds, fs.sim.Link(args.fast * 125e6), links=links))
+
+
+def plot(args: Namespace) -> None:
+    """Draw what a step takes on both layouts, by the rate of the link between the hosts."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SystemExit('--plot needs matplotlib: pip install "fshard[view]"') from None
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes, rates = figure.subplots(), [0.25 * 2**power for power in range(10)]
+    for name, layout in LAYOUTS.items():
+        axes.plot(rates, [1e3 * foreseen(args, layout, rate).seconds for rate in rates], "o-", label=name)
+    axes.set(xscale="log", xlabel="Gbit/s between the hosts", ylabel="ms for a step, simulated", ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(args.plot, dpi=110, metadata={"Software": ""})
 
 
 def main(args: Namespace) -> None:
@@ -86,7 +105,9 @@ def main(args: Namespace) -> None:
         assert all(run == runs[0] for run in runs)
         print(f"{name}: loss {runs[0][0]:.4f} to {runs[0][-1]:.4f}, at most {off:.0e} off that of one rank")
         print(f"  on two hosts, {args.fast:g} Gbit/s inside and {args.slow:g} Gbit/s between them, a ", end="")
-        print(str(foreseen(args, axes)).splitlines()[0])
+        print(str(foreseen(args, axes, args.slow)).splitlines()[0])
+    if args.plot:
+        plot(args)
 
 
 if __name__ == "__main__":
@@ -98,4 +119,5 @@ if __name__ == "__main__":
     cli.add_argument("--fast", type=float, default=100.0, help="Gbit/s inside of a host")
     cli.add_argument("--slow", type=float, default=1.0, help="Gbit/s between hosts")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data")
+    cli.add_argument("--plot", type=Path, default=None, metavar="FILE", help="draw step times by the link's rate")
     main(cli.parse_args())

@@ -29,7 +29,7 @@ def vocab_embedding(
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Returns:
-        (*tokens.shape, width), the same on all ranks; with ``sequence_dim`` this rank's slice.
+        ``(*tokens.shape, width)``, the same on all ranks; with ``sequence_dim`` this rank's slice.
 
     Raises:
         PlanError: inside of a step, the plan does not cut the weight this way; or a token is not in the vocabulary.

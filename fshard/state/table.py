@@ -1,11 +1,18 @@
 """A train state in a notebook: what its buffers hold, group by group. Nothing is read, applied or communicated."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from fshard import markup
+import torch
+from torch import Tensor
+
+from fshard import markup, tree
 from fshard.arguments import size_text
 from fshard.runtime.execution import Shard
 from fshard.sharding.plan import Plan
+
+HALVES = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes that numpy lacks."""
 
 
 def state_html(plan: Plan, title: str, shards: Sequence[Shard] | None) -> str:
@@ -25,6 +32,18 @@ def state_html(plan: Plan, title: str, shards: Sequence[Shard] | None) -> str:
     where = "each rank" if plan.mesh.everywhere else f"rank {plan.mesh.rank}"
     folded = markup.fold(f"{total} on {where}, in {len(rows)} groups", markup.table(head, rows), len(rows) < 9)
     return markup.shown(title, folded, markup.legend(["params", *names]))
+
+
+def arrays(params: Any) -> Any:
+    """A tree of tensors as arrays of numpy: treescope 0.1 asks tensors for names, which PyTorch 2.13 has no more."""
+    return tree.map(_array, params)
+
+
+def _array(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    here = leaf.detach().cpu()
+    return (here.float() if here.dtype in HALVES else here).numpy()
 
 
 def _bytes(shard: Shard) -> int:

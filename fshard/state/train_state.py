@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.everywhere import MemoryOfAllRanks, host_of
 from fshard.state.memory import Layout, Memory
 from fshard.state.past import Past
-from fshard.state.table import state_html
+from fshard.state.table import arrays, state_html
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,6 +90,13 @@ class TrainState:
 
     def _repr_html_(self) -> str:
         return state_html(self.plan, repr(self), None if self.memory.donated else self.shards())
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """What treescope shows: the trees, and the tensors in them, as they are after the last step."""
+        trees = {} if self.memory.donated else arrays({"params": self.params, "opt_state": self.opt_state})
+        render = import_module("treescope.repr_lib").render_object_constructor
+        shown = {"step": self.step, "seed": self.seed, **trees}
+        return render(type(self), shown, path, subtree_renderer)
 
     @property
     def params(self) -> dict[str, Any]:

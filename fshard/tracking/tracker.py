@@ -29,7 +29,7 @@ class Tracker(Protocol):
     ...     def close(self):
     ...         print("over")
     >>> import fshard as fs
-    >>> with fs.track([Printed()]) as track:
+    >>> with fs.track([Printed()], fs.make_mesh((1,), ("data",))) as track:
     ...     track(1, {"loss": 0.5})
     from step 1
     1 {'loss': 0.5}

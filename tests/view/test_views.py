@@ -138,6 +138,17 @@ def test_everything_shows_itself() -> None:
     assert "rank" in html(fs.view.plan(plan)) and "elements" in html(fs.view.sharding(plan, "0.bias"))
 
 
+def test_treescope_shows_the_trees_of_a_state() -> None:
+    treescope = pytest.importorskip("treescope")
+    plan, opt = planned(fs.virtual_mesh((2,), ("shard",))), fs.optim.adamw(1e-2)
+    first = fs.init_state(plan, opt)
+    step = fs.make_train_step(lambda params, x: MODEL.apply(params, x).square().mean(), opt, plan)
+    text = treescope.render_to_text(first)
+    assert text.startswith("TrainState(") and "exp_avg_sq" in text and "(6, 6)" in text
+    state, _ = step(first, torch.ones(4, 6))
+    assert "step=1" in treescope.render_to_text(state) and "params" not in treescope.render_to_text(first)
+
+
 def test_text_is_escaped() -> None:
     params = {"<script>alert(1)</script>": torch.zeros(4)}
     plan = fs.make_plan(params, fs.abstract_mesh((2,), ("shard",)), [(".*", fs.fsdp("shard"))])
