@@ -60,6 +60,7 @@ html_theme = "furo"
 html_title = f"fshard {version}"
 html_static_path = ["theme"]
 html_css_files = ["site.css"]
+html_favicon = "theme/favicon.svg"
 html_additional_pages = {"index": "to_index.html"}  # the front page is docs/index.html
 templates_path = ["templates"]
 html_show_sphinx = False

@@ -78,9 +78,23 @@ def of_assignment(app: Sphinx, kind: str, name: str, value: Any, options: Any, l
             lines[:] = told or lines
 
 
+def sources(app: Sphinx) -> list[Any]:
+    """Pages of sources link back to entries. A module of names in two rooms would link to one room for both."""
+    entries, modules = app.env.get_domain("py").objects, getattr(app.env, "_viewcode_modules", {})
+    for module, found in list(modules.items()):
+        if not found or not module.startswith("fshard"):
+            del modules[module]
+            continue
+        _, _, used, room = found
+        for name in [name for name in used if f"{room}.{name}" not in entries]:
+            del used[name]
+    return []
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Join the build."""
     app.connect("missing-reference", of_annotation)
     app.connect("autodoc-process-docstring", of_assignment)
+    app.connect("html-collect-pages", sources, priority=100)  # before viewcode's own
     app.add_post_transform(NamesInText)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -128,7 +128,7 @@ def _bars(mesh: Mesh, sizes: Mapping[str, list[int]], of: Mapping[str, list[str]
     amounts = [[(unit, sum(sizes[path][rank] for path in paths)) for unit, paths in of.items()] for rank in ranks]
     sums = [sum(size for _, size in row) for row in amounts]
     rows = [
-        [f"{rank} {mesh.coords(rank)}", f"{sums[rank]:,}", markup.bar(row, max(sums))]
+        [f"{rank} {mesh.coords(rank) if len(mesh.sizes) > 1 else ''}".rstrip(), f"{sums[rank]:,}", markup.bar(row, max(sums))]
         for rank, row in enumerate(amounts[:MOST_BARS])
     ]
     return markup.table(["rank", "bytes", ""], rows)
