@@ -12,7 +12,7 @@ import sys
 import threading
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,12 @@ def served(site: Path) -> Iterator[str]:
 
 
 class Silent(http.server.SimpleHTTPRequestHandler):
-    """Serves files and says nothing."""
+    """Serves files and says nothing, also where the browser has gone on to the next page."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        """Send a file."""
+        with suppress(ConnectionError):
+            super().copyfile(source, outputfile)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""

@@ -24,7 +24,9 @@ table { border-collapse: collapse; margin: 0.5rem 0 2rem; }
 td, th { text-align: left; padding: 0.2rem 1rem 0.2rem 0; border-bottom: 1px solid #e3e5ea; vertical-align: top; }
 th { color: #6b7280; font-weight: 600; }
 .wide { overflow-x: auto; }
-img { display: block; margin: 1rem 0; max-width: none; }
+td:first-child { white-space: nowrap; }
+img { display: block; margin: 1rem 0; max-width: 100%; }
+.wide img { max-width: none; }
 .over { color: #c2410c; }
 """
 
@@ -43,6 +45,7 @@ def write_page(path: Path, seen: Foresight, found: Sequence[Remedy]) -> None:
 
 def _lines(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fshard plan</title>'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<style>{STYLE}</style></head><body><h1>fshard plan</h1>"
     if not seen.fits:
         limit = size_text(seen.hardware.memory or 0)

@@ -128,10 +128,15 @@ def _bars(mesh: Mesh, sizes: Mapping[str, list[int]], of: Mapping[str, list[str]
     amounts = [[(unit, sum(sizes[path][rank] for path in paths)) for unit, paths in of.items()] for rank in ranks]
     sums = [sum(size for _, size in row) for row in amounts]
     rows = [
-        [f"{rank} {mesh.coords(rank) if len(mesh.sizes) > 1 else ''}".rstrip(), f"{sums[rank]:,}", markup.bar(row, max(sums))]
+        [rank_text(mesh, rank), f"{sums[rank]:,}", markup.bar(row, max(sums))]
         for rank, row in enumerate(amounts[:MOST_BARS])
     ]
     return markup.table(["rank", "bytes", ""], rows)
+
+
+def rank_text(mesh: Mesh, rank: int) -> str:
+    """A rank and, on a mesh of several axes, where it is along each."""
+    return f"{rank} {mesh.coords(rank)}" if len(mesh.sizes) > 1 else f"{rank}"
 
 
 MOST_BARS = 16

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fshard import markup
 from fshard.arguments import expect, size_text
 from fshard.sharding.plan import Plan
-from fshard.sharding.table import held
+from fshard.sharding.table import held, rank_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ class PlanView:
         most = max(self.totals, default=0)
         rows = [
             [
-                f"{rank} {self.plan.mesh.coords(rank)}",
+                rank_text(self.plan.mesh, rank),
                 f"{total:,}",
                 markup.bar([(unit, row[rank]) for unit, row in zip(self.units, self.held, strict=True)], most, 420),
             ]
@@ -73,7 +73,7 @@ class PlanView:
         """
         from fshard.view.figures import bar_figure  # matplotlib takes a second to import
 
-        labels = [f"rank {rank} {self.plan.mesh.coords(rank)}" for rank in range(self.plan.mesh.size)]
+        labels = [f"rank {rank_text(self.plan.mesh, rank)}" for rank in range(self.plan.mesh.size)]
         return bar_figure(self._title(), labels, self.units, self.held)
 
     def _title(self) -> str:

@@ -16,6 +16,7 @@ from fshard.sharding.layout import Piece, box
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape
+from fshard.sharding.table import rank_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,8 +83,8 @@ class ShardingView:
 
     def _repr_html_(self) -> str:
         parts = [self._row(row) for row in self.cells()]
-        grid = f'<div style="display:inline-block;border:1px solid #8a8f99">{"".join(parts)}</div>'
-        held = [[f"{rank} {self.mesh.coords(rank)}", f"{p.numel:,}", _range(p)] for rank, p in enumerate(self.pieces)]
+        grid = f'<div style="width:fit-content;border:1px solid #8a8f99">{"".join(parts)}</div>'
+        held = [[rank_text(self.mesh, rank), f"{p.numel:,}", _range(p)] for rank, p in enumerate(self.pieces)]
         table = markup.table(["rank", "elements", "which"], held)
         return markup.shown(self._title(), grid, markup.fold(f"{len(held)} ranks", table))
 
