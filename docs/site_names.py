@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from docutils import nodes
@@ -28,6 +29,7 @@ def lookup(name: str) -> Any:
 
 
 NAMES = frozenset(LIST.read_text().split())
+ROOMS = frozenset(name for name in NAMES if isinstance(lookup(name), ModuleType))
 DEFINED = {
     f"{value.__module__}.{value.__qualname__}": f"fshard.{name}"
     for name in sorted(NAMES)
@@ -54,11 +56,10 @@ class NamesInText(SphinxPostTransform):
 def resolved(app: Sphinx, page: str, target: str, shown: Element) -> Element | None:
     """A link to the entry of a public name."""
     python = app.env.get_domain("py")
-    kinds = {"module": "mod"}
     entry = python.objects.get(target)
     if entry is None:
         return None
-    role = kinds.get(entry.objtype, "obj")
+    role = "mod" if entry.objtype == "module" else "obj"
     node = pending_xref("", refdomain="py", reftype=role, reftarget=target)
     return python.resolve_xref(app.env, page, app.builder, role, target, node, shown)
 
@@ -78,23 +79,34 @@ def of_assignment(app: Sphinx, kind: str, name: str, value: Any, options: Any, l
             lines[:] = told or lines
 
 
-def sources(app: Sphinx) -> list[Any]:
-    """Pages of sources link back to entries. A module of names in two rooms would link to one room for both."""
-    entries, modules = app.env.get_domain("py").objects, getattr(app.env, "_viewcode_modules", {})
-    for module, found in list(modules.items()):
-        if not found or not module.startswith("fshard"):
-            del modules[module]
-            continue
-        _, _, used, room = found
-        for name in [name for name in used if f"{room}.{name}" not in entries]:
-            del used[name]
+def own_sources(app: Sphinx) -> list[Any]:
+    """Leave out what an entry's class or value has from other packages, which has no page of its source."""
+    modules = getattr(app.env, "_viewcode_modules", {})
+    for module in [module for module in modules if not module.startswith("fshard")]:
+        del modules[module]
     return []
+
+
+def back_links(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """From a source to its entry. Viewcode takes one room for all names of a module, and some have two."""
+    module = page.removeprefix("_modules/").replace("/", ".")
+    entries = app.env.get_domain("py").objects
+
+    def mended(link: re.Match[str]) -> str:
+        parts = link[1].split(".")
+        short, *member = parts[2:] if parts[1] in ROOMS else parts[1:]
+        target = DEFINED.get(f"{module}.{short}")
+        return link[0] if link[1] in entries or target is None else f'#{".".join([target, *member])}"'
+
+    if module.startswith("fshard."):
+        context["body"] = re.sub(r'#(fshard\.[\w.]+)"', mended, context["body"])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Join the build."""
     app.connect("missing-reference", of_annotation)
     app.connect("autodoc-process-docstring", of_assignment)
-    app.connect("html-collect-pages", sources, priority=100)  # before viewcode's own
+    app.connect("html-collect-pages", own_sources, priority=100)  # before viewcode's own
+    app.connect("html-page-context", back_links)
     app.add_post_transform(NamesInText)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -45,7 +45,7 @@ def suggest_rules(module: nn.Module, mesh: Mesh) -> list[RuleLike]:
     >>> import fshard as fs
     >>> mesh = fs.abstract_mesh((2, 4), ("replica", "data"))
     >>> suggest_rules(nn.Linear(4, 4), mesh)
-    [('.*', fsdp(axis='shard', min_size=0))]
+    [('.*', fsdp(axis='data', min_size=0))]
     """
     mesh_meant = "what fs.make_mesh returned"
     wants: list[Want] = [("module", module, nn.Module, "an nn.Module"), ("mesh", mesh, Mesh, mesh_meant)]
