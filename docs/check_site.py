@@ -24,8 +24,12 @@ except ImportError:
     raise SystemExit('the site is checked by playwright: pip install "fshard[docs]"') from None
 
 SIZES = {"phone": (390, 844), "desktop": (1360, 900)}
-SHOTS = ("docs/index", "examples/notebooks/2_where_everything_lives", "docs/api/steps")
-"""The pages of which pictures are kept."""
+SHOTS = {
+    "site-desktop.png": ("docs/api/steps", "desktop", "light"),
+    "site-notebook.png": ("examples/notebooks/3_schedules", "desktop", "dark"),
+    "site-phone.png": ("docs/index", "phone", "light"),
+}
+"""Pictures: the page, its size and its colors."""
 
 MEASURE = """() => ({
     wide: document.documentElement.scrollWidth - window.innerWidth,
@@ -134,7 +138,7 @@ def main() -> None:
     """Check, and write pictures."""
     cli = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     cli.add_argument("site", type=Path, help="the folder of the built site")
-    cli.add_argument("--shots", type=Path, help="a folder for pictures of some pages, in both sizes and both colors")
+    cli.add_argument("--shots", type=Path, help="a folder for pictures of some pages")
     args = cli.parse_args()
     names = sorted(str(path.relative_to(args.site)) for path in args.site.rglob("*.html"))
     names.remove("index.html")  # it leads to the front page
@@ -162,16 +166,16 @@ def main() -> None:
 
 
 def shoot(browser: Browser, base: str, folder: Path) -> None:
-    """Pictures of some pages."""
+    """Pictures of some pages: of what a window shows that begins with the first output, if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
-    for color in ("light", "dark"):
-        for size, (width, height) in SIZES.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=color)
-            for name in SHOTS:
-                page.goto(f"{base}{name}.html")
-                page.wait_for_timeout(300)
-                page.screenshot(path=folder / f"{name.rpartition('/')[2]}-{size}-{color}.png")
-            page.close()
+    for file, (name, size, color) in SHOTS.items():
+        width, height = SIZES[size]
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=color)  # type: ignore[arg-type]
+        page.goto(f"{base}{name}.html")
+        page.evaluate("document.querySelector('.cell_output')?.scrollIntoView()")
+        page.wait_for_timeout(500)
+        page.screenshot(path=folder / file)
+        page.close()
 
 
 if __name__ == "__main__":
