@@ -21,7 +21,8 @@ ENTRY = re.compile(r"^\.\. auto(\w+):: fshard\.([\w.]+)", re.MULTILINE)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$|^\.\. toctree::\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 RESULTS = (
     *("errors.", "types.", "generation.", "init.", "VerifyError", "Preempted", "collectives.InFlight"),
-    *("parallel.Dispatched", "parallel.Routing", "checkpoint_policies.SavePolicy", "optim.Optimizer", "sim.Simulation"),
+    *("parallel.Dispatched", "parallel.Routing", "checkpoint_policies.SavePolicy", "optim.Optimizer"),
+    *("sim.Hardware", "sim.Option", "sim.Search", "sim.Simulation"),
 )
 """Classes that no program makes itself: they have no example of their own."""
 
