@@ -24,11 +24,12 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map mutations train bench test quick parity fuzz faults hostile docs site lint format clean
+.PHONY: help map mutations train bench gpu test quick parity fuzz faults hostile docs site lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
-	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz, docs and bench.'
+	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz, docs, gpu and bench.'
+	@echo '  WITH=python3 runs make gpu with a Python that has PyTorch already, where nothing can be installed.'
 
 train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this machine.
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -36,6 +37,9 @@ train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this mach
 bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as root also over limited links.
 	@status=0; for name in $(BENCH); do \
 	  echo "== $$name"; $(BIN)/python benchmarks/$$name.py --quick $(ARGS) || status=1; done; exit $$status
+
+gpu: $(if $(WITH),,$(STAMP))  ## Find out on one GPU, in 25 minutes, what only hardware shows; a dry run without one.
+	$(or $(WITH),$(BIN)/python) -m tests.gpu $(ARGS)
 
 test: $(STAMP)  ## Check style and types, and run the tests: six minutes on two cores.
 	@$(call beside_lint,$(PYTEST) $(ARGS))

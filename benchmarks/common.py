@@ -90,13 +90,19 @@ class Report:
         print(f"\n{self.claim}\n{table(self.rows)}")
         for note in self.notes:
             print(note)
+        self.write(args)
+        return 1 if args.strict and any(row.short and row.strict for row in self.rows) else 0
+
+    def write(self, args: argparse.Namespace) -> None:
+        """Write the JSON."""
         content = {**asdict(self), "quick": args.quick}
         for row, written in zip(self.rows, content["rows"], strict=True):
             written["verdict"] = row.verdict
         path = (args.results or (QUICK if args.quick else RESULTS)) / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rounded(content), indent=1) + "\n")
-        return 1 if args.strict and any(row.short and row.strict for row in self.rows) else 0
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(rounded(content), indent=1) + "\n")
+        part.rename(path)
 
 
 def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda cli: None) -> argparse.Namespace:

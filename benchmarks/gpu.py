@@ -5,7 +5,8 @@ once, so a step holds what the rank itself does, at its sizes of shards and buff
 PyTorch, the same under ``torch.compile``, FSDP2, and JAX.
 
 Each peer has a process of its own, so that memory is its own. fshard and one other at a time take turns step by step.
-Where there is no GPU nothing is measured; ``--cpu-dry-run`` runs all of this on a tiny model, to see that it works.
+Results are written after each case, so that a run that is cut keeps what it has; a case that fails leaves a note. Where
+there is no GPU nothing is measured; ``--cpu-dry-run`` runs all of this on a tiny model, to see that it works.
 """
 
 import argparse
@@ -30,15 +31,20 @@ from model import Size, make, rows
 from torch.profiler import ProfilerActivity, profile
 from turns import Family, answering, serve
 
+from fshard.sim import DEVICES
+
 LARGE = Size(depth=24, width=2048, heads=16, tokens=1024, batch=4, vocabulary=32768)
 """1.34 billion parameters."""
 
-HOST = Size(depth=24, width=64, heads=2, tokens=16, batch=1, vocabulary=64)
-"""As many units, and so little work in each that the host's time is what passes."""
+HOST = Size(depth=12, width=64, heads=2, tokens=16, batch=1, vocabulary=64)
+"""So little work in each unit that the host's time is what passes."""
 
 DRY = Size(depth=2, width=32, heads=2, tokens=8, batch=2, vocabulary=64)
-CASES = {1: ("eager", "compiled", "fsdp2", "jax"), 8: ("fsdp2", "fsdp2 async"), 64: ("fsdp2",)}
-"""Whom fshard meets, by the number of ranks."""
+CASES = ("1 eager", "1 fsdp2", "8 fsdp2", "64 fsdp2", "1 compiled", "1 jax", "8 fsdp2 async")
+"""The number of ranks, and whom fshard meets: first what matters most, since time may run out."""
+
+WARM, ANSWER = 2, 150.0
+"""Rounds before the first that counts, and seconds for one answer: a first step may compile."""
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "mixed": 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "mixed": torch.float32}
@@ -67,6 +73,8 @@ class Worker:
         with self.device:
             module = make(self.size).to(DTYPES[args.dtype])
         self.peer = peers.PEERS[args.peer + (" bf16" if args.dtype == "mixed" else "")](module)
+        for leaf in module.parameters() if args.peer.startswith("fshard") else ():
+            leaf.untyped_storage().resize_(0)  # the state has a copy, and memory is compared
 
     def answer(self, what: str, number: int) -> dict[str, Any]:
         """A step, or a step under the profiler."""
@@ -94,7 +102,12 @@ class Worker:
             self.peer.step(batch)
             self.wait()
         device = torch.autograd.DeviceType.CUDA if self.cuda else torch.autograd.DeviceType.CPU
-        kernels = [event for event in seen.events() if event.device_type == device and "nccl" not in event.name.lower()]
+        # Ranges that code has named show on the device, too, and would cover the gaps in them.
+        kernels = [
+            event
+            for event in seen.events()
+            if event.device_type == device and not event.is_user_annotation and "nccl" not in event.name.lower()
+        ]
         span, idle = exposed((event.time_range.start, event.time_range.end) for event in kernels)
         return {"span": span / 1e6, "idle": idle / 1e6}
 
@@ -134,17 +147,17 @@ def meet(names: tuple[str, str], size: Size, world: int, dtype: str, rounds: int
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         data = Path(folder) / "data.npz"
         if "jax" in names:
-            jax_fsdp.write_data(data, size, 1, rounds + 3)
+            jax_fsdp.write_data(data, size, 1, rounds + WARM + 2, "cuda" if torch.cuda.is_available() else "cpu")
         families = {
-            name: stack.enter_context(Family(name, [command(name, size, world, dtype, data)], around(name)))
+            name: stack.enter_context(Family(name, [command(name, size, world, dtype, data)], around(name), ANSWER))
             for name in names
         }
         if world == 1:
             jax_fsdp.check(families, TOLERANCE[dtype], numbers=range(2))
         samples: dict[str, dict[str, Any]] = {name: {} for name in names}
-        for number in range(-1, rounds):
+        for number in range(-WARM, rounds):
             for name in names if number % 2 else names[::-1]:
-                (found,) = families[name].ask(f"step step {number + 3}")
+                (found,) = families[name].ask(f"step step {number + WARM + 2}")
                 for kind, value in found.items() if number >= 0 else ():
                     samples[name].setdefault(kind, []).append(value)
         for name in names:
@@ -170,9 +183,7 @@ def case(report: Report, world: int, other: str, sizes: tuple[Size, Size], dtype
     if any(theirs.get("peak", ())) and any(ours["peak"]):
         report.rows.append(ratio(f"{title}: fshard / {other}", "peak memory", ours["peak"], theirs["peak"]))
     for name, sample in samples.items():
-        if sample.get("profile", {}).get("span"):
-            share = sample["profile"]["idle"] / sample["profile"]["span"]
-            report.rows.append(Row(f"{title}: {name}, against {other}", "idle share", share))
+        report.rows += [Row(f"{title}: {name}, against {other}", *one) for one in absolute(sample, large, dtype)]
     hosts = meet(("fshard", other), small, world, dtype, 3 * rounds)
     report.rows.append(ratio(f"{title}: fshard / {other}", "host", hosts["fshard"]["wall"], hosts[other]["wall"]))
     for name, sample in hosts.items():
@@ -182,6 +193,35 @@ def case(report: Report, world: int, other: str, sizes: tuple[Size, Size], dtype
         name: {kind: statistics.median(values) for kind, values in sample.items() if isinstance(values, list)}
         for name, sample in samples.items()
     }
+
+
+def absolute(sample: dict[str, Any], size: Size, dtype: str) -> list[tuple[str, float]]:
+    """Of one peer: milliseconds of a step, model FLOPs utilization, the share of the time in which no kernel runs."""
+    wall = statistics.median(sample["wall"])
+    found = [("ms a step", 1e3 * wall)]
+    if rate := peak_rate(dtype):
+        found.append(("MFU", flops(size) / (wall * rate)))
+    if sample.get("profile", {}).get("span"):
+        found.append(("idle share", sample["profile"]["idle"] / sample["profile"]["span"]))
+    return found
+
+
+def flops(size: Size) -> float:
+    """Floating-point operations of a step, as PaLM counts them (Chowdhery et al., 2022): 6 a parameter and token, and
+    attention over all pairs of tokens. Embeddings are looked up, so they do not count.
+
+    >>> f"{flops(LARGE):.3g}"
+    '3.38e+13'
+    """
+    tokens, matrices = size.batch * size.tokens, 12 * size.depth * size.width**2 + size.width * size.vocabulary
+    return float(tokens * (6 * matrices + 12 * size.depth * size.width * size.tokens))
+
+
+def peak_rate(dtype: str) -> float | None:
+    """What the GPU promises, in operations a second; None without a GPU, or if nothing is known of it."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    known = next((device for word, device in DEVICES.items() if word in name), None)
+    return known and (known.flops32 if dtype == "fp32" else known.flops)
 
 
 def missing(name: str, dry: bool) -> str | None:
@@ -205,16 +245,24 @@ def measure(args: argparse.Namespace) -> int:
     report = Report("gpu_dry_run" if dry else "gpu", claim, configuration)
     report.environment["device"] = "cpu" if dry else torch.cuda.get_device_name()
     args.results = args.results or (QUICK if dry else None)
-    for world, others in CASES.items():
+    deadline = time.monotonic() + args.seconds
+    for name in args.cases:
+        ranks, _, other = name.partition(" ")
+        world = int(ranks)
+        why = missing(other, dry)
         if world > 1 and dry and args.dtype == "mixed":
-            report.notes.append(f"{world} ranks, faked: skipped: rounded gradients need a GPU there")
+            why = "rounded gradients need a GPU there"
+        if not why and time.monotonic() > deadline:
+            why = "no time was left"
+        if why:
+            report.notes.append(f"{name}: skipped: {why}")
             continue
-        for other in others:
-            why = missing(other, dry)
-            if why:
-                report.notes.append(f"{other}: skipped: {why}")
-            elif other in (args.peers or others):
-                case(report, world, other, (size, DRY if dry else HOST), args.dtype, rounds)
+        try:
+            case(report, world, other, (size, DRY if dry else HOST), args.dtype, rounds)
+        except SystemExit as error:  # a process has died, is silent, or trains another model
+            report.notes.append(f"{name}: failed: {error}")
+        print(f"{name}: done", flush=True)
+        report.write(args)
     return report.finish(args)
 
 
@@ -224,7 +272,10 @@ def options(cli: argparse.ArgumentParser) -> None:
     cli.add_argument("--rounds", type=int, help="steps of each peer")
     cli.add_argument("--depth", type=int, help="blocks, instead of the benchmark's own")
     cli.add_argument("--dtype", choices=DTYPES, default="bf16", help=MIXED)
-    cli.add_argument("--peers", nargs="+", metavar="NAME", help="whom fshard meets, instead of all")
+    cli.add_argument(
+        "--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help="ranks and a peer, as '8 fsdp2'"
+    )
+    cli.add_argument("--seconds", type=float, default=3600.0, help="after which no case begins")
     for name, kind in (("worker", int), ("world", int), ("peer", str), ("size", str)):
         cli.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
 

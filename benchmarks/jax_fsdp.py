@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import peers
+import torch
 from common import HERE, QUIET, Report, arguments, free_port, peers_option, ratio
 from model import SMALL, Size, make, rows
 from turns import Family
@@ -51,13 +52,19 @@ def obstacle() -> str | None:
 def no_gpu() -> str | None:
     """Why JAX cannot use a GPU here, or None. Asked in another process: JAX takes hold of what it finds."""
     ask = "import jax; print([device.platform for device in jax.devices()])"
-    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env={**os.environ, **JAX})
+    around = {**os.environ, **JAX, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=around)
     return None if "gpu" in found.stdout or "cuda" in found.stdout else "JAX sees no GPU: pip install 'jax[cuda12]'"
 
 
-def write_data(path: Path, size: Size, ranks: int, numbers: int) -> None:
-    """For processes without PyTorch: the start weights, and all rows, (numbers, ranks, batch, tokens + 1)."""
-    weights = {f"w:{name}": leaf.detach().numpy() for name, leaf in make(size).state_dict().items()}
+def write_data(path: Path, size: Size, ranks: int, numbers: int, device: str = "cpu") -> None:
+    """For processes without PyTorch: the start weights, and all rows, (numbers, ranks, batch, tokens + 1).
+
+    A device draws other numbers than another: weights are drawn where the peers draw theirs.
+    """
+    with torch.device(device):
+        module = make(size)
+    weights = {f"w:{name}": leaf.detach().cpu().numpy() for name, leaf in module.state_dict().items()}
     batches = np.stack([np.stack([rows(size, n, r).numpy() for r in range(ranks)]) for n in range(numbers)])
     np.savez(path, rows=batches.astype(np.int32), **weights)
 

@@ -253,8 +253,9 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
 @functools.cache
 def compiler_works() -> str | None:
     """Why ``torch.compile`` cannot be a peer here, or None."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # each has a compiler of its own
     try:
-        torch.compile(lambda x: x.sin() + 1)(torch.zeros(4))
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(4, device=device))
     except Exception as error:  # whatever is missing: a compiler, headers, a backend
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return None

@@ -19,6 +19,7 @@ import torch
 from torch.backends import cuda
 
 from fshard.errors import CommError, PeerError, lines
+from fshard.played.lives import Lives
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.devices import carried
 from fshard.sharding.mesh import Mesh
@@ -91,6 +92,7 @@ class Scheduler:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.size = mesh, mesh.size
         self.logs: dict[Any, Any] = {}
+        self.lives = Lives()
         self.threads: list[RankThread] = []
         self.current: RankThread  # the one that runs
         self.failure: str | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard.errors import CommError
 from fshard.played.cooperative import RankThread, playing
@@ -30,10 +31,12 @@ class Collective:
 
 @dataclass(eq=False)
 class CollectiveLog:
-    """The collectives of one communicator, in order."""
+    """The collectives of one communicator in one of its lives, in order."""
 
     name: str
     members: tuple[int, ...]
+    role: str
+    life: int
     collectives: dict[int, Collective] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
 
@@ -56,16 +59,25 @@ class VirtualTransport:
         members = tuple(sorted(self.mesh.ranks(axes)))
         if len(members) == 1:
             return SingleRank()
+        if (thread := self._playing()) is not None:
+            thread.scheduler.lives.join(role, self.mesh.rank)
         return VirtualCommunicator(role, f"{role}({'+'.join(axes)})", members, self.mesh.rank, self.host)
 
-    def abort(self, role: str, reason: str = "") -> None:
-        """Does nothing: the scheduler detects a deadlock."""
+    def abort(self, role: str, reason: str = "the step failed") -> None:
+        """Let ranks fail that wait for this one in a collective of the role, or come to one."""
+        if (thread := self._playing()) is not None:
+            thread.scheduler.lives.end(role, self.mesh.rank, reason)
 
     def abort_all(self, reason: str) -> None:
         """Let every rank fail at its next collective of this run."""
-        thread = playing()
-        if thread is not None and thread.scheduler.mesh is self.host and thread.scheduler.failure is None:
+        thread = self._playing()
+        if thread is not None and thread.scheduler.failure is None:
             thread.scheduler.fail(f"rank {self.mesh.rank} gave up: {reason}")
+
+    def _playing(self) -> RankThread | None:
+        """The thread of a rank in a run of this mesh."""
+        thread = playing()
+        return thread if thread is not None and thread.scheduler.mesh is self.host else None
 
     def close(self, reason: str = "") -> None:
         """Does nothing: the scheduler sees the rank's exception."""
@@ -81,7 +93,7 @@ class Arrival:
     thread: RankThread
 
     def wait(self) -> None:
-        """Let the others run until all have reached it."""
+        """Let the others run until all have reached it. Raises ``CommError`` if one of them never will."""
         if not self.collective.complete:
             if self.thread is not playing():
                 raise CommError(
@@ -89,7 +101,13 @@ class Arrival:
                     f"made it: wait for it in the same mesh.run"
                 )
             what = f"{self.collective.call} on {self.log.name}, its call {self.number}"
-            self.thread.scheduler.wait(self.thread, lambda: self.collective.complete, what)
+            self.thread.scheduler.wait(self.thread, lambda: self.collective.complete or bool(self._gone()), what)
+            if not self.collective.complete:
+                raise CommError(f"{self.collective.call} on {self.log.name} failed: {self._gone()}")
+
+    def _gone(self) -> str:
+        """Which ranks will not come, and why."""
+        return self.thread.scheduler.lives.gone(self.log.role, self.log.life, self.log.members)
 
 
 @dataclass(frozen=True)
@@ -131,7 +149,11 @@ class VirtualCommunicator:
         if scheduler.failure is not None:
             raise CommError(scheduler.failure)
         thread.check_interrupt()
-        log = scheduler.logs.setdefault((self.role, self.members), CollectiveLog(self.name, self.members))
+        life = scheduler.lives.join(self.role, self.rank)
+        if gone := scheduler.lives.gone(self.role, life, self.members):
+            raise CommError(f"{call} on {self.name} failed: {gone}")
+        made = CollectiveLog(self.name, self.members, self.role, life)
+        log = scheduler.logs.setdefault((self.role, self.members, life), made)
         number = log.counts[self.rank] = log.counts.get(self.rank, 0) + 1
         collective = log.collectives.setdefault(number, Collective(call))
         handle = Arrival(collective, log, number, thread)
@@ -140,9 +162,7 @@ class VirtualCommunicator:
         collective.parts[self.rank] = part
         if len(collective.parts) == self.size:
             del log.collectives[number]
-            inference = any(part["out"].is_inference() for part in collective.parts.values())
-            with torch.inference_mode(inference), torch.no_grad():
-                perform([collective.parts[rank] for rank in self.members])
+            _performed(perform, [collective.parts[rank] for rank in self.members])
             collective.complete = True
             collective.parts.clear()
         return handle
@@ -170,6 +190,13 @@ class VirtualCommunicator:
         where = f"on {self.name} where rank {first} calls {handle.collective.call}"
         scheduler.fail(f"rank {self.rank} calls {call} {where}:")
         raise CommError(str(scheduler.failure))
+
+
+def _performed(perform: Callable[[list[Part]], None], parts: list[Part]) -> None:
+    """Move the data of all ranks, unseen by modes of the rank that comes last, such as those of checkpointing."""
+    inference = any(part["out"].is_inference() for part in parts)
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(inference), torch.no_grad():
+        perform(parts)
 
 
 def _size(x: Tensor) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.errors import BatchError, PlanError
+from fshard.runtime.comm import processes
 from fshard.runtime.comm.devices import Place, carried, choose_device, device_of_group, problem_of
 from fshard.runtime.comm.processes import join
 from fshard.runtime.engine.batch import check_device
@@ -155,6 +156,45 @@ def sized(size: int) -> str:
 def test_sizes_that_one_rank_gives_wrong_are_an_error_of_all(pool: Pools) -> None:
     first, second = pool(2).run(sized, 2)
     assert first == second and "rank 1: mesh sizes (3,) multiply to 3" in first
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "said"),
+    [
+        (1, ("GPU-1", "GPU-1"), "ranks 0, 1: cuda:0 of host a (GPU-1)"),
+        (1, ("GPU-1", ""), "rank 0: cuda\n  rank 1: cpu"),
+        (2, ("", "no driver"), "rank 1: no driver"),
+    ],
+)
+def test_ranks_that_meet_in_a_file_compare_their_devices(
+    visible: int, gpus: tuple[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads stand for two ranks: none gets so far as to make a process group."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    errors: dict[int, str] = {}
+
+    def place(device: torch.device) -> Place:
+        gpu = gpus[threading.current_thread().rank]  # type: ignore[attr-defined]
+        if "driver" in gpu:
+            raise PlanError(gpu)
+        return Place(str(device) if gpu else "cpu", "a", gpu)
+
+    def rank(number: int) -> None:
+        try:
+            processes.join_by_file(str(tmp_path / "store"), number, 2, 20.0)
+        except PlanError as error:
+            errors[number] = str(error)
+
+    monkeypatch.setattr(processes, "place_of", place)
+    monkeypatch.setattr(processes, "_in_time", lambda body, seconds: body())  # in this thread, which is the rank
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.rank = number  # type: ignore[attr-defined]
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors[0] == errors[1] and said in errors[0]
 
 
 SCRIPT = """

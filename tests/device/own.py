@@ -13,6 +13,8 @@ import torch
 
 SOURCE = Path(__file__).with_name("own_device.cpp")
 DEVICE = "own"
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "d" / "own_device"
+"""Where tests build the library."""
 
 
 def compiler() -> str | None:
@@ -20,10 +22,15 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
 
 
+def library(folder: Path) -> Path:
+    """Where the library is, or will be."""
+    kind = hashlib.sha256(SOURCE.read_bytes() + str(torch.__version__).encode()).hexdigest()[:16]
+    return folder / f"own_device-{kind}.so"
+
+
 def build(folder: Path) -> Path:
     """The library, compiled once for each version of its source and of PyTorch: half a minute."""
-    kind = hashlib.sha256(SOURCE.read_bytes() + str(torch.__version__).encode()).hexdigest()[:16]
-    made = folder / f"own_device-{kind}.so"
+    made = library(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -36,6 +43,14 @@ def build(folder: Path) -> Path:
             subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(part)], check=True, timeout=900)
             part.rename(made)
     return made
+
+
+def found() -> str | None:
+    """The device, if tests have built its library: the process can use it from now on."""
+    if not library(CACHE).exists():
+        return None
+    load(str(library(CACHE)))
+    return DEVICE
 
 
 @functools.cache

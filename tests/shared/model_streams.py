@@ -144,17 +144,15 @@ class _Over:
         """Does nothing."""
 
 
-def _all_gather(out: Tensor, shard: Tensor, group: Group) -> Work:
+def _all_gather(out: Tensor, shard: Tensor, group: Any) -> Any:
     return group.run("all_gather", [shard], [out], out, shard)
 
 
-def _reduce_scatter(out: Tensor, full: Tensor, group: Group) -> Work:
-    with group.clocks.paused():
-        stage = torch.empty_like(full)
-    return group.run("reduce_scatter", [full], [out], out, full, stage, False)
+def _reduce_scatter(out: Tensor, full: Tensor, group: Any) -> Any:
+    return group.run("reduce_scatter", [full], [out], out, full, full, False)  # played ranks need no staging
 
 
-def _stage_numel(plan: fs.Plan, group: Any) -> int:
+def staged(plan: fs.Plan, group: Any) -> int:
     """The staging that a plan on CUDA has."""
     return stage_numel(dataclasses.replace(plan, mesh=fs.abstract_mesh(*_axes(plan), device="cuda")), group)
 
@@ -167,16 +165,23 @@ class Dist:
     """What ``NcclCommunicator`` calls of torch.distributed."""
 
     @staticmethod
-    def all_reduce(buffer: Tensor, group: Group, async_op: bool) -> Work:
+    def all_reduce(buffer: Tensor, group: Any, async_op: bool) -> Any:
         """NCCL's all-reduce."""
         return group.run("all_reduce", [], [buffer], buffer)
 
     @staticmethod
     def all_to_all_single(
-        out: Tensor, full: Tensor, receive: Any = None, send: Any = None, *, group: Group, async_op: bool
-    ) -> Work:
+        out: Tensor, full: Tensor, receive: Any = None, send: Any = None, *, group: Any, async_op: bool
+    ) -> Any:
         """NCCL's all-to-all."""
         return group.run("all_to_all", [full], [out], out, full, receive, send)
+
+
+def substitute(change: Any) -> None:
+    """Let ``NcclCommunicator`` call the ``run`` of its group in the place of torch.distributed."""
+    change.setattr("fshard.runtime.comm.nccl.all_gather", _all_gather)
+    change.setattr("fshard.runtime.comm.nccl.reduce_scatter", _reduce_scatter)
+    change.setattr("fshard.runtime.comm.nccl.dist", Dist)
 
 
 @contextmanager
@@ -188,10 +193,8 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
 
     count = iter(range(1 << 30))
     with patch.context() as change:
-        change.setattr("fshard.runtime.comm.nccl.all_gather", _all_gather)
-        change.setattr("fshard.runtime.comm.nccl.reduce_scatter", _reduce_scatter)
-        change.setattr("fshard.runtime.comm.nccl.dist", Dist)
-        change.setattr("fshard.runtime.steps.programs.stage_numel", _stage_numel)
+        substitute(change)
+        change.setattr("fshard.runtime.steps.programs.stage_numel", staged)
         for room in ("execution.actions", "memory.offload"):
             change.setattr(
                 f"fshard.runtime.{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}")

@@ -164,7 +164,7 @@ def arrivals(step: Any) -> int:
     """How many control collectives this played rank has come to in its run."""
     thread, control = playing(), step._runner.programs.comms.control
     assert thread is not None
-    return int(thread.scheduler.logs[control.role, control.members].counts[control.rank])
+    return int(thread.scheduler.logs[control.role, control.members, 0].counts[control.rank])
 
 
 def test_rank_0_alone_and_no_exchange() -> None:

@@ -38,6 +38,9 @@ GRACE = 1.5
 DROPPING, PARTING = 1.0, 5.0
 """Seconds for closing connections: after a failure, and at the end."""
 
+JOINING = 300.0
+"""Seconds for the ranks of one host to come to the file in which they meet."""
+
 STORE = (
     "the store of the job, on the host of rank 0 or of torchrun's first agent, cannot be reached, or ranks did not come"
 )
@@ -306,17 +309,28 @@ def available_backends() -> list[str]:
     return [name for name, there in found.items() if there]
 
 
-def join_by_file(path: str, rank: int, world: int) -> None:
-    """Make the default process group of ranks of one host, which meet in a file: no port is opened for it."""
+def join_by_file(path: str, rank: int, world: int, timeout: float = JOINING) -> None:
+    """Make the default process group of ranks of one host, which meet in a file: no port is opened for it. Collective.
+
+    Args:
+        path: of the file, which is not there yet.
+        rank: this one.
+        world: how many there are.
+        timeout: seconds to wait for others.
+
+    Raises:
+        PlanError: a rank has no GPU, or several ranks have one; on all ranks alike.
+    """
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    device = choose_device(None, torch.cuda.device_count() if torch.cuda.is_available() else 0, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    visible, c10d = torch.cuda.device_count() if torch.cuda.is_available() else 0, cast(Any, dist)
     with naming_errors("joining the process group"):
-        dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world)
+        store = c10d.FileStore(path, world)
+        store.set_timeout(datetime.timedelta(seconds=timeout))
+        device = _agreed(store, rank, world, timeout, lambda: choose_device(None, visible, rank), lambda world: None)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def _agreed(
@@ -350,7 +364,7 @@ def _in_time(body: Callable[[], T], seconds: float) -> T:
     except TimeoutError as error:
         world, at = dist.get_world_size() if dist.is_initialized() else os.environ["WORLD_SIZE"], STORE
         if not dist.is_initialized():
-            at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            at = f"{os.environ.get('MASTER_ADDR', 'a file')}:{os.environ.get('MASTER_PORT', 'of this host')}"
         raise TimeoutError(
             f"{error}. Not all of {world} ranks came to the store at {at}, or its host cannot be reached: see the logs"
         ) from error

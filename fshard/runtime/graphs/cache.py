@@ -270,6 +270,8 @@ def _settings() -> Key:
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        *torch._C._get_sdp_priority_order(),
     )
 
 

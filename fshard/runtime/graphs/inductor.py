@@ -20,8 +20,7 @@ from fshard.runtime.graphs.emit import Code, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
 from fshard.runtime.graphs.trace import Joint, Untraceable
 
-# Calls from C++ to kernels cost half of those from Python.
-SETTINGS = {"fallback_random": True, "cpp_wrapper": True}
+SETTINGS = {"fallback_random": True}
 
 
 def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> Code:
@@ -32,7 +31,7 @@ def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | No
         return emit(halves, own, saved)
     if saved is not None:
         raise Untraceable("compiled once, for gradients of the usual strides")
-    with config.patch(SETTINGS):
+    with config.patch(**SETTINGS, cpp_wrapper=_from_cpp(halves.joint)):
         whole = _decomposed(joint)
         if any(node is not None for node in joint.tangents):
             first, second = min_cut_rematerialization_partition(whole, (), num_fwd_outputs=joint.count)
@@ -55,6 +54,14 @@ def _decomposed(joint: Joint) -> fx.GraphModule:
         node.name = node.target = f"primals_{number}" if number <= primals else f"tangents_{number - primals}"
     whole.recompile()
     return whole
+
+
+def _from_cpp(joint: Joint) -> bool:
+    """Whether kernels are called from C++, which takes the host half the time of calls from Python.
+
+    Not on CUDA, where that needs the headers of its toolkit, and compiles twice. Not measured there yet.
+    """
+    return all(value(node).device.type == "cpu" for node in (*joint.leaves, *joint.inputs))
 
 
 class _Compiled:
@@ -129,7 +136,7 @@ class _Half:
         # Inductor may choose other strides for results that no user sees; the backward was traced with these.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-        wrapper = SETTINGS["cpp_wrapper"]
+        wrapper = config.cpp_wrapper
         self.compiled: Any = compile_fx_inner(module, fakes, is_backward=backward, cpp_wrapper=wrapper)
         self.run: Callable[[list[Any]], Any] = self._first
 

@@ -1,0 +1,47 @@
+"""``benchmarks/gpu.py``, within the time of a stage."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.gpu.place import Found, Place
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(place: Place, found: Found) -> None:
+    """Measure, and keep the benchmark's own record, as far as it came."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--results", folder]
+        if place.dry:
+            command += [
+                "--cpu-dry-run",
+                "--rounds",
+                "1",
+                "--cases",
+                *place.of((), ("1 fsdp2", "8 fsdp2"), ("1 eager",)),
+            ]
+            found.leave("figures: a tiny model on the CPU, and few of the peers")
+        else:
+            command += ["--rounds", "8", "--seconds", "420"]
+        child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            _keep(found, Path(folder))
+        status = child.wait()
+        record = _keep(found, Path(folder))
+    found.check(status == 0, f"benchmarks/gpu.py ended with status {status}")
+    found.check(bool(record.get("rows")), "benchmarks/gpu.py has no rows")
+    for note in record.get("notes", ()):
+        found.leave(note)
+
+
+def _keep(found: Found, folder: Path) -> dict[str, list[str]]:
+    files = [*folder.glob("*.json")]
+    record = json.loads(files[0].read_text()) if files else {}
+    if record and record != found.numbers.get("benchmark"):
+        found.number("benchmark", record)
+    return record
