@@ -24,6 +24,7 @@ from typing import Any
 
 import jax_fsdp
 import peers
+import silent
 import torch
 import torch.distributed as dist
 from common import HERE, QUICK, QUIET, Report, Row, arguments, ratio
@@ -125,9 +126,7 @@ def work(args: argparse.Namespace) -> int:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world)
+        silent.join(args.world)
     serve(Worker(args).answer, answers)
     dist.destroy_process_group()
     return 0

@@ -22,7 +22,7 @@ KERNELS = {
 
 def run(place: Place, found: Found) -> None:
     """Train with and without graphs, in float32 and bfloat16, with each kernel of attention."""
-    size = place.of(Size(dropout=0.1, tokens=128), replace(TINY, dropout=0.1))
+    size = replace(place.of(Size(tokens=128), TINY), dropout=0.1, attending=0.1)
     steps = place.of(5, 2)
     for dtype, precision in {"float32": None, "bfloat16": BF16}.items():
         made = job(size, alone(place.device), precision=precision)
@@ -35,6 +35,9 @@ def run(place: Place, found: Found) -> None:
     if place.short or shutil.which("c++") is None and place.dry:
         found.leave("Inductor")
         return
+    if place.dry:
+        size = replace(size, attending=0.0)
+        found.leave("dropout inside of attention under Inductor, whose code for it gives nan on the CPU")
     for dtype, precision, bound in (("float32", None, 1e-4), ("bfloat16", BF16, 3e-2)):
         if place.dry and precision is not None:
             continue

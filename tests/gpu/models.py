@@ -14,7 +14,7 @@ from fshard import P
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a GPT and of its batch."""
+    """The sizes of a GPT and of its batch; ``attending`` is the dropout inside of attention."""
 
     depth: int = 3
     width: int = 128
@@ -23,6 +23,7 @@ class Size:
     batch: int = 8
     vocabulary: int = 256
     dropout: float = 0.0
+    attending: float = 0.0
 
 
 TINY = Size(depth=2, width=32, heads=2, tokens=8, batch=4, vocabulary=32)
@@ -34,14 +35,14 @@ class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         width = size.width
-        self.heads, self.dropout = size.heads, size.dropout
+        self.heads, self.dropout, self.attending = size.heads, size.dropout, size.attending
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.attending)
         x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout)
 

@@ -20,7 +20,7 @@ from fshard.runtime.graphs.emit import Code, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
 from fshard.runtime.graphs.trace import Joint, Untraceable
 
-SETTINGS = {"fallback_random": True}
+SETTINGS: Mapping[str, bool] = {"fallback_random": True}
 
 
 def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> Code:
@@ -31,7 +31,7 @@ def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | No
         return emit(halves, own, saved)
     if saved is not None:
         raise Untraceable("compiled once, for gradients of the usual strides")
-    with config.patch(**SETTINGS, cpp_wrapper=_from_cpp(halves.joint)):
+    with config.patch({**SETTINGS, "cpp_wrapper": _from_cpp(halves.joint)}):
         whole = _decomposed(joint)
         if any(node is not None for node in joint.tangents):
             first, second = min_cut_rematerialization_partition(whole, (), num_fwd_outputs=joint.count)
