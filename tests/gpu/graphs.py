@@ -22,6 +22,7 @@ KERNELS = {
 
 def run(place: Place, found: Found) -> None:
     """Train with and without graphs, in float32 and bfloat16, with each kernel of attention."""
+    place.deterministic()
     size = replace(place.of(Size(tokens=128), TINY), dropout=0.1, attending=0.1)
     steps = place.of(5, 2)
     for dtype, precision in {"float32": None, "bfloat16": BF16}.items():

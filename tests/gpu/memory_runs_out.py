@@ -36,6 +36,7 @@ class Greedy(torch.autograd.Function):
 
 def run(place: Place, found: Found) -> None:
     """Fail a step of one rank, and of one of two played ranks; then make it."""
+    place.deterministic()
     size = place.of(Size(width=256, tokens=128), TINY)
     if place.dry:
         found.leave("a device that is out of memory: the backward raised its error itself")

@@ -40,6 +40,11 @@ class Place:
         if not self.dry:
             torch.cuda.synchronize(self.device)
 
+    def deterministic(self) -> None:
+        """From now on use kernels that give equal bits on every run, where there are any: runs are compared in bits."""
+        if not self.dry:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
     def sleep(self, milliseconds: float) -> None:
         """Let the current stream of the GPU wait."""
         if not self.dry:

@@ -18,6 +18,7 @@ STEPS, AT = 8, (3, 5)
 
 def run(place: Place, found: Found) -> None:
     """Train with saves and without."""
+    place.deterministic()
     size = place.of(LARGE, TINY)
     if place.dry:
         found.leave("page-locked memory, and copies beside compute")

@@ -1,4 +1,4 @@
-"""A played rank that gives up: others that wait for it learn why, its own error is raised, and the next step is good."""
+"""A played rank that gives up: others that wait learn why, its own error is raised, and the next step is good."""
 
 from collections.abc import Callable
 from typing import Any

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import fshard as fs
