@@ -55,6 +55,10 @@ Tree = Any
 def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The ``(path, leaf)`` pairs of a parameter tree, in insertion order.
 
+    Args:
+        tree: a nested dict with string keys.
+        prefix: what the paths begin with.
+
     Raises:
         TreeError: it is not a nested dict; or a key is not a string, is empty, or holds a dot.
 
@@ -77,6 +81,9 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The parameter tree whose leaves have these paths: the inverse of ``dict(paths(tree))``.
+
+    Args:
+        flat: leaves by dotted path, such as a state dict.
 
     Raises:
         TreeError: it is not a dict, or a path is not a string or goes on below a leaf.
@@ -150,6 +157,9 @@ Spec = optree.PyTreeSpec | Nested
 def flatten(tree: Tree) -> tuple[list[Any], Spec]:
     """The leaves of any pytree, including ``None``, and its structure for ``unflatten``.
 
+    Args:
+        tree: a pytree: tuples, lists, dicts, dataclasses and mappings that hold tensors.
+
     >>> leaves, structure = flatten({"x": [1, 2], "y": None})
     >>> leaves, unflatten(structure, [3, 4, 5])
     ([1, 2, None], {'x': [3, 4], 'y': 5})
@@ -168,6 +178,10 @@ def flatten(tree: Tree) -> tuple[list[Any], Spec]:
 
 def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
     """The pytree of this structure with these leaves.
+
+    Args:
+        spec: the structure, as ``flatten`` returned it.
+        leaves: as many leaves as it has.
 
     Raises:
         TreeError: the structure is not what ``flatten`` returned.
@@ -189,6 +203,9 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of any pytree, including ``None``.
 
+    Args:
+        tree: a pytree.
+
     >>> leaves({"x": [1, 2], "y": None})
     [1, 2, None]
     """
@@ -200,6 +217,11 @@ def leaves(tree: Tree) -> list[Any]:
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """The pytree of ``fn(leaf, *leaves of rest)``; ``None`` counts as a leaf.
+
+    Args:
+        fn: a function of a leaf, and of one leaf of each of ``rest``.
+        tree: a pytree.
+        *rest: pytrees of the same structure.
 
     >>> map(lambda x: x + 1, {"a": 1, "b": (2, 3)})
     {'a': 2, 'b': (3, 4)}
@@ -234,6 +256,10 @@ def _is(kind: type | tuple[type, ...], value: Any) -> bool:
 def spread(prefix: Tree, tree: Tree) -> list[Any]:
     """The leaf of the prefix for each leaf of a tree (``jax``'s pytree prefixes).
 
+    Args:
+        prefix: a tree that ends where ``tree`` may go on.
+        tree: the other tree.
+
     >>> spread(("a", "b"), (1, {"x": 2, "y": 3}))
     ['a', 'b', 'b']
 
@@ -249,6 +275,10 @@ def spread(prefix: Tree, tree: Tree) -> list[Any]:
 
 def names(tree: Tree, root: str) -> list[str]:
     """The expression that names each leaf of a tree.
+
+    Args:
+        tree: a pytree.
+        root: the expression that stands for the whole tree.
 
     >>> names((1, {"x": 2}), "args")
     ['args[0]', "args[1]['x']"]

@@ -293,6 +293,10 @@ def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: 
 def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     """This rank's position along an axis (``jax.lax.axis_index``), an int. Varying.
 
+    Args:
+        axis: the name of an axis, or a tuple of names.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
 
@@ -307,6 +311,10 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
 @untraced
 def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     """The number of ranks along an axis (``jax.lax.axis_size``), an int. Invariant.
+
+    Args:
+        axis: the name of an axis, or a tuple of names.
+        mesh: where to look the axis up, if not on the mesh in scope.
 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.

@@ -57,6 +57,9 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     ``pvary`` before it is combined with varying values, or gradients are wrong. ``fs.shard_map`` does that for you. An
     exception that leaves the block on one rank ends the waits of the others at once (``CommError``).
 
+    Args:
+        mesh: the mesh, real, virtual or abstract.
+
     >>> from fshard.launch import make_mesh
     >>> with use_mesh(make_mesh((1,), ("data",))):
     ...     resolve("data").size

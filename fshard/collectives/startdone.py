@@ -59,6 +59,9 @@ class Finished(Linear):
 def done(flying: InFlight) -> Tensor:
     """Wait for a collective and take its result.
 
+    Args:
+        flying: what one of the ``_start`` functions returned.
+
     Raises:
         CollectiveError: it was taken before, or the tensor has been written to since.
 
@@ -78,6 +81,11 @@ def done(flying: InFlight) -> Tensor:
 def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlight:
     """Start ``psum``. Large tensors take two messages, of which the second starts in ``done``.
 
+    Args:
+        x: a tensor of any shape, whose dtype can be added.
+        axis: the name of an axis, or a tuple of names.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> mesh.run(lambda: done(psum_start(torch.ones(2), "data", mesh=mesh)))
@@ -91,6 +99,12 @@ def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlig
 def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | None = None) -> InFlight:
     """Start ``all_gather(..., tiled=True)``.
 
+    Args:
+        x: a tensor of any shape, equal on all ranks of the axis.
+        axis: the name of an axis, or a tuple of names.
+        dim: the dim along which slices are joined.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> mesh.run(lambda: done(all_gather_start(torch.tensor([mesh.rank]), "data", mesh=mesh)))
@@ -102,6 +116,12 @@ def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | No
 @untraced
 def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | None = None) -> InFlight:
     """Start ``psum_scatter(..., tiled=True)``.
+
+    Args:
+        x: a tensor, whose dim ``dim`` the axis divides.
+        axis: the name of an axis, or a tuple of names.
+        dim: the dim that is cut into slices, one a rank.
+        mesh: where to look the axis up, if not on the mesh in scope.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
@@ -117,6 +137,13 @@ def all_to_all_start(
 ) -> InFlight:
     """Start ``all_to_all(..., tiled=True)``.
 
+    Args:
+        x: a tensor, whose dim ``split_dim`` the axis divides.
+        axis: the name of an axis, or a tuple of names.
+        split_dim: the dim that is cut, one slice for each rank.
+        concat_dim: the dim along which received slices are joined.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> mesh.run(lambda: done(all_to_all_start(torch.arange(2) + 10 * mesh.rank, "data", 0, 0, mesh=mesh)))
@@ -128,6 +155,12 @@ def all_to_all_start(
 @untraced
 def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> InFlight:
     """Start ``ppermute``.
+
+    Args:
+        x: a tensor of any shape, equal on all ranks of the axis.
+        axis: the name of an axis, or a tuple of names.
+        perm: pairs of a source and a target, positions along the axis; ranks that receive nothing get zeros.
+        mesh: where to look the axis up, if not on the mesh in scope.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))

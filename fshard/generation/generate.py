@@ -204,6 +204,13 @@ def generate(state: TrainState, forward: Forward, prompts: Sequence[Any], **opti
     That is ``fs.generation.make_generate(forward, state.plan)(state, prompts, **options)``, which a program that
     generates more than once makes once.
 
+    Args:
+        state: the state.
+        forward: how the model reads tokens with a cache, such as ``fs.generation.hugging_face(model)``.
+        prompts: this rank's prompts: 1-D tensors of int64, or lists of ints, of any lengths.
+        **options: ``max_new``, ``sampling``, ``eos`` and ``first``, as for what ``fs.generation.make_generate``
+            returns.
+
     >>> import fshard as fs
     >>> plan = fs.make_plan({"next": torch.eye(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> forward = lambda params, tokens, cache, places: (params["next"][tokens], ())

@@ -42,7 +42,9 @@ def launch(fn: Callable[..., R], *args: Any, ranks: int, all_ranks: bool = False
     an interrupt, and not if this process is killed.
 
     Args:
-        fn: called as ``fn(*args, **kwargs)`` on every rank.
+        fn: the function.
+        *args: its arguments, on every rank.
+        **kwargs: its further arguments by name.
         ranks: how many. With CUDA, rank ``i`` gets GPU ``i``.
         all_ranks: return the list of what all ranks returned.
 

@@ -146,6 +146,9 @@ def wrap(
 def adapters(params: Mapping[str, Any]) -> dict[str, Any]:
     """The adapters of a tree, whole tensors or shards: the part of it that a finetuning run trains.
 
+    Args:
+        params: a nested dict of tensors.
+
     >>> list(adapters(init({"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "w")))
     ['w_lora_a', 'w_lora_b']
     """

@@ -182,6 +182,9 @@ def ones() -> Initializer:
 def constant(value: float) -> Initializer:
     """All ``value``.
 
+    Args:
+        value: the value, rounded to the dtype of the leaf.
+
     >>> fill(constant(0.5), key=0, shape=(4,), index=range(2))
     tensor([0.5000, 0.5000])
     """
@@ -191,6 +194,10 @@ def constant(value: float) -> Initializer:
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
     """Uniform in ``[low, high)``, before rounding to float32.
+
+    Args:
+        low: the least value.
+        high: the end of the range.
 
     >>> drawn = fill(uniform(2.0, 3.0), key=0, shape=(4, 8), index=range(32))
     >>> bool(((drawn >= 2) & (drawn <= 3)).all())
@@ -203,6 +210,10 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
 def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
     """Normal with this standard deviation and mean.
 
+    Args:
+        std: the standard deviation.
+        mean: the mean.
+
     >>> fill(normal(std=0.02), key=1, shape=(4, 8), index=range(3, 6)).shape
     torch.Size([3])
     """
@@ -212,6 +223,12 @@ def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
 
 def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float = 0.0) -> Initializer:
     """Normal, cut off at ``a`` and ``b``: values, as in ``torch.nn.init``, and not multiples of ``std``.
+
+    Args:
+        std: the standard deviation of what is cut off.
+        a: the least value.
+        b: the largest value.
+        mean: the mean of what is cut off.
 
     Raises:
         PlanError: ``a`` is not below ``b``, ``std`` is not above 0, or the cut leaves no mass.
@@ -259,6 +276,9 @@ def kaiming_normal(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
 def xavier_uniform(gain: float = 1.0) -> Initializer:
     """Glorot and Bengio 2010, uniform, for leaves of two dims or more.
 
+    Args:
+        gain: a factor for what follows the layer, as ``torch.nn.init.calculate_gain`` gives it.
+
     >>> fill(xavier_uniform(gain=2.0), key=0, shape=(4, 8), index=range(3)).shape
     torch.Size([3])
     """
@@ -268,6 +288,9 @@ def xavier_uniform(gain: float = 1.0) -> Initializer:
 
 def xavier_normal(gain: float = 1.0) -> Initializer:
     """Glorot and Bengio 2010, normal, for leaves of two dims or more.
+
+    Args:
+        gain: a factor for what follows the layer, as ``torch.nn.init.calculate_gain`` gives it.
 
     >>> fill(xavier_normal(gain=2.0), key=0, shape=(4, 8), index=range(3)).shape
     torch.Size([3])

@@ -153,6 +153,13 @@ def normal(
 ) -> Tensor:
     """Standard normal numbers, by the Box-Muller transform in float64. Arguments are those of ``uniform``.
 
+    Args:
+        key: a key.
+        shape: the shape of the part to draw.
+        dtype: floating; torch's default one if None.
+        start: where the part begins in the whole draw.
+        of: the shape of the whole draw.
+
     >>> rows = normal(key(0), (6, 4))
     >>> bool((normal(key(0), (2, 4), start=3) == rows[3:5]).all())
     True

@@ -154,6 +154,9 @@ class Change(Protocol):
 class clip_value:  # noqa: N801
     """Clip each element of the gradient to ``[-limit, limit]``, as ``torch.nn.utils.clip_grad_value_`` does.
 
+    Args:
+        limit: the largest size of an element, > 0.
+
     >>> grads = [torch.tensor([3.0, -0.1])]
     >>> clip_value(1.0).apply([], grads, 1); grads
     [tensor([ 1.0000, -0.1000])]
@@ -174,6 +177,9 @@ class clip_value:  # noqa: N801
 class scale:  # noqa: N801
     """Multiply gradients by a factor >= 0, or by a function of the step, which counts from 0.
 
+    Args:
+        factor: a number, or a function from the number of the step to one.
+
     >>> import fshard as fs
     >>> opt = fs.optim.chain(scale(0.5), fs.optim.sgd(0.1))
     """
@@ -191,6 +197,9 @@ class scale:  # noqa: N801
 @dataclass(frozen=True)
 class add_decay:  # noqa: N801
     """Add ``rate * param`` to the gradient: weight decay that passes through whatever follows (L2).
+
+    Args:
+        rate: what the parameter is multiplied with, >= 0.
 
     >>> import fshard as fs
     >>> opt = fs.optim.chain(add_decay(0.01), fs.optim.sgd(0.1))

@@ -16,6 +16,10 @@ def matrices(path: str, shape: tuple[int, ...]) -> bool:
 
     The mask that language models are trained with since GPT-2; give it as ``decay=matrices``.
 
+    Args:
+        path: the path of the leaf, which is not looked at.
+        shape: its whole shape.
+
     >>> matrices("head.weight", (10, 4)), matrices("norm.weight", (4,))
     (True, False)
     """

@@ -16,6 +16,9 @@ __all__ = ["constant", "linear", "warmup_cosine", "warmup_linear"]
 class constant:  # noqa: N801 - reads as the function it is, like all schedules
     """The same rate at each step.
 
+    Args:
+        value: the rate, >= 0.
+
     >>> constant(0.1)(1000)
     0.1
     """
@@ -33,6 +36,11 @@ class constant:  # noqa: N801 - reads as the function it is, like all schedules
 @dataclass(frozen=True)
 class linear:  # noqa: N801
     """A straight line from ``start`` at step 0 to ``stop`` at step ``steps``, and ``stop`` from there on.
+
+    Args:
+        start: the rate at step 0.
+        stop: the rate from step ``steps`` on.
+        steps: the number of steps between them.
 
     >>> linear(1.0, 0.0, steps=4)(1)
     0.75

@@ -104,6 +104,11 @@ def local_heads(heads: int, *, axis: str = "tp", mesh: Mesh | None = None) -> in
     A column-parallel layer with several outputs for each head, such as queries, keys and values, must have the head
     first: ``(heads, 3, width)``, so that a cut along dim 0 leaves heads whole.
 
+    Args:
+        heads: the heads of all ranks.
+        axis: the tensor-parallel axis.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
     Raises:
         PlanError: the axis does not divide the heads.
 

@@ -20,6 +20,11 @@ def shared(leaf: Tensor, *, axis: str = "tp", mesh: Mesh | None = None) -> Tenso
     It is ``fs.collectives.pvary`` with a check of the plan. Without it each rank keeps the gradient of its own slice,
     and copies of the leaf drift apart; a train step with ``debug=True`` finds that.
 
+    Args:
+        leaf: the leaf, as the unit reads it.
+        axis: the tensor-parallel axis.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
     Raises:
         PlanError: inside of a step, the plan cuts the leaf by the axis, or the axis is a data axis.
 
@@ -87,6 +92,12 @@ def layer_norm(
 def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
     """This rank's slice of a value that is equal on all ranks along the axis. Its adjoint joins the slices.
 
+    Args:
+        x: the whole value, of any shape.
+        dim: the dim of the sequence.
+        axis: the tensor-parallel axis.
+        mesh: where to look the axis up, if not on the mesh in scope.
+
     Raises:
         CollectiveError: the axis does not divide the dim.
 
@@ -101,6 +112,12 @@ def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | No
 
 def join_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | None = None) -> Tensor:
     """The whole sequence of these slices, equal on all ranks. Its adjoint takes this rank's slice.
+
+    Args:
+        x: this rank's slice; slices have one shape.
+        dim: the dim of the sequence.
+        axis: the tensor-parallel axis.
+        mesh: where to look the axis up, if not on the mesh in scope.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("tp",))

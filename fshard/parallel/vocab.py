@@ -115,6 +115,10 @@ def vocab_cross_entropy(
 def padded(vocab: int, parts: int) -> int:
     """The smallest multiple of ``parts`` that holds a vocabulary.
 
+    Args:
+        vocab: the number of tokens.
+        parts: the ranks along the tensor-parallel axis.
+
     >>> padded(50257, 4)
     50260
     """

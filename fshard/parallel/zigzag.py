@@ -35,6 +35,11 @@ def zigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
 def unzigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
     """The inverse of ``zigzag``.
 
+    Args:
+        x: a whole sequence in the order that ``zigzag`` gave it.
+        parts: the ranks along the axis of the sequence.
+        dim: the dim of the sequence.
+
     >>> unzigzag(zigzag(torch.arange(8), 2, 0), 2, 0)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """

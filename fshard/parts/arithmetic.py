@@ -55,6 +55,10 @@ def add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
 def scale(x: Any, alpha: Number) -> Any:
     """``alpha * x``, leaf by leaf. Local.
 
+    Args:
+        x: a tree of tensors.
+        alpha: a number, or a 0-dim tensor such as ``fs.tree.norm`` returns.
+
     >>> scale({"w": torch.ones(2)}, 3.0)
     {'w': tensor([3., 3.])}
     """

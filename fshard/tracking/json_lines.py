@@ -59,6 +59,9 @@ class JsonLines:
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The records of a file of ``JsonLines``, in order.
 
+    Args:
+        path: the file.
+
     Raises:
         OSError: the file cannot be read.
         ValueError: a line is no JSON, such as the last one of a run that was killed while it wrote.

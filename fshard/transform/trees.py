@@ -92,6 +92,10 @@ def _summed(sums: Mapping[Axes, Tensor], plan: Plan) -> Tensor:
 def norm(a: Any, plan: Plan) -> Tensor:
     """The Euclidean norm of all whole tensors of a tree of shards, equal on all ranks.
 
+    Args:
+        a: this rank's part of each leaf, a tree like ``state.params``.
+        plan: the plan.
+
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
@@ -124,6 +128,10 @@ def normal(key: Tensor, plan: Plan) -> dict[str, Any]:
 def rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
     """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``normal``.
 
+    Args:
+        key: of ``fs.random``, the same on every rank.
+        plan: the plan. Frozen leaves get zeros.
+
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
@@ -139,6 +147,9 @@ def rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
 
 def stack(trees: Sequence[Any]) -> Any:
     """Equal trees as one, with a new first dim for ``torch.vmap``: the members of an ensemble.
+
+    Args:
+        trees: trees of one structure, whose leaves have one shape.
 
     Raises:
         TreeError: no trees, or unequal ones.

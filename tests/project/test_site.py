@@ -89,6 +89,14 @@ def test_public_names_have_examples(kind: Any) -> None:
     assert not without
 
 
+def test_docstrings_tell_of_each_argument() -> None:
+    for name in [name for name in public_names(fshard) if inspect.isfunction(lookup(name))]:
+        told, taken = inspect.getdoc(lookup(name)) or "", inspect.signature(lookup(name)).parameters
+        rows = re.findall(r"^    ([*\w, ]+):", told, re.MULTILINE)
+        named = {word.strip(" *") for row in rows for word in row.split(",")}
+        assert not taken.keys() - named, name
+
+
 def test_the_code_of_every_page_is_run_by_a_test() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     pages = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
