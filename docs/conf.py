@@ -47,6 +47,7 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 90
 napoleon_use_ivar = True
+napoleon_use_rtype = False  # words of sentences are no names of types
 toc_object_entries_show_parents = "hide"
 
 myst_heading_anchors = 4
