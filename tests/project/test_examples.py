@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,14 +71,45 @@ def test_the_llama_is_short() -> None:
     assert len((ROOT / "examples" / "train_llama.py").read_text().splitlines()) <= 62
 
 
+def drawn(picture: Path) -> bool:
+    """Whether a picture was drawn."""
+    return picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 1000
+
+
 @pytest.mark.slow
-def test_two_hosts_and_curves(tmp_path: Path) -> None:
-    out = run(sys.executable, "examples/two_hosts.py", "--steps", "5", "--depth", "2", "--width", "16")
+def test_two_hosts_and_its_curves(tmp_path: Path) -> None:
+    brief = ["--steps", "5", "--depth", "2", "--width", "16", "--plot", str(tmp_path / "hosts.png")]
+    out = run(sys.executable, "examples/two_hosts.py", *brief)
     assert out.count("off that of one rank") == 2 and out.count("Gbit/s between them, a step") == 2
-    lines = tmp_path / "run.jsonl"
-    lines.write_text("".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, 9)))
-    run(sys.executable, "examples/plot_run.py", str(lines), "--names", "loss", "--out", str(tmp_path / "run.png"))
-    assert (tmp_path / "run.png").stat().st_size > 1000
+    assert drawn(tmp_path / "hosts.png")
+
+
+@pytest.mark.slow
+def test_curves_of_private_training(tmp_path: Path) -> None:
+    run(sys.executable, "examples/dp_sgd.py", "--steps", "20", "--out", str(tmp_path))
+    runs = [tmp_path / "private.jsonl", tmp_path / "not-private.jsonl"]
+    private, plain = [[json.loads(line) for line in file.read_text().splitlines()] for file in runs]
+    assert [row["step"] for row in private] == [row["step"] for row in plain] == [10, 20]
+    assert 0 < private[0]["epsilon"] < private[1]["epsilon"] and "epsilon" not in plain[0]
+    picture = tmp_path / "run.png"
+    run(
+        sys.executable, "examples/plot_run.py", *map(str, runs), "--names", "accuracy", "epsilon", "--out", str(picture)
+    )
+    assert drawn(picture)
+
+
+@pytest.mark.slow
+def test_adapters_are_tracked_from_a_file_of_weights_to_another(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    brief = ["--steps", "6", "--pretrain", "4", "--depth", "1", "--width", "32", "--out", str(tmp_path)]
+    out = run(sys.executable, "examples/finetune_lora.py", *brief)
+    again = re.search(r"loss on 32 windows: ([\d.]+) sharded with adapters, ([\d.]+) merged", out)
+    assert again is not None and again[1] == again[2] and "Beautiful is better than" in out
+    tuned = [json.loads(line) for line in (tmp_path / "fine-tuning.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in tuned] == [*range(1, 7)] and tuned[-1]["loss"] < tuned[0]["loss"]
+    base, model = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "tuned")]
+    moved = [name for name, leaf in model.named_parameters() if not leaf.equal(base.get_parameter(name))]
+    assert moved and all("_proj" in name for name in moved)
 
 
 @pytest.mark.parametrize("name", BRIEF)
