@@ -10,6 +10,7 @@ from docutils import nodes
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -104,6 +105,9 @@ def back_links(app: Sphinx, page: str, template: str, context: dict[str, Any], t
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Join the build."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"  # as docstrings call them
     app.connect("missing-reference", of_annotation)
     app.connect("autodoc-process-docstring", of_assignment)
     app.connect("html-collect-pages", own_sources, priority=100)  # before viewcode's own
