@@ -16,6 +16,7 @@ The spec says where, the schedule says when, the runtime does it::
     checkpoint/     train states on disk: complete or not at all, restored onto any mesh
     interchange/    states from and to the formats of other libraries, leaf by leaf
     tracking/       metrics as plain numbers, and where they go: files, TensorBoard, the terminal
+    outer_steps/    replicas that train apart, and exchanges between them
     training/       train and evaluation steps, their metrics, buffers that change, the training loop
     proof/          fs.verify: a step compared with plain PyTorch
     parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from fshard.checkpoint.checkpointer import Checkpointer
     from fshard.generation.generate import generate
     from fshard.generation.score import perplexity
+    from fshard.outer_steps.step import outer
     from fshard.parts.grad import value_and_grad
     from fshard.parts.step import make_step
     from fshard.parts.update import make_update
@@ -94,6 +96,7 @@ _LATER = (
     ("fshard.proof.verify", "verify"),
     ("fshard.generation.generate", "generate"),
     ("fshard.generation.score", "perplexity"),
+    ("fshard.outer_steps.step", "outer"),
     ("fshard.parts.grad", "value_and_grad"),
     ("fshard.parts.step", "make_step"),
     ("fshard.parts.update", "make_update"),
@@ -160,6 +163,7 @@ __all__ = [
     "make_train_step",
     "make_update",
     "optim",
+    "outer",
     "parallel",
     "perplexity",
     "random",

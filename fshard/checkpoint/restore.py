@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fshard.checkpoint.files import file_errors
@@ -11,16 +11,18 @@ from fshard.checkpoint.manifest import Manifest, TensorInfo
 from fshard.checkpoint.problems import damaged, listed, other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
-from fshard.checkpoint.states import one_mesh
+from fshard.checkpoint.states import one_mesh, whole_entries
 from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, first_matches, idle
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.state.entries import assemble, entries, scalars
+from fshard.state.entries import assemble, scalars
 from fshard.state.past import Past, Run
 from fshard.state.pieces import Entry
+from fshard.state.replicas import of_all_replicas, saved_at, with_replicas
 from fshard.state.train_state import TrainState
 
 TakeRules = Sequence[tuple[str, str | None]]
@@ -91,7 +93,7 @@ def _part(folder: str, manifest: Manifest, name: str) -> Manifest:
 def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainState, list[Slice]]:
     """A state with the values that the checkpoint does not give, and what to read into the rest. Local."""
     into = request.into
-    kept: Mapping[str, Entry] = {entry.name: entry for entry in entries(into)} if into is not None else {}
+    kept: Mapping[str, Entry] = {entry.name: entry for entry in whole_entries(into)} if into is not None else {}
     values = scalars(into) if into is not None else manifest.scalars
     blank: list[Entry] = []
     try:
@@ -101,6 +103,8 @@ def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainSta
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, [f"its scalars {dict(values)} make no state: {error!r}"]) from error
+    mesh, saved = request.plan.mesh, {name: info.shape for name, info in manifest.tensors.items()}
+    blank = with_replicas(of_all_replicas(blank, mesh), mesh, saved)
     names = stored_names(folder, manifest, blank, request)
     rest = [entry for entry in blank if entry.name not in names]
     if rest and into is None:
@@ -110,7 +114,14 @@ def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainSta
         )
     for entry in rest:
         entry.tensor.copy_(kept[entry.name].tensor)
-    return state, [Slice(names[entry.name], entry.piece, entry.tensor) for entry in blank if entry.name in names]
+    return state, [*_slices(blank, names, mesh)]
+
+
+def _slices(entries: Sequence[Entry], names: Mapping[str, str], mesh: Mesh) -> Iterator[Slice]:
+    """What is read, and from where."""
+    for entry in entries:
+        if entry.name in names and (place := saved_at(entry, names[entry.name], mesh)) is not None:
+            yield Slice(*place, entry.tensor)
 
 
 def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], request: Request) -> dict[str, str]:

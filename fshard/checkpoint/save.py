@@ -12,12 +12,11 @@ from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import CheckpointFolder, discard
 from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsistent, read_extent, read_file
 from fshard.checkpoint.ranges import Slice
-from fshard.checkpoint.states import all_entries, all_scalars, one_mesh, step_of
+from fshard.checkpoint.states import all_entries, all_scalars, one_mesh, step_of, whole_entries
 from fshard.checkpoint.write import packed, write_files
 from fshard.data.loader import without_position
 from fshard.errors import CheckpointError, CommError, lines
 from fshard.runtime.comm import Communicator, Facts, all_ranks_or_raise, first_rank_or_raise
-from fshard.state.entries import entries
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
@@ -47,9 +46,9 @@ def head_of(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> Manife
 
 def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:
     """What must be equal on all ranks of a save: state, copies, the user's JSON and options."""
-    tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in entries(state)}
+    tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in whole_entries(state)}
     own = {name: json.dumps(value) for name, value in user.items()}
-    return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True).of(state)
+    return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True, replicas=True).of(state)
 
 
 def write_and_commit(comm: Communicator, folder: CheckpointFolder, keep: int | None, save: Save) -> None:

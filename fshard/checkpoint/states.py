@@ -10,6 +10,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Scalars, entries, scalars
 from fshard.state.pieces import Entry
+from fshard.state.replicas import of_all_replicas
 from fshard.state.train_state import TrainState
 
 States = TrainState | Mapping[str, TrainState]
@@ -64,12 +65,16 @@ def one_mesh(states: Mapping[str, TrainState | Plan]) -> Mesh:
     plans = {name: one.plan if isinstance(one, TrainState) else one for name, one in states.items()}
     meshes = {name: plan.mesh for name, plan in plans.items()}
     first = next(iter(meshes.values()))
-    other = [name for name, mesh in meshes.items() if mesh != first or mesh.transport is not first.transport]
+    other = [name for name, mesh in meshes.items() if _other_mesh(mesh, first)]
     if other:
         raise PlanError(
             f"{other[0]!r} lives on another mesh than {next(iter(meshes))!r}: states of one checkpoint share one"
         )
-    return first
+    return first.whole
+
+
+def _other_mesh(mesh: Mesh, first: Mesh) -> bool:
+    return mesh.whole != first.whole or mesh.whole.transport is not first.whole.transport
 
 
 def step_of(states: Mapping[str, TrainState]) -> int:
@@ -79,8 +84,13 @@ def step_of(states: Mapping[str, TrainState]) -> int:
 
 
 def all_entries(states: Mapping[str, TrainState]) -> list[Entry]:
-    """The entries of all states."""
-    return [replace(e, name=named(name, e.name)) for name, state in states.items() for e in entries(state)]
+    """The entries of all states, as all replicas hold them."""
+    return [replace(e, name=named(name, e.name)) for name, state in states.items() for e in whole_entries(state)]
+
+
+def whole_entries(state: TrainState) -> list[Entry]:
+    """The entries of a state, of all replicas where these train apart."""
+    return of_all_replicas(entries(state), state.plan.mesh)
 
 
 def all_scalars(states: Mapping[str, TrainState]) -> Scalars:

@@ -19,7 +19,7 @@ from fshard.arguments import size_text
 from fshard.cli.selftest import selftest
 from fshard.launching.launch import launch
 from fshard.played.virtual import virtual_mesh
-from fshard.runtime.comm.processes import available_backends
+from fshard.runtime.comm.devices import available_backends
 from fshard.version import VERSION
 
 PACKAGES = ("torch", "optree", "numpy", "safetensors", "transformers", "matplotlib", "rich", "cloudpickle")

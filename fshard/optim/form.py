@@ -23,15 +23,17 @@ class Form:
         dtype: None for that of the leaf.
         block: elements of the leaf, counted from its start, that share one number.
         wide: float32 at least, where the dtype is that of the leaf.
+        common: whether replicas that train apart (``fs.outer``) hold equal copies of it.
 
     >>> Form(dtype=torch.uint8, block=256)  # a byte for 256 elements
-    Form(shape=None, dtype=torch.uint8, block=256, wide=False)
+    Form(shape=None, dtype=torch.uint8, block=256, wide=False, common=False)
     """
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     block: int = 1
     wide: bool = False
+    common: bool = False
 
     def typed(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the buffer of a leaf of this dtype."""

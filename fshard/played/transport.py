@@ -84,6 +84,17 @@ class VirtualTransport:
 
 
 @dataclass(frozen=True)
+class PartOfVirtual(VirtualTransport):
+    """Joins the ranks of one replica that trains apart. ``mesh`` is that of all replicas, ``over`` their axis."""
+
+    over: str = "replica"
+
+    def communicator(self, role: str, axes: Axes) -> Communicator:
+        """The communicator of this role over these axes, within the replica."""
+        return super().communicator(role, tuple(axis for axis in axes if axis != self.over))
+
+
+@dataclass(frozen=True)
 class Arrival:
     """A collective that other ranks may not have reached."""
 

@@ -32,7 +32,7 @@ class Leaf:
 
     ``shape`` is the whole leaf's, ``compute_shape`` that of the tensor which a unit reads on one rank. ``opt`` is the
     spec of the optimizer's state, None for the leaf's own; ``kinds`` names the memory spaces of both; ``wire`` the
-    formats in which it travels.
+    formats in which it travels. It begins, and chunks of its group end, at multiples of ``grid`` elements.
     """
 
     path: str
@@ -48,6 +48,7 @@ class Leaf:
     opt: P | None = None
     kinds: Kinds = Kinds()
     wire: Wire = Wire()
+    grid: int = 1
 
     @property
     def opt_axes(self) -> Axes:
@@ -334,7 +335,7 @@ def _group(
     first = members[0]
     parts, opt_parts = mesh.axis_size(first.gather_axes), mesh.axis_size(first.opt_axes)
     kind = "flat" if first.gather_dim is None else "dim"
-    grid = math.lcm(ALIGN, first.wire.grid, first.align if isinstance(first.align, int) else 1)
+    grid = math.lcm(ALIGN, first.wire.grid, first.grid, first.align if isinstance(first.align, int) else 1)
     bins = _bins(members, load) if first.align == "leaf" else [members]
     ordered, starts, ends = [], [], []
     for chunk_number, leaves in enumerate(bins):

@@ -67,6 +67,16 @@ class Mesh:
         return self
 
     @property
+    def whole(self) -> "Mesh":
+        """The mesh of all ranks: the mesh itself, unless it is the part of one replica (``sharding/part.py``)."""
+        return self
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The number of each rank on the mesh of all ranks."""
+        return range(self.size)
+
+    @property
     def everywhere(self) -> bool:
         """Whether the caller stands for all ranks: on a virtual mesh, outside of ``run``."""
         return False

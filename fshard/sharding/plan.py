@@ -145,7 +145,7 @@ class Plan:
         >>> plan.data_rank, plan.local_batch({"x": torch.arange(4)})
         (1, {'x': tensor([2, 3])})
         """
-        part = local_part(batch, self.batch, self.mesh)
+        part = local_part(batch, self.batch, self.mesh.whole)
         return batch if self.mesh.everywhere else part
 
     @functools.cached_property

@@ -16,6 +16,7 @@ from fshard.sharding.facts import Texts, sampled, text, texts, walk
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries, scalars
+from fshard.state.replicas import of_all_replicas
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
@@ -32,12 +33,14 @@ class Equal:
         settings: its options, by name.
         opt: the optimizer, if there is one.
         always: whether copies are compared each time, and not only those of a state that was just made.
+        replicas: whether replicas that train apart compare, and not the ranks of each.
     """
 
     plan: Plan
     settings: Mapping[str, Any]
     opt: Optimizer | None = None
     always: bool = False
+    replicas: bool = False
 
     @functools.cached_property
     def tiers(self) -> tuple[Texts, Texts]:
@@ -81,8 +84,8 @@ class Equal:
 
         fresh = made is not None
         exact = fresh and state.past.exact
-        held = functools.partial(copies, state, self.plan.mesh, exact) if fresh or self.always else None
-        return Facts(number, items, held)
+        held = functools.partial(copies, state, self.plan.mesh, exact, self.replicas)
+        return Facts(number, items, held if fresh or self.always else None)
 
 
 def optimizer_texts(opt: Optimizer | None) -> Texts:
@@ -106,7 +109,7 @@ def _is_rate(value: Any) -> bool:
     return callable(value) and not isinstance(value, type) and sampled(value, 0) is not None
 
 
-def copies(state: TrainState, ranks: Mesh, exact: bool) -> Sequence[Copy]:
+def copies(state: TrainState, ranks: Mesh, exact: bool, replicas: bool = False) -> Sequence[Copy]:
     """What this rank holds of a state, as other ranks do. Collective where the state needs that to be whole.
 
     Args:
@@ -114,11 +117,13 @@ def copies(state: TrainState, ranks: Mesh, exact: bool) -> Sequence[Copy]:
         ranks: the mesh that joins them.
         exact: whether all of it is equal bit for bit. Else that holds along data axes, where gradients are summed to
             the same bits; along others each rank computes its own, and they may differ by rounding.
+        replicas: whether replicas that train apart take part.
     """
     mesh, data = state.plan.mesh, set(state.plan.data_axes)
     others = any(size > 1 and axis not in data for axis, size in mesh.shape.items())
+    found = entries(complete(state, ranks))
     return [
         Copy(entry.name, entry.holders, entry.tensor, exact or not others, entry.piece.start)
-        for entry in entries(complete(state, ranks))
+        for entry in (of_all_replicas(found, ranks) if replicas else found)
         if len(entry.holders) > 1
     ]

@@ -26,6 +26,7 @@ class Entry:
             state.
         holders: the ranks that hold this very piece, this one among them, in the same order on all of them.
         spec: how the tensor is cut over the mesh, for people to read.
+        common: whether replicas that train apart hold equal copies of it; see ``state/replicas.py``.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Entry:
     tensor: Tensor
     holders: tuple[int, ...]
     spec: P
+    common: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +74,7 @@ def _opt_entries(plan: Plan, name: str, shards: Sequence[Shard]) -> Iterator[Ent
                 f"the optimizer's {name!r} of group {group.name!r} is {list(buffer.shape)} and should be "
                 f"{[layout.length]}: make the state with fs.init_state(plan, opt, ...)"
             )
-        entry = _entry(plan, f"opt.{name}.{path}", group, number, buffer)
+        entry = replace(_entry(plan, f"opt.{name}.{path}", group, number, buffer), common=layout.forms[number].common)
         if layout.plain:
             yield entry
             continue
@@ -113,4 +115,5 @@ def _entry(plan: Plan, name: str, group: Group, number: int, buffer: Tensor) -> 
     begin, end = group.shard_range(number, mesh.index(group.gather_axes))
     others = tuple(axis for axis in mesh.axis_names if axis not in leaf.at_rest.axes)
     piece = group.piece(number, mesh)
-    return Entry(name, leaf.shape, piece, buffer[begin:end].detach(), mesh.ranks(others), leaf.at_rest)
+    values, frozen = buffer[begin:end].detach(), not leaf.trainable
+    return Entry(name, leaf.shape, piece, values, mesh.ranks(others), leaf.at_rest, frozen)

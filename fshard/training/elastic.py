@@ -203,7 +203,7 @@ def _restored(
     """The state of the newest checkpoint, with the batches where it was saved; None if there is none."""
     if checkpoints is None:
         return None
-    mesh = step.plan.mesh
+    mesh = step.plan.mesh.whole
     enter(mesh, "train_loop")
     if first_rank_or_raise(mesh_communicator(mesh), mesh.rank, checkpoints.latest) is None:
         return None
@@ -216,7 +216,7 @@ class Batches:
     """The batches of a loop, from a function of the step or an iterable, and the number of those taken."""
 
     def __init__(self, batches: Any, step: TrainStep) -> None:
-        self.batches, self.mesh = batches, step.plan.mesh
+        self.batches, self.mesh = batches, step.plan.mesh.whole
         self.by_step = callable(batches)
         self.kept = not self.by_step and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
         self.shared = self.kept and getattr(batches, "global_position", False)

@@ -108,7 +108,7 @@ class TrainStep(OneFunction):
     def _randomness(self) -> Callable[[int, int], AbstractContextManager[None]]:
         """The context of a seed and a step in which the program draws its random numbers."""
         mesh = self.plan.mesh
-        return functools.partial(seeded, part=mesh.index(self.plan.data_axes), device=mesh.device)
+        return functools.partial(seeded, part=mesh.whole.index(self.plan.data_axes), device=mesh.device)
 
     @property
     def _early(self) -> bool:

@@ -23,6 +23,7 @@ LAYERS = (
     ("interchange",),
     ("tracking",),
     ("training",),
+    ("outer_steps",),
     ("launch", "launching", "lora"),
     ("transform", "generation"),
     ("parts",),

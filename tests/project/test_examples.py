@@ -27,6 +27,7 @@ BRIEF = {
     "energy": (["--steps", "3", "--depth", "1"], "slope of the energy"),
     "train_tp": (["--steps", "3", "--depth", "1", "--debug"], "in one process"),
     "train_moe": (["--steps", "3", "--depth", "1", "--debug"], "bits per byte of held-out text; balance"),
+    "outer": (["--steps", "6", "--depth", "1", "--width", "32", "--every", "4"], "apart sends"),
     "train_vit": (["--steps", "3", "--depth", "1"], "held-out digits are right"),
     "finetune_lora": (
         ["--steps", "3", "--pretrain", "2", "--depth", "1", "--out", "FOLDER"],

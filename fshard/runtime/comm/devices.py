@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from fshard.errors import PlanError, lines
 
@@ -205,3 +206,9 @@ def carried(body: Callable[[], T]) -> Callable[[], T]:
         return body()
 
     return run
+
+
+def available_backends() -> list[str]:
+    """The backends of this build of PyTorch."""
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, there in found.items() if there]

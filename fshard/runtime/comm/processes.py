@@ -63,14 +63,14 @@ class ProcessTransport:
     ) -> None:
         self.mesh, self.backend, self.timeout, self.owned = mesh, backend, timeout, owned
         self.shared_memory = shared_memory
+        self.parts: list[ProcessTransport] = []  # of replicas, closed with this one
         self.comms: dict[tuple[str, Axes], Communicator] = {}
         self.base: Communicator | None = None
-        self.hosts: list[str] = []
-        self.groups: list[Any] = []
+        self.hosts, self.groups = list[str](), list[Any]()
         self.foreseen: dict[Axes, None] | None = None
         self.lost = ""
-        self.flight = flight_of(mesh.rank, mesh.size)
-        self.watchdog = Watchdog(mesh.rank, timeout.total_seconds(), self.abort_all)
+        self.flight = flight_of(mesh.rank, mesh.size) if mesh.whole is mesh else None
+        self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all)
 
     @property
     def asynchronous(self) -> bool:
@@ -100,9 +100,13 @@ class ProcessTransport:
         """Close all communicators for good, so that no peer waits for this rank."""
         self.lost = self.lost or reason
         self._drop([*self.comms.values(), self.base], reason)
+        for part in self.parts:
+            ProcessTransport.abort_all(part, reason)
 
     def close(self, reason: str = "") -> None:
         """Close all communicators and destroy their groups, and the default group if ``make_mesh`` made it."""
+        for part in self.parts:
+            part.close(reason)
         self.watchdog.close()
         self._drop([*self.comms.values()], reason)
         self.comms.clear()
@@ -160,7 +164,7 @@ class ProcessTransport:
         except CommError as error:
             if isinstance(error.__cause__, dist.DistNetworkError | dist.DistStoreError):
                 raise CommError(f"{error} ({STORE})") from error
-            with self.watchdog.explaining(range(self.mesh.size), fatal=True):
+            with self.watchdog.explaining(self.mesh.members, fatal=True):
                 raise
 
     def _make(self, role: str, axes: Axes) -> Communicator:
@@ -177,19 +181,31 @@ class ProcessTransport:
             if ranks not in linked:
                 group = self._group(ranks, backend) or group
         mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
+        told = [self.mesh.members[rank] for rank in mine]
         if links is not None:
-            return HostCommunicator(name, mine.index(self.mesh.rank), links, mine, self.watchdog, fatal)
+            return HostCommunicator(name, mine.index(self.mesh.rank), links, told, self.watchdog, fatal)
         if backend != "gloo":
             return NcclCommunicator(name, size, group, make_stream(self.mesh.device))
-        return GlooCommunicator(name, size, group, self.watchdog, mine, fatal, group.group_name)
+        return GlooCommunicator(name, size, group, self.watchdog, told, fatal, self._name(group))
 
-    def _group(self, ranks: Sequence[int], backend: str) -> Any:
+    def _group(self, ranks: Sequence[int], backend: str, **options: Any) -> Any:
         """A process group; None for ranks outside of it, which must make the call, too."""
-        group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
+        options |= {"timeout": self.timeout, "backend": backend}
+        group = dist.new_group([self.mesh.members[rank] for rank in ranks], **options)
         if self.mesh.rank not in ranks:
             return None
         self.groups.append(group)
         return group
+
+    def store_name(self) -> str:
+        """What names this mesh in the store. Collective at its first call."""
+        if self.backend != "fake":
+            bounded(self._base, self.watchdog.timeout + GRACE, "naming a part of the mesh")
+        return self.watchdog.name
+
+    def _name(self, group: Any) -> str:
+        """What names a process group in the store, as all of its ranks name it."""
+        return str(group.group_name)
 
     def _connect(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[Link | None] | None, set[tuple[int, ...]]]:
         """Links to the ranks of this rank's part if all are on one host; and all parts of which that is true."""
@@ -227,8 +243,8 @@ class ProcessTransport:
         if self.base is None:
             size = self.mesh.size
             group = self._group(range(size), "gloo")
-            self.watchdog.name = group.group_name
-            self.base = GlooCommunicator("base", size, group, self.watchdog, range(size), key=group.group_name)
+            self.watchdog.name = self._name(group)
+            self.base = GlooCommunicator("base", size, group, self.watchdog, self.mesh.members, key=self.watchdog.name)
             self.hosts = list(exchange_text(self.base, host_key(), 256))
         return self.base
 
@@ -301,12 +317,6 @@ def _of_group(timeout: float, given: str | torch.device | None, check: Check) ->
         with naming_errors("joining the process group"):
             device = _agreed(store, rank, world, timeout, choose, check)
     return Joined(rank, world, device, "gloo" if device.type == "cpu" and backend == "nccl" else backend, False)
-
-
-def available_backends() -> list[str]:
-    """The backends of this build of PyTorch."""
-    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return [name for name, there in found.items() if there]
 
 
 def join_by_file(path: str, rank: int, world: int, timeout: float = JOINING) -> None:

@@ -1,0 +1,220 @@
+"""Which part of a model travels when: fragments, as ranges of shards, and the steps after which they leave and arrive.
+
+All of it is arithmetic on a plan, the same on every rank. Fragments are ranges of the leaves, in the order of the plan,
+so they do not depend on how many ranks hold a replica: a state that was saved with a fragment under way goes on, on
+another number of them.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fshard.arguments import size_text
+from fshard.errors import PlanError, lines
+from fshard.patterns import bad_regex, meant_by
+from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.plan import Plan
+from fshard.sharding.wire import WireFormat
+
+
+class Range(NamedTuple):
+    """A part of a leaf that this rank holds: elements ``begin`` to ``end`` of its part of a group's shard.
+
+    ``place`` is where it begins in a fragment's buffer, in elements.
+    """
+
+    path: str
+    group: int
+    begin: int
+    end: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What travels at once.
+
+    Attributes:
+        name: for people.
+        ranges: what this rank holds of it.
+        numel: the elements of this rank's buffer of it.
+        itemsize: bytes of the widest of its elements, float32 at least.
+        form: the format in which it travels; None for exact ones.
+    """
+
+    name: str
+    ranges: tuple[Range, ...]
+    numel: int
+    itemsize: int
+    form: WireFormat | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank sends to each other replica."""
+        return self.numel * self.itemsize if self.form is None else self.form.nbytes(self.numel)
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """When fragments leave and arrive.
+
+    Attributes:
+        every: the steps between two departures of a fragment.
+        delay: the steps between its departure and its arrival.
+        number: of fragments.
+
+    >>> table = Timetable(every=30, delay=2, number=4)
+    >>> [(step, table.leaving(step)) for step in range(1, 40) if table.leaving(step) is not None]
+    [(7, 1), (15, 2), (22, 3), (30, 0), (37, 1)]
+    >>> table.arriving(9), table.under_way(8), table.under_way(9), table.count(1, 37)
+    (1, {1: 7}, {}, 2)
+    """
+
+    every: int
+    delay: int
+    number: int
+
+    def offset(self, fragment: int) -> int:
+        """The first step after which a fragment leaves, modulo ``every``."""
+        return fragment * self.every // self.number
+
+    def leaving(self, step: int) -> int | None:
+        """The fragment that leaves after a step; None if there is none."""
+        found = [f for f in range(self.number) if step > 0 and (step - self.offset(f)) % self.every == 0]
+        return found[0] if found else None
+
+    def arriving(self, step: int) -> int | None:
+        """The fragment that arrives after a step."""
+        return self.leaving(step - self.delay)
+
+    def under_way(self, step: int) -> dict[int, int]:
+        """The fragments that have left and not arrived when a step is over, each with the step after which it left."""
+        left = {self.leaving(at): at for at in range(step - self.delay + 1, step + 1)}
+        return {fragment: at for fragment, at in left.items() if fragment is not None}
+
+    def count(self, fragment: int, left: int) -> int:
+        """The number of the exchange of a fragment that left after a step, from 1."""
+        offset = self.offset(fragment)
+        return (left - offset) // self.every + (offset > 0)
+
+
+def make_fragments(plan: Plan, wanted: int | Sequence[str], form: WireFormat | None) -> tuple[Fragment, ...]:
+    """The fragments of a plan.
+
+    Args:
+        plan: the plan of one replica.
+        wanted: their number, for ranges of equal size; or patterns on paths, of which the first that matches counts.
+        form: the format in which they travel.
+
+    Raises:
+        PlanError: patterns that match no trained leaf, leaves that none matches, or more fragments than blocks.
+    """
+    block = form.block if form is not None else 1
+    trained = [(group, number) for group in plan.groups for number, leaf in enumerate(group.leaves) if leaf.trainable]
+    leaves = [group.leaves[number] for group, number in trained]
+    if form is not None and form.largest:
+        _check_whole_blocks(leaves, form)
+    if isinstance(wanted, int):
+        cuts = _equal_cuts(leaves, wanted, block)
+        names = [f"{number + 1} of {wanted}" for number in range(wanted)]
+    else:
+        cuts, names = _matched(leaves, wanted), list(wanted)
+    wide = max([4, *(leaf.dtype.itemsize for leaf in leaves)])
+    out = []
+    for number, name in enumerate(names):
+        held = [(place, parts[number]) for place, parts in zip(trained, cuts, strict=True) if number in parts]
+        ranges, end = _ranges(plan, held, block)
+        out.append(Fragment(name, ranges, end, wide, form))
+    return tuple(out)
+
+
+Held = list[tuple[tuple[Group, int], tuple[int, int]]]
+"""Leaves, each by its group and its number in it, and the elements of each."""
+
+
+def _ranges(plan: Plan, held: Held, block: int) -> tuple[tuple[Range, ...], int]:
+    """What this rank holds of these elements, each range from a whole block on; and the length of their buffer."""
+    ranges, end = list[Range](), 0
+    for (group, number), (begin, stop) in held:
+        first, last = _held(plan, group, number, begin, stop)
+        if first < last:
+            ranges.append(Range(group.leaves[number].path, group.id, first, last, end))
+            end += -(-(last - first) // block) * block
+    return tuple(ranges), end
+
+
+def _check_whole_blocks(leaves: Sequence[Leaf], form: WireFormat) -> None:
+    """Refuse leaves that shards cut along a dim."""
+    if cut := [leaf for leaf in leaves if leaf.gather_dim is not None]:
+        rows = [f"{leaf.path}  {list(leaf.shape)}  {leaf.at_rest}" for leaf in cut]
+        remedy = "Use flat=, such as fs.fsdp(axis), or wire='bf16'."
+        head = f"wire={form.name!r}: shards cut these leaves within a block of {form.block}:"
+        raise PlanError(lines(head, rows, remedy))
+
+
+Cuts = list[dict[int, tuple[int, int]]]
+"""For each leaf, its range of elements in each fragment, by the fragment's number."""
+
+
+def _equal_cuts(leaves: Sequence[Leaf], number: int, block: int) -> Cuts:
+    """Ranges of equal size, in blocks; leaves along whose dims shards are cut stay whole."""
+    blocks = [-(-leaf.numel // block) for leaf in leaves]
+    total = sum(blocks)
+    if number > total:
+        raise PlanError(f"fragments={number}: the trained leaves have {total} blocks of {block} elements: give fewer")
+    ends = [total * (n + 1) // number for n in range(number)]
+    out, at = [], 0
+    for leaf, size in zip(leaves, blocks, strict=True):
+        parts: dict[int, tuple[int, int]] = {}
+        for fragment, end in enumerate(ends):
+            begin = ends[fragment - 1] if fragment else 0
+            if leaf.gather_dim is not None:
+                low, high = (0, size) if begin <= at < end else (0, 0)
+            else:
+                low, high = max(begin - at, 0), min(end - at, size)
+            if low < high:
+                parts[fragment] = low * block, min(high * block, leaf.numel)
+        out.append(parts)
+        at += size
+    return out
+
+
+def _matched(leaves: Sequence[Leaf], patterns: Sequence[str]) -> Cuts:
+    """Whole leaves by the first pattern that matches their path."""
+    paths = [leaf.path for leaf in leaves]
+    problems = [f"{pattern!r}: {bad}" for pattern in patterns if (bad := bad_regex(pattern))]
+    if not problems:
+        hits = [next((n for n, p in enumerate(patterns) if re.fullmatch(p, path)), None) for path in paths]
+        problems = [
+            f"{pattern!r} matches no trained leaf that no earlier one matches{meant_by(pattern, paths)}"
+            for number, pattern in enumerate(patterns)
+            if number not in hits
+        ]
+        problems += [f"{path} is in no fragment" for path, hit in zip(paths, hits, strict=True) if hit is None]
+    if problems:
+        raise PlanError(lines("fragments=:", problems, "Patterns must match whole paths; the last may be '.*'."))
+    return [{hit or 0: (0, leaf.numel)} for leaf, hit in zip(leaves, hits, strict=True)]
+
+
+def _held(plan: Plan, group: Group, number: int, begin: int, end: int) -> tuple[int, int]:
+    """The range of this rank's part of a group's shard that has these elements of a leaf; an empty one for none."""
+    owned, mesh = group.owned, plan.mesh
+    first, last = owned.shard_range(number, mesh.index(owned.gather_axes))
+    start = owned.piece(number, mesh).start if group.kind == "flat" else 0
+    low, high = max(begin - start, 0), min(end - start, last - first)
+    return first + low, first + max(low, high)
+
+
+def table_of(fragments: Sequence[Fragment], table: Timetable, replicas: int, form: WireFormat | None) -> str:
+    """What travels when, as text."""
+    what = form if form is not None else "exact"
+    rows = [
+        f"fragment {fragment.name}: {size_text(fragment.nbytes * (replicas - 1))} a rank, leaves after steps "
+        f"{table.offset(n) or table.every}, {(table.offset(n) or table.every) + table.every}, ..."
+        for n, fragment in enumerate(fragments)
+    ]
+    arrives = f"{table.delay} step{'s' * (table.delay > 1)} later" if table.delay else "at once"
+    return "\n".join(
+        [f"{len(fragments)} fragments every {table.every} steps in {what}, which arrive {arrives}:", *rows]
+    )
