@@ -11,7 +11,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.shared.workers import Pools  # noqa: E402
+from tests.shared.workers import RARELY, Pools  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Look for garbage in what tests leave behind, and seldom: what was imported for them is none."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 50)
+    gc.set_threshold(*RARELY)
     gc.enable()
 
 

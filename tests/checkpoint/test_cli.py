@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-import subprocess
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -155,10 +155,14 @@ def test_what_is_not_there(tmp_path: Path, run_folder: Path, capsys: pytest.Capt
     assert os.listdir(tmp_path) == ["run"]
 
 
-@pytest.mark.long
-def test_the_console_script_is_the_module(run_folder: Path) -> None:
+def test_the_console_script_is_the_module(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"fshard": "fshard.cli.main:main"}
-    command = [sys.executable, "-m", "fshard.cli", "ckpt", "ls", str(run_folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
-    assert done.stdout.split()[:5] == ["step", "tensors", "files", "bytes", "mesh"] and not done.stderr
+    monkeypatch.setattr(sys, "argv", ["fshard", "ckpt", "ls", str(run_folder)])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("fshard.cli", run_name="__main__", alter_sys=True)
+    done = capsys.readouterr()
+    assert not left.value.code and done.out.split()[:5] == ["step", "tensors", "files", "bytes", "mesh"]
+    assert not done.err

@@ -1,10 +1,12 @@
 """``fshard doctor``: what it finds, as text and as JSON."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+import fshard as fs
 from fshard.cli import doctor
 from fshard.cli.main import main
 from fshard.version import VERSION
@@ -30,8 +32,17 @@ def test_problems_are_told_and_are_the_status(
     assert "! no such interface: nowhere0" in out and "! RuntimeError: no processes here" in out
 
 
+def test_the_self_test_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def virtual(fn: Callable[..., Any], ranks: int, all_ranks: bool) -> Any:
+        return fs.virtual_mesh((ranks,), ("any",)).run(fn)
+
+    monkeypatch.setattr(doctor, "launch", virtual)
+    section, name, value, problem = doctor.tested()
+    assert (section, name, problem) == ("self-test", "two ranks", "") and "5 steps in" in value
+
+
 @pytest.mark.processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_self_test(capsys: pytest.CaptureFixture[str]) -> None:
     section, name, value, problem = doctor.tested()
     assert (section, name, problem) == ("self-test", "two ranks", "") and "5 steps in" in value

@@ -4,8 +4,6 @@ import contextlib
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
 from fshard.runtime.comm import exchange, exchange_text
@@ -22,6 +21,7 @@ from fshard.runtime.comm.communicator import SingleRank
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from tests.shared.bad import Raised, attempt
+from tests.shared.children import Child
 from tests.shared.workers import Pool, Pools, WorkerError, await_files
 
 pytestmark = pytest.mark.processes
@@ -259,28 +259,26 @@ def test_closing_a_mesh(pool: Pools, kind: str) -> None:
     assert pool(2).run(closed, kind) == [True] * 2
 
 
-FAKE = """
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-import fshard as fs
-
-dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-mesh = fs.make_mesh((-1,), ("shard",))
-params = {"w": torch.ones(256)}
-plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
-opt = fs.optim.sgd(0.1)
-step = fs.make_train_step(lambda p, b: (p["w"] * b).mean(), opt, plan, clip_norm=0.01)
-state = fs.init_state(plan, opt, params=params)
-for _ in range(3):
-    state, metrics = step(state, torch.ones(1))
-print(mesh.size, mesh.rank, state.params["w"].shape[0], [op.kind for op in step.record].count("all_gather"))
-"""
+def one_of_eight() -> None:
+    """In a process of its own: train on a rank of PyTorch's fake process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    mesh = fs.make_mesh((-1,), ("shard",))
+    params = {"w": torch.ones(256)}
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+    opt = fs.optim.sgd(0.1)
+    step = fs.make_train_step(lambda p, b: (p["w"] * b).mean(), opt, plan, clip_norm=0.01)
+    state = fs.init_state(plan, opt, params=params)
+    for _ in range(3):
+        state, _ = step(state, torch.ones(1))
+    print(mesh.size, mesh.rank, state.params["w"].shape[0], [op.kind for op in step.record].count("all_gather"))
 
 
-def test_one_rank_of_eight_over_the_fake_process_group() -> None:
-    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True)
-    assert done.stdout.split() == ["8", "3", "32", "1"], done.stderr
+def test_one_rank_of_eight_over_the_fake_process_group(tmp_path: Path) -> None:
+    child = Child(one_of_eight, out=tmp_path / "out", environment={})
+    try:
+        assert child.printed(60).split() == ["8", "3", "32", "1"]
+    finally:
+        child.kill()
 
 
 TIMEOUT, LONG = 2.0, 25.0
@@ -349,15 +347,21 @@ def _run(function: Callable[..., None], *args: Any, world: int, folder: Path) ->
     return seen
 
 
-@pytest.mark.parametrize("how", ["sleeps", "killed"])
-@pytest.mark.parametrize("what", ["all-gather", "reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        *((what, "killed") for what in ("all-gather", "reduce-scatter", "all-reduce")),
+        ("all-gather", "sleeps"),  # for which the others wait
+        *(pytest.param(what, "sleeps", marks=pytest.mark.slow) for what in ("reduce-scatter", "all-reduce")),
+    ],
+)
 def test_a_peer_that_does_not_come(kind: str, what: str, how: str, tmp_path: Path) -> None:
     for raised, seconds in _run(bereft, kind, what, 4, how, world=2, folder=tmp_path):
         assert "CommError" in raised.kinds and f"{what} on all_gather(shard) failed: " in raised.text
         assert seconds < LONG
 
 
-@pytest.mark.parametrize("what", ["all-gather", "reduce-scatter"])
+@pytest.mark.parametrize("what", ["all-gather", pytest.param("reduce-scatter", marks=pytest.mark.slow)])
 def test_a_peer_that_is_killed_in_the_middle(kind: str, what: str, tmp_path: Path) -> None:
     """16 MB a message: far more than a socket holds, so it is under way when rank 1 dies."""
     for raised, seconds in _run(bereft, kind, what, 1 << 22, "killed", world=3, folder=tmp_path):
@@ -365,7 +369,7 @@ def test_a_peer_that_is_killed_in_the_middle(kind: str, what: str, tmp_path: Pat
         assert seconds < LONG
 
 
-@pytest.mark.parametrize("how", ["sleeps", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("sleeps", marks=pytest.mark.slow), "killed"])
 def test_a_step_whose_peer_does_not_come_names_the_op(kind: str, how: str, tmp_path: Path) -> None:
     for raised, seconds in _run(step_without_peer, kind, how, world=2, folder=tmp_path):
         assert "CommError" in raised.kinds

@@ -2,8 +2,6 @@
 
 import ast
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from fshard.runtime.comm import processes
 from fshard.runtime.comm.devices import Place, carried, choose_device, device_of_group, problem_of
 from fshard.runtime.comm.processes import join
 from fshard.runtime.engine.batch import check_device
+from tests.shared.children import Child
 from tests.shared.workers import Pools
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -197,45 +196,39 @@ def test_ranks_that_meet_in_a_file_compare_their_devices(
     assert errors[0] == errors[1] and said in errors[0]
 
 
-SCRIPT = """
-import sys, torch
-import fshard as fs
-torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
-torch.cuda.set_device = lambda device: None
-from fshard.runtime.comm import devices, processes
-processes.place_of = lambda device: devices.Place(str(device), "a", str(device) * (device.type == "cuda"))
-try:
-    with fs.make_mesh((-1,), ("shard",), timeout=20, device=sys.argv[1] or None) as mesh:
-        print("joined", mesh.device, mesh.transport.backend)
-except fs.errors.PlanError as error:
-    print("PlanError", error)
-"""
+def of_two_gpus(device: str) -> None:
+    """A rank of a job that sees two GPUs: says what became of its mesh."""
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
+    torch.cuda.set_device = lambda device: None
+    processes.place_of = lambda device: Place(str(device), "a", str(device) * (device.type == "cuda"))  # type: ignore[assignment]
+    try:
+        with fs.make_mesh((-1,), ("shard",), timeout=20, device=device or None) as mesh:
+            assert isinstance(mesh.transport, processes.ProcessTransport)
+            print("joined", mesh.device, mesh.transport.backend)
+    except PlanError as error:
+        print("PlanError", error)
 
 
 def started(tmp_path: Path, local: list[int], device: str = "") -> list[str]:
     """What the ranks of a job print that see two GPUs each and have these local numbers."""
-    (tmp_path / "main.py").write_text(SCRIPT)
     port = str(20000 + os.getpid() % 20000)
-    base = {**os.environ, "WORLD_SIZE": str(len(local)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    base["PYTHONPATH"] = str(Path(fs.__file__).parents[1])
+    base = {"WORLD_SIZE": str(len(local)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "main.py", device],
-            cwd=tmp_path,
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(number)},
-            stdout=subprocess.PIPE,
-            text=True,
+        Child(
+            of_two_gpus,
+            device,
+            out=tmp_path / str(rank),
+            environment={**base, "RANK": f"{rank}", "LOCAL_RANK": f"{number}"},
         )
         for rank, number in enumerate(local)
     ]
     try:
-        return [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+        return [rank.printed(60).strip() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
 
 
-@pytest.mark.long
 @pytest.mark.processes
 def test_more_local_ranks_than_gpus_are_an_error_of_all(tmp_path: Path) -> None:
     first, second = started(tmp_path, [0, 2])

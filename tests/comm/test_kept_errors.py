@@ -47,6 +47,9 @@ def keeping(call: str) -> float:
         return time.monotonic() - began
 
 
-@pytest.mark.parametrize("call", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
+@pytest.mark.parametrize(
+    "call",
+    ["all_gather", "all_reduce", *(pytest.param(c, marks=pytest.mark.slow) for c in ("reduce_scatter", "all_to_all"))],
+)
 def test_an_error_that_is_kept_keeps_no_connection(pool: Pools, call: str) -> None:
     assert max(pool(3).run(keeping, call)) < 15.0

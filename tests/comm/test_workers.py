@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.shared.workers import Pool, Pools, WorkerError
+from tests.shared.children import Child
+from tests.shared.workers import Pool, Pools, WorkerError, await_files
 
 pytestmark = pytest.mark.processes
 
@@ -112,10 +111,10 @@ def test_every_traceback_is_shown(pool: Pools) -> None:
     assert str(caught.value).count("AttributeError") == 2
 
 
-def test_ranks_left_waiting_by_an_exception_are_named(pool: Pools) -> None:
+def test_ranks_left_waiting_by_an_exception_are_named() -> None:
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        pool(2).run(raise_while_others_wait, 0)
+        Pool(2, grace=0.5).run(raise_while_others_wait, 0)
     text = str(caught.value)
     assert "ValueError: not coming" in text
     assert "rank 1 " in text
@@ -164,25 +163,19 @@ def test_ranks_are_reaped() -> None:
     assert not [pid for pid in pids if _alive(pid)]
 
 
+def parent() -> None:
+    """In a process of its own: start ranks, say which, and wait for them."""
+    pool = Pool(2)
+    pool.run(cpu_seconds)
+    print(*pool.pids(), flush=True)
+    pool.run(sleep_on, 0)
+
+
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import sys, time\n"
-        "from tests.shared.workers import Pool\n"
-        "if __name__ == '__main__':\n"
-        "    pool = Pool(2)\n"
-        "    pool.run('tests.comm.test_workers:cpu_seconds')\n"
-        "    print(*pool.pids(), flush=True)\n"
-        "    pool.run('tests.comm.test_workers:sleep_on', 0)\n"
-    )
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
-    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    child = Child(parent, out=tmp_path / "pids", environment={})
+    await_files([str(child.out)], 30)
+    child.kill()
+    pids = [int(pid) for pid in child.out.read_text().split()]
     deadline = time.monotonic() + 10.0
     while any(map(_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -147,6 +147,7 @@ def trained(folder: Path, mesh: Any, end: int, batches: Any = None, stop: int | 
     return losses
 
 
+@pytest.mark.long
 def test_a_run_resumes_exactly_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", fs.make_mesh((1,), ("data",)), 9)
     found: list[float] = []

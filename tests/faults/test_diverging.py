@@ -122,7 +122,7 @@ def other_op(kind: str) -> tuple[Raised | None, float]:
     return raised, time.monotonic() - began
 
 
-@pytest.mark.parametrize("kind", ["host", "gloo"])
+@pytest.mark.parametrize("kind", ["host", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_ranks_that_issue_different_collectives(kind: str) -> None:
     own = Pool(2)
     try:

@@ -62,6 +62,7 @@ def undisturbed(steps: int) -> tuple[dict[str, float], dict[str, Any]]:
         return losses, {path: leaf.tolist() for path, leaf in tree.paths(fs.unshard(state.params, plan))}
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_run_again_which_resumes(pool: Pools, tmp_path: Path) -> None:
     code, output = torchrun(tmp_path, 8, "SIGKILL", 2, 1)
     assert code == 0, output

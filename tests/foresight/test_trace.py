@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +17,10 @@ from fshard.errors import PlanError
 from fshard.schedule import Costs, Link, Policy, simulate
 from fshard.schedule.flight import HEADER, OVER, RECORD, read_records, verdict
 from fshard.schedule.simulate import measured
+from tests.foresight import stuck
 from tests.schedule.test_costs import SECONDS, over
+from tests.shared.children import Child
+from tests.shared.workers import await_files
 
 FIELDS = {
     "X": {"dur", "cat"},
@@ -193,25 +194,24 @@ def test_ops_are_ranges_of_the_profiler(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(read_records(tmp_path)[0].entries) == len(step.schedule) + 1
 
 
-@pytest.mark.long
 @pytest.mark.processes
 def test_ranks_that_were_killed_leave_who_was_stuck_where(tmp_path: Path) -> None:
-    around = {**os.environ, "FSHARD_RECORD": str(tmp_path), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    around |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.foresight.stuck"]
+    around = {"FSHARD_RECORD": str(tmp_path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    around |= {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    outs = [tmp_path / f"printed by {rank}" for rank in range(2)]
     ranks = [
-        subprocess.Popen(command, env={**around, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, stdout=subprocess.PIPE)
-        for rank in range(2)
+        Child(stuck.main, out=out, environment={**around, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"})
+        for rank, out in enumerate(outs)
     ]
     try:
-        assert ranks[1].stdout is not None and ranks[1].stdout.readline() == b"stuck\n"
+        await_files([str(outs[1])], 60)
+        assert outs[1].read_text() == "stuck\n"
         deadline = time.monotonic() + 20
         while "rank 0 waits" not in verdict(read_records(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
     told = verdict(read_records(tmp_path)).splitlines()
     assert told[0] == "rank 0 waits for rank 1"
     assert "'forward layer(a.w)', of run 3" in told[2] and "of run 3" in told[1] and "'wait " in told[1]

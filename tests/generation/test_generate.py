@@ -82,6 +82,7 @@ def generated(mesh: Any, weights: str, **options: Any) -> list[list[int]]:
     return [row.tolist() for row in found.tokens]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", ["sharded", "whole"])
 @pytest.mark.parametrize("eos", [None, 6])
 def test_equal_to_the_model_itself(weights: str, eos: int | None) -> None:

@@ -86,6 +86,7 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("body", "told"), FAULTS)
 def test_a_graph_that_differs_is_not_used(body: Callable[..., Any], told: str) -> None:
     unit, last = fs.unit(body), fs.unit(affine)

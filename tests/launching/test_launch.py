@@ -1,5 +1,6 @@
 """``fs.launch``: functions of scripts and cells on real ranks, and what is left of them when something goes wrong."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,8 @@ import torch
 
 import fshard as fs
 from fshard.errors import LaunchError, PlanError
-from fshard.launching.job import packed, read_outcome, unpacked, write_error, write_result
+from fshard.launching.job import STATUS, log_of, packed, read_outcome, unpacked, write_error, write_result
+from fshard.launching.launch import _results
 
 processes = pytest.mark.processes
 OWNER = f"FSHARD_TEST={os.getpid()}".encode()
@@ -89,11 +91,22 @@ def test_the_error_of_a_rank_is_raised_once_with_its_own_lines() -> None:
 
 
 @processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_with_its_last_words() -> None:
     with pytest.raises(LaunchError, match=r"(?s)rank 1 was killed by SIGKILL.*the last words"):
         fs.launch(failing, "dies", ranks=2)
     assert not left()
+
+
+def test_the_last_words_of_a_rank_are_read_from_its_log(tmp_path: Path) -> None:
+    """What the caller makes of the folder that such a launch leaves."""
+    write_result(tmp_path, 0, 3)
+    Path(log_of(str(tmp_path), 1)).write_text("the last words\n")
+    (tmp_path / STATUS).write_text(json.dumps({0: 0, 1: -signal.SIGKILL}))
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 was killed by SIGKILL.*the last words"):
+        _results(tmp_path, 2)
+    write_result(tmp_path, 1, 4)
+    assert _results(tmp_path, 2) == [3, 4]
 
 
 def endless() -> None:
@@ -134,7 +147,7 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
 
 
 @processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_script_without_a_guard_and_functions_of_main(tmp_path: Path) -> None:
     """Functions of ``__main__`` go by value, so ranks do not run the script again."""
     script = tmp_path / "script.py"

@@ -65,6 +65,7 @@ def leaves_of(params: dict[str, Any]) -> dict[str, Tensor]:
     return {path: leaf.grad for path, leaf in tree.paths(params)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("units", [(), "blocks.*", (nn.Linear,)])
 def test_checkpointed_regions_find_the_weights_of_their_own_call(units: Any, static: bool) -> None:

@@ -92,6 +92,7 @@ def test_calls_of_many_generated_modules_leave_nothing_behind(seed: int) -> None
         check_steps(seed, how, fs.make_mesh((-1,), ("shard",)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_generated_modules_see_what_their_units_write(way: str) -> None:
     for seed in (1, 4):
@@ -130,6 +131,7 @@ class Mixture(nn.Module):
         return x.square().mean() + sum(block.aux for block in self.blocks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_mixture_of_experts_adds_up_the_losses_that_its_blocks_set(way: str, before: bool) -> None:

@@ -178,6 +178,7 @@ def _all(state: fs.TrainState) -> list[Tensor]:
     return [x.clone() for x in tree.leaves((state.params, state.opt_state))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_mistakes_are_errors_alike_and_leave_the_state(world: int) -> None:
     ranks = fs.virtual_mesh((world,), ("shard",)).run(lambda: make_mistakes(fs.make_mesh((world,), ("shard",))))

@@ -102,6 +102,7 @@ def test_debug_of_a_step_is_that_of_its_parts(debug: bool) -> None:
     assert [prepared.actions.poison for prepared in replay.step.passes] == [debug, debug]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt", "unet", "translator", "skipping"])
 def test_evaluations_in_graphs_keep_their_bits(name: str) -> None:
     example = zoo.build(name)

@@ -46,6 +46,7 @@ def check(pool: Pools | None, world: int, each: Sequence[Way], axes: Any = FLAT,
     assert not wrong, f"on {world} ranks:\n" + "\n".join(wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("opt", OPTS)
 def test_every_function_on_one_rank(opt: str) -> None:
     check(None, 1, [Way(name, opt) for name in NAMES], steps=3)

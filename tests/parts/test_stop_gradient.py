@@ -50,7 +50,7 @@ def test_on_one_rank() -> None:
     check(1)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_ranks(pool: Pools, world: int) -> None:
     pool(world).run(check, world)
 

@@ -166,6 +166,7 @@ def steps(mesh: fs.Mesh, mine: Device) -> list[str]:
     return [*out, *mine.aborted[:1]]
 
 
+@pytest.mark.long
 def test_ranks_learn_of_a_failure_before_they_read_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ranks_of(steps, monkeypatch)
     assert first[1] == "PeerError" and second[1] == "ValueError"

@@ -1,6 +1,6 @@
 """Every schedule under the latest and the earliest moves that its collectives allow: the same bits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,8 +117,16 @@ CASES = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", CASES)
+def halved(names: Iterable[str], odd: bool) -> list[Any]:
+    """Every layout with every second option in the default tests, as parameters, and with the others in the slow ones.
+
+    The default tests of one module have the half that those of another leave out.
+    """
+    beside = {f"{a}, {b}": (i + j) % 2 != odd for i, a in enumerate(LAYOUTS) for j, b in enumerate(OPTIONS)}
+    return [pytest.param(name, marks=pytest.mark.slow if beside.get(name) else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", halved(CASES, odd=False))
 def test_results_do_not_depend_on_when_data_move(name: str) -> None:
     case = CASES[name]
     want, _ = trained(case, "plain")
@@ -156,6 +164,7 @@ def parts(lane: str) -> Any:
     return fs.virtual_mesh(*HSDP).run(rank)[0]
 
 
+@pytest.mark.long
 def test_steps_of_parts() -> None:
     want = parts("plain")
     assert parts("lazy") == want and parts("eager") == want

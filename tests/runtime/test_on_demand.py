@@ -308,8 +308,15 @@ def check(pool: Pools, name: str, world: int, configs: Sequence[Config]) -> None
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", CASES)
+TURNS = [
+    pytest.param(name, world, marks=[pytest.mark.slow] if (number + at) % len(WORLDS) == 0 else [])
+    for number, name in enumerate(CASES)
+    for at, world in enumerate(WORLDS)
+]
+"""Each case on two of the three worlds in the default tests, every case on other two than the one before."""
+
+
+@pytest.mark.parametrize(("name", "world"), TURNS)
 def test_values_are_those_of_one_process(pool: Pools, world: int, name: str) -> None:
     """On its three worlds a case runs under each configuration once."""
     first = (list(CASES).index(name) + world) % len(WORLDS)

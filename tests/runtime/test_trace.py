@@ -260,6 +260,7 @@ def test_every_rank_traces_one_schedule() -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_tracing_consumes_no_random_numbers_and_no_memory_of_the_model(name: str) -> None:
     example = zoo.build(name)

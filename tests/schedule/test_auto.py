@@ -36,6 +36,7 @@ SLOW, FAST = Rates(1e9, BYTES / 8), Rates(1e9, BYTES * 1e3)
 """Links on which a gather takes four seconds, and next to nothing."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rates", [SLOW, FAST], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.3, 2.0, math.inf])
@@ -170,8 +171,18 @@ def chosen(schedule: Any, weighted: bool) -> tuple[str, list[float], list[str], 
         return str(step.schedule.policy), losses, departures, words
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("schedule", ["auto", fs.Auto(wire=1e5, compute=1e9)], ids=str)
+GIVEN = fs.Auto(wire=1e5, compute=1e9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weighted"),
+    [
+        ("auto", False),
+        (GIVEN, True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("auto", True), (GIVEN, False))),
+    ],
+    ids=str,
+)
 def test_all_ranks_choose_alike(pool: Pools, schedule: Any, weighted: bool) -> None:
     ranks = pool(2).run(chosen, schedule, weighted)
     assert len({(policy, words) for policy, _, _, words in ranks}) == 1

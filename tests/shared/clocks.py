@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fshard as fs
+
+PACKAGE = str(Path(fs.__file__).parent)
 COMPUTE, HOST = "compute", "host"
 Clock = dict[str, int]
 
@@ -237,7 +241,7 @@ def caller() -> str:
     frame, found = sys._getframe(1), list[str]()
     while frame is not None and len(found) < 2:
         file = frame.f_code.co_filename
-        if "/fshard/" in file and "/tests/" not in file and not file.endswith("comm/streams.py"):
+        if file.startswith(PACKAGE) and not file.endswith("comm/streams.py"):
             found.append(f"{frame.f_code.co_qualname}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found) or "the loss"

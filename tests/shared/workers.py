@@ -30,8 +30,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "optree", "pytest", "fshard"]
-"""What every rank would import. Fake tensors pull in torch._dynamo, which alone takes 1.3 s."""
+PRELOAD = [
+    *("torch", "torch.distributed", "torch._dynamo", "torch._decomp.decompositions_for_jvp"),
+    *("optree", "hypothesis", "pytest", "fshard", "fshard.played.virtual"),
+]
+"""What every rank would import. Fake tensors pull in torch._dynamo, which alone takes 1.3 s, and backwards the rest."""
+RARELY = 20_000, 10, 50
+"""How often ranks look for garbage: tests leave little of it behind."""
 GLOO_TIMEOUT = 30.0
 """Seconds that a rank waits in a collective for its peers."""
 GRACE = 3.0
@@ -227,6 +232,7 @@ def _serve(rank: int, world: int, folder: Path, tasks: Connection, life: Connect
     # Ctrl-C reaches the whole process group; the parent ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # what the fork server imported is no garbage, and each collection would look at all of it
+    gc.set_threshold(*RARELY)
     threading.Thread(target=_outlive_nobody, args=(life,), daemon=True, name="lifeline").start()
     with open(folder / f"rank{rank}.log", "w") as log:
         faulthandler.enable(file=log)

@@ -42,6 +42,9 @@ def _allowed(row: pairwise.Row) -> bool:
     return not in_backward or (not row.get("clip") and row.get("name", "gpt") in UPDATED_IN_BACKWARD)
 
 
+FEWEST = 4
+"""Steps of programs that do not take turns."""
+
 PAIRWISE = pairwise.rows(OPTIONS, _allowed)
 
 
@@ -66,4 +69,4 @@ def test_the_rows_have_every_pair_of_options() -> None:
 @pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: f"{row['name']}-{row['world']}")
 def test_every_pair_of_options_equals_one_process(pool: Pools, row: pairwise.Row) -> None:
     config, axes = _row(row)
-    check(pool, row["world"], row["name"], [config], axes, FEWER)
+    check(pool, row["world"], row["name"], [config], axes, FEWER if row["name"] in zoo.TRICKY else FEWEST)

@@ -149,13 +149,13 @@ def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, kept
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_the_same_casts_in_one_process(pool: Pools, world: int, name: str) -> None:
     compare(pool, world, CASES[name])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", MESHES)
 def test_it_does_on_meshes_of_several_axes(pool: Pools, world: int, name: str) -> None:
     compare(pool, world, MESHES[name])

@@ -33,6 +33,7 @@ def made() -> tuple[Any, Any, fs.Plan]:
     return step, state, plan
 
 
+@pytest.mark.long
 def test_op_by_op_it_is_the_step(made: Any) -> None:
     step, state, plan = made
     expected, metrics = fs.make_train_step(loss, OPT, plan, donate=False)(state, BATCH)
