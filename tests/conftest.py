@@ -11,6 +11,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.shared.virtual import Job, Virtual  # noqa: E402
 from tests.shared.workers import RARELY, Pools  # noqa: E402
 
 
@@ -45,3 +46,10 @@ def pool() -> Iterator[Pools]:
         yield pools
     finally:
         pools.close()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, pool: Pools) -> Job:
+    """``job(world).run(function, *args)`` as of ``pool``; three ranks or more are virtual, but in the slow tests."""
+    slow = request.node.get_closest_marker("slow") is not None
+    return lambda world: pool(world) if slow or world < 3 else Virtual(world)

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import P
 from fshard import collectives as c
-from tests.shared.workers import Pools
+from tests.shared.virtual import Job
 
 ROWS = 24
 
@@ -81,6 +81,6 @@ def on_a_rank(named: bool) -> list[str]:
 
 @pytest.mark.parametrize("named", [True, False], ids=["in scope", "by mesh="])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gradients_are_those_of_the_global_batch(pool: Pools, world: int, named: bool) -> None:
+def test_gradients_are_those_of_the_global_batch(job: Job, world: int, named: bool) -> None:
     assert fs.virtual_mesh((world,), ("any",)).run(on_a_rank, named) == [[]] * world
-    assert pool(world).run(on_a_rank, named) == [[]] * world
+    assert job(world).run(on_a_rank, named) == [[]] * world

@@ -10,6 +10,7 @@ import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError, TreeError
 from tests.shared import modules, parity
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 RANK, ALPHA, STEPS, ROWS = 2, 8.0, 10, 8
@@ -208,7 +209,7 @@ def trained(compile: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "compile"), [(2, None), (4, "fx")])
-def test_training_adapters_equals_one_process(pool: Pools, world: int, compile: str | None) -> None:
+def test_training_adapters_equals_one_process(job: Job, world: int, compile: str | None) -> None:
     """One plain process computes with merged weights; autograd takes the gradients of adapters through the merge."""
     model, wrapped = build()
     flat = {path: leaf.clone() for path, leaf in tree.paths(wrapped.params)}
@@ -223,7 +224,7 @@ def test_training_adapters_equals_one_process(pool: Pools, world: int, compile: 
 
     want = parity.plain(flat, rule, backward, STEPS)
     assert want.losses[0] - want.losses[-1] > 0.05
-    ranks = pool(world).run(trained, compile)
+    ranks = job(world).run(trained, compile)
     problems = parity.differences([ours["run"] for ours in ranks], want, parity.Near(loss=4e-5))
     assert not problems, "\n".join(problems)
     for ours in ranks:

@@ -11,6 +11,7 @@ from tests.optim import runs as optims
 from tests.optim.runs import CASES
 from tests.shared import parity
 from tests.shared.parity import Run
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 TOLERANCE = 1e-5
@@ -59,8 +60,8 @@ OTHERS = [name for name in optims.ONE_AXIS if name not in ELEMENTWISE]
         pytest.param(4, ELEMENTWISE, id="4-elementwise", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_equal_plain_pytorch(pool: Pools, world: int, names: list[str]) -> None:
-    ranks = pool(world).run(optims.sharded, names, timeout=110.0)
+def test_ranks_equal_plain_pytorch(job: Job, world: int, names: list[str]) -> None:
+    ranks = job(world).run(optims.sharded, names, timeout=110.0)
     problems = [line for name in names for line in departures(name, [rank[name] for rank in ranks])]
     assert not problems, "\n".join(problems)
 
@@ -73,9 +74,9 @@ def test_ranks_in_bfloat16_equal_plain_pytorch(pool: Pools, world: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_optimizers_over_replicas_equal_plain_pytorch(pool: Pools) -> None:
+def test_optimizers_over_replicas_equal_plain_pytorch(job: Job) -> None:
     names = [*optims.TWO_AXES, "muon", "partition"]
-    ranks = pool(4).run(optims.sharded, names, ((2, 2), ("replica", "shard")), timeout=110.0)
+    ranks = job(4).run(optims.sharded, names, ((2, 2), ("replica", "shard")), timeout=110.0)
     problems = [line for name in names for line in departures(name, [rank[name] for rank in ranks])]
     assert not problems, "\n".join(problems)
 

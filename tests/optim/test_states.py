@@ -14,6 +14,7 @@ from fshard import tree
 from fshard.state.entries import assemble, entries, scalars
 from fshard.state.init import take
 from fshard.state.pieces import Entry
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -133,8 +134,8 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
-def test_states_are_equal_bit_for_bit_on_every_mesh_and_move_between_meshes(pool: Pools) -> None:
-    results = {world: pool(world).run(train, None, 7, "every form") for world in (1, 2, 4)}
+def test_states_are_equal_bit_for_bit_on_every_mesh_and_move_between_meshes(job: Job) -> None:
+    results = {world: job(world).run(train, None, 7, "every form") for world in (1, 2, 4)}
     wholes = {world: whole([rank[0] for rank in ranks]) for world, ranks in results.items()}
     kinds = {name.split(".")[1] for name in wholes[1] if name.startswith("opt.")}
     assert kinds >= {
@@ -152,8 +153,8 @@ def test_states_are_equal_bit_for_bit_on_every_mesh_and_move_between_meshes(pool
     assert not equal(wholes[1], wholes[2]) and not equal(wholes[1], wholes[4])
     # In the middle of accumulating two steps: from 4 ranks to 2, and to 1.
     for world in (1, 2):
-        again = pool(world).run(train, (wholes[4], results[4][0][1]), 6, "every form")
-        straight = pool(world).run(train, None, 13, "every form")
+        again = job(world).run(train, (wholes[4], results[4][0][1]), 6, "every form")
+        straight = job(world).run(train, None, 13, "every form")
         assert not equal(whole([rank[0] for rank in again]), whole([rank[0] for rank in straight]))
 
 
@@ -163,8 +164,8 @@ def test_checkpoints_carry_every_form_to_another_mesh(pool: Pools, tmp_path: Pat
     assert not equal(last, whole([rank[0] for rank in pool(1).run(train, None, 11, "every form")]))
 
 
-def test_moments_of_8_bits_are_the_same_on_every_mesh(pool: Pools) -> None:
-    results = [whole([rank[0] for rank in pool(world).run(train, None, 10, "8 bit")]) for world in (1, 2, 4)]
+def test_moments_of_8_bits_are_the_same_on_every_mesh(job: Job) -> None:
+    results = [whole([rank[0] for rank in job(world).run(train, None, 10, "8 bit")]) for world in (1, 2, 4)]
     assert not equal(results[0], results[1]) and not equal(results[0], results[2])
     assert results[0]["opt.exp_avg_code.a.w"].dtype == torch.uint8
 

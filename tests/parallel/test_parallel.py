@@ -5,6 +5,7 @@ import torch
 
 import fshard as fs
 from tests.parallel.cases import Case, Config, differences, expected, train
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 PLAIN = Config()
@@ -46,8 +47,8 @@ def name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", FOUR, ids=name)
-def test_training_equals_one_process(pool: Pools, case: Case) -> None:
-    assert not differences(case, [PLAIN], pool(4).run(train, case, [PLAIN]))
+def test_training_equals_one_process(job: Job, case: Case) -> None:
+    assert not differences(case, [PLAIN], job(4).run(train, case, [PLAIN]))
 
 
 @pytest.mark.slow

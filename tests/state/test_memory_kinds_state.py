@@ -17,6 +17,7 @@ from fshard.schedule.check import check
 from tests.optim import runs as optims
 from tests.runtime.test_memory_kinds import HERE, HOST, KINDS, hosted
 from tests.shared.bad import UNITS, Raised, alike, attempt, weights
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 DEVICE = [(r".*\.b", P()), (r".*", fs.fsdp("shard"))]
@@ -134,11 +135,11 @@ def ruled(names: list[str], axes: Any) -> list[str]:
     return out
 
 
-def test_any_optimizer_may_update_on_either_side(pool: Pools) -> None:
+def test_any_optimizer_may_update_on_either_side(job: Job) -> None:
     names = ["muon", "adafactor", "partition", "chain"]
-    assert pool(2).run(ruled, names, ((-1,), ("shard",)), timeout=110.0) == [[], []]
+    assert job(2).run(ruled, names, ((-1,), ("shard",)), timeout=110.0) == [[], []]
     axes = ((2, -1), ("replica", "shard"))
-    assert pool(4).run(ruled, optims.TWO_AXES, axes, timeout=110.0) == [[]] * 4
+    assert job(4).run(ruled, optims.TWO_AXES, axes, timeout=110.0) == [[]] * 4
 
 
 @pytest.mark.long

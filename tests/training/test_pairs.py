@@ -11,7 +11,7 @@ import pytest
 
 import fshard as fs
 from tests.shared import pairwise, zoo
-from tests.shared.workers import Pools
+from tests.shared.virtual import Job
 from tests.training.test_parity import FEWER, FLAT, REPLICAS, UPDATED_IN_BACKWARD, WORLDS, Config, check
 
 OPTIONS: dict[str, Sequence[Any]] = {
@@ -66,7 +66,8 @@ def test_the_rows_have_every_pair_of_options() -> None:
     assert len(PAIRWISE) < 100
 
 
+@pytest.mark.filterwarnings("ignore:.*left their schedule")
 @pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: f"{row['name']}-{row['world']}")
-def test_every_pair_of_options_equals_one_process(pool: Pools, row: pairwise.Row) -> None:
+def test_every_pair_of_options_equals_one_process(job: Job, row: pairwise.Row) -> None:
     config, axes = _row(row)
-    check(pool, row["world"], row["name"], [config], axes, FEWER if row["name"] in zoo.TRICKY else FEWEST)
+    check(job, row["world"], row["name"], [config], axes, FEWER if row["name"] in zoo.TRICKY else FEWEST)

@@ -16,6 +16,7 @@ import fshard as fs
 from fshard.schedule.policy import Keep
 from tests.shared import parity, reference, zoo
 from tests.shared.parity import Run
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 STEPS = 20
@@ -135,8 +136,8 @@ def _expected(name: str, opt: str, clip: bool, steps: int) -> Run:
     return reference.train(example, opt, example.clip if clip else None, steps)
 
 
-def check(pool: Pools, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT) -> None:
-    ranks = pool(world).run(train, name, configs, axes, steps, timeout=110.0)
+def check(job: Job, world: int, name: str, configs: Sequence[Config], axes: Any = FLAT, steps: int = SHORT) -> None:
+    ranks = job(world).run(train, name, configs, axes, steps, timeout=110.0)
     problems: list[str] = []
     first: dict[tuple[str, bool, int, str], Run] = {}
     for number, config in enumerate(configs):

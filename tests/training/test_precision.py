@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard import P
 from fshard.schedule.infos import group_infos
-from tests.shared.workers import Pools
+from tests.shared.virtual import Job
 
 BF16, F32 = torch.bfloat16, torch.float32
 LR, STEPS, ROWS = 0.3, 4, 4
@@ -151,20 +151,20 @@ def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_the_same_casts_in_one_process(pool: Pools, world: int, name: str) -> None:
-    compare(pool, world, CASES[name])
+def test_training_equals_the_same_casts_in_one_process(job: Job, world: int, name: str) -> None:
+    compare(job, world, CASES[name])
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", MESHES)
-def test_it_does_on_meshes_of_several_axes(pool: Pools, world: int, name: str) -> None:
-    compare(pool, world, MESHES[name])
+def test_it_does_on_meshes_of_several_axes(job: Job, world: int, name: str) -> None:
+    compare(job, world, MESHES[name])
 
 
-def compare(pool: Pools, world: int, case: Case) -> None:
+def compare(job: Job, world: int, case: Case) -> None:
     """Train on ranks and in one plain process."""
     losses, params = plain(case, world)
-    for rank, (theirs, whole, seen) in enumerate(pool(world).run(trained, case)):
+    for rank, (theirs, whole, seen) in enumerate(job(world).run(trained, case)):
         assert theirs == pytest.approx(losses, rel=1e-6), (rank, seen)
         for path, leaf in params.items():
             torch.testing.assert_close(whole[path], leaf, rtol=1e-6, atol=1e-6, msg=lambda m, p=path: f"{p}: {m}")

@@ -12,6 +12,7 @@ from fshard import P, tree
 from fshard.errors import PlanError
 from tests.shared import zoo
 from tests.shared.bad import Raised, attempt
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 STEPS = 6
@@ -63,8 +64,8 @@ def _memory(state: fs.TrainState) -> set[int]:
     return {leaf.untyped_storage().data_ptr() for leaf in tree.leaves((state.params, state.opt_state)) if leaf.numel()}
 
 
-def test_models_that_train_in_turns_train_as_they_do_apart(pool: Pools) -> None:
-    ranks = pool(4).run(apart_and_together)
+def test_models_that_train_in_turns_train_as_they_do_apart(job: Job) -> None:
+    ranks = job(4).run(apart_and_together)
     for apart, together, shared in ranks:
         assert apart == together == ranks[0][0]
         assert not shared

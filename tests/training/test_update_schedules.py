@@ -14,6 +14,7 @@ from fshard.errors import BatchError, LossError, PeerError, PlanError
 from tests.optim import runs as optims
 from tests.optim.runs import net
 from tests.shared import parity
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 LENGTHS = [5, 3, 8, 1, 2, 7, 4, 6, 6, 1, 3, 2]
@@ -116,20 +117,20 @@ def clip_by_rule(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["every", "every, scaled", "microbatches", "ragged"])
-def test_unequal_parts_are_one_batch(pool: Pools, world: int, kind: str) -> None:
+def test_unequal_parts_are_one_batch(job: Job, world: int, kind: str) -> None:
     want = plain(
         [merged(range(n, n + 3), world) for n in range(0, 12, 3)],
         lambda m: nn.utils.clip_grad_norm_(m.parameters(), CLIP),
     )
-    results = pool(world).run(run, kind)
+    results = job(world).run(run, kind)
     assert gap(results[0][0], want) <= TOLERANCE
     assert all(norms == results[0][1] for _, norms in results)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_each_rule_clips_its_own_leaves(pool: Pools, world: int) -> None:
+def test_each_rule_clips_its_own_leaves(job: Job, world: int) -> None:
     want = plain([merged([n], world) for n in range(12)], clip_by_rule)
-    assert gap(pool(world).run(run, "rules")[0][0], want) <= TOLERANCE
+    assert gap(job(world).run(run, "rules")[0][0], want) <= TOLERANCE
 
 
 def test_norms_are_right_over_mixed_axes(pool: Pools) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 from tests.transform import cases as cases
 from tests.transform.test_transforms import FLAT, HSDP, Axes, _far, differences, mine
@@ -105,12 +106,12 @@ def probes(plan: fs.Plan, params: Any, x: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))])
-def test_equal_to_plain_pytorch(pool: Pools, world: int) -> None:
-    assert not sum(pool(world).run(tools, FLAT), [])
+def test_equal_to_plain_pytorch(job: Job, world: int) -> None:
+    assert not sum(job(world).run(tools, FLAT), [])
 
 
-def test_on_replicas_of_shards(pool: Pools) -> None:
-    assert not sum(pool(4).run(tools, HSDP), [])
+def test_on_replicas_of_shards(job: Job) -> None:
+    assert not sum(job(4).run(tools, HSDP), [])
 
 
 def engine(axes: Axes) -> list[str]:
