@@ -9,7 +9,6 @@ from torch import Tensor
 import fshard as fs
 from fshard import tree
 from tests.shared.virtual import Job
-from tests.shared.workers import Pools
 from tests.transform import cases as cases
 from tests.transform.test_transforms import FLAT, HSDP, Axes, _far, differences, mine
 
@@ -152,8 +151,8 @@ def engine(axes: Axes) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_value_and_grad(pool: Pools, world: int) -> None:
-    assert not sum(pool(world).run(engine, FLAT), [])
+def test_value_and_grad(job: Job, world: int) -> None:
+    assert not sum(job(world).run(engine, FLAT), [])
 
 
 @pytest.mark.long

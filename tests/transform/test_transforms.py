@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard import tree
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 from tests.transform import cases as cases
 
@@ -70,10 +71,10 @@ CHEAP = ("grad and value", "forward over reverse", "reverse over reverse", "doub
 
 
 @pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
-def test_equal_to_whole_tensors(pool: Pools, world: int) -> None:
+def test_equal_to_whole_tensors(job: Job, world: int) -> None:
     names = tuple(cases.CASES)
-    assert not sum(pool(world).run(every_case, FLAT, "weighted", True, names, timeout=150), [])
-    assert not sum(pool(world).run(every_case, FLAT, "mean", False, names if world == 3 else CHEAP), [])
+    assert not sum(job(world).run(every_case, FLAT, "weighted", True, names, timeout=150), [])
+    assert not sum(job(world).run(every_case, FLAT, "mean", False, names if world == 3 else CHEAP), [])
 
 
 def test_replicas_of_shards(pool: Pools) -> None:
@@ -107,11 +108,11 @@ def through_whole_trees(axes: Axes) -> list[str]:
 
 
 @pytest.mark.parametrize("axes", [FLAT, HSDP, ((2, -1), ("tp", "shard"))], ids=str)
-def test_shard_and_unshard_are_each_others_adjoint(pool: Pools, axes: Axes) -> None:
+def test_shard_and_unshard_are_each_others_adjoint(job: Job, axes: Axes) -> None:
     if "tp" in axes[1]:
-        assert not sum(pool(4).run(cut_for_compute, axes), [])
+        assert not sum(job(4).run(cut_for_compute, axes), [])
     else:
-        assert not sum(pool(4).run(through_whole_trees, axes), [])
+        assert not sum(job(4).run(through_whole_trees, axes), [])
 
 
 def cut_for_compute(axes: Axes) -> list[str]:
