@@ -308,7 +308,7 @@ def check(job: Job, name: str, world: int, configs: Sequence[Config]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*left their schedule")
-@pytest.mark.parametrize(("number", "name"), enumerate(CASES), ids=str)
+@pytest.mark.parametrize(("number", "name"), [*enumerate(CASES)])
 def test_values_are_those_of_one_process(job: Job, number: int, name: str) -> None:
     """On two of the three worlds, on each of them under a third of the configurations."""
     for turn in (number, number + 1):
