@@ -16,8 +16,10 @@ import lab
 import torch
 from common import Report, Row, arguments, middle, ratio, run_workers
 from model import SMALL
+from peers import compiler_works
 
-from fshard.runtime.comm.packing import pack, unpack
+from fshard.runtime.comm.packing import Kernels, no_kernels, pack, unpack
+from fshard.runtime.graphs.packing_kernels import PackingKernels
 from fshard.sharding.wire import WireFormat
 
 PEERS = ("fsdp2", "fsdp2 bf16", "fshard", "fshard int8")
@@ -42,6 +44,10 @@ def measure(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     for name in ("int8", "int4", "fp8_e4m3", "bf16"):
         packing(report, name, 20)
+    why = compiler_works()
+    notes += [f"compiled kernels: skipped: {why}"] if why else []
+    for name in () if why else ("int8", "int4"):
+        packing(report, f"{name}, compiled", 20, PackingKernels())
     why = lab.obstacle()
     if why:
         notes.append(f"links: skipped: {why}")
@@ -53,22 +59,22 @@ def measure(args: argparse.Namespace) -> int:
     return report.finish(args)
 
 
-def packing(report: Report, name: str, rounds: int, numel: int = 6 << 20) -> None:
+def packing(report: Report, name: str, rounds: int, kernels: Kernels = no_kernels, numel: int = 6 << 20) -> None:
     """A format on one thread, against a copy of the same tensor in the same round."""
-    form = WireFormat(name, 1 if name == "bf16" else 256)
+    form = WireFormat(name.partition(",")[0], 1 if name == "bf16" else 256)
     x, out = torch.randn(numel), torch.empty(numel)
     packed = torch.empty(form.nbytes(numel), dtype=torch.uint8)
-    pack(x, form, packed)
+    unpack(pack(x, form, packed, kernels), form, out, False, kernels)
     seconds: dict[str, list[float]] = {"copy": [], "packing": [], "unpacking": []}
     for _ in range(rounds):
         seconds["copy"].append(timed(lambda: out.copy_(x)))
-        seconds["packing"].append(timed(lambda: pack(x, form, packed)))
-        seconds["unpacking"].append(timed(lambda: unpack(packed, form, out)))
+        seconds["packing"].append(timed(lambda: pack(x, form, packed, kernels)))
+        seconds["unpacking"].append(timed(lambda: unpack(packed, form, out, False, kernels)))
     for what, each in seconds.items():
         rates = [4e-9 * numel / second for second in each]
         report.rows.append(middle(f"{name}: {what}, one thread", "GB/s of float32", rates))
     for what in ("packing", "unpacking"):
-        target = COPY if name == "int8" else None
+        target = COPY if name == "int8, compiled" else None
         report.rows.append(ratio(f"{name}: {what} / a copy", "wall", seconds[what], seconds["copy"], target))
 
 

@@ -21,6 +21,9 @@ from fshard.schedule import parse
 from fshard.schedule.simulate import Simulation, covered, measured
 from fshard.schedule.transfers import awaited
 
+SHARDED = ("fshard hosts", "fshard hosts secondary")
+ACROSS = 1.02
+"""Of the fewest bytes between hosts: gathers of the forward, and reductions."""
 PEERS = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp parted")
 TARGET = 0.6
 RANKS, TOGETHER = 4, 2
@@ -46,7 +49,23 @@ def measure(args: argparse.Namespace) -> int:
         case(report, rate, found)
         if args.picture:
             draw(found["watched"][0], rate)
+    options = {"peers": SHARDED, "rounds": rounds, **asdict(SMALL), "count": 1}
+    options.pop("vocabulary")
+    across(report, args.rates[-1], run_workers(RANKS, args.rates[-1], options, together=TOGETHER))
     return report.finish(args)
+
+
+def across(report: Report, rate: str, found: dict[str, Any]) -> None:
+    """Parameters that are sharded over hosts too: what crosses the link with and without secondary shards."""
+    samples, title = found["samples"], f"{rate} between hosts, sharded over all ranks"
+    report.medians[title] = {
+        name: {kind: statistics.median(sample[kind]) for kind in sample} for name, sample in samples.items()
+    }
+    for name, target in zip(SHARDED, (None, ACROSS), strict=True):
+        sent = statistics.median(samples[name]["sent"]) / found["across"][name]
+        report.rows.append(Row(f"{title}: {name} / one gather and one reduction", "bytes", sent, target=target))
+    pair = samples[SHARDED[1]]["wall"], samples[SHARDED[0]]["wall"]
+    report.rows.append(ratio(f"{title}: {SHARDED[1]} / {SHARDED[0]}", "wall", *pair))
 
 
 def case(report: Report, rate: str, found: dict[str, Any]) -> None:

@@ -81,7 +81,8 @@ class Fshard:
         module: the model.
         clip: the norm to clip to.
         units: patterns of the units.
-        mesh: instead of one axis of all ranks; all of its axes are data axes, and ``shard`` is one of them.
+        mesh: instead of one axis of all ranks; all of its axes are data axes.
+        over: the axes that shard the parameters.
         precision: the dtypes.
         compile: as for ``fs.make_train_step``.
         opt: axes over which the optimizer is sharded, if not just ``shard``.
@@ -101,6 +102,7 @@ class Fshard:
         opt: Sequence[str] | None = None,
         norms: str | None = None,
         wire: fs.Wire | None = None,
+        over: tuple[str, ...] = ("shard",),
         **policy: Any,
     ) -> None:
         self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
@@ -109,7 +111,7 @@ class Fshard:
         def loss_fn(params: dict[str, Any], rows: Tensor) -> Tensor:
             return loss_of(model.apply(params, rows[:, :-1]), rows)
 
-        rules = [fs.Rule(r".*", fs.fsdp("shard"), opt=fs.fsdp(tuple(opt)) if opt else None)]
+        rules = [fs.Rule(r".*", fs.fsdp(over), opt=fs.fsdp(tuple(opt)) if opt else None)]
         plan = fs.make_plan(model, self.mesh, rules, batch=fs.P(self.mesh.axis_names), precision=precision, wire=wire)
         adamw = fs.optim.adamw(**ADAMW)
         self.plan, self.state = plan, fs.init_state(plan, adamw, params=model.params)
@@ -192,6 +194,11 @@ def replicated() -> fs.Mesh:
     return fs.make_mesh((2, -1), ("replica", "shard"))
 
 
+def hosts() -> fs.Mesh:
+    """A mesh of two hosts. Ranks of a host are neighbours."""
+    return fs.make_mesh((2, -1), ("host", "local"))
+
+
 def fsdp1(module: nn.Module, prefetch: bool = False) -> nn.Module:
     """``FullyShardedDataParallel`` with one flat parameter a block; ``prefetch`` in the forward, too."""
     policy = ModuleWrapPolicy({Block})
@@ -231,6 +238,8 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fsdp2 hsdp": lambda module: Torch(module, lambda m: fsdp2(m, replicas=2)),
     "fshard hsdp": lambda module: Fshard(module, mesh=replicated()),
     "fshard hsdp parted": lambda module: Fshard(module, mesh=replicated(), opt=("shard", "replica")),
+    "fshard hosts": lambda m: Fshard(m, mesh=hosts(), over=("host", "local")),
+    "fshard hosts secondary": lambda m: Fshard(m, mesh=hosts(), over=("host", "local"), reshard=fs.secondary("local")),
     "fshard hsdp int4": lambda m: Fshard(m, mesh=replicated(), wire=fs.Wire(reduce={"replica": "int4"})),
     "fshard": Fshard,
     "fshard tracked": Tracked,

@@ -17,6 +17,7 @@ ORDER = (
     "wire",
     "hsdp",
     "formats",
+    "outer",
     "balance",
     "optimizer",
     "muon",

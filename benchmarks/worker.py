@@ -35,6 +35,18 @@ def minimum_bytes(peer: Any) -> float:
     return sum(share * least(groups[op.target], op.kind) for op in moves)
 
 
+def across_bytes(peer: Any, hosts: int = 2) -> float:
+    """What a host must send to the others in a step that gathers and reduces each group once over all ranks.
+
+    Each of its ranks sends its shard to each rank of another host.
+    """
+    world = dist.get_world_size()
+    if not isinstance(peer, peers.Fshard) or world % hosts:
+        return 0.0
+    share = (world // hosts) * (world - world // hosts) / world
+    return sum(share * least(group, kind) for group in peer.plan.groups for kind in ("all_gather", "reduce_scatter"))
+
+
 def least(group: Any, kind: str) -> float:
     """The fewest bytes of a whole group in a kind of transfer."""
     form = group.wires.get(kind)
@@ -58,6 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "samples": samples,
         "minimum": {name: minimum_bytes(peer) for name, peer in built.items()},
+        "across": {name: across_bytes(peer) for name, peer in built.items()},
         "parameters": sum(p.numel() * p.element_size() for p in peers.make(size).parameters()),
     }
 

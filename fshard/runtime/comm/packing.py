@@ -9,7 +9,7 @@ unpacking: infinities and nan in a gradient reach its norm.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,36 +25,53 @@ SMALLEST = 2.0**-126
 NIBBLE = 8
 """What is added to a code of four bits."""
 
+Kernel = Callable[[Tensor, Tensor, Tensor], object]
+"""Packs, or unpacks, the blocks of a piece: its rows, its payload, its scales."""
 
-def packed(source: Tensor, form: WireFormat) -> Tensor:
+Kernels = Callable[[str, WireFormat], Kernel | None]
+"""Compiled kernels for ``"pack"``, ``"unpack"`` and ``"add"``, with the bits of PyTorch's ops; None to use these."""
+
+
+def no_kernels(what: str, form: WireFormat) -> None:
+    """PyTorch's ops alone."""
+
+
+def packed(source: Tensor, form: WireFormat, kernels: Kernels = no_kernels) -> Tensor:
     """A 1-D tensor in a wire format. Its length is a multiple of the block.
 
     >>> packed(torch.arange(16.0), WireFormat("int8", 16))[:16].tolist()
     [0, 8, 17, 25, 34, 42, 51, 59, 68, 76, 85, 93, 102, 110, 119, 127]
     """
-    return pack(source, form, torch.empty(form.nbytes(source.numel()), dtype=torch.uint8, device=source.device))
+    out = torch.empty(form.nbytes(source.numel()), dtype=torch.uint8, device=source.device)
+    return pack(source, form, out, kernels)
 
 
-def pack(source: Tensor, form: WireFormat, out: Tensor) -> Tensor:
+def pack(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_kernels) -> Tensor:
     """Write a 1-D tensor to ``out`` in a wire format, and return it."""
     payload, scales = _parts(out, form, source.numel())
-    room = _room(source)
+    room, kernel = _room(source), _kernel(kernels, "pack", form, source)
     for cut, codes, blocks in _pieces(source.numel(), form, source.device):
         if form.largest is None:
             payload[codes].view(torch.bfloat16).copy_(source[cut])
+        elif kernel is not None and cut.stop - cut.start == PIECE:
+            kernel(source[cut].view(-1, form.block), payload[codes], scales[blocks])
         else:
             rows = source[cut].view(-1, form.block)
             _pack_blocks(rows, form, payload[codes], scales[blocks], room[: rows.numel()].view(rows.shape))
     return out
 
 
-def unpack(given: Tensor, form: WireFormat, out: Tensor, add: bool = False) -> None:
+def unpack(given: Tensor, form: WireFormat, out: Tensor, add: bool = False, kernels: Kernels = no_kernels) -> None:
     """Write the tensor that a packed range holds to ``out``, or add it."""
     payload, scales = _parts(given, form, out.numel())
+    kernel = _kernel(kernels, "add" if add else "unpack", form, out)
     direct = out.dtype == torch.float32 and not add
     room = out if direct else _room(out)
     for cut, codes, blocks in _pieces(out.numel(), form, out.device):
         whole = out[cut]
+        if kernel is not None and whole.numel() == PIECE:
+            kernel(whole.view(-1, form.block), payload[codes], scales[blocks])
+            continue
         piece = whole if direct else room[: whole.numel()]
         if form.largest is None:
             piece.copy_(payload[codes].view(torch.bfloat16))
@@ -66,15 +83,21 @@ def unpack(given: Tensor, form: WireFormat, out: Tensor, add: bool = False) -> N
             whole.copy_(piece)
 
 
-def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool) -> None:
+def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool, kernels: Kernels = no_kernels) -> None:
     """``out`` = the sum of the rows in their order, plus its own value if ``add``."""
     for number, row in enumerate(rows.unbind()):
-        unpack(row, form, out, add or number > 0)
+        unpack(row, form, out, add or number > 0, kernels)
 
 
-def rounded(source: Tensor, form: WireFormat, out: Tensor) -> None:
+def rounded(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_kernels) -> None:
     """Write to ``out`` the values that would arrive of a 1-D tensor."""
-    unpack(packed(source, form), form, out)
+    unpack(packed(source, form, kernels), form, out, False, kernels)
+
+
+def _kernel(kernels: Kernels, what: str, form: WireFormat, x: Tensor) -> Kernel | None:
+    """The kernel for pieces of a tensor; None where it is too short, or not of float32 on the host."""
+    fits = form.largest is not None and x.numel() >= PIECE and x.dtype == torch.float32 and x.device.type == "cpu"
+    return kernels(what, form) if fits else None
 
 
 def _parts(given: Tensor, form: WireFormat, numel: int) -> tuple[Tensor, Tensor]:

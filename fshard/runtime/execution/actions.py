@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fshard.runtime.comm import Done, Handle, packing
 from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.packing import Kernels
 from fshard.runtime.comm.streams import Event, Stream, make_stream
 from fshard.runtime.execution.replicas import Replicas
 from fshard.runtime.execution.shards import Shard
@@ -41,10 +42,11 @@ class Resident:
         casts: room for the shard of each group that units read in another dtype, or that travels packed, by group id.
         offload: copies to and from host memory.
         stream: of the compute stream.
+        kernels: compiled ones that pack.
     """
 
-    def __init__(self, casts: Mapping[int, Tensor], offload: Offload, stream: Stream) -> None:
-        self.casts, self.offload, self.stream = casts, offload, stream
+    def __init__(self, casts: Mapping[int, Tensor], offload: Offload, stream: Stream, kernels: Kernels) -> None:
+        self.casts, self.offload, self.stream, self.kernels = casts, offload, stream, kernels
         self.shards: Sequence[Shard] = ()
         self.fresh: set[int] = set()  # groups whose cast is that of the shard
 
@@ -61,18 +63,18 @@ class Resident:
         if group.id not in self.fresh:
             if group.kinds.hosted:  # the cast of the step before, or the shard, may be on its way
                 self.offload.synchronize(group, self.stream if group.kinds.update == "device" else None)
-            convert(group, param, cast)
+            convert(group, param, cast, self.kernels)
             self.fresh.add(group.id)
         return cast
 
 
-def convert(group: Group, shard: Tensor, cast: Tensor) -> None:
+def convert(group: Group, shard: Tensor, cast: Tensor, kernels: Kernels) -> None:
     """Make the copy of a shard that is gathered, or that units read."""
     form = group.wires.get("all_gather")
     if form is None:
         cast.copy_(shard)
     else:
-        (packing.pack if group.gathered else packing.rounded)(shard, form, cast)
+        (packing.pack if group.gathered else packing.rounded)(shard, form, cast, kernels)
 
 
 class Actions:
@@ -94,7 +96,7 @@ class Actions:
     ) -> None:
         self.slots, self.comms, self.gradients, self.resident, self.poison = slots, comms, gradients, resident, poison
         self.stream = resident.stream
-        self.replicas = Replicas(comms, self.stream)
+        self.replicas = Replicas(comms, self.stream, resident.kernels)
         self.update: Update | None = None
         self.own = False
         self.handles: dict[tuple[str, int], Handle] = {}
@@ -233,7 +235,7 @@ class Actions:
             work = self.resident.offload.passing(after)
         else:
             work = self.comms.over("all_gather", group.gather_axes).all_gather(target, shard, after)
-        return work if form is None else gathered(work, target, form, full, shard)
+        return work if form is None else gathered(work, target, form, full, shard, self.resident.kernels)
 
     def _gathered(self, slots: GroupSlots) -> None:
         if slots.stage is not None:
@@ -288,7 +290,7 @@ class Actions:
             sent, spare = spare[: group.numel], spare[group.numel :]
             pack(group, slots.grads, sent)
         if form is not None:
-            handle = scattered(comm, sent, form, shard, add, self.stream)
+            handle = scattered(comm, sent, form, shard, add, self.stream, self.resident.kernels)
             if not self.poison:  # what is packed is not read again
                 slots.drop_grad()
                 slots.drop_stage()
@@ -360,9 +362,9 @@ class Actions:
         return (self.stream.record(),)
 
 
-def make_resident(casts: Mapping[int, Tensor], offload: Offload) -> Resident:
+def make_resident(casts: Mapping[int, Tensor], offload: Offload, kernels: Kernels = packing.no_kernels) -> Resident:
     """The shards of a mesh, before any step."""
-    return Resident(casts, offload, make_stream(offload.mesh.device))
+    return Resident(casts, offload, make_stream(offload.mesh.device), kernels)
 
 
 def poison(buffer: Tensor) -> None:

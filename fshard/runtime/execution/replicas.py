@@ -13,6 +13,7 @@ from torch import Tensor
 from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicator import sum_rows
 from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.comm.streams import Stream
 from fshard.runtime.execution.wires import scattered, summed
 from fshard.runtime.memory.allocation import allocate, deallocate
@@ -27,10 +28,12 @@ class Replicas:
     Args:
         comms: the communicators.
         stream: of the device's compute stream.
+        kernels: compiled ones that pack.
     """
 
     comms: Communicators
     stream: Stream
+    kernels: Kernels = no_kernels
 
     def sum(self, group: Group, shard: Tensor, own: Tensor) -> Handle:
         """Begin to complete a gradient. ``own`` holds what this rank updates when the handle was waited for.
@@ -46,7 +49,7 @@ class Replicas:
         allocate(own)
         form, comm = group.wires.get("replica_reduce"), self.comms.over("replica_reduce", group.opt_axes)
         if form is not None:
-            first = scattered(comm, shard, form, own, False, self.stream)
+            first = scattered(comm, shard, form, own, False, self.stream, self.kernels)
             deallocate(shard)
             return Scattered(first, own, shard, lambda: self._all(group, own))
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
@@ -67,7 +70,7 @@ class Replicas:
             return Done()
         form = group.wires.get("replica_reduce")
         if form is not None:
-            return summed(comm, own, form, self.stream)
+            return summed(comm, own, form, self.stream, self.kernels)
         if not rows_travel(group, comm.size):
             return comm.all_reduce(own, (self.stream.record(),))
         mine = own if group.sum_dtype == own.dtype else own.to(group.sum_dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard.runtime.comm import Handle
 from fshard.runtime.comm.communicator import Communicator
-from fshard.runtime.comm.packing import pack, packed, unpack, unpack_sum
+from fshard.runtime.comm.packing import Kernels, no_kernels, pack, packed, unpack, unpack_sum
 from fshard.runtime.comm.streams import Stream
 from fshard.sharding.wire import WireFormat
 
@@ -31,28 +31,38 @@ class Unpacking:
         self.finish()
 
 
-def gathered(work: Handle, rows: Tensor, form: WireFormat, out: Tensor, sent: Tensor) -> Handle:
+def gathered(
+    work: Handle, rows: Tensor, form: WireFormat, out: Tensor, sent: Tensor, kernels: Kernels = no_kernels
+) -> Handle:
     """An all-gather of packed shards, under way to ``rows``, that arrives in ``out``."""
     parts = rows.numel() // max(1, sent.numel())
 
     def finish() -> None:
         for row, chunk in zip(rows.view(parts, -1).unbind(), out.view(parts, -1).unbind(), strict=True):
-            unpack(row, form, chunk)
+            unpack(row, form, chunk, False, kernels)
 
     return Unpacking(work, finish, (rows, sent))
 
 
-def scattered(comm: Communicator, full: Tensor, form: WireFormat, out: Tensor, add: bool, stream: Stream) -> Handle:
+def scattered(
+    comm: Communicator,
+    full: Tensor,
+    form: WireFormat,
+    out: Tensor,
+    add: bool,
+    stream: Stream,
+    kernels: Kernels = no_kernels,
+) -> Handle:
     """Start a reduce-scatter: ``out`` = this rank's chunk of the sum over ranks, plus its own value if ``add``.
 
     ``full`` can be overwritten at once.
     """
     sent = full.new_empty((comm.size, form.nbytes(out.numel())), dtype=torch.uint8)
     for row, chunk in zip(sent.unbind(), full.view(comm.size, -1).unbind(), strict=True):
-        pack(chunk, form, row)
+        pack(chunk, form, row, kernels)
     rows = torch.empty_like(sent)
     work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None, (stream.record(),))
-    return Unpacking(work, lambda: unpack_sum(rows, form, out, add), (sent, rows))
+    return Unpacking(work, lambda: unpack_sum(rows, form, out, add, kernels), (sent, rows))
 
 
 def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: WireFormat, stream: Stream) -> Handle:
@@ -78,9 +88,9 @@ def add_rows(rows: Tensor, form: WireFormat, param: Tensor) -> None:
         unpack(row, form, part, add=True)
 
 
-def summed(comm: Communicator, own: Tensor, form: WireFormat, stream: Stream) -> Handle:
+def summed(comm: Communicator, own: Tensor, form: WireFormat, stream: Stream, kernels: Kernels = no_kernels) -> Handle:
     """Start a sum over replicas, in place. Every replica gets the same bits."""
-    sent = packed(own, form)
+    sent = packed(own, form, kernels)
     rows = sent.new_empty((comm.size, sent.numel()))
     work = comm.all_gather(rows.view(-1), sent, (stream.record(),))
-    return Unpacking(work, lambda: unpack_sum(rows, form, own, False), (sent, rows))
+    return Unpacking(work, lambda: unpack_sum(rows, form, own, False, kernels), (sent, rows))

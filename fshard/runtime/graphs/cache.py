@@ -13,6 +13,7 @@ from fshard.errors import TransformError
 from fshard.model.buffers import Watch
 from fshard.model.remat import autocast_state
 from fshard.model.unit import Unit
+from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.engine import Remat
 from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
@@ -39,10 +40,12 @@ DEMANDED = "as it is: its steps were gathered on demand"
 class Cache:
     """The graphs of a train step, shared by all its programs.
 
-    A text in the place of a graph says why calls with a key, or of a unit, have none.
+    A text in the place of a graph says why calls with a key, or of a unit, have none. ``packing`` are the kernels that
+    pack what travels in a wire format.
     """
 
     compiler: Compiler
+    packing: Kernels = no_kernels
     graphs: dict[Hashable, list[tuple[Surroundings, Graph | str]]] = field(default_factory=dict)
     count: int = 0
     report: dict[str, dict[Graph | str, None]] = field(default_factory=dict)  # for each unit, what its calls run

@@ -4,6 +4,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from fshard.errors import PlanError
+from fshard.runtime.comm.packing import Kernels, no_kernels
 
 if TYPE_CHECKING:
     from fshard.runtime.graphs.cache import Cache
@@ -32,7 +33,14 @@ def make_cache(backend: str | None) -> "Cache | None":
         warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own imports use what torch deprecates
         from fshard.runtime.graphs.inductor import compile_halves
 
-    return Cache(compile_halves)
+    from fshard.runtime.graphs.packing_kernels import PackingKernels
+
+    return Cache(compile_halves, PackingKernels())
+
+
+def packing_kernels(cache: "Cache | None") -> Kernels:
+    """What packs wire formats in steps of a backend."""
+    return no_kernels if cache is None else cache.packing
 
 
 def _check_compiler() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
+from fshard.runtime.comm.packing import PIECE
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
 from fshard.runtime.execution import Found
@@ -17,7 +18,7 @@ from fshard.runtime.execution.executor import Route, Scheduled, make_route
 from fshard.runtime.execution.flight import ExecutorMaker, executor_of
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
-from fshard.runtime.steps.backends import make_cache
+from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.runtime.steps.options import Running
 from fshard.runtime.steps.rates import agreed, foreseen
 from fshard.runtime.steps.trials import Trial, begun
@@ -229,7 +230,7 @@ class Programs:
             buffers[group] = GradientBuffers(slots, *made)
         if beside is not None:
             return engine, beside.beside(engine.slots, self.comms, gradients)
-        resident = make_resident(memory.casts, memory.offload)
+        resident = make_resident(memory.casts, memory.offload, packing_kernels(self.cache))
         return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
 
     def _compiled(self, prepared: Prepared, found: Found) -> None:
@@ -237,6 +238,9 @@ class Programs:
             return
         from fshard.runtime.graphs.cache import Graphs  # it imports a compiler's worth of modules
 
+        for form in {form for group in self.plan.groups if group.numel >= PIECE for form in group.wires.values()}:
+            for what in ("pack", "unpack", "add"):
+                self.cache.packing(what, form)  # compiled here, and not in the middle of a run
         engine, program = prepared.engine, found.program
         readers: Counter[int] = Counter()
         for unit in (*(call.unit for call in program.backward), ROOT, ROOT):

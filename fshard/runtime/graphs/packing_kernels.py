@@ -1,0 +1,92 @@
+"""Packing and unpacking as compiled kernels: one pass over memory each, with the bits of PyTorch's ops.
+
+Inductor compiles a kernel for pieces of one length when a format first needs it. What is left of a tensor, formats that
+rotate blocks or round at random, and other dtypes than float32 go through PyTorch's ops, which give the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fshard.runtime.comm.packing import NIBBLE, PIECE, SMALLEST, Kernel
+from fshard.sharding.wire import WireFormat
+
+
+class PackingKernels:
+    """The kernels of a step, by what they do and the format, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[str, str, int], Kernel] = {}
+
+    def __call__(self, what: str, form: WireFormat) -> Kernel | None:
+        """The kernel that does ``"pack"``, ``"unpack"`` or ``"add"`` for a piece; None where there is none."""
+        if form.name not in ("int8", "int4") or form.rotate or form.stochastic or PIECE % form.block:
+            return None
+        key = what, form.name, form.block
+        if key not in self.made:
+            self.made[key] = _compiled(what, form)
+        return self.made[key]
+
+
+def _compiled(what: str, form: WireFormat) -> Kernel:
+    """A kernel that takes the rows, the codes and the scales of a piece, and writes to some of them."""
+    blocks, width = PIECE // form.block, form.block if form.name == "int8" else form.block // 2
+    codes = torch.int8 if form.name == "int8" else torch.uint8
+    mode = FakeTensorMode()
+    with torch.no_grad(), mode:
+        given = [torch.empty(blocks, form.block), torch.empty(blocks, width, dtype=codes), torch.empty(blocks)]
+        run, written = _functions(what, form)
+        graph = make_fx(run, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
+    _write(graph, written)
+    fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    with config.patch({"cpp_wrapper": True}):
+        made: Any = compile_fx_inner(graph, fakes, cpp_wrapper=True)
+    return lambda rows, payload, scales: made([rows, payload.view(codes).view(blocks, width), scales])
+
+
+def _write(graph: fx.GraphModule, written: Sequence[int]) -> None:
+    """Let the results be written to these arguments."""
+    holders, output = graph.graph.find_nodes(op="placeholder"), graph.graph.output_node()
+    results: Any = output.args[0]
+    with graph.graph.inserting_before(output):
+        for number, result in zip(written, results, strict=True):
+            copy = graph.graph.call_function(torch.ops.aten.copy_.default, (holders[number], result))
+            copy.meta["val"] = holders[number].meta["val"]
+    output.args = ((),)
+    output.meta["user_visible_output_idxs"] = []
+    graph.recompile()
+
+
+def _functions(what: str, form: WireFormat) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[int, ...]]:
+    """What a kernel computes of rows, codes and scales, and the numbers of the arguments that it writes."""
+    largest, whole = form.largest, form.name == "int8"
+    assert largest is not None
+
+    def pack(rows: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        made = rows.abs().amax(1).mul(1 / largest).clamp_min(SMALLEST)
+        numbers = (rows / made.unsqueeze(1)).round()
+        if whole:
+            return numbers.to(torch.int8), made
+        low, high = numbers[:, : form.block // 2], numbers[:, form.block // 2 :]
+        return (low + high * (2 * NIBBLE) + (NIBBLE + 2 * NIBBLE * NIBBLE)).to(torch.uint8), made
+
+    def unpack(rows: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        if whole:
+            numbers = codes.float()
+        else:
+            numbers = torch.cat([codes & (2 * NIBBLE - 1), codes >> 4], 1).float() - NIBBLE
+        return (numbers * scales.unsqueeze(1),)
+
+    def add(rows: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        return (rows + unpack(rows, codes, scales)[0],)
+
+    if what == "pack":
+        return pack, (1, 2)
+    return (unpack if what == "unpack" else add), (0,)

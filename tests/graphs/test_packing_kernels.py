@@ -1,0 +1,66 @@
+"""Compiled kernels that pack: the bits of PyTorch's ops, in any length, and in steps."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.runtime.comm.packing import PIECE, pack, unpack
+from fshard.runtime.graphs.packing_kernels import PackingKernels
+from fshard.sharding.wire import WireFormat
+
+pytestmark = pytest.mark.slow
+FORMS = [WireFormat("int8", 256), WireFormat("int4", 256)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_they_have_the_bits_of_torch(form: WireFormat) -> None:
+    """Of small, large and zero blocks, and of what is left after the last whole piece."""
+    kernels = PackingKernels()
+    x = torch.randn(2 * PIECE + 512) * torch.logspace(-30, 30, 2 * PIECE + 512)
+    x[256:512] = 0
+    plain, compiled = (torch.zeros(form.nbytes(x.numel()), dtype=torch.uint8) for _ in range(2))
+    assert torch.equal(pack(x, form, plain), pack(x, form, compiled, kernels))
+    for add in (False, True):
+        one, other = torch.ones_like(x), torch.ones_like(x)
+        unpack(plain, form, one, add)
+        unpack(plain, form, other, add, kernels)
+        assert torch.equal(one, other)
+    assert len(kernels.made) == 3
+    x[5], x[PIECE + 7] = float("inf"), float("nan")
+    unpack(pack(x, form, compiled, kernels), form, one, False, kernels)
+    assert not one[:256].isfinite().any() and not one[PIECE : PIECE + 256].isfinite().any()
+    assert one[256:PIECE].isfinite().all()
+
+
+def test_formats_that_no_kernel_serves() -> None:
+    kernels = PackingKernels()
+    for form in (WireFormat("bf16"), WireFormat("fp8_e4m3", 256), WireFormat("int8", 256, rotate=True)):
+        assert kernels("pack", form) is None
+    assert kernels("pack", WireFormat("int4", 256, stochastic=True)) is None and not kernels.made
+
+
+def test_steps_use_them() -> None:
+    mesh = fs.virtual_mesh((2,), ("data",))
+    params = {"w": torch.randn(1024, 512)}
+
+    def main() -> Any:
+        wire = fs.Wire("int8", "int8")
+        plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("data"))], wire=wire)
+
+        def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+            return (x @ p["w"]).square().mean()
+
+        out = []
+        for backend in (None, "inductor"):
+            step = fs.make_train_step(loss, fs.optim.sgd(0.1), plan, compile=backend)
+            state = fs.init_state(plan, fs.optim.sgd(0.1), params=params)
+            for number in range(2):
+                rows = torch.randn(4, 1024, generator=torch.Generator().manual_seed(number))
+                state, _ = step(state, rows)
+            out.append(fs.unshard(state.params, plan)["w"])
+            made = getattr(step.programs.cache, "packing", None)
+        return torch.equal(*out), sorted(what for what, *_ in made.made) if isinstance(made, PackingKernels) else None
+
+    assert mesh.run(main) == [(True, ["add", "pack", "unpack"])] * 2
