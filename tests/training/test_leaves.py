@@ -8,12 +8,13 @@ import torch
 import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError, TreeError
+from tests.shared.virtual import Virtual
 from tests.shared.workers import Pools
 from tests.training import leaf_rows
 from tests.training.leaf_rows import ROWS_OF_LEAVES, SHARDED
 
 FOUR = ("unfrozen, otherwise sharded",)
-"""The rows that run on four ranks in the default suite; the others run on two."""
+"""The rows that run on four processes in the default suite; the others run on two virtual ranks."""
 RUNS = [
     pytest.param(name, world, marks=[] if (world == 4) == (name in FOUR) else [pytest.mark.slow])
     for name in ROWS_OF_LEAVES
@@ -29,7 +30,8 @@ def test_training_equals_one_process(pool: Pools, world: int, name: str) -> None
     tolerance, near = (1e-5, 1e-5) if row.precision.compute is None else (5e-4, 2e-3)
     assert losses[0] - losses[8] > 0.005  # the same rows
     frozen = (row.later[1] if row.later else row.frozen), row.frozen
-    for runs in pool(world).run(leaf_rows.run, row):
+    ranks = pool(world) if world == 4 else Virtual(world)
+    for runs in ranks.run(leaf_rows.run, row):
         assert not any(run.problems for run in runs)
         assert [loss for run in runs for loss in run.losses] == pytest.approx(losses, rel=tolerance)
         kept = {f"momentum_buffer.{path}" for path in params if not _matches(frozen[0], path)}

@@ -15,6 +15,7 @@ from fshard import P, tree
 from tests.shared import parity, reference, zoo
 from tests.shared.parity import Run
 from tests.shared.reference import SGD
+from tests.shared.virtual import Virtual
 from tests.shared.workers import Pools
 
 BF16 = fs.Precision(torch.bfloat16, torch.bfloat16)
@@ -88,7 +89,8 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "world", "words"), RUNS)
 def test_training_in_bfloat16_equals_one_process(pool: Pools, name: str, world: int, words: list[str]) -> None:
-    ranks = pool(world).run(train, name, words, timeout=110.0)
+    """On two virtual ranks, or on four processes."""
+    ranks = (pool(world) if world == 4 else Virtual(world)).run(train, name, words, timeout=110.0)
     want = plain(name, world)
     for runs in zip(*ranks, strict=True):
         # Losses: two units in the last place of what units compute.
