@@ -116,6 +116,7 @@ def mutate(draw: st.DrawFn, body: Any) -> Any:
     return body
 
 
+@pytest.mark.long
 @given(st.data())
 @settings(max_examples=FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
 def test_fuzzed_headers_give_clean_errors(data: st.DataObject) -> None:

@@ -157,6 +157,7 @@ def linear_maps(draw: Any) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(linear_maps(), st.integers(0, 99), st.sampled_from([torch.float64, torch.complex128]))
 def test_the_adjoint_identity_is_exact(drawn: tuple[Any, ...], seed: int, dtype: torch.dtype) -> None:

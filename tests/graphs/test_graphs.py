@@ -138,6 +138,7 @@ def test_a_new_shape_or_value_is_traced_anew() -> None:
     assert text.splitlines()[0].count("graph") == 6
 
 
+@pytest.mark.long
 def test_arguments_that_never_repeat_are_given_up() -> None:
     @fs.unit
     def unit(p: Any, x: Tensor, gain: float) -> Tensor:

@@ -16,6 +16,7 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_a_train_step_says_how_to_compile() -> None:
     made = step()
     inside: list[Any] = [made, lambda state, batch: made(state, batch)[1].loss * 2]
@@ -40,6 +41,7 @@ def test_dynamos_own_error_has_the_text() -> None:
     assert "torch._dynamo" in type(caught.value).__module__
 
 
+@pytest.mark.long
 def test_parts_and_their_steps_say_so_too() -> None:
     opt = fs.optim.sgd(0.1)
     grad, update = fs.value_and_grad(loss, PLAN), fs.make_update(opt, PLAN)

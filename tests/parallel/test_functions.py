@@ -135,6 +135,7 @@ def brute(x: Tensor, routing: parallel.Routing, weight: Tensor, room: int | None
     return out
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 4]),

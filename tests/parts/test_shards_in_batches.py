@@ -37,6 +37,7 @@ def momentum(asks: bool) -> list[list[float]]:
     return told
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*run one by one")
 def test_they_go_round() -> None:
     want = momentum(False)

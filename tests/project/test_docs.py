@@ -63,6 +63,7 @@ def test_models_of_others() -> None:
     assert run(ROOT / "docs" / "models.md") > 0
 
 
+@pytest.mark.long
 def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "writing-models.md") > 10
@@ -140,6 +141,7 @@ def test_collectives() -> None:
     assert run(ROOT / "docs" / "collectives.md") > 8
 
 
+@pytest.mark.long
 def test_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "optimizers.md") > 7

@@ -205,6 +205,7 @@ def test_a_lane_sees_what_breaks_the_contract() -> None:
     assert lone(summed) == [[10.0, 12.0, 1.0], [14.0, 16.0, 1.0]]
 
 
+@pytest.mark.long
 def test_a_runtime_that_forgets_a_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of transfer in turn: its wait does nothing, so what it moves is read too early."""
     from fshard.runtime.execution.actions import Actions

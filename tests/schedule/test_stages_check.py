@@ -31,6 +31,7 @@ def test_any_step_passes_check_and_every_statement(recipe: Any) -> None:
     assert valid(schedule)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(steps())
 def test_any_step_can_be_printed_and_read(recipe: Any) -> None:
@@ -57,6 +58,7 @@ def test_edits_pass_only_if_still_valid(case: str, policy: Policy) -> None:
         assert passes(edited) == valid(edited), f"{name}\n{edited}"
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(steps(), st.data())
 def test_random_edits_pass_only_if_still_valid(recipe: Any, data: st.DataObject) -> None:

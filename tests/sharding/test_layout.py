@@ -216,6 +216,7 @@ def test_local_shapes(plan: fs.Plan) -> None:
                 assert shape == ((piece.numel,) if leaf.at_rest.flat is not None else piece.shape)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_shards_of_all_ranks_make_up_the_whole(plan: fs.Plan) -> None:
@@ -245,6 +246,7 @@ def _seen_from(plan: fs.Plan, rank: int) -> fs.Plan:
     return fs.make_plan(tree.nest(params), mesh, rules, batch=plan.batch, units=units)
 
 
+@pytest.mark.long
 @given(plans())
 def test_all_ranks_see_one_layout(plan: fs.Plan) -> None:
     for rank in range(plan.mesh.size):
