@@ -351,7 +351,6 @@ def _run(function: Callable[..., None], *args: Any, world: int, folder: Path) ->
     ("what", "how"),
     [
         *((what, "killed") for what in ("all-gather", "reduce-scatter", "all-reduce")),
-        ("all-gather", "sleeps"),  # for which the others wait
         *(pytest.param(what, "sleeps", marks=pytest.mark.slow) for what in ("reduce-scatter", "all-reduce")),
     ],
 )
@@ -359,6 +358,11 @@ def test_a_peer_that_does_not_come(kind: str, what: str, how: str, tmp_path: Pat
     for raised, seconds in _run(bereft, kind, what, 4, how, world=2, folder=tmp_path):
         assert "CommError" in raised.kinds and f"{what} on all_gather(shard) failed: " in raised.text
         assert seconds < LONG
+
+
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("host", marks=pytest.mark.slow)])
+def test_a_peer_that_the_others_wait_for(kind: str, tmp_path: Path) -> None:
+    test_a_peer_that_does_not_come(kind, "all-gather", "sleeps", tmp_path)
 
 
 @pytest.mark.parametrize("what", ["all-gather", pytest.param("reduce-scatter", marks=pytest.mark.slow)])

@@ -81,7 +81,7 @@ def failing(how: str) -> Any:
 
 
 @processes
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_error_of_a_rank_is_raised_once_with_its_own_lines() -> None:
     with pytest.raises(KeyError, match="missing") as caught:
         fs.launch(failing, "raises", ranks=2)
@@ -105,6 +105,10 @@ def test_the_last_words_of_a_rank_are_read_from_its_log(tmp_path: Path) -> None:
     (tmp_path / STATUS).write_text(json.dumps({0: 0, 1: -signal.SIGKILL}))
     with pytest.raises(LaunchError, match=r"(?s)rank 1 was killed by SIGKILL.*the last words"):
         _results(tmp_path, 2)
+    write_error(tmp_path, 1, KeyError("missing"))
+    with pytest.raises(KeyError, match="missing") as raised:
+        _results(tmp_path, 2)
+    assert raised.value.__notes__ == ["on rank 1:"]  # it was never raised, so it has no lines
     write_result(tmp_path, 1, 4)
     assert _results(tmp_path, 2) == [3, 4]
 

@@ -108,7 +108,7 @@ def in_memories(name: str, kinds: list[str]) -> list[list[dict[str, Tensor]]]:
     return [trained(name, spec, kind) for kind in kinds for spec in (P(flat="shard"), P())]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_values_do_not_depend_on_where_things_lie(pool: Pools, name: str) -> None:
     """Parameters or state in host memory, updated on either side: the bits of one plain process."""
     expected = plain(name)

@@ -72,7 +72,7 @@ def test_training_in_bfloat16_equals_the_same_casts_in_one_process(pool: Pools, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [EIGHT[0], EIGHT[2]], ids=name)
+@pytest.mark.parametrize("case", [EIGHT[0], pytest.param(EIGHT[2], marks=pytest.mark.slow)], ids=name)
 def test_three_axes_equal_one_process(case: Case) -> None:
     ranks = fs.virtual_mesh(case.sizes, case.names).run(train, case, [PLAIN])
     assert not differences(case, [PLAIN], ranks)

@@ -136,9 +136,8 @@ def sliced(name: str, plain: Any, specs: tuple[P, P], names: tuple[str, ...], me
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [
-        (2, (2,)),
         (4, (2, 2)),
-        *(pytest.param(world, (world,), marks=pytest.mark.slow) for world in (1, 3, 4)),
+        *(pytest.param(world, (world,), marks=pytest.mark.slow) for world in (1, 2, 3, 4)),
     ],
 )
 def test_real_ranks_hold_the_slices_of_the_reference(pool: Pools, world: int, sizes: tuple[int, ...]) -> None:

@@ -23,7 +23,12 @@ FOUR = fs.virtual_mesh((4,), ("shard",))
 
 @pytest.mark.parametrize(
     ("name", "sizes", "exact"),
-    [("gpt", (2,), True), ("conv", (2, 2), True), ("gpt", (3,), False), ("branching", (2,), True)],
+    [
+        ("gpt", (2,), True),
+        ("conv", (2, 2), True),
+        pytest.param("gpt", (3,), False, marks=pytest.mark.slow),
+        ("branching", (2,), True),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*left their schedule")
 def test_training_gives_the_numbers_of_real_ranks(pool: Pools, name: str, sizes: tuple[int, ...], exact: bool) -> None:

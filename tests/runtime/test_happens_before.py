@@ -8,7 +8,7 @@ import torch
 
 import fshard as fs
 from fshard import tree
-from tests.runtime.test_lanes import CASES, ROWS, WIDTH, Case, halved, made, params
+from tests.runtime.test_lanes import CASES, ROWS, WIDTH, Case, made, params, quartered
 from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark
 from tests.shared.model_streams import Group, ModelTransport, modelled
 
@@ -49,9 +49,11 @@ TRIED = {
     "a collective of the program": 5,
 }
 """Cases of which every event is dropped in turn, and how many they have at least."""
+ALIKE = ("flat, default", "bfloat16")
+"""Those whose events the others have too."""
 
 
-@pytest.mark.parametrize("name", halved(NAMES, odd=True))
+@pytest.mark.parametrize("name", quartered(NAMES, 2))
 def test_nothing_races(name: str) -> None:
     races, sites = raced(CASES[name])
     assert not races, "\n".join(races)
@@ -70,8 +72,9 @@ def events(name: str, device: str) -> dict[str, bool]:
     return {site: any(raced(case, site, device, steps)[0] for steps in (1, 3)) for site in sorted(sites)}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow if n in ALIKE else pytest.mark.long) for n in TRIED)]
+)
 def test_every_event_is_needed(name: str) -> None:
     sites = raced(CASES[name])[1]
     assert len(sites) >= TRIED[name], sites

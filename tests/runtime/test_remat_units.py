@@ -49,9 +49,14 @@ def differences(name: str, mesh: fs.Mesh, which: str, **options: Any) -> list[st
     return [f"{name} {which}: {line}" for line in want.problems + got.problems + parity.other_bits(got, want)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("compile", [None, "fx"])
-@pytest.mark.parametrize(("name", "which"), [*(("gpt", which) for which in RULES), ("translator", "all")])
+KEPT = [
+    pytest.param(name, which, compile, marks=pytest.mark.long if number % 2 == (compile == "fx") else pytest.mark.slow)
+    for number, (name, which) in enumerate([*(("gpt", which) for which in RULES), ("translator", "all")])
+    for compile in (None, "fx")
+]
+
+
+@pytest.mark.parametrize(("name", "which", "compile"), KEPT)
 def test_remat_keeps_every_bit(name: str, which: str, compile: str | None) -> None:
     mesh = fs.make_mesh((1,), ("shard",))
     assert not differences(name, mesh, which, compile=compile, debug=True)

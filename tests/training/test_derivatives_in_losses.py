@@ -111,7 +111,7 @@ def physics(compile: str | None) -> str:
     return step.units
 
 
-@pytest.mark.parametrize("compile", [None, "fx"])
+@pytest.mark.parametrize("compile", [pytest.param(None, marks=pytest.mark.slow), "fx"])
 def test_transforms_of_units_in_a_loss_on_two_ranks(pool: Pools, compile: str | None) -> None:
     told = pool(2).run(physics, compile)
     assert compile is None or all("under a transform of torch.func" in units for units in told)

@@ -14,11 +14,12 @@ from tests.shared import pairwise, zoo
 from tests.shared.virtual import Job
 from tests.training.test_parity import FEWER, FLAT, REPLICAS, UPDATED_IN_BACKWARD, WORLDS, Config, check
 
+NAMES = sorted(zoo.EXAMPLES | zoo.TRICKY)
 OPTIONS: dict[str, Sequence[Any]] = {
-    "name": sorted(zoo.EXAMPLES | zoo.TRICKY),
+    "name": NAMES,
     "world": WORLDS,
-    "prefetch": range(4),
-    "reshard": (True, False, fs.keep(last=1), fs.keep(last=2)),
+    "prefetch": (0, 1, 3),
+    "reshard": (True, False, fs.keep(last=1)),
     "reduces": (1, 2, 4),
     "opt": ("sgd", "adamw"),
     "clip": (False, True),
@@ -29,7 +30,10 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "debug": (False, True),
     "replicas": (False, True),
 }
-"""All that a run is made of. The default tests run every pair of these values, the slow ones most of the product."""
+"""All that a run is made of. The default tests run every pair of these values, the slow ones most of the product.
+
+A program runs on two of the four worlds, and the one after it on the other two.
+"""
 
 
 def _allowed(row: pairwise.Row) -> bool:
@@ -37,6 +41,8 @@ def _allowed(row: pairwise.Row) -> bool:
     if row.get("accumulation") == "full" and row.get("accumulate") == 1:
         return False
     if row.get("replicas") and row.get("world") not in (None, 4):
+        return False
+    if {"name", "world"} <= row.keys() and (NAMES.index(row["name"]) + row["world"]) % 2:
         return False
     in_backward = row.get("update") == "in_backward"
     return not in_backward or (not row.get("clip") and row.get("name", "gpt") in UPDATED_IN_BACKWARD)
@@ -63,7 +69,7 @@ def test_the_rows_have_every_pair_of_options() -> None:
         for x, y in itertools.product(some, others)
     }
     assert got == {pair for pair in every if _allowed(dict(pair))}
-    assert len(PAIRWISE) < 100
+    assert len(PAIRWISE) < 75
 
 
 @pytest.mark.filterwarnings("ignore:.*left their schedule")

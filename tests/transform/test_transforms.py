@@ -107,7 +107,9 @@ def through_whole_trees(axes: Axes) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("axes", [FLAT, HSDP, ((2, -1), ("tp", "shard"))], ids=str)
+@pytest.mark.parametrize(
+    "axes", [pytest.param(FLAT, marks=pytest.mark.slow), HSDP, ((2, -1), ("tp", "shard"))], ids=str
+)
 def test_shard_and_unshard_are_each_others_adjoint(job: Job, axes: Axes) -> None:
     if "tp" in axes[1]:
         assert not sum(job(4).run(cut_for_compute, axes), [])
