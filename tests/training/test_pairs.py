@@ -42,7 +42,8 @@ def _allowed(row: pairwise.Row) -> bool:
         return False
     if row.get("replicas") and row.get("world") not in (None, 4):
         return False
-    if {"name", "world"} <= row.keys() and (NAMES.index(row["name"]) + row["world"]) % 2:
+    world = 4 if row.get("replicas") else row.get("world")
+    if world and "name" in row and (NAMES.index(row["name"]) + world) % 2:
         return False
     in_backward = row.get("update") == "in_backward"
     return not in_backward or (not row.get("clip") and row.get("name", "gpt") in UPDATED_IN_BACKWARD)
