@@ -141,6 +141,7 @@ def tensor_parallel() -> None:
     assert torch.equal(turned["col.t"], whole["col"].t()) and turned["row.t"].is_contiguous()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slab", [1 << 20, 20, 4])
 def test_tensor_parallel_slices_come_as_they_are_or_whole(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
     monkeypatch.setattr(export_plan, "SLAB", slab)

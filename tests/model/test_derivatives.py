@@ -291,6 +291,7 @@ def products(name: str) -> list[str]:
         return bad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOSSES)
 def test_products_where_forward_derivatives_are_missing(name: str) -> None:
     assert fs.virtual_mesh((2,), ("shard",)).run(products, name) == [[], []]

@@ -36,6 +36,7 @@ def same(one: Flat, other: Flat) -> bool:
     return all(torch.equal(leaf, other[path]) for path, leaf in one.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [CASE, CASES["optimizer state apart"]], ids=["under way", "optimizer state apart"])
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, case: Case) -> None:
     folder, mesh = str(tmp_path / "run"), fs.virtual_mesh((2, 2), ("replica", "data"))

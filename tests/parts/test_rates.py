@@ -66,6 +66,7 @@ def test_a_rate_that_is_given_counts_on_ranks(pool: Pools) -> None:
     pool(2).run(check, "adamw")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lr", [float("nan"), -0.1, "fast"])
 def test_what_is_no_rate_changes_nothing(way: str, lr: Any) -> None:

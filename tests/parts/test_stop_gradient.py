@@ -46,6 +46,7 @@ def check(world: int) -> None:
         assert close(torch.func.grad(lambda params, of=sharded: of(params, part))(tree.map(torch.clone, state.params)))
 
 
+@pytest.mark.long
 def test_on_one_rank() -> None:
     check(1)
 

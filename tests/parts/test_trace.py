@@ -138,6 +138,7 @@ def test_a_leaf_that_one_pass_uses_is_used() -> None:
     assert fs.make_step(fn, plan).trace(state, batch).unused == ()
 
 
+@pytest.mark.long
 def test_a_step_of_parts_holds_what_was_said() -> None:
     plan, batch = plan_on(fs.make_mesh((1,), ("shard",))), torch.ones(ROWS, WIDTH)
     step, state = two_passes(plan), fs.init_state(plan, OPT, params=weights())

@@ -157,6 +157,7 @@ def test_pages_that_need_nothing(name: str) -> None:
     assert run(ROOT / "docs" / name) > 0
 
 
+@pytest.mark.long
 def test_contributing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(ROOT / "CONTRIBUTING.md") == 4
     assert "exposed" in capsys.readouterr().out

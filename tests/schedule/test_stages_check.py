@@ -23,6 +23,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(steps())
 def test_any_step_passes_check_and_every_statement(recipe: Any) -> None:

@@ -68,6 +68,7 @@ def test_exposed_transfers_are_those_without_compute() -> None:
     assert [bar.label for bar in bars(SCHEDULES["default"]) if bar.exposed] == ["root", "root"]
 
 
+@pytest.mark.long
 def test_with_a_simulation_the_axis_is_time(schedule: Schedule, tmp_path: Any) -> None:
     costs = {(op.kind, op.target): 1.0 for op in schedule if op.kind in ("forward", "backward")}
     run = fs.sim.simulate(schedule, fs.sim.Costs(costs, fs.sim.Link(4096.0)))

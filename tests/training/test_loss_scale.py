@@ -157,6 +157,7 @@ def test_what_is_sent_does_not_shrink_with_the_ranks() -> None:
     assert (one / divisor(True, False, 1024)).eq(one).all() and not (one / 1024).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("master", "large", "tiny"), [(torch.float32, 60000.0, 2.0**-23), (F16, 2100.0, 2.0**-20)], ids=str
 )

@@ -63,6 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 OFTEN = ("microbatches", "compressed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in CASES]
 )

@@ -54,6 +54,7 @@ def rarely(often: bool) -> list[pytest.MarkDecorator]:
     return [] if often else [pytest.mark.slow]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world"),
     [
@@ -114,6 +115,7 @@ SAME = {
 """Changes that change no bit."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize(
     "base",
