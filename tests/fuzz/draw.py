@@ -49,10 +49,11 @@ class Leg:
         steps: how many.
         rows: of each data rank; empty for equal ones.
         accumulate: as for ``fs.make_train_step``.
-        proven: whether ``fs.verify`` is asked before the first step.
         specs: for weights, for other leaves and for blocks: keys of ``SPECS``.
         policy: as for ``fs.Policy``, or "auto".
         options: of the train step.
+        proven: whether ``fs.verify`` is asked before the first step.
+        wire: the format of gathers, in blocks of 16; None for none.
     """
 
     sizes: tuple[int, ...]
@@ -65,6 +66,7 @@ class Leg:
     policy: Any
     options: tuple[tuple[str, Any], ...]
     proven: bool
+    wire: str | None
 
     @property
     def ranks(self) -> int:
@@ -159,14 +161,15 @@ def _leg(rng: random.Random, mean: bool, early: bool) -> Leg:
     }
     if rng.random() < 0.15 and not early:
         options["loss_scale"] = (8.0, 3)
-    policy, steps, given = _policy(rng, early), rng.randint(1, 3), tuple(options.items())
-    return Leg(sizes, names, batch, steps, rows, accumulate, specs, policy, given, rng.random() < 0.3)
+    policy, steps, given = _policy(rng, early, names), rng.randint(1, 3), tuple(options.items())
+    wire = rng.choice([None] * 6 + ["bf16", "int8", "int4"])
+    return Leg(sizes, names, batch, steps, rows, accumulate, specs, policy, given, rng.random() < 0.3, wire)
 
 
-def _policy(rng: random.Random, early: bool) -> Any:
+def _policy(rng: random.Random, early: bool, names: tuple[str, ...]) -> Any:
     if rng.random() < 0.1:
         return "auto"
-    reshard = rng.choice([True, True, False, "keep"])
+    reshard = rng.choice([True, True, False, "keep", *names])
     return (
         ("prefetch", rng.randint(0, 4)),
         ("reduces", rng.randint(1, 3)),

@@ -1,5 +1,6 @@
 """Runs cases: on played or real ranks, and as one plain process."""
 
+import re
 import tempfile
 import traceback
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from torch import Tensor
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
+from fshard.runtime.comm.packing import rounded
+from fshard.sharding.wire import WireFormat
 from fshard.state.entries import assemble, entries, scalars
 from fshard.state.init import take
 from tests.fuzz import models
@@ -20,6 +23,8 @@ from tests.shared.plain import Plain, difference
 from tests.shared.workers import Pools
 
 TIGHT, LOOSE = 1e-9, 2e-3
+BLOCK = 16
+"""Elements of a block that travels in few bits."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ def train_leg(case: Case, number: int, start: Any, folder: str) -> Any:
         weights, others, first = ({"pattern": p, **spec(k, leg, align)} for p, k in _patterns(leg))
         precision = fs.Precision(compute=torch.float32) if case.compute else None
         rules = [fs.Rule(**first), fs.Rule(**weights), fs.Rule(**others)]
-        plan = fs.make_plan(model, mesh, rules, batch=fs.P(leg.batch), precision=precision)
+        wire = fs.Wire(gather=leg.wire, block=BLOCK) if leg.wire else None
+        plan = fs.make_plan(model, mesh, rules, batch=fs.P(leg.batch), precision=precision, wire=wire)
         cast = torch.float32 if case.compute else torch.float64
         step = fs.make_train_step(loss_of(case, model.apply, cast), opt, plan, **_options(case, leg))
         state = _state(case, plan, opt, module, start, folder)
@@ -105,7 +111,9 @@ def _options(case: Case, leg: Leg) -> dict[str, Any]:
         options["schedule"] = fs.Auto(compute=1e9, wire=1e8)
     else:
         policy = dict(leg.policy)
-        policy["reshard"] = fs.keep(last=1) if policy["reshard"] == "keep" else policy["reshard"]
+        reshard = policy["reshard"]
+        if isinstance(reshard, str):
+            policy["reshard"] = fs.keep(last=1) if reshard == "keep" else fs.secondary(reshard)
         options["schedule"] = fs.Policy(**policy)
     clip = list(case.clip) if isinstance(case.clip, tuple) else case.clip
     return {**options, "clip_norm": clip, "accumulate": leg.accumulate}
@@ -164,8 +172,11 @@ def plain(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
     cast = torch.float32 if case.compute else torch.float64
     named = dict(module.named_parameters())
 
+    legs = [leg for leg in case.legs for _ in range(leg.steps)]
+    told: list[tuple[float, float]] = []
+
     def apply(params: Any, x: Tensor, deep: bool) -> Tensor:
-        flat = {path: leaf.to(cast) for path, leaf in tree.paths(params)}
+        flat = {path: travelled(leaf.to(cast), path, legs[len(told)]) for path, leaf in tree.paths(params)}
         buffers = dict(module.named_buffers())
         out: Tensor = torch.func.functional_call(module, {**flat, **buffers}, (x,), {"deep": deep}, tie_weights=True)
         return out
@@ -174,10 +185,22 @@ def plain(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
     one = Plain(
         loss_of(case, apply, cast), case.optimizer(), {k: v.detach() for k, v in named.items()}, case.clip, frozen
     )
-    told = []
-    for step in range(sum(leg.steps for leg in case.legs)):
+    for step in range(len(legs)):
         told.append((one.step(batch(case, step)), one.norm))
     return one.params, told
+
+
+def travelled(leaf: Tensor, path: str, leg: Leg) -> Tensor:
+    """A leaf as units read it: rounded, if it is gathered in few bits. Its gradient is that of the leaf."""
+    weights, others, first = _patterns(leg)
+    key = next(key for pattern, key in (first, weights, others) if re.fullmatch(pattern, path))
+    if not leg.wire or spec(key, leg, None)["at_rest"] == fs.P():
+        return leaf
+    flat = leaf.detach().flatten()
+    flat = torch.cat([flat, flat.new_zeros(-flat.numel() % BLOCK)])
+    values = torch.empty_like(flat)
+    rounded(flat, WireFormat(leg.wire, 1 if leg.wire == "bf16" else BLOCK), values)
+    return leaf + (values[: leaf.numel()].view_as(leaf) - leaf.detach())
 
 
 def check(case: Case, pools: Pools | None = None) -> Verdict:
