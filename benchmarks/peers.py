@@ -147,6 +147,18 @@ class Tracked(Fshard):
         self.loss = metrics.loss
 
 
+class Recorded(Fshard):
+    """This library, with its flight recorder on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        os.environ["FSHARD_RECORD"] = self.folder.name
+        try:
+            super().__init__(module)
+        finally:
+            del os.environ["FSHARD_RECORD"]
+
+
 def fsdp2(
     module: nn.Module,
     reshard: bool = True,
@@ -243,6 +255,7 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fshard hsdp int4": lambda m: Fshard(m, mesh=replicated(), wire=fs.Wire(reduce={"replica": "int4"})),
     "fshard": Fshard,
     "fshard tracked": Tracked,
+    "fshard recorded": Recorded,
     "fshard int8": lambda module: Fshard(module, wire=fs.Wire("int8", "int8")),
     "fshard lean": lambda module: Fshard(module, prefetch=1, reduces=1),
     "fshard prefetch 3": lambda module: Fshard(module, prefetch=3),
