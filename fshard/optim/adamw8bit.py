@@ -15,6 +15,9 @@ from fshard.optim.form import Form, Grain, zeros
 DECADES = 7
 """Powers of ten that codes span."""
 
+ZERO = 127
+"""The code of zero, of those with a sign."""
+
 
 @dataclass(frozen=True)
 class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a train script
@@ -53,8 +56,10 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
         checks.require(self, *more, lr=checks.rate, betas=checks.betas, eps="(0, inf)", **checks.DECAYING)
 
     def init(self, param: Tensor, hyper: Any = None) -> State:
-        """Both moments, zero: any code reads as zero where the scale is zero."""
-        return zeros(self.forms(hyper), param)
+        """Both moments, zero, with the codes of zero: padding keeps these, whatever scale its block gets."""
+        state = zeros(self.forms(hyper), param)
+        state["exp_avg_code"].fill_(ZERO)
+        return state
 
     def forms(self, hyper: Any) -> dict[str, Form]:
         """A code for each element and a scale for each block, of the first moment and of the second's root."""
@@ -71,7 +76,7 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
             # Whole blocks, so that every element goes the same way through vector kernels, on whatever rank it lies.
             wide = torch.promote_types(param.dtype, torch.float32)
             p, g = self._blocks(param.to(wide)), self._blocks(grad.float())
-            first = _read(self._blocks(state["exp_avg_code"]), state["exp_avg_scale"], codes).lerp_(g, 1 - b1)
+            first = _read(self._blocks(state["exp_avg_code"], ZERO), state["exp_avg_scale"], codes).lerp_(g, 1 - b1)
             root = _read(self._blocks(state["exp_root_code"]), state["exp_root_scale"], root_codes)
             root = root.square_().mul_(b2).add_(g.square().mul_(1 - b2)).sqrt_()
             divisor = (root / (1 - b2**step) ** 0.5).add_(self.eps)
@@ -80,9 +85,9 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
             _write(first, state["exp_avg_code"], state["exp_avg_scale"], codes)
             _write(root, state["exp_root_code"], state["exp_root_scale"], root_codes)
 
-    def _blocks(self, x: Tensor) -> Tensor:
-        """A vector as rows of one block each, the last one filled up with zeros."""
-        return F.pad(x, (0, -len(x) % self.block)).view(-1, self.block)
+    def _blocks(self, x: Tensor, filler: int = 0) -> Tensor:
+        """A vector as rows of one block each, the last one filled up."""
+        return F.pad(x, (0, -len(x) % self.block), value=filler).view(-1, self.block)
 
 
 def _codes(signed: bool) -> Tensor:

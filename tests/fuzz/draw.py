@@ -35,7 +35,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
         [(r"blocks\.\d\.(up|down)\.weight", O.muon(0.02, dtype=torch.float64)), (r".*", O.sgd(0.1, momentum=0.9))]
     ),
 }
-BLOCKS: dict[str, Callable[[], Any]] = {"adamw8bit": lambda: O.adamw8bit(0.01, weight_decay=0.1)}
+BLOCKS: dict[str, Callable[[], Any]] = {"adamw8bit": lambda: O.adamw8bit(0.01, eps=1e-6, weight_decay=0.1)}
 
 
 @dataclass(frozen=True)
