@@ -48,7 +48,7 @@ def trained(name: str, restored: bool) -> tuple[float, float]:
     for number in range(4):
         if number == 2 and restored:
             kept = {entry.name: entry.tensor.clone() for entry in entries(fs.settle(state))}
-            state = assemble(plan, opt, lambda entry: entry.tensor.copy_(kept[entry.name]), scalars(state))
+            state = assemble(plan, opt, lambda entry, kept=kept: entry.tensor.copy_(kept[entry.name]), scalars(state))
         state, _ = step(state, torch.tensor([1.0 + number], dtype=torch.float64))
         other, _ = step(other, torch.tensor([1.0 + number], dtype=torch.float64))
     pairs = zip(entries(fs.settle(state)), entries(fs.settle(other)), strict=True)
