@@ -23,6 +23,9 @@ from fshard.view.timeline import live
 DEVICE = 0
 """The track of the device."""
 
+TRACKS = 1000
+"""Numbers of tracks that a process has."""
+
 Event = dict[str, Any]
 
 
@@ -102,10 +105,16 @@ def of_simulation(run: Simulation) -> Run:
 
 def write(path: Path, processes: Mapping[str, Sequence[Run]]) -> None:
     """Write runs by the name of their process."""
-    events = [event for pid, (name, runs) in enumerate(processes.items()) for event in process(pid, name, runs)]
+    events = [_numbered(e) for pid, (name, runs) in enumerate(processes.items()) for e in process(pid, name, runs)]
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     unfinished.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     unfinished.replace(path)
+
+
+def _numbered(event: Event) -> Event:
+    """The event with numbers as Perfetto wants them: that of a track belongs to one process alone, and none is 0."""
+    pid = event["pid"] + 1
+    return {**event, "pid": pid, "tid": TRACKS * pid + event["tid"]}
 
 
 def process(pid: int, name: str, runs: Sequence[Run]) -> Iterator[Event]:

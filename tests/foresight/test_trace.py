@@ -17,6 +17,7 @@ from fshard.errors import PlanError
 from fshard.schedule import Costs, Link, Policy, simulate
 from fshard.schedule.flight import HEADER, OVER, RECORD, read_records, verdict
 from fshard.schedule.simulate import measured
+from fshard.view.chrome import TRACKS
 from tests.foresight import stuck
 from tests.schedule.test_costs import SECONDS, over
 from tests.shared.children import Child
@@ -44,7 +45,9 @@ def events(path: Path) -> list[Any]:
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
         if event["ph"] == "C":
             assert all(isinstance(value, int) for value in event["args"].values())
-    return found
+        # Perfetto takes 0 for the idle task, and a track of one number for one track, whatever process it is of.
+        assert event["pid"] > 0 and event["tid"] // TRACKS == event["pid"]
+    return [{**event, "pid": event["pid"] - 1, "tid": event["tid"] % TRACKS} for event in found]
 
 
 def on_device(found: list[Any], pid: int = 0) -> list[str]:
