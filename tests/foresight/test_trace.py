@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,18 @@ def test_arrows_lead_from_transfers_to_their_waits(tmp_path: Path) -> None:
     ends = {e["id"]: e for e in found if e["ph"] == "f"}
     assert starts.keys() == ends.keys() and len(starts) == sum(op.kind.startswith("wait") for op in schedule)
     assert all(ends[key]["tid"] == 0 and starts[key]["tid"] > 0 for key in starts)
-    rows = Counter((e["tid"]) for e in found if e["ph"] == "X" and e["tid"])
-    for tid in rows:  # slices of one track do not overlap
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in found if e["ph"] == "X" and e["tid"] == tid)
-        assert all(a[1] <= b[0] + 1e-3 for a, b in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("part", [1, 3, 7, 1e3 / 13])
+def test_slices_of_a_track_do_not_overlap_to_the_nanosecond(tmp_path: Path, part: float) -> None:
+    schedule = over(4, Policy(prefetch=0, reduces=1))
+    seconds = {op: value / part for op, value in SECONDS.items()}
+    fs.view.trace(tmp_path / "step.json", simulate(schedule, Costs(seconds, Link(7 * part, latency=1e-4 / part))))
+    found = [event for event in events(tmp_path / "step.json") if event["ph"] == "X"]
+    for tid in {event["tid"] for event in found}:
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in found if e["tid"] == tid]
+        spans = sorted((round(1000 * begin), round(1000 * end)) for begin, end in spans)
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
 
 
 def test_memory_is_that_of_the_schedule(tmp_path: Path) -> None:
