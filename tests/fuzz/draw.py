@@ -162,7 +162,8 @@ def _leg(rng: random.Random, mean: bool, early: bool) -> Leg:
     if rng.random() < 0.15 and not early:
         options["loss_scale"] = (8.0, 3)
     policy, steps, given = _policy(rng, early, names), rng.randint(1, 3), tuple(options.items())
-    wire = rng.choice([None] * 6 + ["bf16", "int8", "int4"])
+    whole = set(specs) <= {"replicated", "flat", "flat over all", "host", "host state"}  # blocks are not cut
+    wire = rng.choice([None, None, "bf16", "int8", "int4"]) if whole else None
     return Leg(sizes, names, batch, steps, rows, accumulate, specs, policy, given, rng.random() < 0.3, wire)
 
 
