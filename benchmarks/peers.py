@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -135,8 +136,7 @@ class Tracked(Fshard):
         files = [fs.trackers.JsonLines(f"{self.folder.name}/run.jsonl")]
         board = [fs.trackers.TensorBoard(f"{self.folder.name}/board")] if find_spec("tensorboard") else []
         self.track = fs.track([*files, *board], self.train, peak=1e12)
-        self.records: list[float] = []
-        """Seconds of each record."""
+        self.records: list[float] = []  # seconds of each
 
     def step(self, rows: Tensor) -> None:
         """One step, and its record."""
@@ -152,11 +152,8 @@ class Recorded(Fshard):
 
     def __init__(self, module: nn.Module) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        os.environ["FSHARD_RECORD"] = self.folder.name
-        try:
+        with mock.patch.dict(os.environ, FSHARD_RECORD=self.folder.name):
             super().__init__(module)
-        finally:
-            del os.environ["FSHARD_RECORD"]
 
 
 def fsdp2(
