@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,15 @@ class Mute:
     """A transport of mute communicators."""
 
     mesh: Mesh
+    asynchronous: bool = False
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """A new one."""
         return MuteCommunicator(self.mesh.axis_size(axes), role == "control")
+
+    def program(self) -> AbstractContextManager[object]:
+        """Nobody waits."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing was joined."""

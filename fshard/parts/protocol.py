@@ -20,7 +20,7 @@ from fshard.parts.record import Recorded, record
 from fshard.parts.replay import Replay
 from fshard.parts.running import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator
-from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import signature
 from fshard.runtime.engine.rng import seeded
@@ -108,12 +108,12 @@ class StepRunner:
             if verdict.worst == OK:
                 return self._concluded(replay, attempt, verdict, given)
         except BaseException:
-            self._abort()
+            self._transport.abort(COLLECTIVES, "the step failed")
             raise
         finally:
             if replay is not None:
                 replay.end()
-        self._abort()
+        self._transport.abort(COLLECTIVES, "the step failed")
         return f"it left its schedule: {attempt.end.left or 'on another rank'}"
 
     # -- prepare ------------------------------------------------------------------------------------------------------
@@ -266,19 +266,21 @@ class StepRunner:
             with inside, self._randomness(given.states[0]), shield.opened():
                 return replay.result(self.fn(*arguments))
 
-        result, end = attempted(program, executor)
-        if end.status != OK:
-            # Ranks that wait for this one in a collective of the function learn at once that it will not come.
-            self._abort(str(end))
-            replay.stand_in()
+        with self._transport.program():
+            result, end = attempted(program, executor)
+            if end.status != OK:
+                # Ranks that wait for this one in a collective of the function learn at once that it will not come.
+                self._transport.abort(COLLECTIVES, str(end))
+                replay.stand_in()
         return result, drained(executor, end)
 
     def _randomness(self, state: TrainState) -> AbstractContextManager[None]:
         mesh = self.plan.mesh
         return seeded(state.seed, state.step, mesh.index(self.plan.data_axes), mesh.device)
 
-    def _abort(self, reason: str = "the step failed") -> None:
-        (self.plan.mesh.transport or SingleRankTransport()).abort(COLLECTIVES, reason)
+    @property
+    def _transport(self) -> Transport:
+        return self.plan.mesh.transport or SingleRankTransport()
 
     # -- conclude -----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Sums are added in the order of ranks, as on gloo.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,10 @@ class VirtualTransport:
         if (thread := self._playing()) is not None:
             thread.scheduler.lives.join(role, self.mesh.rank)
         return VirtualCommunicator(role, f"{role}({'+'.join(axes)})", members, self.mesh.rank, self.host)
+
+    def program(self) -> AbstractContextManager[object]:
+        """Does nothing: a rank that waits for another is in a collective, and gets an error there."""
+        return nullcontext()
 
     def abort(self, role: str, reason: str = "the step failed") -> None:
         """Let ranks fail that wait for this one in a collective of the role, or come to one."""

@@ -9,6 +9,7 @@ import datetime
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,10 @@ class AsynchronousTransport:
         if role == "control":
             self.device.control += 1
         return Behind(comm, self.device) if role == COLLECTIVES else comm
+
+    def program(self) -> AbstractContextManager[object]:
+        """Reads of this device never wait: they raise."""
+        return nullcontext()
 
     def abort(self, role: str, reason: str = "the step failed") -> None:
         """End what waits for other ranks."""

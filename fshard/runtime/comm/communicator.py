@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -63,6 +64,9 @@ class Transport(Protocol):
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""
 
+    def program(self) -> AbstractContextManager[object]:
+        """While a program of all ranks runs: if it fails on another rank, this one's device does not wait for ever."""
+
     def abort(self, role: str, reason: str = ...) -> None:
         """Close the communicators of a role: peers that wait for this rank there get an error at once."""
 
@@ -116,6 +120,10 @@ class SingleRankTransport:
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of one rank."""
         return SingleRank()
+
+    def program(self) -> AbstractContextManager[object]:
+        """Does nothing: there is no other rank."""
+        return nullcontext()
 
     def abort(self, role: str, reason: str = "") -> None:
         """Does nothing: no peer waits."""

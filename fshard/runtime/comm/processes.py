@@ -4,7 +4,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -15,6 +15,7 @@ from fshard.errors import CommError, PlanError, ScheduleError
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, SingleRank
+from fshard.runtime.comm.cuts import Cuts
 from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.flight import flight_of
@@ -71,6 +72,7 @@ class ProcessTransport:
         self.lost = ""
         self.flight = flight_of(mesh.rank, mesh.size) if mesh.whole is mesh else None
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all)
+        self.cuts = Cuts(self.watchdog, mesh.members[mesh.rank], self._stop_waiting)
 
     @property
     def asynchronous(self) -> bool:
@@ -87,14 +89,26 @@ class ProcessTransport:
             self.comms[role, axes] = self._made(role, axes)
         return self.comms[role, axes]
 
+    def program(self) -> AbstractContextManager[object]:
+        """While a program of all ranks runs: over NCCL, look for notes of ranks on which it has failed."""
+        return self.cuts.program() if self.asynchronous else nullcontext()
+
     def abort(self, role: str, reason: str = "the step failed") -> None:
         """Close the communicators of a role, so that peers that wait for this rank there get an error.
 
         Every rank does so sooner or later; the next call of ``communicator`` makes new ones. With NCCL peers get no
-        error by that: each rank ends its own wait when it learns of the failure by the exchange of statuses.
+        error by that: each rank ends its own wait when it learns of the failure by the exchange of statuses, or, where
+        its program does not come so far, by a note.
         """
+        if role == COLLECTIVES:
+            self.cuts.tell(reason)
         gone = [key for key in self.comms if key[0] == role]
         self._drop([self.comms.pop(key) for key in gone], reason)
+
+    def _stop_waiting(self, reason: str) -> None:
+        """End what the device waits for. The closed communicators stay: nobody would help to make new ones."""
+        waiting = [comm for (role, _), comm in [*self.comms.items()] if role == COLLECTIVES]
+        self._cut([comm for comm in waiting if isinstance(comm, NcclCommunicator)], reason)
 
     def abort_all(self, reason: str) -> None:
         """Close all communicators for good, so that no peer waits for this rank."""

@@ -59,12 +59,14 @@ class Watchdog:
         notes: the failure notes of the job.
         name: of the mesh, equal on its ranks, so that meshes do not share notes.
         waits: the wait of each thread, by its identity. Waits add and remove themselves.
+        looks: what else its thread calls at each tick.
     """
 
     def __init__(self, rank: int, timeout: float, abort_all: Callable[[str], None], out: TextIO | None = None) -> None:
         self.rank, self.timeout, self.abort_all, self.out = rank, timeout, abort_all, out
         self.notes, self.name = FailureNotes(), "start"
         self.waits: dict[int, Wait] = {}
+        self.looks: list[Callable[[], None]] = []
         self.seen: dict[int, Seen] = {}
         self.told, self.failed = "", False
         self.closed = threading.Event()
@@ -131,6 +133,8 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self.closed.wait(self.tick):
+            for look in self.looks:
+                look()
             now = dict(self.waits)
             for thread, wait in now.items():
                 last = self.seen.get(thread)

@@ -208,10 +208,11 @@ class Runner:
     def _run(self, agreed: Agreed) -> Ran:
         executor, transport = agreed.ready.executor, self.programs.comms.transport
         with together(self.programs.comms):
-            measured, end = attempted(lambda: self._program(agreed), executor)
-            if end.status != OK:
-                # Ranks that wait for this one in a collective of the program learn at once that it will not come.
-                transport.abort(COLLECTIVES, str(end))
+            with transport.program():
+                measured, end = attempted(lambda: self._program(agreed), executor)
+                if end.status != OK:
+                    # Ranks that wait for this one in a collective of the program learn at once that it will not come.
+                    transport.abort(COLLECTIVES, str(end))
             if isinstance(executor, Scheduled):
                 end = drained(executor, self._stopped(agreed, end))
             else:
