@@ -103,7 +103,7 @@ class Scorer:
         for begin in range(0, most, self.batch):
             part = mine[begin : begin + self.batch]
             found += compute(part or [spare])[: len(part)]
-        rows = all_ranks_or_raise(mesh_communicator(mesh, "harness"), lambda: found)
+        rows = all_ranks_or_raise(mesh_communicator(mesh, "control of the harness"), lambda: found)
         by_part = {mesh.index(self.plan.data_axes, rank): row for rank, row in enumerate(rows)}
         return [by_part[number % ranks][number // ranks] for number in range(len(items))]
 

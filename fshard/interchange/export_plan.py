@@ -26,7 +26,7 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
 from fshard.state.pieces import Entry
 
-ROLE = "interchange"
+ROLE = "control of interchange"  # messages of the host: leaves travel on the communicators of collectives
 """The role of the communicator on which ranks compare arguments and report failures."""
 
 SLAB = 16 << 20
