@@ -73,9 +73,10 @@ def _each(x: Any, call: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _plus(x: Tensor, y: Tensor, alpha: Number) -> Tensor:
+    """The sum, where ``x`` lies: parameters may be in host memory, and their gradients on the device."""
     if isinstance(alpha, Tensor):
-        return torch.addcmul(x, y, alpha.to(x.device, x.dtype))
-    return torch.add(x, y.to(x.dtype), alpha=alpha)
+        return torch.addcmul(x, y.to(x.device), alpha.to(x.device, x.dtype))
+    return torch.add(x, y.to(x.device, x.dtype), alpha=alpha)
 
 
 def _covers(left: Flat, right: Flat) -> bool:

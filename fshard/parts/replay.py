@@ -214,7 +214,8 @@ class Replay(Composition):
         return stages[self.at - 1]
 
     def settle_bank(self, bank: Bank) -> None:
-        """Make gradients those of the global mean, in place."""
+        """Make gradients those of the global mean, in place, once those in host memory are there."""
+        self.step.passes[bank.number].actions.gradients.arrive()
         ran = self.ran[bank.number]
         scale = ran.divisor / ran.parts
         if ran.measured.weighted:
