@@ -17,6 +17,7 @@ from fshard.checkpoint.write import packed, write_files
 from fshard.data.loader import without_position
 from fshard.errors import CheckpointError, CommError, lines
 from fshard.runtime.comm import Communicator, Facts, all_ranks_or_raise, first_rank_or_raise
+from fshard.runtime.comm.streams import Event, events
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
@@ -122,7 +123,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
-        self.event: torch.cuda.Event | None = None
+        self.copied: tuple[Event, ...] = ()
 
     def take(self, slices: Sequence[Slice]) -> list[Slice]:
         """Copy slices. The copies are valid until the next call; from a GPU they are complete after ``wait``."""
@@ -130,19 +131,18 @@ class Snapshot:
         for s in slices:
             starts.append(end)
             end += -(-s.nbytes // ALIGN) * ALIGN
-        cuda = any(s.data.is_cuda for s in slices)
+        away = {s.data.device for s in slices if s.data.device.type != "cpu"}
+        cuda = any(device.type == "cuda" for device in away)
         if self.memory is None or len(self.memory) < end or self.memory.is_pinned() < cuda:
             self.memory = None  # free the old memory first
             self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=cuda, device="cpu")
         rows = [self.memory[a : a + s.nbytes].view(s.data.dtype) for a, s in zip(starts, slices, strict=True)]
         if rows:
-            torch._foreach_copy_(rows, [s.data for s in slices], non_blocking=cuda)
-        if cuda:
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.event.record()
+            torch._foreach_copy_(rows, [s.data for s in slices], non_blocking=bool(away))
+        self.copied = tuple([mark for device in away for mark in events(device)])
         return [replace(s, data=row) for s, row in zip(slices, rows, strict=True)]
 
     def wait(self) -> None:
         """Wait until the copies are complete."""
-        if self.event is not None:
-            self.event.synchronize()
+        for mark in self.copied:
+            mark.synchronize()

@@ -41,6 +41,13 @@ def test_on_the_thread_of_the_device_collectives_by_name_fail(device: tuple[Pool
     assert "AxisError: no mesh is in scope" in pool.run(cases.run_threaded, library, ranks, timeout=120)[0]
 
 
+@pytest.mark.timeout(900)
+def test_a_snapshot_needs_its_event_and_its_wait(device: tuple[Pool, str]) -> None:
+    pool, library = device
+    found = pool.run(cases.run_dropped, library, "snapshots", "Snapshot", timeout=120)[0]
+    assert len(found) == 2 and all(found.values()), found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_event_between_host_and_device_is_needed(device: tuple[Pool, str]) -> None:
@@ -48,5 +55,5 @@ def test_every_event_between_host_and_device_is_needed(device: tuple[Pool, str])
     pool, library = device
     found = [pool.run(cases.run_events, library, name, timeout=300)[0] for name in cases.HOSTED[::2]]
     sites = {site for each in found for site in each}
-    assert len(sites) > 10
+    assert len(sites) > 10 and any("Snapshot" in site for site in sites)
     assert [site for site in sorted(sites) if not any(each.get(site) for each in found)] == []

@@ -2,19 +2,29 @@
 
 import dataclasses
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import fshard as fs
 from fshard import tree
-from tests.runtime.test_lanes import CASES, ROWS, WIDTH, Case, made, params, quartered
+from fshard.checkpoint.save import Snapshot
+from fshard.checkpoint.states import all_entries
+from fshard.checkpoint.write import owned
+from tests.runtime.test_lanes import CASES as LANES
+from tests.runtime.test_lanes import ROWS, WIDTH, Case, made, params, quartered
 from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark
 from tests.shared.model_streams import Group, ModelTransport, modelled
 
 
 def raced(case: Case, drop: str = "", device: str = "cpu", steps: int = 3) -> tuple[list[str], set[str]]:
-    """Some steps on a virtual mesh: the races of any rank, and the events and waits of the runtime."""
+    """Some steps on a virtual mesh: the races of any rank, and the events and waits of the runtime.
+
+    After each step the case may look at the state: what it reads then, or later, must be ordered, too.
+    """
     clocks: dict[int, Clocks] = {}
 
     def rank() -> None:
@@ -23,11 +33,12 @@ def raced(case: Case, drop: str = "", device: str = "cpu", steps: int = 3) -> tu
         mesh = dataclasses.replace(mesh, transport=ModelTransport(mesh.transport, mine))
         plan, opt = made(mesh, case.rules, case.precision), fs.optim.adamw(1e-2)
         state = fs.init_state(plan, opt, params=params())
-        step = fs.make_train_step(case.fn, opt, plan, **case.options)
+        step, look = case.make(case, plan, opt), case.look()
         with mine:
             for number in range(steps):
                 whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
                 state, _ = step(state, whole.chunk(mesh.size)[mesh.rank].to(mesh.device))
+                look(state)
             settled = fs.settle(state)
             assert all(leaf.isfinite().all() for leaf in tree.leaves(settled.params))  # read where it lies
             leaves = tree.leaves(fs.unshard(settled.params, plan))
@@ -40,16 +51,65 @@ def raced(case: Case, drop: str = "", device: str = "cpu", steps: int = 3) -> tu
     return list(dict.fromkeys(races)), {site for one in clocks.values() for site in one.sites}
 
 
-NAMES = [name for name in CASES if " on the host" not in name and not name.startswith("host")]
+def exported() -> Callable[[fs.TrainState], None]:
+    """Streams the state to all ranks and to one, and makes a state dict of it."""
+
+    def look(state: fs.TrainState) -> None:
+        for to in (None, 1):
+            for _, leaf in fs.io.export(state, what="state", to=to):
+                assert leaf.isfinite().all().item()
+
+    return look
+
+
+def snapshots() -> Callable[[fs.TrainState], None]:
+    """Copies the state for a checkpoint, and reads the copy as soon as may be, as the thread that writes does."""
+    snapshot = Snapshot()
+
+    def look(state: fs.TrainState) -> None:
+        settled = fs.settle(state)
+        kept = snapshot.take(owned(all_entries({"": settled}), settled.plan.mesh.rank))
+        snapshot.wait()
+        assert all(s.data.isfinite().all() for s in kept)
+
+    return look
+
+
+def of_parts(case: Case, plan: fs.Plan, opt: fs.optim.Optimizer) -> Any:
+    """A step of parts: two passes, arithmetic between them, an update."""
+    grad, update = fs.value_and_grad(case.fn, plan), fs.make_update(opt, plan, clip_norm=0.1)
+
+    def sharpness_aware(state: Any, batch: Any) -> Any:
+        value, first = grad(state.params, batch)
+        value, second = grad(fs.tree.add(state.params, fs.tree.scale(first, 0.05)), batch)
+        state, _ = update(state, second)
+        return state, value
+
+    return fs.make_step(sharpness_aware, plan)
+
+
+CASES = {
+    **LANES,
+    "exports": replace(LANES["flat, default"], look=exported),
+    "parts": replace(LANES["hsdp, default"], make=of_parts),
+    "snapshots": replace(LANES["flat, default"], look=snapshots),
+    "host, parts": replace(LANES["host, default"], make=of_parts),
+    "kept on the host, parts": replace(LANES["kept on the host, default"], make=of_parts),
+    "host, snapshots": replace(LANES["host, default"], look=snapshots),
+    "host, exports": replace(LANES["host, default"], look=exported),
+}
+NAMES = [name for name in CASES if " on the host" not in name and not name.startswith("host") and name != "snapshots"]
 TRIED = {
     "flat, default": 4,
     "hsdp, far ahead": 5,
     "opt axes, whole gradients": 6,
     "bfloat16": 4,
     "a collective of the program": 5,
+    "exports": 6,
+    "parts": 6,
 }
 """Cases of which every event is dropped in turn, and how many they have at least."""
-ALIKE = ("flat, default", "bfloat16")
+ALIKE = ("flat, default", "bfloat16", "parts")
 """Those whose events the others have too."""
 
 

@@ -1,6 +1,6 @@
 """Every schedule under the latest and the earliest moves that its collectives allow: the same bits."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,15 @@ def params() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, rules, and options of the step."""
+    """A mesh, rules, and options of the step; how the step is made, and what looks at the state after each."""
 
     axes: Any
     rules: Sequence[Any]
     options: dict[str, Any]
     precision: fs.Precision | None = None
     fn: Any = loss
+    make: Callable[..., Any] = lambda case, plan, opt: fs.make_train_step(case.fn, opt, plan, **case.options)
+    look: Callable[[], Callable[[fs.TrainState], None]] = lambda: lambda state: None
 
 
 LAYOUTS: dict[str, tuple[Any, Sequence[Any]]] = {
@@ -95,7 +97,7 @@ def trained(case: Case, lane: str) -> tuple[Any, list[str]]:
             plan = made(mesh, case.rules, case.precision)
             opt = fs.optim.adamw(1e-2)
             state = fs.init_state(plan, opt, params=params())
-            step = fs.make_train_step(case.fn, opt, plan, **case.options)
+            step = case.make(case, plan, opt)
             numbers = []
             for number in range(3):
                 batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)).chunk(mesh.size)[

@@ -211,7 +211,10 @@ class Clocks(TorchDispatchMode):
         for x in made:
             if not any(x is one for one in given):
                 self.touch(x, True, name, stream)
-        to_host = stream != HOST and self.device.type != "cpu" and any(x.device.type == "cpu" for x in made if x.ndim)
+        results = [*made, *(x for x in given if id(x) in written)]
+        to_host = (
+            stream != HOST and self.device.type != "cpu" and any(x.device.type == "cpu" for x in results if x.ndim)
+        )
         if to_host and not _in_flight(func, args):
             self.join(HOST, self.clock(stream))  # PyTorch waits for the copy
         return out
@@ -229,7 +232,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _in_flight(func: Any, args: Any) -> bool:
     """Whether it is a copy with ``non_blocking=True``."""
-    return func is torch.ops.aten.copy_.default and len(args) > 2 and bool(args[2])
+    copies = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+    return func in copies and len(args) > 2 and bool(args[2])
 
 
 def _aliases(x: Tensor, given: Iterable[Tensor]) -> bool:

@@ -183,6 +183,15 @@ def substitute(change: Any) -> None:
     change.setattr("fshard.runtime.comm.nccl.dist", Dist)
 
 
+EVENTS = (
+    "fshard.collectives.raw",
+    "fshard.runtime.execution.update",
+    "fshard.checkpoint.save",
+    "fshard.interchange.export_plan",
+)
+"""The modules that ask for an event after the work of a device."""
+
+
 @contextmanager
 def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
     """Give the runtime the streams of the model: each rank's, by its thread."""
@@ -198,7 +207,7 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
             change.setattr(
                 f"fshard.runtime.{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}")
             )
-        for room in ("fshard.collectives.raw", "fshard.runtime.execution.update"):
+        for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
         for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.update"):
             real = __import__(f"fshard.{room}", fromlist=["deallocate"]).deallocate
