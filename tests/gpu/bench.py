@@ -25,7 +25,7 @@ def run(place: Place, found: Found) -> None:
             ]
             found.leave("figures: a tiny model on the CPU, and few of the peers")
         else:
-            command += ["--rounds", "8", "--seconds", "420"]
+            command += ["--rounds", "8", "--seconds", "330"]
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert child.stdout is not None
         for line in child.stdout:

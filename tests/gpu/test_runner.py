@@ -97,12 +97,11 @@ def test_the_whole_dry_run(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_short_dry_run_of_some_stages(tmp_path: Path) -> None:
+def test_a_short_dry_run_of_a_stage(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    command = [sys.executable, "-m", "tests.gpu", "--short", "--stages", "marked", "lane", "--results", str(path)]
+    command = [sys.executable, "-m", "tests.gpu", "--short", "--stages", "lane", "--results", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    stages = json.loads(path.read_text())["stages"]
-    assert {name: stage["status"] for name, stage in stages.items()} == {"marked": "needs hardware", "lane": "passed"}
-    assert stages["marked"]["numbers"]["tests"]["tests"] > 50
+    found = json.loads(path.read_text())["stages"]["lane"]
+    assert found["status"] == "passed" and found["done"] > 30 and "gloo" in found["left_out"][0]
     assert all(line in done.stdout for line in UNTESTED)
