@@ -11,7 +11,8 @@ from fshard.played.cooperative import playing
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm.communicator import SingleRankTransport
 from fshard.runtime.comm.devices import own_device, read_device
-from fshard.runtime.comm.processes import ProcessTransport, join
+from fshard.runtime.comm.joining import join
+from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.mesh import Mesh, resolve_sizes
 
 

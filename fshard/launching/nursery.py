@@ -17,7 +17,7 @@ from typing import TextIO
 import torch
 
 from fshard.launching.job import JOB, LAUNCHED, STATUS, STORE, Setting, log_of, unpacked, write_error, write_result
-from fshard.runtime.comm.processes import join_by_file
+from fshard.runtime.comm.joining import join_by_file
 
 GRACE = 5.0
 """Seconds that the other ranks get to report, once one has failed."""

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.errors import BatchError, PlanError
-from fshard.runtime.comm import processes
+from fshard.runtime.comm import joining
 from fshard.runtime.comm.devices import Place, carried, choose_device, device_of_group, problem_of
-from fshard.runtime.comm.processes import join
+from fshard.runtime.comm.joining import join
+from fshard.runtime.comm.processes import ProcessTransport
 from fshard.runtime.engine.batch import check_device
 from tests.shared.children import Child
 from tests.shared.workers import Pools
@@ -114,19 +115,19 @@ def test_a_script_on_another_device_than_its_virtual_mesh() -> None:
 
 def joined(case: str) -> str:
     """What a rank of a pool gets where ranks are on devices that do not go together."""
-    from fshard.runtime.comm import processes
+    from fshard.runtime.comm import joining
 
-    rank, real = dist.get_rank(), processes.place_of
+    rank, real = dist.get_rank(), joining.place_of
     places = {"same": Place("cuda:0", "a", "GPU-1"), "mixed": Place(["cuda:0", "cpu"][rank], "a")}
     given = "cuda" if case == "gloo" and rank else None
-    processes.place_of = lambda device: places.get(case, real(device))
+    joining.place_of = lambda device: places.get(case, real(device))
     try:
         found = join(20.0, given, lambda world: fs.abstract_mesh((world + (case == "sizes"),), ("shard",), rank=rank))
         return str(found and found.device)
     except PlanError as error:
         return str(error)
     finally:
-        processes.place_of = real
+        joining.place_of = real
 
 
 @pytest.mark.parametrize(
@@ -181,12 +182,12 @@ def test_ranks_that_meet_in_a_file_compare_their_devices(
 
     def rank(number: int) -> None:
         try:
-            processes.join_by_file(str(tmp_path / "store"), number, 2, 20.0)
+            joining.join_by_file(str(tmp_path / "store"), number, 2, 20.0)
         except PlanError as error:
             errors[number] = str(error)
 
-    monkeypatch.setattr(processes, "place_of", place)
-    monkeypatch.setattr(processes, "_in_time", lambda body, seconds: body())  # in this thread, which is the rank
+    monkeypatch.setattr(joining, "place_of", place)
+    monkeypatch.setattr(joining, "_in_time", lambda body, seconds: body())  # in this thread, which is the rank
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for number, thread in enumerate(threads):
         thread.rank = number  # type: ignore[attr-defined]
@@ -200,10 +201,10 @@ def of_two_gpus(device: str) -> None:
     """A rank of a job that sees two GPUs: says what became of its mesh."""
     torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
     torch.cuda.set_device = lambda device: None
-    processes.place_of = lambda device: Place(str(device), "a", str(device) * (device.type == "cuda"))  # type: ignore[assignment]
+    joining.place_of = lambda device: Place(str(device), "a", str(device) * (device.type == "cuda"))  # type: ignore[assignment]
     try:
         with fs.make_mesh((-1,), ("shard",), timeout=20, device=device or None) as mesh:
-            assert isinstance(mesh.transport, processes.ProcessTransport)
+            assert isinstance(mesh.transport, ProcessTransport)
             print("joined", mesh.device, mesh.transport.backend)
     except PlanError as error:
         print("PlanError", error)

@@ -280,7 +280,7 @@ STEP = {
 """Where a rank is frozen, from the third step on."""
 
 START = {
-    "joining": ("comm/processes.py", "_init", 1),
+    "joining": ("comm/joining.py", "_init", 1),
     "the first communicator": ("comm/processes.py", "_base", 1),
     "links": ("comm/links.py", "open", 1),
     "the second communicator": ("comm/processes.py", "_made", 2),

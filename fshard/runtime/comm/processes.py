@@ -1,22 +1,18 @@
-"""The transport between processes of a torch.distributed job, and joining the job."""
+"""The transport between processes of a torch.distributed job."""
 
 import datetime
-import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fshard.errors import CommError, PlanError, ScheduleError
+from fshard.errors import CommError, ScheduleError
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, SingleRank
 from fshard.runtime.comm.cuts import Cuts
-from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.flight import flight_of
 from fshard.runtime.comm.gloo import GlooCommunicator
@@ -24,23 +20,16 @@ from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import Link, Rendezvous, close_links, host_key
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.pending import naming_errors
-from fshard.runtime.comm.start import start_name
 from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.comm.watchdog import Watchdog
 from fshard.sharding.mesh import Axes, Mesh
 
 T = TypeVar("T")
-Check = Callable[[int], object]
-"""Raises a PlanError if the number of ranks is not what a rank expects."""
-
 GRACE = 1.5
 """Seconds beyond the timeout for inner timeouts to be reported."""
 
 DROPPING, PARTING = 1.0, 5.0
 """Seconds for closing connections: after a failure, and at the end."""
-
-JOINING = 300.0
-"""Seconds for the ranks of one host to come to the file in which they meet."""
 
 STORE = (
     "the store of the job, on the host of rank 0 or of torchrun's first agent, cannot be reached, or ranks did not come"
@@ -261,153 +250,3 @@ class ProcessTransport:
             self.base = GlooCommunicator("base", size, group, self.watchdog, self.mesh.members, key=self.watchdog.name)
             self.hosts = list(exchange_text(self.base, host_key(), 256))
         return self.base
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A rank of a job.
-
-    Attributes:
-        rank: its number.
-        world: how many there are.
-        device: the device that it works on, the current one if it is a CUDA device.
-        backend: of its communicators.
-        owned: whether the process group was made here.
-    """
-
-    rank: int
-    world: int
-    device: torch.device
-    backend: str
-    owned: bool
-
-
-def join(timeout: float, given: str | torch.device | None, check: Check) -> Joined | None:
-    """Join the job that torchrun's environment names, or use the existing process group. Collective.
-
-    Args:
-        timeout: seconds to wait for others.
-        given: the device that the user asked for.
-        check: raises a PlanError if the number of ranks is not what this one expects.
-
-    Returns:
-        This rank; None without torchrun and process group.
-
-    Raises:
-        PlanError: a rank cannot join, or ranks are on devices that do not go together; on all ranks alike.
-    """
-    if dist.is_initialized():
-        return _of_group(timeout, given, check)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    limit = datetime.timedelta(seconds=timeout)
-    visible, local = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("LOCAL_RANK", 0))
-    with naming_errors("joining the process group"):
-        store, rank, world = _in_time(lambda: _rendezvous(limit), timeout)
-        device = _agreed(store, rank, world, timeout, lambda: choose_device(given, visible, local), check)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        _in_time(lambda: _init(backend, store, rank, world, limit), timeout)
-    return Joined(rank, world, device, backend, True)
-
-
-def _of_group(timeout: float, given: str | torch.device | None, check: Check) -> Joined:
-    """This rank of a process group that exists already."""
-    backend, rank, world, c10d = str(dist.get_backend()), dist.get_rank(), dist.get_world_size(), cast(Any, dist)
-    if backend == "undefined":  # one backend for each device type: NCCL for CUDA tensors, gloo for others
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend not in ("gloo", "nccl", "fake"):
-        raise PlanError(f"the process group's backend is {backend!r}; fshard runs on gloo and nccl, and times on fake")
-    bound = getattr(c10d.distributed_c10d._get_default_group(), "bound_device_id", None)
-    serves = "nccl" if backend == "fake" and torch.cuda.is_available() else backend
-
-    def choose() -> torch.device:
-        return device_of_group(given, serves, bound, lambda: torch.device("cuda", torch.cuda.current_device()))
-
-    if backend == "fake":
-        check(world)
-        device = choose()
-    else:
-        store = c10d.distributed_c10d._get_default_store()
-        with naming_errors("joining the process group"):
-            device = _agreed(store, rank, world, timeout, choose, check)
-    return Joined(rank, world, device, "gloo" if device.type == "cpu" and backend == "nccl" else backend, False)
-
-
-def join_by_file(path: str, rank: int, world: int, timeout: float = JOINING) -> None:
-    """Make the default process group of ranks of one host, which meet in a file: no port is opened for it. Collective.
-
-    Args:
-        path: of the file, which is not there yet.
-        rank: this one.
-        world: how many there are.
-        timeout: seconds to wait for others.
-
-    Raises:
-        PlanError: a rank has no GPU, or several ranks have one; on all ranks alike.
-    """
-    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    visible, c10d = torch.cuda.device_count() if torch.cuda.is_available() else 0, cast(Any, dist)
-    with naming_errors("joining the process group"):
-        store = c10d.FileStore(path, world)
-        store.set_timeout(datetime.timedelta(seconds=timeout))
-        device = _agreed(store, rank, world, timeout, lambda: choose_device(None, visible, rank), lambda world: None)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-
-
-def _agreed(
-    store: Any,
-    rank: int,
-    world: int,
-    timeout: float,
-    choose: Callable[[], torch.device],
-    check: Check,
-) -> torch.device:
-    """This rank's device, if all ranks can work on theirs. Collective."""
-    failure: PlanError | None = None
-    try:
-        check(world)
-        device = choose()
-        place = place_of(device)
-    except PlanError as error:
-        place, failure = Place("", problem=str(error)), error
-    verdict = _in_time(lambda: agree_on_places(store, rank, world, place), timeout) if world > 1 else place.problem
-    if verdict:
-        raise PlanError(verdict) from failure
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def _in_time(body: Callable[[], T], seconds: float) -> T:
-    """Join within the timeout. (A store whose host is frozen never answers.)"""
-    try:
-        return bounded(body, seconds + GRACE, "the start of all ranks")
-    except TimeoutError as error:
-        world, at = dist.get_world_size() if dist.is_initialized() else os.environ["WORLD_SIZE"], STORE
-        if not dist.is_initialized():
-            at = f"{os.environ.get('MASTER_ADDR', 'a file')}:{os.environ.get('MASTER_PORT', 'of this host')}"
-        raise TimeoutError(
-            f"{error}. Not all of {world} ranks came to the store at {at}, or its host cannot be reached: see the logs"
-        ) from error
-
-
-def _rendezvous(timeout: datetime.timedelta) -> tuple[Any, int, int]:
-    """The store that the environment names, with separate keys for each start, and this rank and their number."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    c10d: Any = dist  # its stores are not exported
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store, rank, world = next(c10d.rendezvous("env://", rank, world, timeout=timeout))
-        store.set_timeout(timeout)
-        return store, rank, world
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = c10d.TCPStore(address, port, is_master=False, timeout=timeout)
-    name = start_name(store, rank, world, timeout.total_seconds())
-    return c10d.PrefixStore(f"fshard/{name}", store), rank, world
-
-
-def _init(backend: str, store: Any, rank: int, world: int, timeout: datetime.timedelta) -> None:
-    """Make the default process group."""
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
