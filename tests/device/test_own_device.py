@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device import cases
+from tests.device import cases, messages
 from tests.device.own import build, compiler
 from tests.shared.workers import Pool
 
@@ -39,6 +39,12 @@ def test_on_the_thread_of_the_device_collectives_by_name_fail(device: tuple[Pool
     """What steps did before their backwards ran on the thread that calls them."""
     pool, library = device
     assert "AxisError: no mesh is in scope" in pool.run(cases.run_threaded, library, ranks, timeout=120)[0]
+
+
+@pytest.mark.timeout(900)
+def test_messages_over_nccl_lie_on_the_device_and_others_on_the_host(device: tuple[Pool, str]) -> None:
+    pool, library = device
+    assert pool.run(messages.run, library, timeout=120) == [[]]
 
 
 @pytest.mark.timeout(900)

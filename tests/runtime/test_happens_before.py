@@ -95,7 +95,7 @@ CASES = {
     "snapshots": replace(LANES["flat, default"], look=snapshots),
     "host, parts": replace(LANES["host, default"], make=of_parts),
     "kept on the host, parts": replace(LANES["kept on the host, default"], make=of_parts),
-    "host, snapshots": replace(LANES["host, default"], look=snapshots),
+    "host, snapshots": replace(LANES["host, updated there, default"], look=snapshots),
     "host, exports": replace(LANES["host, default"], look=exported),
 }
 NAMES = [name for name in CASES if " on the host" not in name and not name.startswith("host") and name != "snapshots"]
