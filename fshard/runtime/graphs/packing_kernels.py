@@ -41,7 +41,8 @@ def _compiled(what: str, form: WireFormat) -> Kernel:
     codes = torch.int8 if form.name == "int8" else torch.uint8
     mode = FakeTensorMode()
     with torch.no_grad(), mode:
-        given = [torch.empty(blocks, form.block), torch.empty(blocks, width, dtype=codes), torch.empty(blocks)]
+        shapes = ((blocks, form.block), torch.float32), ((blocks, width), codes), ((blocks,), torch.float32)
+        given = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
         run, written = _functions(what, form)
         graph = make_fx(run, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
     _write(graph, written)
