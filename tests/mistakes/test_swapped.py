@@ -42,12 +42,15 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "func.per_sample_grad": lambda: (loss, PLAN),
     "remat": lambda: (loss, fs.checkpoint_policies.dots),
     "reshard_state": lambda: (st(), PLAN, OPT),
+    "outer": lambda: (step(), OPT),
     "io.save_dcp": lambda: (st(), HERE, OPT),
     "io.save_hf": lambda: (st(), HERE),
     "shard": lambda: (MODEL.params, PLAN),
     "shard_map": lambda: (loss, MESH, P("shard"), P("shard")),
     "func.sharded_loss": lambda: (loss, PLAN),
     "sim.calibrate": lambda: (loss, PLAN, X),
+    "sim.hardware": lambda: ("h100", "ib400"),
+    "sim.search": lambda: (lambda mesh: None, 8, fs.sim.hardware("h100")),
     "sim.simulate": lambda: (SCHEDULE, fs.sim.Costs({})),
     "split": lambda: (NET, "blocks.*"),
     "suggest_rules": lambda: (NET, MESH),
@@ -117,7 +120,12 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 TEXT = {"encode": list, "decode": str, "eos": 0}
-OPTIONS: dict[str, Any] = {"lora.linear": {"alpha": 1.0}, "train_loop": {"steps": 1}, "generation.harness": TEXT}
+OPTIONS: dict[str, Any] = {
+    "lora.linear": {"alpha": 1.0},
+    "train_loop": {"steps": 1},
+    "generation.harness": TEXT,
+    "outer": {"every": 2},
+}
 
 SAME = {
     # the first two are of one kind, so that nothing could tell; or swapped they mean something as well
