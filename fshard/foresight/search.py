@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fshard import markup
-from fshard.arguments import expect, size_text
+from fshard.arguments import Want, expect, size_text
 from fshard.errors import PlanError, lines
 from fshard.foresight.foresee import Hardware, Progress, model_flops, sizes, state_bytes, task_of, tries
 from fshard.foresight.jobs import Job, job_of
@@ -139,7 +139,11 @@ def search(
     >>> len(found.options), found.best.shape, found.best.fits
     (5, 'replica=8,data=2', True)
     """
-    expect("search(job, meshes, hardware)", [("hardware", hardware, Hardware, 'fs.sim.hardware("h100")')])
+    wants: list[Want] = [
+        ("meshes", meshes, int | Sequence, "a number of ranks, or meshes of fs.abstract_mesh"),
+        ("hardware", hardware, Hardware, 'fs.sim.hardware("h100")'),
+    ]
+    expect("search(job, meshes, hardware)", wants)
     meshes = shapes(meshes, hardware.cluster.per_host) if isinstance(meshes, int) else [*meshes]
     if not meshes:
         raise PlanError("search: no mesh is given: give a number of ranks, or fs.abstract_mesh(...) of each shape")
