@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 # Ranks inherit it: several threads a rank would fight over the cores.
@@ -18,6 +19,8 @@ from tests.shared.workers import RARELY, Pools  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the test process itself on one thread, and let examples take as long as a busy machine needs."""
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("patient", deadline=None)
     settings.load_profile("patient")
     gc.disable()  # nothing of a collection is garbage

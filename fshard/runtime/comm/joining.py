@@ -116,7 +116,7 @@ def join_by_file(path: str, rank: int, world: int, timeout: float = JOINING) -> 
         store.set_timeout(datetime.timedelta(seconds=timeout))
         device = _agreed(store, rank, world, timeout, lambda: choose_device(None, visible, rank), lambda world: None)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        _in_time(lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=world), timeout)
 
 
 def _agreed(
