@@ -6,7 +6,7 @@ that compute and transfers do not disturb each other.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from fshard.errors import PlanError
 from fshard.schedule.costs import Costs, Link
@@ -14,6 +14,9 @@ from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
+
+DISTURBED = 1.15
+"""Steps that take this times the fastest were disturbed."""
 
 APART = Policy(prefetch=0, reduces=0)
 """The policy of steps that are measured."""
@@ -33,11 +36,17 @@ Row = Sequence[OpTime]
 """The ops of a step."""
 
 
-def middle(rows: Sequence[Row]) -> list[OpTime]:
-    """The medians of several steps of one schedule."""
-    columns = zip(*rows, strict=True)
+def typical(rows: Sequence[Row]) -> list[OpTime]:
+    """The means of several steps of one schedule, of those that were about as fast as the fastest.
+
+    Processors of shared machines are taken away for milliseconds at a time: such steps do not count. Medians of ops
+    would not do: now one op of a step is late and now another, and the sum of their medians is less than any step.
+    """
+    totals = [sum(time.wall + time.gap for time in row) for row in rows]
+    calm = [row for row, total in zip(rows, totals, strict=True) if total <= DISTURBED * min(totals)]
     fields = ("wall", "thread", "process", "gap")
-    return [OpTime(*(median(getattr(time, name) for time in column) for name in fields)) for column in columns]
+    columns = zip(*calm, strict=True)
+    return [OpTime(*(fmean([getattr(time, name) for time in column]) for name in fields)) for column in columns]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 from fshard import errors
 from fshard.arguments import expect
 from fshard.runtime.steps import Latest
-from fshard.runtime.steps.calibrate import fitted, op_times, undisturbed
+from fshard.runtime.steps.calibrate import fitted, op_times
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit import OpTime
 from fshard.schedule.schedule import Schedule
 from fshard.state.train_state import TrainState
 
@@ -39,7 +38,7 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, contr
         step: the step, whose transfers are waited for as soon as they have begun.
         state: its state, which is donated.
         batch: this rank's batch.
-        rounds: steps that are measured. Medians count, of those that nothing disturbed.
+        rounds: steps that are measured. Those that nothing disturbed count.
         control: the communicator of control messages.
 
     Raises:
@@ -48,8 +47,7 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, contr
     expect("calibrate(batch)", [("rounds", rounds, int, "a number of steps")])
     if rounds < 1:
         raise errors.bad_arguments("calibrate", [f"rounds={rounds}: at least 1"])
-    rows: list[list[OpTime]] = []
-    steps, hosts = [], []
+    rows, hosts = [], []
     for number in range(WARM + rounds):
         begun = perf_counter()
         state, _ = step(state, batch)
@@ -58,8 +56,5 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, contr
             latest = step.latest
             assert latest.watch is not None
             rows.append(op_times(latest.watch, len(step.schedule)))
-            steps.append(seconds)
             hosts.append(seconds - (latest.times[-1] - latest.times[0]))
-    counted = undisturbed(control, steps)
-    host = max(median(hosts[at] for at in counted), 0.0)
-    return fitted(control, step.schedule, [rows[at] for at in counted], host)
+    return fitted(control, step.schedule, rows, max(median(hosts), 0.0))

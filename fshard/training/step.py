@@ -164,7 +164,7 @@ class TrainStep(OneFunction):
 
         Args:
             batch: this rank's batch.
-            rounds: steps that are measured. Medians count.
+            rounds: steps that are measured. Those that nothing disturbed count.
 
         Returns:
             Costs for ``fs.sim.simulate`` and ``fshard plan --costs``, the same on all ranks.

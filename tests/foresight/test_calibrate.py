@@ -9,7 +9,7 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.schedule import Costs, Link, Policy, Schedule, check, simulate
 from fshard.schedule.auto import Rates
-from fshard.schedule.fit import APART, OpTime, fit, middle
+from fshard.schedule.fit import APART, OpTime, fit, typical
 from fshard.schedule.footprint import footprint
 from fshard.schedule.transfers import awaited, started
 from tests.schedule.test_costs import over
@@ -66,10 +66,19 @@ def test_code_between_units_belongs_to_the_unit_before_and_medians_count() -> No
     at = next(at for at, op in enumerate(schedule) if op.kind == "forward" and op.target == "u0")
     row = [OpTime(1.0, 1.0, 1.0, 0.0) for _ in schedule]
     row[at + 1] = OpTime(0.0, 0.0, 0.0, 3.0)
-    rows = middle([row, row, [OpTime(99.0, 0.0, 0.0, 0.0) for _ in schedule]])
+    rows = typical([row, row, [OpTime(99.0, 0.0, 0.0, 0.0) for _ in schedule]])
     assert fit(schedule, [rows], 0.0, 2.0, "").of("forward", "u0") == 4.0
     with pytest.raises(PlanError, match="1 ops? were measured|ops were measured"):
         fit(schedule, [row[:1]], 0.0, 2.0, "")
+
+
+def test_costs_add_up_to_the_steps_that_nothing_disturbed() -> None:
+    schedule = over(2, APART)
+    rows = [[OpTime(1.0, 1.0, 1.0, 0.0) for _ in schedule] for _ in schedule]
+    for late, row in enumerate(rows):  # in each step another op is late, so that no op's median is
+        row[late] = OpTime(1.1, 1.0, 1.0, 0.0)
+    slow = [OpTime(1.5, 1.0, 1.0, 0.0) for _ in schedule]
+    assert sum(time.wall for time in typical([*rows, slow])) == pytest.approx(len(schedule) + 0.1)
 
 
 def test_too_few_processors_are_taken_out_of_what_was_measured() -> None:

@@ -12,11 +12,8 @@ from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit import OpTime, fit, middle, times_of
+from fshard.schedule.fit import OpTime, fit, times_of, typical
 from fshard.schedule.schedule import Schedule
-
-DISTURBED = 1.15
-"""Steps that take this times the fastest were disturbed."""
 
 
 def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
@@ -36,19 +33,9 @@ def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
     return found
 
 
-def undisturbed(control: Communicator, seconds: Sequence[float]) -> list[int]:
-    """The numbers of the steps that were about as fast as the fastest, on all ranks. Collective.
-
-    Processors of shared machines are taken away for milliseconds at a time. A median over few steps has some of these.
-    """
-    own = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-    slowest = exchange(control, own).amax(0)
-    return torch.nonzero(slowest <= DISTURBED * slowest.min()).reshape(-1).tolist()
-
-
 def fitted(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:
     """The costs of some steps, equal on all ranks. Collective."""
-    own = [(time.wall, time.thread, time.process, time.gap) for time in middle(steps)]
+    own = [(time.wall, time.thread, time.process, time.gap) for time in typical(steps)]
     here = digest(socket.gethostname()) % 2**52
     row = torch.tensor(
         [here, host, *(number for numbers in own for number in numbers)], dtype=torch.float64, device="cpu"
