@@ -54,7 +54,7 @@ class Option:
     @property
     def shape(self) -> str:
         """The mesh in words: ``replica=4,data=8``, as ``fshard plan --mesh`` takes it."""
-        return ",".join(f"{name}={size}" for name, size in zip(self.mesh.axis_names, self.mesh.sizes, strict=True))
+        return shape_of(self.mesh)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def search(
     refused: dict[str, str] = {}
     programs = Programs(job, remats)
     for number, mesh in enumerate(meshes):
-        shape = ",".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.sizes, strict=True))
+        shape = shape_of(mesh)
         progress(shape, number / len(meshes))
         try:
             for remat, step, batch, task in programs.on(mesh):
@@ -163,6 +163,11 @@ def search(
         raise PlanError(lines("no mesh can be used", problems, "Give other meshes, or rules for their axes."))
     options.sort(key=lambda each: (-each.rows_per_s, each.peak_bytes) if each.fits else (0.0, each.peak_bytes))
     return Search(options, refused, hardware.words)
+
+
+def shape_of(mesh: Mesh) -> str:
+    """The axes of a mesh and their sizes, in words."""
+    return ",".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.sizes, strict=True))
 
 
 def shapes(ranks: int, per_host: int) -> list[Mesh]:
@@ -187,7 +192,7 @@ class Programs:
 
     def __init__(self, job: Any, remats: Sequence[Any]) -> None:
         self.job, self.remats = job, remats
-        self.tasks: dict[Any, Task] = {}
+        self.tasks: dict[str, Task] = {}
 
     def on(self, mesh: Mesh) -> Iterator[tuple[Any, TrainStep, Any, Task]]:
         """Recomputation, step, batch and task, for each kind of recomputation.
@@ -205,9 +210,10 @@ class Programs:
             if callable(self.job) or any(leaf.compute.axes for leaf in step.plan.leaves.values()):
                 yield remat, step, batch, task_of(step, step.trace(batch), step.plan)
                 continue
-            if remat not in self.tasks:
-                self.tasks[remat] = task_of(step, step.trace(batch), step.plan)
-            yield remat, step, batch, replace(self.tasks[remat], groups=group_infos(step.plan))
+            key = repr(remat)  # it may be a list
+            if key not in self.tasks:
+                self.tasks[key] = task_of(step, step.trace(batch), step.plan)
+            yield remat, step, batch, replace(self.tasks[key], groups=group_infos(step.plan))
 
 
 def _best(mesh: Mesh, remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware) -> Option:

@@ -41,7 +41,7 @@ class Rows:
 
     def __init__(self, prompts: Sequence[Tensor], eos: int | None, device: torch.device) -> None:
         self.count, self.eos = len(prompts), eos
-        # A rank without prompts goes along with one that nobody asked for.
+        # A rank without prompts generates for a made-up one: all ranks make the same calls.
         self.tokens, self.places = padded(prompts or [torch.zeros(1, dtype=torch.int64)], device)
         self.active = torch.full((len(self.tokens),), bool(prompts), device=device)
         self.cache: Any = None

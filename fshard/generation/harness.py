@@ -94,7 +94,7 @@ class Scorer:
         return out
 
     def _shared(self, items: Sequence[Any], compute: Callable[[Any], list[Any]], spare: Any) -> list[Any]:
-        """The results of all items, of which each data rank computes every ``data_size``-th. Collective."""
+        """The results of all items. Each data rank computes every ``data_size``-th of them. Collective."""
         mesh, ranks = self.plan.mesh, self.plan.data_size
         enter(mesh, "harness")
         mine = list(items[self.plan.data_rank :: ranks])

@@ -163,7 +163,7 @@ class Exchange:
             out.copy_(row.view(out.dtype))
 
     def _check(self, flight: Flight, heads: list[list[int]], shards: Shards) -> None:
-        """Refuse what is not the same fragment on all replicas, or not finite."""
+        """Refuse fragments that differ between replicas, and values that are not finite."""
         if any(head[:2] != heads[0][:2] for head in heads):
             rows = [f"replica {r}: fragment {head[1]} after step {head[0]}" for r, head in enumerate(heads)]
             remedy = "All replicas must make the same steps: restore all of them from one checkpoint."

@@ -104,7 +104,7 @@ def make_fragments(plan: Plan, wanted: int | Sequence[str], form: WireFormat | N
 
     Args:
         plan: the plan of one replica.
-        wanted: their number, for ranges of equal size; or patterns on paths, of which the first that matches counts.
+        wanted: their number, for ranges of equal size; or patterns on paths; a leaf belongs to the first that matches.
         form: the format in which they travel.
 
     Raises:

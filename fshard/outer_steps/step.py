@@ -160,8 +160,8 @@ def outer(
         over: the mesh axis along which replicas lie.
         wire: the format of differences, as in ``fs.Wire``; each replica adds to its next difference what rounding has
             left of this one. None sends them exactly.
-        fragments: their number, for parts of equal size that leave one after the other; or patterns on paths of leaves,
-            of which the first that matches counts.
+        fragments: their number, for parts of equal size that leave one after the other; or patterns on paths of leaves;
+            a leaf belongs to the first that matches.
         delay: the steps for which a fragment travels; 0 waits for it.
         mix: how much of its own values a replica keeps when a fragment arrives, in [0, 1). The default is 0 without a
             delay, so that replicas are equal after an exchange, and 0.5 with one: what was learned meanwhile is kept.

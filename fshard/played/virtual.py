@@ -152,7 +152,7 @@ def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, device: str
         device: the device that all ranks share, such as ``"cuda"``: one GPU plays the ranks of many.
 
     Raises:
-        PlanError: names and sizes do not match, or there is no such device.
+        PlanError: names and sizes do not match, or the device does not exist.
 
     >>> with virtual_mesh((2, 2), ("replica", "data")) as mesh:
     ...     mesh.run(lambda: mesh.coords())

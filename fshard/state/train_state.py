@@ -92,7 +92,7 @@ class TrainState:
         return state_html(self.plan, repr(self), None if self.memory.donated else self.shards())
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        """What treescope shows: the trees, and the tensors in them, as they are after the last step."""
+        """The trees and tensors that treescope shows, as they are after the last step."""
         trees = {} if self.memory.donated else arrays({"params": self.params, "opt_state": self.opt_state})
         render = import_module("treescope.repr_lib").render_object_constructor
         shown = {"step": self.step, "seed": self.seed, **trees}

@@ -105,7 +105,7 @@ class Stepping:
 
         Raises:
             PlanError: the group is not gathered at this op.
-            TreeError: there is no such group, or no such rank.
+            TreeError: the group or the rank does not exist.
         """
         found, prepared = self._group(group), self._ranks[self._rank(rank)]
         if found.id not in prepared.actions.readable:
@@ -120,7 +120,7 @@ class Stepping:
 
         Raises:
             PlanError: it is not there at this op.
-            TreeError: there is no such group, or no such rank.
+            TreeError: the group or the rank does not exist.
         """
         found, prepared = self._group(group), self._ranks[self._rank(rank)]
         gradients = prepared.actions.gradients
@@ -138,7 +138,7 @@ class Stepping:
 
         Raises:
             PlanError: the step has taken the state.
-            TreeError: there is no such group, or no such rank.
+            TreeError: the group or the rank does not exist.
         """
         found, memory = self._group(group), self._state.memory
         if self.result is not None:

@@ -69,6 +69,14 @@ def test_recomputation_where_nothing_else_fits() -> None:
     assert "too much" in str(found) and "too much" in found._repr_html_()
 
 
+def test_recomputation_by_rules() -> None:
+    rules = [("**", "all")]
+    found = fs.sim.search(job(), 8, FAST, remats=[rules])
+    assert {str(option.remat) for option in found.options} == {str(rules)}
+    same = fs.sim.search(job(), 8, FAST, remats=["all"])
+    assert [o.peak_bytes for o in found.options] == [o.peak_bytes for o in same.options]
+
+
 def test_secondary_shards_are_tried_where_two_axes_shard() -> None:
     mesh = fs.abstract_mesh((4, 8), ("host", "local"))
     best = fs.sim.search(job(), [mesh], SLOW, remats=[None]).best

@@ -13,20 +13,9 @@ from fshard.collectives import psum, use_mesh
 from fshard.errors import CommError, PeerError
 from fshard.played.lives import Lives
 from tests.device import cases
+from tests.shared.summed import Summed
 
 THREE = fs.virtual_mesh((3,), ("shard",))
-
-
-class Summed:
-    """A loss with a collective of its own, before which one rank can be told to raise."""
-
-    bad = False
-
-    def __call__(self, p: Any, x: Tensor) -> Tensor:
-        if self.bad:
-            raise ValueError("no data here")
-        total = psum((p["w"].detach() * x).sum(), "shard")
-        return (p["w"] * x).square().mean() + 0 * total.detach()
 
 
 def tried(body: Callable[[], Any]) -> str:

@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.collectives import psum
 from fshard.errors import CommError, PeerError
 from fshard.played.cooperative import playing
 from fshard.runtime.comm import COLLECTIVES, processes
@@ -27,6 +25,7 @@ from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.runtime.comm.streams import Stream
 from fshard.runtime.steps import consensus as device
+from tests.shared.summed import Summed
 
 
 class HangError(BaseException):
@@ -122,18 +121,6 @@ class AsynchronousTransport:
     def abort_all(self, reason: str) -> None:
         """End everything."""
         self.inner.abort_all(reason)
-
-
-class Summed:
-    """A loss with a collective of its own, which can be told to raise before it."""
-
-    bad = False
-
-    def __call__(self, p: Any, x: Tensor) -> Tensor:
-        if self.bad:
-            raise ValueError("no data here")
-        total = psum((p["w"].detach() * x).sum(), "shard")
-        return (p["w"] * x).square().mean() + 0 * total.detach().nan_to_num()
 
 
 def ranks_of(body: Callable[[fs.Mesh, Device], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -32,7 +32,7 @@ class PartTransport(ProcessTransport):
         self.whole.abort_all(reason)
 
     def _group(self, ranks: Sequence[int], backend: str, **options: Any) -> Any:
-        """A process group of which ranks outside of the replica know nothing.
+        """A process group that only the ranks of the replica make.
 
         gloo's is made under a name that no other group has: ``dist.new_group`` derives names from how many groups a
         process has at that time, which differs where some ranks share memory.
