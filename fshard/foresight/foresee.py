@@ -225,7 +225,8 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
     if not found.needs:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
-    return Task(found.schedule.program, group_infos(plan), found.needs, step.options.accumulate, full, True)
+    groups = *group_infos(plan), *found.schedule.groups[len(plan.groups) :]  # those behind travel between steps
+    return Task(found.schedule.program, groups, found.needs, step.options.accumulate, full, True)
 
 
 def tries(task: Task, plan: Plan) -> Iterator[tuple[Task, Policy]]:
@@ -235,7 +236,7 @@ def tries(task: Task, plan: Plan) -> Iterator[tuple[Task, Policy]]:
     infos = group_infos(plan, None, (last,))
     if any(info.second_bytes for info in infos):
         for prefetch in (1, 2, 3):
-            yield replace(task, groups=infos), Policy(prefetch, 2, secondary(last))
+            yield replace(task, groups=(*infos, *task.groups[len(infos) :])), Policy(prefetch, 2, secondary(last))
 
 
 def state_bytes(step: TrainStep, plan: Plan) -> int:
@@ -255,7 +256,7 @@ def group_rows(step: TrainStep, plan: Plan, schedule: Schedule) -> list[GroupRow
     moves = {(move.kind, info.name): move.sent for info in schedule.groups for move in info.transfers if move.row.link}
     for op in schedule:
         sent[op.target] = sent.get(op.target, 0) + moves.get((op.kind, op.target), 0)
-    for group, info in zip(plan.groups, schedule.groups, strict=True):
+    for group, info in zip(plan.groups, schedule.groups, strict=False):  # behind these, some travel between steps
         state = group.chunk * group.dtype.itemsize
         state += most_bytes(group.owned, plan.mesh, rule) if group.trainable else 0
         count = sum(math.prod(leaf.shape) for leaf in group.leaves)
@@ -280,8 +281,9 @@ def model_flops(task: Task) -> int:
 
 
 def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Iterator[tuple[int, float]]:
-    """Seconds of a step on smaller meshes of the same shape, with as large a batch a rank."""
-    assert plan.source is not None
+    """Seconds of a step on smaller meshes of the same shape, with as large a batch a rank. None for outer steps."""
+    if plan.source is None:
+        return
     first, *rest = plan.mesh.sizes
     sizes = sorted({max(first >> shift, 1) for shift in range(first.bit_length())})
     for size in sizes[-8:]:

@@ -14,7 +14,7 @@ from fshard.errors import NonFiniteError, ScheduleError, lines
 from fshard.optim.base import State
 from fshard.optim.contract import contract
 from fshard.outer_steps.buffers import ANCHOR, DELTA, OUTER, Outer
-from fshard.outer_steps.fragments import Fragment, Range
+from fshard.outer_steps.fragments import HEAD, Fragment, Range
 from fshard.runtime.comm import Communicator, Handle, exchange, mesh_communicator
 from fshard.runtime.comm.packing import pack, unpack
 from fshard.runtime.comm.streams import events
@@ -26,9 +26,6 @@ from fshard.sharding.wire import WireFormat
 ROLE = "outer"
 """The role of the communicator between replicas."""
 
-HEAD = 32
-"""Bytes ahead of a difference: the step after which it left, its fragment, whether it is finite, and who stops."""
-
 
 @dataclass(frozen=True, eq=False)
 class Flight:
@@ -37,7 +34,6 @@ class Flight:
     Attributes:
         number: of the fragment.
         left: the step after which it left.
-        value: this replica's difference, before it was rounded.
         rows: what arrives of each replica.
         sent: what this one sends.
         work: the handle of the transfer.
@@ -45,7 +41,6 @@ class Flight:
 
     number: int
     left: int
-    value: Tensor
     rows: Tensor
     sent: Tensor
     work: Handle
@@ -71,7 +66,7 @@ class Exchange:
 
     def nbytes(self, number: int) -> int:
         """The bytes of a message with this fragment."""
-        return HEAD + self.fragments[number].nbytes
+        return self.fragments[number].nbytes
 
     def send(self, number: int, step: int, shards: Shards, stop: bool = False, again: bool = False) -> Flight:
         """Send a fragment's difference to the other replicas. Collective within a replica.
@@ -84,8 +79,7 @@ class Exchange:
             again: whether it had left before the state was saved, which says what it was.
         """
         fragment = self.fragments[number]
-        dtype = torch.float32 if fragment.itemsize == 4 else torch.float64
-        value = torch.zeros(fragment.numel, dtype=dtype, device=self.mesh.device)
+        value = torch.zeros(fragment.numel, dtype=fragment.dtype, device=self.mesh.device)
         for cut, view in _views(fragment, value):
             if again:
                 view.copy_(_buffer(shards, DELTA, cut))
@@ -93,7 +87,7 @@ class Exchange:
             view.copy_(_anchor(shards, cut)).sub_(_own(shards, cut).to(view))
             if self.form is not None:
                 view.add_(_buffer(shards, DELTA, cut).to(view))
-            if self.opt.delay:
+            if self.opt.keeps_delta:
                 _buffer(shards, DELTA, cut).copy_(view)
         return self._start(number, step, value, stop)
 
@@ -109,18 +103,18 @@ class Exchange:
         rows = flight.rows.view(self.mesh.replicas, -1)
         heads = rows[:, :HEAD].contiguous().view(torch.int64).tolist()
         self._check(flight, heads, shards)
-        mean, own = torch.empty_like(flight.value), flight.value
+        fragment = self.fragments[flight.number]
+        mean = torch.empty(fragment.numel, dtype=fragment.dtype, device=self.mesh.device)
         for number, row in enumerate(rows.unbind()):
             self._read(row[HEAD:], mean, add=number > 0)
         mean.div_(len(heads))
         self._update(flight, mean, shards)
+        arrived = mean  # whose memory is not needed any more
         if self.opt.keeps_delta:
-            arrived = torch.empty_like(own)
             self._read(flight.sent[HEAD:], arrived, add=False)
-            own.sub_(arrived)
-        for cut, left in _views(self.fragments[flight.number], own):
+        for cut, own in _views(fragment, arrived):
             if self.opt.keeps_delta:
-                _buffer(shards, DELTA, cut).copy_(left)
+                _buffer(shards, DELTA, cut).sub_(own)
             param, anchor = _own(shards, cut), _anchor(shards, cut)
             if self.opt.mix:
                 param.lerp_(anchor.to(param), 1 - self.opt.mix)
@@ -129,7 +123,7 @@ class Exchange:
         return any(stop for *_, stop in heads)
 
     def _start(self, number: int, step: int, value: Tensor, stop: bool) -> Flight:
-        """Start the transfer of a difference."""
+        """Start the transfer of a difference. A replica that has left is an error where the fragment is received."""
         mesh = self.mesh
         sent = torch.empty(self.nbytes(number), dtype=torch.uint8, device=mesh.device)
         finite = bool(value.isfinite().all())
@@ -141,12 +135,11 @@ class Exchange:
         else:
             sent[HEAD:].view(value.dtype).copy_(value)
         rows = sent.new_empty(mesh.replicas * sent.numel())
-        work = self._between.all_gather(rows, sent, events(mesh.device))
-        return Flight(number, step, value, rows, sent, work)
+        work = self.between().all_gather(rows, sent, events(mesh.device))
+        return Flight(number, step, rows, sent, work)
 
-    @property
-    def _between(self) -> Communicator:
-        """The communicator of the ranks that hold the same part of each replica."""
+    def between(self) -> Communicator:
+        """The communicator of the ranks that hold the same part of each replica. All replicas make the first call."""
         whole = self.mesh.whole
         if whole.transport is None:
             return mesh_communicator(whole)
@@ -170,7 +163,7 @@ class Exchange:
             raise ScheduleError(lines("replicas exchange different fragments:", rows, remedy))
         broken = [str(replica) for replica, head in enumerate(heads) if head[2]]
         if broken:
-            for cut in self.fragments[flight.number].ranges if self.opt.delay else ():
+            for cut in self.fragments[flight.number].ranges if self.opt.keeps_delta else ():
                 _buffer(shards, DELTA, cut).zero_()
             raise NonFiniteError(
                 f"parameters of replica {', '.join(broken)} are not finite after step {flight.left}, in fragment "

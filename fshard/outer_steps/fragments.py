@@ -10,12 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from fshard.arguments import size_text
 from fshard.errors import PlanError, lines
 from fshard.patterns import bad_regex, meant_by
+from fshard.schedule import GroupInfo, Transfer
+from fshard.schedule.transfers import STATE
 from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
+
+HEAD = 32
+"""Bytes ahead of a difference: the step after which it left, its fragment, whether it is finite, and who stops."""
 
 
 class Range(NamedTuple):
@@ -39,20 +47,39 @@ class Fragment:
         name: for people.
         ranges: what this rank holds of it.
         numel: the elements of this rank's buffer of it.
-        itemsize: bytes of the widest of its elements, float32 at least.
+        dtype: of that buffer: the widest of the leaves, float32 at least.
         form: the format in which it travels; None for exact ones.
+        most: the elements of the largest buffer of it that a rank has.
     """
 
     name: str
     ranges: tuple[Range, ...]
     numel: int
-    itemsize: int
+    dtype: torch.dtype
     form: WireFormat | None
+    most: int
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank sends to each other replica."""
-        return self.numel * self.itemsize if self.form is None else self.form.nbytes(self.numel)
+        """The bytes of this rank's message to each other replica."""
+        return self._message(self.numel)
+
+    def info(self, axis: str, replicas: int, every: int, first: int, delay: int) -> GroupInfo:
+        """What a schedule says of it: what the rank sends and holds that has most of it.
+
+        Args:
+            axis: that of the replicas.
+            replicas: how many there are.
+            every, first, delay: the steps after which it leaves, and for which it travels.
+        """
+        size, wire = self._message(self.most), "" if self.form is None else str(self.form)
+        sizes = (replicas - 1) * size, (replicas + 1) * size  # what arrives of all replicas, and what this one sends
+        move = Transfer("exchange", STATE, STATE, *sizes, axis, wire=wire, every=every, first=first, delay=delay)
+        room = self.most * self.dtype.itemsize
+        return GroupInfo(f"fragment {self.name}", 0, 0, 0, False, (move,), update_bytes=room)
+
+    def _message(self, numel: int) -> int:
+        return HEAD + (numel * self.dtype.itemsize if self.form is None else self.form.nbytes(numel))
 
 
 @dataclass(frozen=True)
@@ -120,12 +147,13 @@ def make_fragments(plan: Plan, wanted: int | Sequence[str], form: WireFormat | N
         names = [f"{number + 1} of {wanted}" for number in range(wanted)]
     else:
         cuts, names = _matched(leaves, wanted), list(wanted)
-    wide = max([4, *(leaf.dtype.itemsize for leaf in leaves)])
+    wide = max([torch.float32, *(leaf.dtype for leaf in leaves)], key=lambda dtype: dtype.itemsize)
     out = []
     for number, name in enumerate(names):
         held = [(place, parts[number]) for place, parts in zip(trained, cuts, strict=True) if number in parts]
-        ranges, end = _ranges(plan, held, block)
-        out.append(Fragment(name, ranges, end, wide, form))
+        ranges, end = _ranges(plan, held, block, plan.mesh.rank)
+        most = max(_ranges(plan, held, block, rank)[1] for rank in range(plan.mesh.size))
+        out.append(Fragment(name, ranges, end, wide, form, most))
     return tuple(out)
 
 
@@ -133,11 +161,11 @@ Held = list[tuple[tuple[Group, int], tuple[int, int]]]
 """Leaves, each by its group and its number in it, and the elements of each."""
 
 
-def _ranges(plan: Plan, held: Held, block: int) -> tuple[tuple[Range, ...], int]:
-    """What this rank holds of these elements, each range from a whole block on; and the length of their buffer."""
+def _ranges(plan: Plan, held: Held, block: int, rank: int) -> tuple[tuple[Range, ...], int]:
+    """What a rank holds of these elements, each range from a whole block on; and the length of their buffer."""
     ranges, end = list[Range](), 0
     for (group, number), (begin, stop) in held:
-        first, last = _held(plan, group, number, begin, stop)
+        first, last = _held(plan.mesh, group, number, begin, stop, rank)
         if first < last:
             ranges.append(Range(group.leaves[number].path, group.id, first, last, end))
             end += -(-(last - first) // block) * block
@@ -197,11 +225,11 @@ def _matched(leaves: Sequence[Leaf], patterns: Sequence[str]) -> Cuts:
     return [{hit or 0: (0, leaf.numel)} for leaf, hit in zip(leaves, hits, strict=True)]
 
 
-def _held(plan: Plan, group: Group, number: int, begin: int, end: int) -> tuple[int, int]:
-    """The range of this rank's part of a group's shard that has these elements of a leaf; an empty one for none."""
-    owned, mesh = group.owned, plan.mesh
-    first, last = owned.shard_range(number, mesh.index(owned.gather_axes))
-    start = owned.piece(number, mesh).start if group.kind == "flat" else 0
+def _held(mesh: Mesh, group: Group, number: int, begin: int, end: int, rank: int) -> tuple[int, int]:
+    """The range of a rank's part of a group's shard that has these elements of a leaf; an empty one for none."""
+    owned = group.owned
+    first, last = owned.shard_range(number, mesh.index(owned.gather_axes, rank))
+    start = owned.piece(number, mesh, rank).start if group.kind == "flat" else 0
     low, high = max(begin - start, 0), min(end - start, last - first)
     return first + low, first + max(low, high)
 

@@ -22,7 +22,7 @@ from fshard.state.equal import Equal
 from fshard.state.memory import Memory
 from fshard.state.train_state import TrainState, expect_state
 from fshard.training.metrics import Metrics
-from fshard.training.step import TrainStep
+from fshard.training.step import TrainStep, programs_of
 
 BLOCK = 256
 """Elements of a leaf that share a scale."""
@@ -39,11 +39,17 @@ class OuterStep(TrainStep):
     opt: Outer
 
     def __init__(self, step: TrainStep, plan: Plan, opt: Outer) -> None:
-        super().__init__(step.loss_fn, opt, plan, step.options)
         form = None if opt.wire is None else WireFormat(opt.wire, BLOCK if opt.wire in LARGEST else 1)
         fragments = make_fragments(plan, opt.fragments, form)
         mesh = plan.mesh
         assert isinstance(mesh, PartMesh)
+        programs = programs_of(plan, step.options, contract(opt))
+        infos = (
+            each.info(opt.over, mesh.replicas, opt.every, opt.table.offset(number), opt.delay)
+            for number, each in enumerate(fragments)
+        )
+        programs = replace(programs, infos=(*programs.infos, *infos))
+        super().__init__(step.loss_fn, opt, plan, step.options, programs)
         self._exchange = Exchange(plan, mesh, opt, fragments, form)
         self._together = Equal(plan, step.options.told(), opt, replicas=True)
         self._flights: dict[int, Flight] = {}
@@ -103,6 +109,7 @@ class OuterStep(TrainStep):
         whole = self._exchange.mesh.whole
         enter(whole, "outer step")
         compare(mesh_communicator(whole), self._together.of(state))
+        self._exchange.between()
         for flight in self._flights.values():
             flight.work.wait()
         self._flights.clear()

@@ -15,6 +15,9 @@ autograd made, a tensor a leaf; the flat one is filled then, so that for a momen
 less what the transfer itself begins. ``update:g`` is what comes out of host memory for an update on the device, for
 that op. A gradient without transfers is not an item: it is kept between steps. A gradient for which no update waits
 ends with the last code between passes that reads it, or with the step where none does.
+
+``exchange:g`` is a fragment between replicas that is under way during the step, or that leaves and arrives at its end:
+those of the step that holds most of them. ``update:g`` of such a group is what its arrival needs.
 """
 
 import math
@@ -141,6 +144,7 @@ class _Lives:
             elif op.kind == LOCAL:
                 yield from self._local(at, op)
         yield from self._rest()
+        yield from self._between()
 
     def _filled(self, each: Pass) -> dict[str, list[GroupInfo]]:
         """The groups whose gradients the backward of each unit fills, and reduces."""
@@ -237,3 +241,14 @@ class _Lives:
             if kind != self._kept(group):
                 raise errors.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
             yield item, group.size(kind), (at, len(self.ops) - 1)
+
+    def _between(self) -> Ended:
+        """Transfers between steps, in the step that holds most of them."""
+        moves = [(group, move) for group in self.groups for move in group.at("between")]
+        period = math.lcm(*(move.every for _, move in moves)) if moves else 0
+        steps = [[(group, move) for group, move in moves if move.held(step)] for step in range(period)]
+        end = len(self.ops) - 1
+        for group, move in max(steps, key=lambda held: sum(move.staging for _, move in held), default=[]):
+            yield f"{move.kind}:{group.name}", move.staging, (0 if move.delay else end, end)
+        for group, _ in sorted(moves, key=lambda pair: pair[0].update_bytes)[-1:]:
+            yield f"update:{group.name}", group.update_bytes, (end, end)

@@ -10,7 +10,8 @@ sums and maxima of costs and nothing else, so that none of them gets longer when
 Without noise all ranks are alike, and one is simulated. With it all of a mesh are: a transfer begins when the last of
 the ranks that take part has come.
 
-What it leaves out: copies to and from host memory take no time, and links do not slow each other down.
+What it leaves out: copies to and from host memory take no time, transfers between steps take none either, and links do
+not slow each other down.
 """
 
 from collections import Counter
@@ -38,7 +39,7 @@ class Simulation:
         ends: when each op is over; for one that begins a transfer, when it has arrived.
         compute: the seconds in which the device is busy.
         wire: the seconds in which the busiest link is.
-        sent: bytes that a rank sends.
+        sent: bytes that a rank sends; on average, where transfers are not in each step.
         beside: the seconds that threads which carry transfers take from compute.
         host: the seconds of the step before its first op and after its last.
         rank: the rank that this is: the one that ends last.
@@ -84,6 +85,7 @@ class Simulation:
             move = moves.get((op.kind, op.target))
             if move is not None and move.sent and move.row.link:
                 found[move.axes] += move.sent
+        found.update(between(self.schedule))
         return dict(found.most_common())
 
     def waits(self) -> list[tuple[float, Op]]:
@@ -176,10 +178,19 @@ def _lacking(kind: str, targets: set[str], costs: Costs) -> list[str]:
     return [f"{kind} {target}: not in the costs" for target in lacking]
 
 
+def between(schedule: Schedule) -> Counter[str]:
+    """The bytes that a rank sends between steps, on average over steps, by the mesh axes that they go over."""
+    found: Counter[str] = Counter()
+    for move in [move for group in schedule.groups for move in group.at("between")]:
+        found[move.axes] += move.sent // move.every
+    return found
+
+
 def _told(schedule: Schedule, costs: Costs, ticks: Ticks, rank: int = 0, by_rank: tuple[float, ...] = ()) -> Simulation:
     wire = max(ticks.busy.values(), default=0.0)
     times = tuple(ticks.issued), tuple(ticks.starts), tuple(ticks.ends)
-    return Simulation(schedule, *times, ticks.compute, wire, ticks.sent, ticks.beside, costs.host, rank, by_rank)
+    sent = ticks.sent + between(schedule).total()
+    return Simulation(schedule, *times, ticks.compute, wire, sent, ticks.beside, costs.host, rank, by_rank)
 
 
 def measured(
@@ -208,7 +219,7 @@ def measured(
     moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers if move.row.link}
     under_way: dict[tuple[str, str], int] = {}
     spans: dict[str, list[tuple[float, float]]] = {}
-    held, total = 0.0, 0
+    held, total = 0.0, between(schedule).total()
     for at, op in enumerate(schedule):
         row = awaited(op.kind)
         if (op.kind, op.target) in moves:

@@ -29,6 +29,9 @@ SEVERAL = "4"
 SIZES = ("full", "shard", "grad")
 FURTHER = ("own", "update", "second")
 """Sizes that only groups with partial updates, with state in host memory, or with secondary shards have."""
+TURNS = ("every", "first", "delay")
+"""The steps that have a transfer, where that is not each of them."""
+
 TRAINED = ("frozen", "trainable")
 """The words for False and True."""
 
@@ -97,6 +100,7 @@ def _header(parts: Parts) -> Iterator[str]:
 def _transfer(move: Transfer, width: int) -> str:
     line = f"  {move.kind:<{width}} {move.source} -> {move.target} sent={move.sent}"
     line += f" staging={move.staging}" if move.staging else ""
+    line += f" every={move.every} first={move.first} delay={move.delay}" if move.every > 1 else ""
     line += f" as {move.wire}" if move.wire else ""
     return line + (f" over {quoted(move.axes)}" if move.axes else "") + " late" * move.late
 
@@ -222,10 +226,12 @@ def _read_transfer(tokens: list[str]) -> Transfer:
     rest = rest[:-2] if wire else rest
     if ends[1:2] != ["->"] or not rest:
         raise ValueError(
-            f"a transfer is {kind} FROM -> TO sent=BYTES, then staging=BYTES, as FORMAT, over AXES and late if it is so"
+            f"a transfer is {kind} FROM -> TO sent=BYTES, then staging=BYTES, every=STEPS first=STEP delay=STEPS, as "
+            f"FORMAT, over AXES and late if it is so"
         )
-    sent, staging = (read_number(value) for value in (*read_values(rest, ("sent", "staging")[: len(rest)]), "0")[:2])
-    return Transfer(kind, ends[0], ends[2], sent, staging, axes, late, wire)
+    keys = ("sent", *(key for key in ("staging", *TURNS) if any(token.startswith(f"{key}=") for token in rest)))
+    numbers = dict(zip(keys, map(read_number, read_values(rest, keys)), strict=True))
+    return Transfer(kind, ends[0], ends[2], axes=axes, late=late, wire=wire, **numbers)
 
 
 def _read_op(tokens: list[str], expected: int, kinds: frozenset[str]) -> Op:

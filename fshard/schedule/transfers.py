@@ -4,7 +4,8 @@ A group's transfers are its *path*. Its gradient, once complete, goes through th
 the other, each present or not; then comes the update, those of stage ``"updated"``, and, whenever compute needs the
 parameters, that of stage ``"read"``. ``build``, ``check``, ``memory``, ``simulate``, ``text``, the pictures and the
 runtime read this table, so a new kind of transfer is a new row. A compressed transfer is one of these with a wire
-format: a field of its record, ``Transfer.wire``.
+format: a field of its record, ``Transfer.wire``. Transfers of stage ``"between"`` are no ops of a step: they leave
+after it, in every ``Transfer.every``-th step, and travel while the next ones run.
 
 ==================  ========  ==============================================  =========================================
 kind                stage     from -> to                                      is waited for
@@ -15,6 +16,7 @@ kind                stage     from -> to                                      is
 ``replica_reduce``  gradient  ``shard`` -> ``shard``, or ``own``              when the next would exceed the limit
 ``offload``         gradient  ``shard`` or ``own`` -> host memory             when the next would exceed the limit
 ``update_gather``   updated   own range of the state -> shard of the state    before the first all-gather or reader
+``exchange``        between   a fragment of the state -> itself, on replicas  ``delay`` steps after the one that it left
 ==================  ========  ==============================================  =========================================
 """
 
@@ -47,7 +49,7 @@ class Kind:
     Args:
         name: the word of the op that starts the transfer. ``wait NAME`` is the op that ends it.
         stage: when it starts: ``"gradient"`` once the gradient has been through the rows above, ``"updated"`` after
-            the update, ``"read"`` before compute reads the parameters.
+            the update, ``"read"`` before compute reads the parameters, ``"between"`` after some steps.
         staging: what memory that it needs while under way is called in pictures.
         each_microbatch: it runs in every microbatch that reduces gradients, not once a step.
         link: the link of ``Costs`` that it takes; empty for a copy that takes no link.
@@ -78,6 +80,7 @@ _ROWS = (
     Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces"),
     Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True),
     Kind("offload", "gradient", "staging of copies", link="", spare=1),
+    Kind("exchange", "between", "fragments under way"),
 )
 
 KINDS = {row.name: row for row in _ROWS}
@@ -98,9 +101,12 @@ class Transfer:
         late: its result is made in the staging, so the target is there only after the wait, when the source has gone.
         wire: the wire format of what travels; empty for that of the source. What is compressed is packed into the
             staging when the transfer starts: a source that is not the target, nor the state, ends there.
+        every: the steps from one such transfer to the next; 1 where each step has it.
+        first: the first step after which it leaves, modulo ``every``.
+        delay: the steps for which it travels.
 
     Raises:
-        PlanError: no such kind, or a negative size.
+        PlanError: no such kind, a negative size, or steps that it cannot have.
     """
 
     kind: str
@@ -111,6 +117,9 @@ class Transfer:
     axes: str = ""
     late: bool = False
     wire: str = ""
+    every: int = 1
+    first: int = 0
+    delay: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -119,6 +128,13 @@ class Transfer:
             raise errors.bad_program([f"{self.kind}: {self.wire!r} is not the name of a wire format"])
         if min(self.sent, self.staging) < 0:
             raise errors.bad_program([f"{self.kind}: {self.sent} bytes sent, {self.staging} staged; both must be >= 0"])
+        if not 0 <= self.first < self.every > self.delay >= 0:
+            steps = f"every={self.every} first={self.first} delay={self.delay}"
+            raise errors.bad_program([f"{self.kind}: {steps}; first and delay must be from 0 to every - 1"])
+
+    def held(self, step: int) -> bool:
+        """Whether a transfer between steps is under way in a step or, without a delay, after it."""
+        return (step - self.first - bool(self.delay)) % self.every < max(self.delay, 1)
 
     @property
     def spent(self) -> bool:

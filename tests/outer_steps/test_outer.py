@@ -1,13 +1,28 @@
 """Outer steps against DiLoCo in one plain process, on played and on real ranks."""
 
+import dataclasses
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fshard as fs
-from tests.outer_steps.cases import CASES, Case, Flat, flat_of, plain, played, start, step_of, trained
+from tests.outer_steps.cases import (
+    CASES,
+    STEPS,
+    Case,
+    Flat,
+    flat_of,
+    plain,
+    played,
+    start,
+    step_of,
+    steps_of,
+    trained,
+    whole,
+)
 from tests.shared.workers import Pools
 from tests.training.wire_cases import batch, loss_fn
 
@@ -35,9 +50,7 @@ def test_training_equals_diloco_in_one_process(name: str) -> None:
 def on_ranks(case: Case) -> Any:
     """On a rank of a process."""
     with fs.make_mesh(case.sizes, ("replica", "data")) as mesh:
-        found = trained(case, mesh)
-        dist.barrier()  # a fragment is under way: who ends first would close the links of those that still send theirs
-        return found
+        return trained(case, mesh)
 
 
 @pytest.mark.long
@@ -45,6 +58,37 @@ def on_ranks(case: Case) -> Any:
 def test_real_ranks_equal_played_ranks(pool: Pools, name: str) -> None:
     case = CASES[name]
     for (losses, own, anchor), (others, params, again) in zip(pool(4).run(on_ranks, case), played(case), strict=True):
+        assert losses == others
+        assert all(torch.equal(own[path], params[path]) and torch.equal(anchor[path], again[path]) for path in own)
+
+
+ENDING = Case(every=3, fragments=3, delay=2)
+"""A fragment leaves after every step, so two are under way at the end."""
+
+
+def ends_apart(folder: str, case: Case, shared: bool, late: tuple[int, ...]) -> Any:
+    """On a rank: late ones wait, with two steps left, until the others have closed their links."""
+    closed = [Path(folder, f"closed {rank}") for rank in range(case.sizes[0]) if rank not in late]
+    with fs.make_mesh(case.sizes, ("replica", "data"), shared_memory=shared) as mesh:
+        rank, step = mesh.rank, step_of(case, mesh)
+        state, losses = steps_of(step, fs.init_state(step.plan, step.opt, params=start()), 0, STEPS - 2)
+        while rank in late and not all(path.exists() for path in closed):
+            time.sleep(0.01)
+        state, more = steps_of(step, state, STEPS - 2, STEPS)
+        found = losses + more, *whole(step, state)
+    Path(folder, f"closed {rank}").touch()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("shared", "late"), [(True, (1, 2)), (False, (1,))], ids=["shared memory", "gloo"])
+def test_the_last_steps_succeed_when_other_replicas_have_left(
+    pool: Pools, tmp_path: Path, shared: bool, late: tuple[int, ...]
+) -> None:
+    """What was sent to a replica that waits for it arrives; what nobody waits for any more is no error."""
+    case = dataclasses.replace(ENDING, sizes=(1 + len(late), 1))
+    found = pool(case.sizes[0]).run(ends_apart, str(tmp_path), case, shared, late)
+    for (losses, own, anchor), (others, params, again) in zip(found, played(case), strict=True):
         assert losses == others
         assert all(torch.equal(own[path], params[path]) and torch.equal(anchor[path], again[path]) for path in own)
 
@@ -112,4 +156,5 @@ def test_what_travels_is_told() -> None:
     assert "4 fragments every 8 steps in int8/256, which arrive 2 steps later" in text
     assert "fragment 2 of 4" in text and "leaves after steps 2, 10" in text
     groups = step.trace(tuple(torch.zeros(4, n) for n in (16, 8))).schedule.groups
-    assert all("replica" not in move.axes for group in groups for move in group.transfers)
+    moves = [move for group in groups for move in group.transfers]
+    assert [move.kind for move in moves if "replica" in move.axes] == ["exchange"] * 4

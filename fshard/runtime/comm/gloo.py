@@ -57,19 +57,20 @@ class GlooCommunicator:
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """Receive the peers' shards at their places in ``out``."""
-        with self._naming("all-gather") as describe, Messages(self, describe) as messages:
-            rows, tag, me, peers = out.view(self.size, -1), self._tag("g", shard), self.group.rank(), self._peers()
+        rows = out.view(self.size, -1)
+        with self._messages("all-gather") as messages:
+            tag, peers = self._tag("g", shard), self._peers()
             for peer in peers:
                 messages.send(shard, peer, tag)
             for peer in peers:
                 messages.receive(rows[peer], peer, tag)
-        rows[me].copy_(shard)
+        rows[self.group.rank()].copy_(shard)
         return MessageHandle(messages, (out, shard))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """Receive the peers' rows of this rank's chunk in ``stage``; ``wait`` adds them."""
         parts = []
-        with self._naming("reduce-scatter") as describe, Messages(self, describe) as messages:
+        with self._messages("reduce-scatter") as messages:
             sent, me, peers = full.view(self.size, -1), self.group.rank(), self._peers()
             rows = list(stage[: full.numel() - out.numel()].view(self.size - 1, -1))
             rows.insert(me, sent[me])
@@ -89,14 +90,15 @@ class GlooCommunicator:
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Receive each chunk at its place in ``out``. Empty chunks are not sent."""
         to, into = chunks(full, self.size, send), chunks(out, self.size, receive)
-        with self._naming("all-to-all") as describe, Messages(self, describe) as messages:
-            tag, me, peers = self._tag("a", out[:0]), self.group.rank(), self._peers()
+        with self._messages("all-to-all") as messages:
+            tag, peers = self._tag("a", out[:0]), self._peers()
             for peer in peers:
                 if to[peer].numel():
                     messages.send(to[peer], peer, tag)
             for peer in peers:
                 if into[peer].numel():
                     messages.receive(into[peer], peer, tag)
+        me = self.group.rank()
         into[me].copy_(to[me])
         return MessageHandle(messages, (out, full))
 
@@ -117,10 +119,23 @@ class GlooCommunicator:
         return out
 
     @contextmanager
+    def _messages(self, call: str) -> Iterator["Messages"]:
+        """A collective's messages, which are sent and received inside.
+
+        A peer that has left is an error of ``wait``: what it sent before may still be wanted, and it wants no more.
+        """
+        self._check_open(call)
+        messages = Messages(self, f"{call} on {self.name}")
+        try:
+            with self._naming(call), messages:
+                yield messages
+        except CommError as error:
+            messages.failed = error
+
+    @contextmanager
     def _naming(self, call: str) -> Iterator[str]:
+        self._check_open(call)
         describe = f"{call} on {self.name}"
-        if self.closed:
-            raise CommError(f"{describe} failed: it is closed: {self.closed}")
         try:
             with naming_errors(describe):
                 yield describe
@@ -128,6 +143,10 @@ class GlooCommunicator:
             left = {peer: reason for peer in self._peers() if (reason := self.reason(peer))}
             told = "; ".join(f"rank {self.ranks[peer]} gave up: {reason}" for peer, reason in left.items())
             raise CommError(f"{error}; {told}" if told else str(error)) from error
+
+    def _check_open(self, call: str) -> None:
+        if self.closed:
+            raise CommError(f"{call} on {self.name} failed: it is closed: {self.closed}")
 
     def explaining(self) -> AbstractContextManager[None]:
         """Errors inside quote what each rank was calling."""
@@ -157,6 +176,7 @@ class Messages:
         self.comm, self.describe = comm, describe
         self.works: list[Any] = []
         self.peers: list[int] = []
+        self.failed: CommError | None = None
 
     def send(self, part: Tensor, peer: int, tag: int) -> None:
         """Send to a peer."""
@@ -251,6 +271,8 @@ class MessageHandle:
     def wait(self) -> None:
         """Wait for each message, at most as long as the communicator's timeout."""
         with self.messages.comm.explaining(), self.messages:
+            if self.messages.failed is not None:
+                raise self.messages.failed
             for part in self.sums:
                 part.finish(self.messages.wait)
             for number in range(len(self.messages.works)):

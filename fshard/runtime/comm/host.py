@@ -5,13 +5,14 @@ threads. NCCL and MPI do the same between processes of a host. The calling threa
 issues a collective, and another copy, or the sum, when it waits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 
 from torch import Tensor
 
+from fshard.errors import CommError
 from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks, sum_rows
 from fshard.runtime.comm.links import Link
 from fshard.runtime.comm.pending import naming_errors
@@ -55,25 +56,23 @@ class HostCommunicator:
                 with self.memory.part(at, number, b"g", shard) as part:
                     rows[at].copy_(part)
 
-        with self.failing(describe):
-            self.memory.publish(number, b"g", dict.fromkeys(self.order, shard))
+        failed = self._publish(describe, number, b"g", dict.fromkeys(self.order, shard))
         rows[self.rank].copy_(shard)
-        return HostHandle(self, describe, finish)
+        return HostHandle(self, describe, finish, failed)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """Add this rank's chunks of all ranks' tensors, in rank order. ``stage`` is not used."""
         number, describe = next(self.numbers), f"reduce-scatter on {self.name}"
         rows = full.view(self.size, -1).unbind()
-        with self.failing(describe):
-            self.memory.publish(number, b"s", {at: rows[at] for at in self.order})
-        return HostHandle(self, describe, lambda: sum_rows(out, self._rows(number, b"s", rows[self.rank]), add))
+        failed = self._publish(describe, number, b"s", {at: rows[at] for at in self.order})
+        mine = rows[self.rank]
+        return HostHandle(self, describe, lambda: sum_rows(out, self._rows(number, b"s", mine), add), failed)
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """Add all ranks' buffers, in rank order."""
         flat, number, describe = buffer.view(-1), next(self.numbers), f"all-reduce on {self.name}"
-        with self.failing(describe):
-            self.memory.publish(number, b"r", dict.fromkeys(self.order, flat))
-        return HostHandle(self, describe, lambda: sum_rows(flat, self._rows(number, b"r", flat.clone()), False))
+        failed = self._publish(describe, number, b"r", dict.fromkeys(self.order, flat))
+        return HostHandle(self, describe, lambda: sum_rows(flat, self._rows(number, b"r", flat.clone()), False), failed)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Copy the peers' chunks for this rank."""
@@ -87,15 +86,28 @@ class HostCommunicator:
                     with self.memory.part(at, number, b"a", into[at]) as part:
                         into[at].copy_(part)
 
-        with self.failing(describe):
-            if parts:
-                self.memory.publish(number, b"a", parts)
+        failed = self._publish(describe, number, b"a", parts) if parts else None
         into[self.rank].copy_(to[self.rank])
-        return HostHandle(self, describe, finish)
+        return HostHandle(self, describe, finish, failed)
 
     def close(self, reason: str = "") -> None:
         """Close the links, and send peers the reason."""
         self.memory.close(reason)
+
+    def _publish(self, describe: str, number: int, call: bytes, parts: Mapping[int, Tensor]) -> CommError | None:
+        """Let peers read their parts. Returns what has failed.
+
+        A peer that has left is an error of ``wait``: what it sent before may still be wanted, and it wants no more.
+        """
+        try:
+            with naming_errors(describe):
+                self.memory.publish(number, call, parts)
+        except CommError as error:
+            return error
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+        return None
 
     def _rows(self, number: int, call: bytes, mine: Tensor) -> Iterator[Tensor]:
         """The parts of all ranks, in rank order. They are valid until the iterator ends."""
@@ -122,8 +134,11 @@ class HostHandle:
     comm: HostCommunicator
     describe: str
     finish: Callable[[], None]
+    failed: CommError | None = None
 
     def wait(self) -> None:
-        """Wait for the parts of peers, and copy or add them."""
+        """Wait for the parts of peers, and copy or add them. Raises what failed at the start."""
         with self.comm.failing(self.describe):
+            if self.failed is not None:
+                raise self.failed
             self.finish()
