@@ -21,11 +21,12 @@ Box = tuple[Shape, Shape]
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """A piece of a tensor that is written, or read into ``data``: its elements, 1-D."""
+    """A piece of a tensor that is written, or read into ``data``, 1-D, which may be added ``onto`` another then."""
 
     name: str
     piece: Piece
     data: Tensor
+    onto: Tensor | None = None
 
     @property
     def nbytes(self) -> int:

@@ -55,6 +55,9 @@ def read_into(folder: str, manifest: Manifest, targets: Sequence[Slice]) -> None
         OSError: any other error of the file system.
     """
     _perform(folder, manifest.files, plan_reads(manifest, targets))
+    for target in targets:
+        if target.onto is not None:
+            target.onto.add_(target.data)
 
 
 def check_files(folder: str, files: Mapping[str, FileInfo], names: Iterable[str]) -> None:

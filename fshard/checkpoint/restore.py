@@ -2,8 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import read_manifest, step_folder
@@ -106,7 +108,7 @@ def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainSta
     mesh, saved = request.plan.mesh, {name: info.shape for name, info in manifest.tensors.items()}
     blank = with_replicas(of_all_replicas(blank, mesh), mesh, saved)
     names = stored_names(folder, manifest, blank, request)
-    rest = [entry for entry in blank if entry.name not in names]
+    rest = [entry for entry in blank if entry.name not in names] if request.rules is not None else []
     if rest and into is None:
         raise PlanError(
             f"rules= read {len(names)} entries from the checkpoint and leave {len(rest)}, such as {rest[0].name}: give "
@@ -120,14 +122,15 @@ def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainSta
 def _slices(entries: Sequence[Entry], names: Mapping[str, str], mesh: Mesh) -> Iterator[Slice]:
     """What is read, and from where."""
     for entry in entries:
-        if entry.name in names and (place := saved_at(entry, names[entry.name], mesh)) is not None:
-            yield Slice(*place, entry.tensor)
+        places = saved_at(entry, names[entry.name], mesh) if entry.name in names else []
+        yield from (Slice(*place, entry.tensor) for place in places[:1])
+        yield from (Slice(*place, torch.empty_like(entry.tensor), entry.tensor) for place in places[1:])
 
 
 def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], request: Request) -> dict[str, str]:
     """The name of the tensor that each entry is read from, by the entry's name; all misfits in one TreeError."""
     have = manifest.tensors
-    wanted = {e.name: e.name for e in entries} if request.rules is None else _by_rules(request.rules, entries)
+    wanted = _by_rules(request.rules, entries) if request.rules is not None else _by_name(entries, have)
     missing, wrong = _misfits([(e, wanted[e.name]) for e in entries if e.name in wanted], have, request.cast)
     extra = []
     if request.rules is None:  # without an optimizer its tensors may be left
@@ -142,6 +145,11 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
         )
         raise TreeError(lines(f"{path} does not fit the plan ({counts}):", rows, remedy))
     return wanted
+
+
+def _by_name(entries: Sequence[Entry], have: Container[str]) -> dict[str, str]:
+    """What is read without rules: all entries, but where rounding has left nothing out of a sum yet."""
+    return {entry.name: entry.name for entry in entries if entry.name in have or not entry.rows}
 
 
 def _misfits(

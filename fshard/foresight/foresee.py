@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import PlanError
 from fshard.optim.contract import contract
-from fshard.runtime.memory.optimizer_layout import most_bytes
+from fshard.runtime.memory.optimizer_layout import beside_bytes
 from fshard.schedule.auto import Candidate, Task, candidates, tried
 from fshard.schedule.build import build
 from fshard.schedule.costs import Costs
@@ -245,7 +245,7 @@ def state_bytes(step: TrainStep, plan: Plan) -> int:
     total = 0
     for group in plan.groups:
         total += group.chunk * group.dtype.itemsize
-        total += most_bytes(group.owned, plan.mesh, rule) if group.trainable else 0
+        total += beside_bytes(group, plan.mesh, rule)
     return total
 
 
@@ -258,7 +258,7 @@ def group_rows(step: TrainStep, plan: Plan, schedule: Schedule) -> list[GroupRow
         sent[op.target] = sent.get(op.target, 0) + moves.get((op.kind, op.target), 0)
     for group, info in zip(plan.groups, schedule.groups, strict=False):  # behind these, some travel between steps
         state = group.chunk * group.dtype.itemsize
-        state += most_bytes(group.owned, plan.mesh, rule) if group.trainable else 0
+        state += beside_bytes(group, plan.mesh, rule)
         count = sum(math.prod(leaf.shape) for leaf in group.leaves)
         rows.append(GroupRow(group.name, len(group.leaves), count, info.full_bytes, state, sent[group.name]))
     return rows

@@ -155,7 +155,7 @@ def _items(
         if kind == "params":
             every = [(*head, names[name]) for name in (path, *plan.leaves[path].aliases) if name in names]
             out += [Item(entry, every[0], tuple(every[1:]))] if every else []
-        elif opt is not None:
+        elif opt is not None and not entry.rows:
             buffer, path = split_name(entry.name, plan.leaves)
             if path in names:
                 out.append(Item(entry, (optimizer, "state", names[path], buffer)))

@@ -116,7 +116,7 @@ def load(
     state = start(plan, opt, value, step, seed)
     if fill is not None:
         for entry in entries(state):
-            if entry.name.startswith("opt."):
+            if entry.name.startswith("opt.") and not entry.rows:
                 fill(entry, origins)
     return state
 

@@ -18,7 +18,7 @@ from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling
-from fshard.runtime.steps.options import Running, read_running
+from fshard.runtime.steps.options import Running, read_running, refuse_feedback
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -236,6 +236,7 @@ def value_and_grad(
     expect("value_and_grad(loss_fn, plan)", wants)
     if type(accumulate) is not int or accumulate < 1:
         raise PlanError(f"accumulate={accumulate!r} must be an int >= 1")
+    refuse_feedback(plan, "value_and_grad")
     policy = running.policy
     resharded = isinstance(policy, Auto) or policy.reshard is not False
     loss = ShardedLoss(loss_fn, plan, has_aux, resharded, debug)

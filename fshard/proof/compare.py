@@ -18,7 +18,7 @@ from fshard.proof.report import Row, Tolerance, number_row
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import Communicator, exchange_bytes
 from fshard.runtime.graphs.compare import gap
-from fshard.runtime.memory.optimizer_layout import MASTER
+from fshard.runtime.memory.optimizer_layout import KEPT, MASTER, RESIDUAL
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import FIELDS
@@ -97,10 +97,11 @@ class Comparison:
         mine = gradients(plan, kept) if kept else []
         theirs = gradients(plan, self._means())
         largest = self._largest(theirs)
+        left = self._left()
         rows, squares = [], []
         self.norms = [0.0] * len(self.watched.options.clip.rules)
         for number, (entry, pieces) in enumerate(zip(theirs, pieces_of_ranks(plan.mesh, theirs), strict=True)):
-            plain = whole_entry(plan.mesh, entry, pieces)
+            plain = whole_entry(plan.mesh, entry, pieces) + left.get(entry.name.removeprefix("grad."), 0.0)
             squares.append(float(torch.linalg.vector_norm(plain)) ** 2)
             if not mine or self.metrics.skipped:
                 continue
@@ -112,6 +113,16 @@ class Comparison:
             rows.append(Row(entry.name, _norm(plain), _norm(step), far, limit, self.units[path]))
         self.norms = [math.sqrt(square) for square in self.norms]
         return rows, math.sqrt(math.fsum(squares))
+
+    def _left(self) -> dict[str, Tensor]:
+        """What rounding left out of the gradients of steps before, which this step adds, by leaf; in all replicas."""
+        plan, count = self.watched.plan, self.plain.count if self.plain.weighted else 1.0
+        found = [entry for entry in entries(self.state) if entry.rows]
+        pieces = pieces_of_ranks(plan.mesh, found)
+        return {
+            split_name(entry.name, plan.leaves)[1]: whole_entry(plan.mesh, entry, where).sum(0) / count
+            for entry, where in zip(found, pieces, strict=True)
+        }
 
     def _means(self) -> dict[int, Tensor]:
         """This rank's gradient of the mean in plain PyTorch, with the gradients carried from earlier steps."""
@@ -166,7 +177,8 @@ class Comparison:
             factor = watched.carry
         master = f"opt.{MASTER}.{path}"  # what others hold of it is rounded
         param = leaf[master if master in leaf else f"params.{path}"].view(-1)
-        own = {name: x.view(-1) for name, x in leaf.items() if name.startswith("opt.") and name != master}
+        kept = {f"opt.{name}.{path}" for name in KEPT}
+        own = {name: x.view(-1) for name, x in leaf.items() if name.startswith("opt.") and name not in kept}
         states = {name.removeprefix("opt.").removesuffix(f".{path}"): x for name, x in own.items()}
         late = self.state.late.get(path, 0)
         more: dict[str, Any] = {"late": late} if late else {}
@@ -212,9 +224,9 @@ def _by_leaf(found: Sequence[Entry], plan: Plan) -> dict[str, list[Entry]]:
 
 
 def _exact(path: str, names: Collection[str]) -> list[str]:
-    """The entries of a leaf that an update determines: not what all ranks hold of exact values that some have."""
-    master = f"opt.{MASTER}.{path}" in names
-    return [name for name in names if not master or name != f"params.{path}"]
+    """The entries of a leaf that an update determines: not what rounding leaves, nor what it makes of exact values."""
+    rounded = {f"opt.{RESIDUAL}.{path}", f"params.{path}" if f"opt.{MASTER}.{path}" in names else ""}
+    return [name for name in names if name not in rounded]
 
 
 def _norm(x: Tensor) -> float:

@@ -110,6 +110,7 @@ def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
         own_bytes=own if group.trainable and group.second_scatter else 0,
         # What is kept in host memory comes to the device for its update.
         update_bytes=moved[0] * own + moved[1] * state if group.trainable and not group.offloaded else 0,
+        left_bytes=group.owned.chunk * group.residual_dtype.itemsize if group.feedback else 0,
     )
     return dataclasses.replace(info, transfers=_path(plan, group, info))
 
@@ -129,7 +130,7 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
         size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)
         staging, axes = 0 if form is None else group.parts * size, "+".join(group.gather_axes)
         path.append(Transfer("all_gather", STATE, "param", (group.parts - 1) * size, staging, axes, wire=_name(form)))
-    if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded):
+    if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded or info.left_bytes):
         path += _reductions(plan, group, info, replicas)
     return tuple(path)
 
@@ -147,11 +148,11 @@ def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> lis
     made = [Transfer("reduce_scatter", "grad", "shard", sent, staging, over, late, _name(form))]
     summed, staging = _summed(group, replicas)
     own = "own" if info.own_bytes else "shard"
-    if summed:
+    if summed or info.left_bytes:
         axes = group.sum_axes if group.second_scatter else group.rest_axes
         form = group.wires.get("replica_reduce")
         made.append(Transfer("replica_reduce", "shard", own, summed, staging, "+".join(axes), wire=_name(form)))
-    if group.offloaded and group.owned.chunk:
+    if group.offloaded and group.owned.chunk:  # it has no feedback
         size = group.owned.chunk * group.dtype.itemsize
         made.append(Transfer("offload", own if summed else "shard", HOST, size))
     return made

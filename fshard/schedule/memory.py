@@ -13,8 +13,9 @@ end of that transfer. ``shard:g``, or ``own:g`` where a rank updates a part of i
 with deferred updates is in the next step, or for its way to host memory. Until its first transfer a gradient is what
 autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are two. That is ``leaf:g``,
 less what the transfer itself begins. ``update:g`` is what comes out of host memory for an update on the device, for
-that op. A gradient without transfers is not an item: it is kept between steps. A gradient for which no update waits
-ends with the last code between passes that reads it, or with the step where none does.
+that op. ``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as the sum does. A
+gradient without transfers is not an item: it is kept between steps. A gradient for which no update waits ends with the
+last code between passes that reads it, or with the step where none does.
 
 ``exchange:g`` is a fragment between replicas that is under way during the step, or that leaves and arrives at its end:
 those of the step that holds most of them. ``update:g`` of such a group is what its arrival needs.
@@ -189,8 +190,10 @@ class _Lives:
         item = self._kept(gradient) if gradient else ""
         if gradient and item:  # deferred: the gradient is that of the step before
             self.waiting[gradient.name] -= 1
-            if not self.waiting[gradient.name]:
-                yield f"{item}:{gradient.name}", gradient.size(item), (self.born.pop(f"{item}:{gradient.name}", 0), at)
+            parts = (item, "left") if gradient.left_bytes else (item,)
+            for part in parts if not self.waiting[gradient.name] else ():
+                name = f"{part}:{gradient.name}"
+                yield name, gradient.size(part), (self.born.pop(name, 0), at)
         if group.update_bytes:
             yield f"update:{group.name}", group.update_bytes, (at, at)
 
@@ -219,6 +222,8 @@ class _Lives:
             self.born.setdefault(f"{transfer.target}:{group.name}", at)  # shards add up over microbatches
         if transfer.staging:
             self.begin(f"{transfer.kind}:{group.name}", at)
+        if transfer.kind == "replica_reduce" and group.left_bytes:
+            self.born[f"left:{group.name}"] = at
 
     def _wait(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.late:
@@ -238,7 +243,7 @@ class _Lives:
         for item, at in self.born.items():
             kind, _, name = item.partition(":")
             group = self.by_name[name]
-            if kind != self._kept(group):
+            if kind not in (self._kept(group), "left"):
                 raise errors.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
             yield item, group.size(kind), (at, len(self.ops) - 1)
 

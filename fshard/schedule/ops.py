@@ -161,6 +161,7 @@ class GroupInfo:
         own_bytes: this rank's part of the summed gradient, where that is less than its shard of the gradient; else 0.
         update_bytes: further device memory that its update needs, for what comes out of host memory.
         second_bytes: this rank's secondary shard of the gathered parameters; 0 if it keeps none.
+        left_bytes: what rounding leaves out of its sum over replicas, which waits for the update; 0 if that is lost.
 
     Raises:
         PlanError: a size is negative, the name is empty, or the path is out of order.
@@ -178,11 +179,12 @@ class GroupInfo:
     own_bytes: int = 0
     update_bytes: int = 0
     second_bytes: int = 0
+    left_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transfers", tuple(self.transfers))
         sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.own_bytes, self.update_bytes)
-        if not self.name or min(*sizes, self.second_bytes) < 0:
+        if not self.name or min(*sizes, self.second_bytes, self.left_bytes) < 0:
             raise errors.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
         order = [transfer.kind for transfer in self.transfers]
         if order != [kind for kind in KINDS if kind in order]:
@@ -209,13 +211,14 @@ class GroupInfo:
         return bool(self.at("gradient"))
 
     def size(self, item: str) -> int:
-        """The bytes of an item of memory: ``"param"``, ``"second"``, ``"grad"``, ``"shard"`` or ``"own"``."""
+        """The bytes of an item of memory: ``"param"``, ``"second"``, ``"grad"``, ``"shard"``, ``"own"``, ``"left"``."""
         return {
             "param": self.full_bytes,
             "second": self.second_bytes,
             "grad": self.grad_bytes,
             "shard": self.shard_bytes,
             "own": self.own_bytes,
+            "left": self.left_bytes,
         }[item]
 
 

@@ -27,8 +27,8 @@ SEVERAL = "4"
 """The version of the text of a step of several passes."""
 
 SIZES = ("full", "shard", "grad")
-FURTHER = ("own", "update", "second")
-"""Sizes that only groups with partial updates, with state in host memory, or with secondary shards have."""
+FURTHER = ("own", "update", "second", "left")
+"""Sizes that only groups with partial updates, state in host memory, secondary shards, or feedback have."""
 TURNS = ("every", "first", "delay")
 """The steps that have a transfer, where that is not each of them."""
 
@@ -88,7 +88,8 @@ def _header(parts: Parts) -> Iterator[str]:
     for group in groups:
         sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes)
         numbers = [f"{key}={size}" for key, size in zip(SIZES, sizes, strict=True)]
-        further = zip(FURTHER, (group.own_bytes, group.update_bytes, group.second_bytes), strict=True)
+        rest = group.own_bytes, group.update_bytes, group.second_bytes, group.left_bytes
+        further = zip(FURTHER, rest, strict=True)
         line = [f"group {quoted(group.name):<{width}}", *numbers, TRAINED[group.trainable]]
         line += [f"{key}={size}" for key, size in further if size]
         yield f"{' '.join(line)} # {', '.join(map(size_text, sizes))}"
@@ -177,9 +178,9 @@ class _Reader:
         full, shard, grad = (read_number(value) for value in read_values(tokens[1 : fixed - 1], SIZES))
         if trained not in TRAINED:
             raise ValueError(f"{trained!r} is neither {TRAINED[0]} nor {TRAINED[1]}")
-        own, update, second = (read_number(further.get(key, "0")) for key in FURTHER)
+        rest = [read_number(further.get(key, "0")) for key in FURTHER]
         self.ids[name] = len(self.ids)
-        self.groups[name] = GroupInfo(name, full, shard, grad, trained == TRAINED[1], (), own, update, second)
+        self.groups[name] = GroupInfo(name, full, shard, grad, trained == TRAINED[1], (), *rest)
 
     def _ops(self, tokens: list[str]) -> None:
         if len(tokens) != 1:

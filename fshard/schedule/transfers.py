@@ -36,6 +36,7 @@ ITEMS = {
     "leaf": "gradients of leaves",
     "shard": "gradient shards",
     "own": "summed gradients",
+    "left": "what rounding has left out",
     "second": "secondary shards",
     "update": "what comes from host memory for its update",
 }

@@ -216,6 +216,17 @@ class Group:
         return wire_formats(self.leaves[0].wire, axes, self.dtype)
 
     @functools.cached_property
+    def feedback(self) -> bool:
+        """Whether what rounding leaves out of its sums over replicas is kept."""
+        form = self.wires.get("replica_reduce")
+        return self.trainable and form is not None and form.feedback
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """The dtype of what is left out: float32 at least."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @functools.cached_property
     def resident_cast(self) -> tuple[int, torch.dtype] | None:
         """The elements and dtype of the copy of the shard that is gathered or read; None for the shard itself.
 

@@ -153,17 +153,20 @@ def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
 def _wires(places: Mapping[str, tuple[Group, int]]) -> list[str]:
     """What compressed transfers move, a line for each kind and format."""
     found: dict[str, list[tuple[int, int]]] = {}
-    for group in {group.id: group for group, _ in places.values()}.values():
+    groups = {group.id: group for group, _ in places.values()}.values()
+    kept = [group for group in groups if group.feedback]
+    for group in groups:
         for kind, form in group.wires.items():
             numel = {"replica_reduce": group.owned.chunk, "update_gather": group.chunk}.get(kind, group.numel)
             exact = group.compute_dtype if kind == "all_gather" else group.dtype
             if kind == "all_gather" or group.trainable:
                 found.setdefault(f"{kind} in {form}", []).append((form.nbytes(numel), numel * exact.itemsize))
+    left = [group.owned.chunk * group.residual_dtype.itemsize for group in kept]
     return [
         f"{what}: {size_text(sum(packed for packed, _ in sizes))}, of {size_text(sum(exact for _, exact in sizes))}, "
         f"in {len(sizes)} groups"
         for what, sizes in found.items()
-    ]
+    ] + [f"what rounding leaves out of sums: {size_text(sum(left))} a rank, in {len(left)} groups"] * bool(left)
 
 
 def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:

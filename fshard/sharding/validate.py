@@ -15,7 +15,7 @@ from fshard.sharding.layout import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, Rule
 from fshard.sharding.spec import P, Shape, axes_of
-from fshard.sharding.wire import FIELDS, Wire, wire_formats
+from fshard.sharding.wire import FIELDS, Wire, WireFormat, wire_formats
 
 
 def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -171,6 +171,10 @@ def _idle_formats(wire: Wire, moved: Sequence[Mapping[str, Axes]]) -> list[str]:
         out += [f"{field}= names {key!r}, and {there}" for key in wire.keys(field) if key not in over]
         if isinstance(getattr(wire, field), str) and not over:
             out.append(f"{field}={getattr(wire, field)!r} has no effect: none of its {len(moved)} leaves moves so")
+    sums = sorted({"+".join(axes["replica_reduce"]) for axes in moved} - {""})
+    if isinstance(wire.feedback, str) and wire.feedback not in sums:
+        there = f"sums of these leaves over replicas are over {', '.join(sums)}" if sums else "these leaves have none"
+        out.append(f"feedback={wire.feedback!r} names no axes of a sum over replicas: {there}")
     return out
 
 
@@ -182,6 +186,8 @@ def _wire_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> Iterator[str]:
                 f"{kind} in {form}: its blocks are {form.block} elements in a row, which a shard along dim "
                 f"{leaf.gather_dim} cuts; use flat=, such as fs.fsdp('{leaf.gather_axes[0]}'), or 'bf16'"
             )
+        if form.feedback:
+            yield from _feedback_problems(leaf, kind, form)
         if kind == "update_gather" and leaf.kinds != Kinds():
             yield (
                 f"{kind} in {form}: exact parameters lie beside what other ranks hold, and the leaf or its optimizer "
@@ -194,6 +200,25 @@ def _wire_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> Iterator[str]:
                 f"{kind} in {form}: each of {ranks} replicas would send its shard to each other one, more than an "
                 f"exact sum takes; let each update a part of it, opt=, or compress a smaller axis"
             )
+
+
+def _feedback_problems(leaf: Leaf, kind: str, form: WireFormat) -> Iterator[str]:
+    """Why what rounding leaves out of a sum of gradients of a leaf cannot be kept."""
+    if kind == "reduce_scatter":
+        yield (
+            f"{kind} in {form}: each rank would keep a gradient of the whole leaf, since it rounds all of it before a "
+            f"part is left to each; keep feedback= to axes of replicas, as in feedback='replica', or leave it out"
+        )
+    elif leaf.gather_axes and leaf.opt_axes:
+        yield (
+            f"{kind} in {form}: the shard is cut further for the optimizer, {leaf.opt}, so each rank would keep more "
+            f"than the part that it updates; leave opt= or feedback= out"
+        )
+    elif leaf.kinds != Kinds():
+        yield (
+            f"{kind} in {form}: what is left of a sum lies on the device, and the leaf or its optimizer state is in "
+            f"host memory ({leaf.kinds}); keep both on the device, or leave feedback= out"
+        )
 
 
 def check_opt(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:

@@ -28,6 +28,8 @@ FIELDS = {
 """The fields of ``Wire`` that give the formats of each kind of transfer."""
 SCALE = 4
 """Bytes of a block's scale."""
+FEEDBACK = "+feedback"
+"""How the name of a format with feedback ends."""
 
 Formats = str | tuple[tuple[str, str], ...] | None
 """One format for all axes, or pairs of axes, joined by ``+``, and a format."""
@@ -42,6 +44,7 @@ class WireFormat:
         block: elements that share a scale; 1 for formats without scales.
         rotate: whether blocks are rotated by a Hadamard matrix before they are rounded.
         stochastic: whether they are rounded up or down at random, and not to nearest.
+        feedback: whether what rounding leaves out is kept, and goes with the next transfer.
 
     >>> str(WireFormat("int8", 256)), WireFormat("int8", 256).nbytes(512)
     ('int8/256', 520)
@@ -51,6 +54,7 @@ class WireFormat:
     block: int = 1
     rotate: bool = False
     stochastic: bool = False
+    feedback: bool = False
 
     @property
     def largest(self) -> float | None:
@@ -67,7 +71,7 @@ class WireFormat:
 
     def __str__(self) -> str:
         block = f"/{self.block}" if self.largest else ""
-        return self.name + block + "+rotate" * self.rotate + "+stochastic" * self.stochastic
+        return self.name + block + "+rotate" * self.rotate + "+stochastic" * self.stochastic + FEEDBACK * self.feedback
 
 
 @dataclass(frozen=True, init=False)
@@ -91,6 +95,11 @@ class Wire:
             outliers over their block (QuaRot, Ashkboos et al., 2024), and rotated back after that.
         rounding: how gradients are rounded to 8 and 4 bits: ``"nearest"``, or ``"stochastic"``, which is right on
             average. The random bits are a hash of the gradients, so a step that is made again rounds alike.
+        feedback: whether each replica keeps what rounding leaves out of its part of a sum over replicas, and adds it to
+            its part of the next one (Seide et al., "1-Bit SGD", 2014; Karimireddy et al., "Error Feedback Fixes
+            SignSGD", 2019). True: in all formats of ``reduce=``; axes, as in a key of ``reduce=``: in sums over these
+            alone. What is left is ``state.opt_state["residual"]``, as large as what a rank updates. Reduce-scatters
+            have none: what is left of one would be a whole gradient on each rank.
 
     Raises:
         PlanError: an unknown format, or a value of another type or out of range.
@@ -106,6 +115,7 @@ class Wire:
     block: int = 256
     rotate: bool = False
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    feedback: bool | str = False
 
     def __init__(
         self,
@@ -116,14 +126,17 @@ class Wire:
         block: int = 256,
         rotate: bool = False,
         rounding: Literal["nearest", "stochastic"] = "nearest",
+        feedback: bool | str = False,
     ) -> None:
         given = {"gather": gather, "reduce": reduce, "update": update}
         problems = [problem for name, value in given.items() for problem in _problems(name, value)]
         problems = problems or [*_option_problems(_names(_frozen(reduce)), block, rotate, rounding)]
+        problems = problems or [*_feedback_problems(_frozen(reduce), feedback)]
         if problems:
             raise PlanError(f"fs.Wire: {'; '.join(problems)}")
         frozen = {name: _frozen(value) for name, value in given.items()}
-        for name, value in {**frozen, "block": block, "rotate": rotate, "rounding": rounding}.items():
+        options = {"block": block, "rotate": rotate, "rounding": rounding, "feedback": feedback}
+        for name, value in {**frozen, **options}.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -142,10 +155,11 @@ class Wire:
         name = dict(formats).get("+".join(axes)) if isinstance(formats, tuple) else formats
         if name not in BITS:
             return None
-        if name not in LARGEST:
-            return WireFormat(name)
         graded = field == "reduce"
-        return WireFormat(name, self.block, self.rotate and graded, self.rounding == "stochastic" and graded)
+        kept = graded and self.feedback in (True, "+".join(axes))
+        if name not in LARGEST:
+            return WireFormat(name, feedback=kept)
+        return WireFormat(name, self.block, self.rotate and graded, self.rounding == "stochastic" and graded, kept)
 
     @property
     def grid(self) -> int:
@@ -182,6 +196,16 @@ def _option_problems(reduced: list[str], block: object, rotate: object, rounding
         yield f"rounding={rounding!r} must be 'nearest' or 'stochastic'"
     elif rounding == "stochastic" and not {*reduced} & {"int8", "int4"}:
         yield "rounding='stochastic', but no gradients travel as integers: give reduce= 'int8' or 'int4'"
+
+
+def _feedback_problems(reduced: Formats, feedback: object) -> Iterator[str]:
+    """What is wrong with feedback, given the formats of gradients."""
+    if not isinstance(feedback, bool | str):
+        yield f"feedback={feedback!r} must be True, False or axes, such as 'replica'"
+    elif feedback and not {*_names(reduced)} & {*BITS}:
+        yield f"feedback={feedback!r}, but no sums are rounded: give reduce= a format"
+    elif isinstance(feedback, str) and isinstance(reduced, tuple) and feedback not in dict(reduced):
+        yield f"feedback={feedback!r} names no axes of reduce=: {', '.join(repr(axes) for axes, _ in reduced)}"
 
 
 def _problems(field: str, value: object) -> list[str]:

@@ -22,6 +22,9 @@ from fshard.state.train_state import TrainState
 LATE = "late."
 """What the names of scalars begin with that tell when a leaf began to train."""
 
+SUMMED = "residual_of_sums"
+"""The name of ``TrainState.summed``."""
+
 CARRIED = "carried_count"
 """The name of the number of elements whose gradients ``fs.optim.every`` carries as a sum. Older states have ``count``
 instead, and carry that sum over a number of parts that they do not hold."""
@@ -49,6 +52,7 @@ def scalars(state: TrainState) -> Scalars:
     if state.count:
         out |= {CARRIED: state.count}
     out |= {LATE + path: late for path, late in state.late.items()}
+    out |= {} if state.summed is None else {SUMMED: state.summed}
     return out if state.scale is None else out | {"loss_scale": state.scale.value, "loss_scale_good": state.scale.good}
 
 
@@ -89,7 +93,8 @@ def assemble(
     trained = [path for path, leaf in plan.leaves.items() if leaf.trainable and opt is not None]
     late = {path: int(values[LATE + path]) for path in trained if values.get(LATE + path)}
     memory, past = Memory(plan, Shards(shards)), past or Past()
-    state = TrainState(plan, int(values["step"]), int(values["seed"]), memory, scale, count, late, past)
+    summed = values.get(SUMMED)
+    state = TrainState(plan, int(values["step"]), int(values["seed"]), memory, scale, count, late, past, summed)
     for entry in entries(state)[len(plan.leaves) :]:
         fill(entry)
     return state

@@ -72,7 +72,7 @@ class Equal:
         step = state.step if self.opt is None else state.step // (contract(self.opt).steps or 1)
         rates = [sampled(value, step) for _, value in self.rates]
         made = state.made
-        values = state.step, state.seed, state.count, state.scale, rates, made is None, lr
+        values = state.step, state.seed, state.count, state.scale, state.summed, rates, made is None, lr
         number = digest((self.number, values, state.late or None, sorted(made.items()) if made else None))
 
         def items() -> Tiers:

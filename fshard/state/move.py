@@ -19,6 +19,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.entries import LATE, Scalars, assemble, entries, scalars
 from fshard.state.init import take
 from fshard.state.pieces import Entry
+from fshard.state.replicas import refitted
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
@@ -75,7 +76,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     def fill(entry: Entry) -> None:
         if entry.name in moved:
             whole = whole_entry(plan.mesh, old[entry.name], moved[entry.name])
-            entry.tensor.copy_(take(whole, entry.piece))
+            entry.tensor.copy_(take(refitted(whole, entry), entry.piece))
         elif entry.name in old:
             entry.tensor.copy_(old[entry.name].tensor)
 
@@ -157,7 +158,7 @@ def _check_names(before: Plan, after: Plan, old: dict[str, Entry], new: dict[str
         return {n for n, path in paths.items() if before.leaves[path].trainable and after.leaves[path].trainable}
 
     wrong = [f"{name}: only the state has it" for name in sorted(kept(old) - kept(new))]
-    wrong += [f"{name}: only the optimizer has it" for name in sorted(kept(new) - kept(old))]
+    wrong += [f"{name}: only the optimizer has it" for name in sorted(kept(new) - kept(old)) if not new[name].rows]
     if wrong:
         remedy = "Give the optimizer that the state was made with."
         raise TreeError(lines("reshard_state: the optimizer does not keep what the state holds:", wrong, remedy))

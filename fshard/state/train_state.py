@@ -48,6 +48,8 @@ class TrainState:
         late: the step at which a leaf began to train, by path; leaves that train from the start are left out. Moments
             are corrected by the updates that a leaf has had, as in ``torch.optim``, which counts them for each.
         past: where it comes from.
+        summed: whether what rounding has left out, ``opt_state["residual"]``, is of sums over the elements of
+            ``fs.Mean``, and not of means; None before the first step, or without ``fs.Wire(feedback=)``.
 
     >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
@@ -65,6 +67,7 @@ class TrainState:
     count: Any = 0.0
     late: Mapping[str, int] = field(default_factory=dict)
     past: Past = field(default_factory=Past)
+    summed: bool | None = None
 
     def __repr__(self) -> str:
         if self.memory.donated:
@@ -183,7 +186,7 @@ class TrainState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainState):
             return NotImplemented
-        if self.plan != other.plan or self.stale.keys() != other.stale.keys():
+        if self.plan != other.plan or self.stale.keys() != other.stale.keys() or self.summed != other.summed:
             return False
         (mine, form), (theirs, others) = tree.flatten(self._values(True)), tree.flatten(other._values(True))
         return form == others and all(map(_same, mine, theirs))
@@ -199,7 +202,7 @@ class TrainState:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled state has no update that waits: it is applied first."""
         numbers = self.step, self.seed, self.scale, self.count, dict(self.late)
-        return _unpickled, (self.plan, [*self.applied()], [*self.stale], numbers, self.past.elsewhere())
+        return _unpickled, (self.plan, [*self.applied()], [*self.stale], numbers, self.past.elsewhere(), self.summed)
 
     def _values(self, stale: bool = False) -> tuple[Any, ...]:
         """The children of the pytree; ``stale`` gives parameters even if other ranks have updated some."""
@@ -217,10 +220,12 @@ def _same(mine: Any, theirs: Any) -> bool:
     return torch.equal(a, b)
 
 
-def _unpickled(plan: Plan, shards: list[Shard], stale: list[int], numbers: Any, past: Past) -> TrainState:
+def _unpickled(
+    plan: Plan, shards: list[Shard], stale: list[int], numbers: Any, past: Past, summed: bool | None
+) -> TrainState:
     step, seed, scale, count, late = numbers
     memory = Memory(plan, Shards(shards), None, dict.fromkeys(stale))
-    return TrainState(plan, step, seed, memory, scale, count, late, past)
+    return TrainState(plan, step, seed, memory, scale, count, late, past, summed)
 
 
 @dataclass(frozen=True)
@@ -229,16 +234,17 @@ class _Form:
 
     layout: Layout
     past: Past = field(compare=False)
+    summed: bool | None
 
 
 def _flatten(state: TrainState) -> tuple[tuple[Any, ...], _Form, tuple[str, ...]]:
-    return state._values(), _Form(state.memory.layout(state.step), state.past.elsewhere()), LEAVES
+    return state._values(), _Form(state.memory.layout(state.step), state.past.elsewhere(), state.summed), LEAVES
 
 
 def _unflatten(form: _Form, values: Any) -> TrainState:
     params, opt_state, step, seed, scale, count, late = values
     memory = Memory.of(form.layout, params, opt_state)
-    return TrainState(form.layout.plan, step, seed, memory, scale, count, late, form.past)
+    return TrainState(form.layout.plan, step, seed, memory, scale, count, late, form.past, form.summed)
 
 
 LEAVES = ("params", "opt_state", "step", "seed", "scale", "count", "late")

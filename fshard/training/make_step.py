@@ -12,7 +12,14 @@ from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
-from fshard.runtime.steps.options import flag_problems, late_problems, norm_problems, read_running, step_problems
+from fshard.runtime.steps.options import (
+    feedback_problems,
+    flag_problems,
+    late_problems,
+    norm_problems,
+    read_running,
+    step_problems,
+)
 from fshard.runtime.steps.watched import read_norms
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
@@ -99,6 +106,7 @@ def make_train_step(
         *flag_problems(donate=donate),
         *step_problems(loss_fn, plan, clip, accumulate, policy),
         *late_problems(opt, policy, skip_norm, skip),
+        *feedback_problems(plan, policy),
         *scale_problems(loss_scale, policy),
         *norm_problems(norms, policy),
     ]

@@ -201,6 +201,7 @@ class TrainStep(OneFunction):
             randomness=functools.partial(self._randomness, state.seed, state.step),
             accumulated=decide.accumulated(state.step, state.count, update.shards, loss_scale),
             loss_scale=loss_scale,
+            feedback=decide.feedback(state.summed, loss_scale),
             rules=decide.rules(state.step),
             rule_norms=functools.partial(decide.rule_norms, state.step),
             stop=asked.stop,
@@ -227,6 +228,7 @@ class TrainStep(OneFunction):
         if not overflow:
             self._check_numbers(verdict)
         factor = decide.mean(state.step, state.count, verdict)
+        summed = state.summed if overflow else decide.summed(state.step, state.summed, verdict)
         metrics = self._metrics(state.step, outcome, factor, overflow, ran)
         metrics = metrics if asked.lr is None else replace(metrics, lr=asked.lr)
         if not overflow and decide.skips(metrics, self._runner.programs.comms.control):
@@ -237,7 +239,8 @@ class TrainStep(OneFunction):
             scale = self.options.loss_scale.after(scale, finite=not overflow)
         count = decide.count(state.step, state.count, verdict, overflow)
         number = state.step + (not overflow)
-        following = TrainState(self.plan, number, state.seed, memory, scale, count, state.late, state.past.compared())
+        past = state.past.compared()
+        following = TrainState(self.plan, number, state.seed, memory, scale, count, state.late, past, summed)
         if self.options.donate:
             state.memory.donate()
         return following, metrics
@@ -252,8 +255,9 @@ class TrainStep(OneFunction):
         if factor is None:
             decide.grads.drop()
             return Memory(self.plan, self._handed_on(state))
-        scales = decide.scales(state.step, factor, verdict, decide.unit(verdict, outcome.divided))
-        self._last = self._updating.pending(state, state.step, decide.grads, scales, lr)
+        unit = decide.unit(verdict, outcome.divided)
+        scales = decide.scales(state.step, factor, verdict, unit)
+        self._last = self._updating.pending(state, state.step, decide.grads, scales, lr, unit)
         return Memory(self.plan, self._handed_on(state), self._last, self._updating.shared)
 
     def _update(self, state: TrainState, lr: float | None) -> Update:

@@ -67,6 +67,7 @@ class Updating:
         grads: Gradients,
         divisors: Sequence[float | None],
         lr: float | None = None,
+        unit: float = 1.0,
     ) -> Pending:
         """The update of a state, as data.
 
@@ -76,9 +77,10 @@ class Updating:
             grads: the gradients.
             divisors: what gradients are divided by, for each rule of clipping.
             lr: the learning rate, in the place of the optimizer's own.
+            unit: what residuals are multiplied by, so that a state can keep them.
         """
         rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-        return Pending(self.rated(lr), step, grads, divisors, rounding)
+        return Pending(self.rated(lr), step, grads, divisors, rounding, unit)
 
     def takes(self, lr: float | None) -> bool:
         """Whether the optimizer can update with this learning rate."""

@@ -45,7 +45,7 @@ def compare(case: Case, world: int) -> None:
                 assert torch.equal(whole[path], leaf), (rank, path)
 
 
-OFTEN = ("int8", "bf16, rows", "int4", "rotated", "microbatches", "optimizer state apart", "host memory")
+OFTEN = ("int8", "bf16, rows", "int4", "rotated", "microbatches", "optimizer state apart", "host memory", "feedback")
 """Cases that differ in what they move. The others are run with all of them."""
 
 

@@ -50,6 +50,9 @@ CASES = {
     "kept": Case(policy=fs.Policy(prefetch=1, reduces=1, reshard=False)),
     "update in backward": Case(policy=fs.Policy(update="in_backward")),
     "replicated": Case(fs.Wire(reduce="int8"), spec=P()),
+    "feedback": Case(fs.Wire(reduce="int4", block=16, feedback=True), spec=P()),
+    "feedback, bf16": Case(fs.Wire(reduce="bf16", feedback=True), spec=P()),
+    "feedback, fp8": Case(fs.Wire(reduce="fp8_e4m3", feedback=True), spec=P(), accumulate=2),
     "optimizer state apart": Case(fs.Wire(reduce="int8"), spec=P(), opt=P(flat="shard")),
     "host memory": Case(memory="unpinned_host"),
     "compute in bf16": Case(precision=fs.Precision(torch.bfloat16, torch.bfloat16)),
@@ -62,6 +65,10 @@ REPLICAS = {
     "the fast axis": Case(fs.Wire(reduce={"shard": "int8"}), replicas=2, accumulate=2),
     "optimizer everywhere": Case(INT8, replicas=2, opt=P(flat=("shard", "replica"))),
     "rotated": Case(fs.Wire(reduce="int4", rotate=True), replicas=2, opt=P(flat=("shard", "replica"))),
+    "feedback": Case(fs.Wire(reduce={"replica": "int4"}, block=32, feedback=True), replicas=2, accumulate=2),
+    "feedback, slow axis": Case(
+        fs.Wire("int8", {"shard": "int8", "replica": "int4"}, block=16, feedback="replica"), replicas=2
+    ),
 }
 
 
@@ -151,6 +158,7 @@ def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
     dtype = case.precision.compute or torch.float32
     kept = {f"{unit}.{name}": leaf for unit, leaves in start().items() for name, leaf in leaves.items()}
     losses = []
+    left: list[dict[str, Tensor]] = [{} for _ in range(world)]
     for number in range(STEPS):
         parts: list[dict[str, Tensor]] = [{} for _ in range(case.replicas if cut or parted else world)]
         values = []
@@ -178,8 +186,11 @@ def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
                     held[path] = held[path] + mine if path in held else mine
         losses.append(sum(values) / len(values))
         total: dict[str, Tensor] = {}
-        for held in parts:
+        for held, kept_back in zip(parts, left, strict=False):
             for path, mine in held.items():
+                if added is not None and added.feedback and len(parts) > 1:
+                    mine = mine + kept_back.get(path, 0.0)
+                    kept_back[path] = mine - through(mine, added)
                 mine = through(mine, added) if len(parts) > 1 else mine
                 total[path] = total[path] + mine if path in total else mine
         kept = {path: leaf - LR * total[path] for path, leaf in kept.items()}

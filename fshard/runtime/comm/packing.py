@@ -61,10 +61,10 @@ def pack(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_ke
     return out
 
 
-def unpack(given: Tensor, form: WireFormat, out: Tensor, add: bool = False, kernels: Kernels = no_kernels) -> None:
-    """Write the tensor that a packed range holds to ``out``, or add it."""
+def unpack(given: Tensor, form: WireFormat, out: Tensor, add: int = 0, kernels: Kernels = no_kernels) -> None:
+    """Write the tensor that a packed range holds to ``out``, or, where ``add`` is not 0, add it that many times."""
     payload, scales = _parts(given, form, out.numel())
-    kernel = _kernel(kernels, "add" if add else "unpack", form, out)
+    kernel = _kernel(kernels, "add" if add else "unpack", form, out) if add in (0, 1) else None
     direct = out.dtype == torch.float32 and not add
     room = out if direct else _room(out)
     for cut, codes, blocks in _pieces(out.numel(), form, out.device):
@@ -78,7 +78,7 @@ def unpack(given: Tensor, form: WireFormat, out: Tensor, add: bool = False, kern
         else:
             _unpack_blocks(payload[codes], scales[blocks], form, piece.view(-1, form.block))
         if add:
-            whole.add_(piece)
+            whole.add_(piece, alpha=int(add))
         elif not direct:
             whole.copy_(piece)
 

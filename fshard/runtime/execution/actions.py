@@ -16,10 +16,11 @@ from fshard.runtime.comm.streams import Event, Stream, make_stream
 from fshard.runtime.execution.replicas import Replicas
 from fshard.runtime.execution.shards import Shard
 from fshard.runtime.execution.update import Update
-from fshard.runtime.execution.wires import gathered, scattered, updated
+from fshard.runtime.execution.wires import Residual, gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.offload import Offload
+from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
 from fshard.schedule.infos import secondary_axes
 from fshard.schedule.ops import Op
@@ -99,6 +100,7 @@ class Actions:
         self.replicas = Replicas(comms, self.stream, resident.kernels)
         self.update: Update | None = None
         self.own = False
+        self.feedback = 1.0
         self.handles: dict[tuple[str, int], Handle] = {}
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
@@ -116,6 +118,7 @@ class Actions:
         update: Update | None,
         own: bool = False,
         accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING,
+        feedback: float = 1.0,
     ) -> None:
         """Begin a step.
 
@@ -124,8 +127,9 @@ class Actions:
             update: the update that the step before left, or with ``own`` that of this step.
             own: whether the update is that of this step.
             accumulated: what is added to the gradients of the step, and times what, by group id.
+            feedback: times what the residuals of the shards are added to gradients.
         """
-        self.update, self.own = update, own
+        self.update, self.own, self.feedback = update, own, feedback
         self._clear()
         self.gradients.start(accumulated)
         self.resident.start(shards)
@@ -314,7 +318,9 @@ class Actions:
 
     def _summed(self, buffers: GradientBuffers) -> None:
         group = buffers.slots.group
-        self._blank(group, buffers.own, group.owned.gather_axes)
+        for part in (buffers.own, buffers.residual):
+            if part is not None:
+                self._blank(group, part, group.owned.gather_axes)
 
     def _blank(self, group: Group, part: Tensor, axes: Axes) -> None:
         """Zero what no leaf covers of a rank's part of a gradient: rotated blocks have spread their rounding over it.
@@ -327,7 +333,12 @@ class Actions:
                 part[max(begin - low, 0) : max(end - low, 0)].zero_()
 
     def _sum(self, buffers: GradientBuffers) -> Handle:
-        return self.replicas.sum(buffers.slots.group, buffers.shard, buffers.own)
+        group, after = buffers.slots.group, buffers.residual
+        if after is None:
+            return self.replicas.sum(group, buffers.shard, buffers.own)
+        allocate(after)
+        residual = Residual(self.resident.shards[group.id].opt[RESIDUAL], self.feedback, after)
+        return self.replicas.sum(group, buffers.shard, buffers.own, residual)
 
     def _share(self, slots: GroupSlots) -> Handle:
         return self._sent(self.update, slots.group)

@@ -15,7 +15,7 @@ from fshard.runtime.comm.communicator import sum_rows
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.comm.streams import Stream
-from fshard.runtime.execution.wires import scattered, summed
+from fshard.runtime.execution.wires import Residual, scattered, summed
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.schedule.infos import rows_travel
 from fshard.sharding.layout import Group
@@ -35,7 +35,7 @@ class Replicas:
     stream: Stream
     kernels: Kernels = no_kernels
 
-    def sum(self, group: Group, shard: Tensor, own: Tensor) -> Handle:
+    def sum(self, group: Group, shard: Tensor, own: Tensor, residual: Residual | None = None) -> Handle:
         """Begin to complete a gradient. ``own`` holds what this rank updates when the handle was waited for.
 
         Args:
@@ -43,9 +43,10 @@ class Replicas:
             shard: this rank's shard of the gradient, which holds all microbatches.
             own: the shard itself; or, where its ranks update a part of it each, room for this rank's part. The memory
                 of ``shard`` goes when that is complete.
+            residual: what rounding leaves out, where that is kept. Then a shard is not scattered again.
         """
         if not group.second_scatter:
-            return self._all(group, own)
+            return self._all(group, own, residual)
         allocate(own)
         form, comm = group.wires.get("replica_reduce"), self.comms.over("replica_reduce", group.opt_axes)
         if form is not None:
@@ -58,7 +59,7 @@ class Replicas:
         first = comm.reduce_scatter(own, sent, stage, False, (self.stream.record(),))
         return Scattered(first, sent, shard, lambda: self._all(group, own))
 
-    def _all(self, group: Group, own: Tensor) -> Handle:
+    def _all(self, group: Group, own: Tensor, residual: Residual | None = None) -> Handle:
         """Begin to add up over the replicas of what a rank updates.
 
         Where that sends no more than an all-reduce, all rows travel to all replicas: what is rounded to travel is
@@ -67,10 +68,12 @@ class Replicas:
         """
         comm = self.comms.over("replica_reduce", group.rest_axes)
         if comm.size == 1:
+            if residual is not None:  # of a run with more replicas: nothing is rounded here but to the gradient's dtype
+                residual.after.sub_(own.copy_(residual.added(own)))
             return Done()
         form = group.wires.get("replica_reduce")
         if form is not None:
-            return summed(comm, own, form, self.stream, self.kernels)
+            return summed(comm, own, form, self.stream, self.kernels, residual)
         if not rows_travel(group, comm.size):
             return comm.all_reduce(own, (self.stream.record(),))
         mine = own if group.sum_dtype == own.dtype else own.to(group.sum_dtype)

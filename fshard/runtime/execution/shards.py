@@ -1,15 +1,24 @@
 """What a rank keeps of each group, and the gradients that update it, as optimizers take them."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fshard.optim.contract import Contract
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory, update_stagings
-from fshard.runtime.memory.optimizer_layout import MASTER, BufferLayout, UpdateSlice, shard_layouts, start_buffers
+from fshard.runtime.memory.optimizer_layout import (
+    KEPT,
+    MASTER,
+    RESIDUAL,
+    BufferLayout,
+    UpdateSlice,
+    shard_layouts,
+    start_buffers,
+)
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
@@ -25,6 +34,7 @@ class Shard:
     ``layouts`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
     updates; they are fewer where ``part`` says so, and then other ranks that hold the same chunk update the rest. Where
     what they get is rounded, so is ``param`` on all of them, and ``own`` is the buffer ``"master"``: the exact values.
+    The buffer ``"residual"`` is what rounding has left out of this rank's part of sums over replicas.
     """
 
     def __init__(
@@ -64,7 +74,7 @@ class Shard:
         return self._cut[1]
 
     def _states(self, cut: UpdateSlice) -> dict[str, Tensor]:
-        parts = {name: layout.part(cut) for name, layout in self.layouts.items() if name != MASTER}
+        parts = {name: layout.part(cut) for name, layout in self.layouts.items() if name not in KEPT}
         return {name: self.opt[name][part[0] : part[1]] for name, part in parts.items() if part is not None}
 
     def clone(self) -> "Shard":
@@ -82,6 +92,9 @@ def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard
     buffers, layouts = start_buffers(group.owned, mesh, opt, own)
     if "update_gather" in group.wires:
         buffers[MASTER], layouts = same_memory(own), shard_layouts(group, mesh, opt)
+    if group.feedback:
+        buffers[RESIDUAL] = torch.zeros(own.shape, dtype=group.residual_dtype, device=own.device)
+        layouts = shard_layouts(group, mesh, opt)
     if group.kinds.hosted or group.kinds.opt != "device":
         place = memory_space(group.kinds.opt, mesh)
         buffers = {name: place.keep(value) for name, value in buffers.items()}
@@ -159,6 +172,7 @@ class Gradients:
         passing: the groups whose chunks have memory from their reduction to their update alone.
         stagings: how groups that are not kept where they are updated come there, by group id.
         host: the groups that are updated on the host.
+        residuals: what rounding has left out of their sums over replicas, by group id, where that is kept.
         views: those asked for so far.
     """
 
@@ -167,16 +181,25 @@ class Gradients:
     passing: frozenset[int]
     stagings: Mapping[int, UpdateStaging] = field(default_factory=dict)
     host: frozenset[int] = frozenset()
+    residuals: Mapping[int, Tensor] = field(default_factory=dict)
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def drop(self) -> None:
         """Let go of gradients that will not be applied."""
         for group in self.passing:
-            deallocate(self.shards[group])
+            self.release(group)
 
-    def copied(self, groups: Iterable[int]) -> "Gradients":
+    def release(self, group: int) -> None:
+        """Let go of the gradient of a group in ``passing``."""
+        deallocate(self.shards[group])
+        if group in self.residuals:
+            deallocate(self.residuals[group])
+
+    def copied(self, groups: Collection[int]) -> "Gradients":
         """The gradients of some groups in memory of their own."""
-        return replace(self, shards={group: same_memory(self.shards[group]) for group in groups}, views={})
+        shards = {group: same_memory(self.shards[group]) for group in groups}
+        residuals = {group: same_memory(left) for group, left in self.residuals.items() if group in groups}
+        return replace(self, shards=shards, residuals=residuals, views={})
 
     def slices(self, group: int) -> list[Tensor]:
         """The views of one group's gradients, one an update slice."""
@@ -207,4 +230,4 @@ def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[Upda
         slices: the update slices of each trainable group.
     """
     host = frozenset(group.id for group in plan.groups if group.offloaded)
-    return Gradients(memory.homes, slices, memory.reduced - host, update_stagings(plan), host)
+    return Gradients(memory.homes, slices, memory.reduced - host, update_stagings(plan), host, memory.residuals)

@@ -12,8 +12,7 @@ from fshard.optim.contract import Contract
 from fshard.runtime.comm.streams import events
 from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.execution.shards import Gradients, Shard, Shards
-from fshard.runtime.memory.allocation import deallocate
-from fshard.runtime.memory.optimizer_layout import UpdateSlice
+from fshard.runtime.memory.optimizer_layout import RESIDUAL, UpdateSlice
 from fshard.sharding.plan import Plan
 
 
@@ -27,6 +26,7 @@ class Pending:
         grads: the gradients.
         scale: what gradients are divided by, for each rule of clipping; None for 1.
         rounding: what updates those groups that are rounded stochastically; None if there are none.
+        unit: what residuals are multiplied by, so that a state can keep them.
         waiting: the groups that are still to be updated, in order.
         broken: how the update rule failed, if it had written something by then.
     """
@@ -36,6 +36,7 @@ class Pending:
     grads: Gradients
     scale: Sequence[float | None] = (None,)
     rounding: Rounding | None = None
+    unit: float = 1.0
     waiting: dict[int, None] = field(init=False)
     broken: str = field(default="", init=False)
     divisors: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -64,6 +65,7 @@ class Pending:
                     self._rule([*params], [*grads], [*states], cut)
                 for group in apart:
                     self._update_apart(group, shards[group])
+                self._keep(due, shards)
         except BaseException as error:
             if versions != [tensor._version for tensor in written]:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -71,11 +73,18 @@ class Pending:
             raise
         self._done(due)
 
+    def _keep(self, groups: Sequence[int], shards: Shards) -> None:
+        """Keep what rounding has left out of the gradients of groups, which this update applies."""
+        for group in [group for group in groups if group in self.grads.residuals]:
+            kept = shards[group].opt[RESIDUAL].copy_(self.grads.residuals[group])
+            if self.unit != 1.0:
+                kept.mul_(self.unit)
+
     def _done(self, groups: Sequence[int]) -> None:
         for group in groups:
             del self.waiting[group]
             if group in self.grads.passing:
-                deallocate(self.grads.shards[group])
+                self.grads.release(group)
 
     def finish(self, shards: Shards) -> None:
         """Update every group that was not updated yet. Local."""

@@ -88,9 +88,41 @@ def add_rows(rows: Tensor, form: WireFormat, param: Tensor) -> None:
         unpack(row, form, part, add=True)
 
 
-def summed(comm: Communicator, own: Tensor, form: WireFormat, stream: Stream, kernels: Kernels = no_kernels) -> Handle:
-    """Start a sum over replicas, in place. Every replica gets the same bits."""
-    sent = packed(own, form, kernels)
+@dataclass(frozen=True)
+class Residual:
+    """What rounding has left out of this rank's part of a sum, and what it leaves out of this one.
+
+    Attributes:
+        before: what is left of the sums before. It stays as it is.
+        factor: times what it is added.
+        after: room for what is left after this sum.
+    """
+
+    before: Tensor
+    factor: float
+    after: Tensor
+
+    def added(self, own: Tensor) -> Tensor:
+        """This rank's part with what is left of the sums before, in ``after``."""
+        return torch.add(own, self.before, alpha=self.factor, out=self.after)
+
+
+def summed(
+    comm: Communicator,
+    own: Tensor,
+    form: WireFormat,
+    stream: Stream,
+    kernels: Kernels = no_kernels,
+    residual: Residual | None = None,
+) -> Handle:
+    """Start a sum over replicas, in place. Every replica gets the same bits.
+
+    With a residual, what is sent is this rank's part and what is left of the sums before; what rounding leaves out of
+    that is subtracted while it travels.
+    """
+    sent = packed(own if residual is None else residual.added(own), form, kernels)
     rows = sent.new_empty((comm.size, sent.numel()))
     work = comm.all_gather(rows.view(-1), sent, (stream.record(),))
+    if residual is not None:
+        unpack(sent, form, residual.after, -1)
     return Unpacking(work, lambda: unpack_sum(rows, form, own, False, kernels), (sent, rows))

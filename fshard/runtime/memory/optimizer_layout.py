@@ -18,6 +18,13 @@ MASTER = "master"
 """The buffer of the exact values of what a rank updates, where all ranks hold rounded ones."""
 
 
+RESIDUAL = "residual"
+"""The buffer of what rounding has left out of this rank's part of sums over replicas. Each replica has another."""
+
+KEPT = (MASTER, RESIDUAL)
+"""The buffers beside a shard that are none of its optimizer's."""
+
+
 class UpdateSlice(NamedTuple):
     """A range of a shard, in elements, that one kernel call can update.
 
@@ -81,12 +88,15 @@ def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None =
 
 
 def shard_layouts(group: Group, mesh: Mesh, opt: Contract) -> dict[str, BufferLayout]:
-    """The layouts of all buffers beside what this rank updates of a group: the optimizer's, and exact parameters."""
+    """The layouts of all buffers beside what this rank updates of a group: the optimizer's, and those in ``KEPT``."""
     owned, made = group.owned, optimizer_layout(group.owned, mesh, opt)
-    if "update_gather" not in group.wires:
+    forms = {MASTER: Form()} if "update_gather" in group.wires else {}
+    forms |= {RESIDUAL: Form(wide=True)} if group.feedback else {}
+    if not forms:
         return made
     spans = [owned.shard_range(number, mesh.index(owned.gather_axes)) for number in range(len(owned.leaves))]
-    return made | {MASTER: _buffer_layout(owned, spans, dict.fromkeys(range(len(spans)), Form()))}
+    every = range(len(spans))
+    return made | {name: _buffer_layout(owned, spans, dict.fromkeys(every, form)) for name, form in forms.items()}
 
 
 def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
@@ -95,6 +105,15 @@ def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
     plain = all(layout.plain for layout in own.values())
     every = [own] if plain else [optimizer_layout(group, mesh, opt, part) for part in range(group.parts)]
     return max(sum(layout.length * layout.dtype.itemsize for layout in one.values()) for one in every)
+
+
+def beside_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
+    """Bytes of all buffers beside one group's shard, on the rank with most: the optimizer's, and those in ``KEPT``."""
+    if not group.trainable:
+        return 0
+    exact = group.dtype.itemsize if "update_gather" in group.wires else 0
+    left = group.residual_dtype.itemsize if group.feedback else 0
+    return most_bytes(group.owned, mesh, opt) + group.owned.chunk * (exact + left)
 
 
 def _buffer_layout(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) -> BufferLayout:

@@ -23,12 +23,14 @@ class GroupBuffers(NamedTuple):
         own: what this rank updates of it, on the device.
         home: the same where the update reads it: on the device, or in host memory.
         late: whether the first sum of a shard is made in the staging.
+        residual: what rounding leaves out of its sum over replicas; None where that is not kept.
     """
 
     shard: Tensor
     own: Tensor
     home: Tensor
     late: bool
+    residual: Tensor | None = None
 
 
 class StepMemory:
@@ -43,6 +45,7 @@ class StepMemory:
     Attributes:
         gradients: the buffers of trainable groups, by group id.
         homes: the ``home`` of each, which updates read.
+        residuals: the ``residual`` of those that have one, which updates keep.
         arena: the arena of programs that have a schedule; None before the first.
         casts: room for the shards of groups that units read in another dtype, or that travel packed, by group id.
         reduced: the groups whose gradients are reduced: their memory comes and goes.
@@ -52,6 +55,7 @@ class StepMemory:
         self.plan, self.infos, self.poison = plan, infos, poison
         self.gradients: dict[int, GroupBuffers] = {}
         self.homes: dict[int, Tensor] = {}
+        self.residuals: dict[int, Tensor] = {}
         self.casts: dict[int, Tensor] = {}
         self.arena: Tensor | None = None
         self.reduced = frozenset(number for number, info in enumerate(infos) if train and info.reduced)
@@ -72,6 +76,8 @@ class StepMemory:
             if group.id not in self.gradients:
                 self.gradients[group.id] = made = self._gradient(group)
                 self.homes[group.id] = made.home
+                if made.residual is not None:
+                    self.residuals[group.id] = made.residual
 
     def _gradient(self, group: Group) -> GroupBuffers:
         device, chunk = self.plan.mesh.device, group.owned.chunk
@@ -85,8 +91,11 @@ class StepMemory:
         if group.second_scatter:
             shard = torch.zeros(group.chunk, dtype=group.dtype, device=device)
             deallocate(shard)
-        late = any([transfer.late for transfer in self.infos[group.id].transfers])
-        return GroupBuffers(shard, own, home, late)
+        late, residual = any([transfer.late for transfer in self.infos[group.id].transfers]), None
+        if group.feedback:
+            residual = torch.zeros(chunk, dtype=group.residual_dtype, device=device)
+            deallocate(residual)
+        return GroupBuffers(shard, own, home, late, residual)
 
     def new_arena(self, size: int) -> Tensor:
         """Memory for an arena of this many bytes."""

@@ -78,6 +78,27 @@ class Decisions:
         factor = (1.0 if count else self.parts) * loss_scale / self.divisor
         return {group: (shards[group].opt[CARRIED], factor) for group in self.grads.update_slices}
 
+    def feedback(self, summed: bool | None, loss_scale: float) -> float:
+        """Times what residuals are added to gradients before these are summed.
+
+        Args:
+            summed: whether they are of sums over the elements of ``fs.Mean``, and not of means; None for none.
+            loss_scale: what the loss of this step is multiplied by.
+        """
+        return (1.0 if summed else self.parts) * loss_scale / self.divisor
+
+    def summed(self, step: int, summed: bool | None, verdict: Verdict) -> bool | None:
+        """Whether residuals after this step are of sums over the elements of ``fs.Mean``; None where there are none.
+
+        Raises:
+            LossError: those before are of the other kind.
+        """
+        if not self.grads.residuals:
+            return summed
+        if summed is not None and summed != bool(verdict.count):
+            raise _mixed(step, bool(verdict.count), "whose rounding feedback makes up for", "all steps of a run")
+        return bool(verdict.count)
+
     def rules(self, step: int) -> int:
         """Of how many sets of leaves this step needs a norm: of each clipping rule, and of what is watched."""
         return self._clipped(step) + (len(self.watched.names) if self.watched is not None else 0)
@@ -123,7 +144,8 @@ class Decisions:
             LossError: the loss is a mean of elements in some steps between two updates, and not in others.
         """
         if self.every > 1 and step % self.every and bool(count) != bool(verdict.count):
-            raise _mixed(step, self.every, bool(verdict.count))
+            carried = f"whose gradients fs.optim.every({self.every}, ...) carries"
+            raise _mixed(step, bool(verdict.count), carried, "all steps between two updates")
         if self.every == 1 or not self.updates(step):
             return verdict.scale
         if verdict.count:
@@ -179,12 +201,12 @@ class Decisions:
         return self.clip.divisors(scale, norms)
 
 
-def _mixed(step: int, every: int, weighted: bool) -> LossError:
-    """A loss that changes its kind while gradients are accumulated."""
+def _mixed(step: int, weighted: bool, kept: str, remedy: str) -> LossError:
+    """A loss that changes its kind while gradients of earlier steps are kept."""
     now, before = ("an fs.Mean", "a plain mean") if weighted else ("a plain mean", "an fs.Mean")
     return LossError(
-        f"step {step} has {now} for a loss, and the steps before it, whose gradients fs.optim.every({every}, ...) "
-        f"carries, had {before}: the two have no mean together. Return the same kind in all steps between two updates"
+        f"step {step} has {now} for a loss, and the steps before it, {kept}, had {before}: the two have no mean "
+        f"together. Return the same kind in {remedy}"
     )
 
 

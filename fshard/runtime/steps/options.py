@@ -97,6 +97,31 @@ def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy:
         )
 
 
+def feedback_problems(plan: Plan, policy: Policy | Auto) -> Iterator[str]:
+    """Why a step cannot keep what rounding leaves out of gradients."""
+    kept = [group for group in plan.groups if group.feedback]
+    if kept and policy.update == "in_backward":
+        yield (
+            f"fs.Wire(feedback=) keeps what rounding leaves out of the gradient of {kept[0].leaves[0].path} once all "
+            f"ranks know that the step has happened, and update='in_backward' has updated by then"
+        )
+
+
+def refuse_feedback(plan: Plan, what: str) -> None:
+    """Refuse a plan whose gradients leave something for the next step.
+
+    Raises:
+        PlanError: naming a leaf, and the way out.
+    """
+    kept = [leaf.path for group in plan.groups if group.feedback for leaf in group.leaves]
+    if kept:
+        raise PlanError(
+            f"{what}: the plan's fs.Wire(feedback=) keeps what rounding leaves out of gradients, such as that of "
+            f"{kept[0]}, in the state, and gradients between the parts of a step belong to no state: use "
+            f"fs.make_train_step, or plan.replace(wire=...) without feedback="
+        )
+
+
 def flag_problems(**flags: Any) -> Iterator[str]:
     """Which flags are neither True nor False."""
     for name, value in flags.items():

@@ -142,7 +142,7 @@ class Runner:
 
     def _executor(self, prepared: Prepared, given: Request) -> Scheduled | OnDemand:
         if prepared.route is not None:
-            prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated)
+            prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
             maker = self.programs.executor if prepared.trial is None else Timed
             executor = maker(prepared.route, prepared.actions, given.shield)
             watch = executor.watch if isinstance(executor, Timed) else None
@@ -227,7 +227,7 @@ class Runner:
                 given.update.finish()
                 executor.ask("the update")  # others would wait for the parts of a rank whose update has failed
                 prepared.actions.complete(given.update)
-            prepared.actions.start(given.shards, None, accumulated=given.accumulated)
+            prepared.actions.start(given.shards, None, False, given.accumulated, given.feedback)
         watch = partial(GlueWatch, prepared.engine, executor) if isinstance(executor, OnDemand) else nullcontext
         opened = given.shield.opened
         with given.randomness():
