@@ -1,6 +1,7 @@
 """Train a small GPT on the bytes of real text, sharded over however many ranks there are.
 
-Run it as `python examples/train_gpt.py`, or as `torchrun --nproc-per-node 2 examples/train_gpt.py`.
+Run it as `python examples/train_gpt.py`, or as `torchrun --nproc-per-node 2 examples/train_gpt.py`. With `--out FOLDER`
+it saves checkpoints and metrics there, and the same command goes on from the last one, on any number of ranks.
 """
 
 import gzip
@@ -13,12 +14,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-import fshard as fs
-
-try:
-    from tqdm import tqdm
-except ImportError:
-    raise SystemExit('this example shows its progress with tqdm: pip install "fshard[examples]"') from None
+import fshard as fs  # pip install "fshard[examples]"
 
 
 class Block(nn.Module):
@@ -94,7 +90,9 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
     normal, narrow = fs.init.normal(0.04), fs.init.normal(0.04 / math.sqrt(2 * args.depth))  # norms start at 1
     init = [(r".*\.(out|down)\.weight", narrow), (r"(.*\.)?(embed|qkv|up)\.weight", normal)]
-    state = fs.init_state(plan, opt, seed=args.seed, init=init)
+
+    def start() -> fs.TrainState:
+        return fs.init_state(plan, opt, seed=args.seed, init=init)
 
     def bits_per_byte(params: dict, rows: Tensor) -> Tensor:
         logits = model.apply(params, rows[:, :-1])
@@ -109,19 +107,23 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
     policy = fs.Policy(prefetch=args.prefetch, reshard=not args.no_reshard)
     step = fs.make_train_step(bits_per_byte, opt, plan, clip_norm=1.0, accumulate=args.accumulate, schedule=policy)
     evaluate = fs.make_eval_step(bits_per_byte, plan)
-    say = tqdm.write if mesh.rank == 0 else lambda line: None
+    say = print if mesh.rank == 0 else lambda *line: None
     if args.print_plan:
-        say(str(plan))
+        say(plan)
     if args.print_schedule:
-        say(str(step.trace(draw(0))))
+        say(step.trace(draw(0)))
 
-    for i in (bar := tqdm(range(args.steps), unit="tok", unit_scale=size, disable=mesh.rank != 0)):
-        state, metrics = step(state, draw(i))
-        if i % 10 == 0:
-            bar.set_postfix_str(f"loss {metrics.loss:.3f}, gradient norm {metrics.grad_norm:.2f}")
-        if (i + 1) % max(1, args.steps // 4) == 0 or i + 1 == args.steps:
-            bits = sum(evaluate(state, mine(rows)).item() for rows in tests) / len(tests)
-            say(f"step {i + 1}: {bits:.3f} bits per byte of the held-out text")
+    trackers, saved = [fs.trackers.Live(args.steps)], None
+    if args.out:
+        trackers.append(fs.trackers.JsonLines(args.out / "metrics.jsonl"))
+        saved = fs.Checkpointer(args.out / "checkpoints", every=args.every, keep=2)
+    with fs.track(trackers, step, elements=size, config=vars(args)) as track:
+        for state, _ in fs.train_loop(step, start, draw, steps=args.steps, checkpoints=saved, track=track):
+            if state.step % args.every == 0 or state.step == args.steps:
+                bits = sum(evaluate(state, mine(rows)).item() for rows in tests) / len(tests)
+                track(state.step, {"held out": bits})
+                say(f"step {state.step}: {bits:.3f} bits per byte of the held-out text")
+    state = saved.restore(plan, opt) if saved else state  # a run that was over yields no state
 
     share, zipped = unseen.bincount() / len(unseen), gzip.compress(bytes(unseen.tolist()), 9)
     say(f"order 0: {-share.xlogy(share).sum() / math.log(2):.3f}, the entropy of the held-out text's byte counts")
@@ -134,7 +136,9 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
 if __name__ == "__main__":
     cli = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     cli.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help="text; else CPython's own docs")
+    cli.add_argument("--out", type=Path, metavar="FOLDER", help="for checkpoints and metrics, from which a run goes on")
     cli.add_argument("--steps", type=int, default=800, help="train steps")
+    cli.add_argument("--every", type=int, default=200, help="steps between two evaluations, and two checkpoints")
     cli.add_argument("--batch", type=int, default=24, help="windows in a step, over all ranks")
     cli.add_argument("--context", type=int, default=128, help="bytes in a window")
     cli.add_argument("--depth", type=int, default=4, help="blocks")

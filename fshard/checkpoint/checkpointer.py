@@ -39,6 +39,14 @@ class Restored:
         data: the value that was saved as ``data=``.
         metadata: the value that was saved as ``metadata=``.
         skipped: the errors of newer, damaged checkpoints that ``fallback=True`` skipped.
+
+    >>> import fshard as fs, tempfile, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> with tempfile.TemporaryDirectory() as folder, fs.Checkpointer(folder) as checkpoints:
+    ...     checkpoints.save(fs.init_state(plan, params={"w": torch.ones(2)}), data={"epoch": 3})
+    ...     state = checkpoints.restore(plan)
+    ...     checkpoints.restored.step, checkpoints.restored.data
+    (0, {'epoch': 3})
     """
 
     step: int

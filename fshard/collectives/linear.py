@@ -33,7 +33,7 @@ from torch import Tensor
 from fshard.collectives import raw
 from fshard.collectives.compare import check_invariant
 from fshard.collectives.ranks import Ranks
-from fshard.errors import no_derivative, untraceable, wrapped
+from fshard.collectives.refusals import no_derivative, untraceable, wrapped
 
 Shape = tuple[int, ...]
 

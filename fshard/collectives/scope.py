@@ -12,7 +12,8 @@ from typing import Any
 
 from fshard.arguments import described, expect, kind
 from fshard.collectives.ranks import Ranks
-from fshard.errors import AxisError, unbound_axis, unknown_axis
+from fshard.collectives.refusals import unbound_axis
+from fshard.errors import AxisError, unknown_axis
 from fshard.runtime.comm.communicator import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 

@@ -29,7 +29,14 @@ from fshard.sharding.mesh import Mesh
 
 @dataclass(eq=False)
 class InFlight:
-    """A collective under way. ``done`` takes its result, once."""
+    """A collective under way. ``done`` takes its result, once.
+
+    >>> import fshard as fs
+    >>> with fs.collectives.use_mesh(fs.make_mesh((1,), ("data",))):
+    ...     flying = psum_start(torch.ones(2), "data")
+    ...     done(flying)
+    tensor([1., 1.])
+    """
 
     op: Collective
     x: Tensor

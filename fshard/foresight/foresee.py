@@ -40,6 +40,10 @@ class Hardware:
         memory: bytes of a device; None for no limit.
         words: the names of these.
         costs: measured costs of the units, where there are some.
+
+    >>> import fshard as fs
+    >>> fs.sim.hardware("h100", link="ib400", inside="nvlink4").words.split(";")[0]
+    'h100 at 70% of its peak in products'
     """
 
     speed: Speed

@@ -39,6 +39,13 @@ class Option:
         rows_per_s: rows of all ranks a second.
         mfu: operations of the model to those that the devices could do.
         fits: whether a device has as much memory.
+
+    >>> import fshard as fs, torch
+    >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
+    >>> job["loss"] = lambda params, x: (x @ params["w"]).square().mean()
+    >>> option = fs.sim.search(job, 2, fs.sim.hardware("a100", link="eth25"), remats=[None]).best
+    >>> option.shape, option.fits
+    ('data=2', True)
     """
 
     mesh: Mesh
@@ -65,6 +72,13 @@ class Search:
         options: those that fit first, and of these the one with most rows a second first.
         refused: meshes that the plan or the program refused, and why.
         words: what the step would run on.
+
+    >>> import fshard as fs, torch
+    >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
+    >>> job["loss"] = lambda params, x: (x @ params["w"]).square().mean()
+    >>> found = fs.sim.search(job, 2, fs.sim.hardware("a100", link="eth25"), remats=[None])
+    >>> print(found)
+    mesh    remat ...
     """
 
     options: Sequence[Option]

@@ -26,6 +26,10 @@ class Generated(NamedTuple):
     Attributes:
         tokens: for each prompt the new tokens, 1-D, int64; with ``eos`` as the last one where it came.
         logprobs: the logarithms of the probabilities with which they were drawn, 1-D, float32.
+
+    >>> made = Generated([torch.tensor([7, 2])], [torch.tensor([-0.1, -0.3])])
+    >>> [row.tolist() for row in made.tokens], made.logprobs[0].sum()
+    ([[7, 2]], tensor(-0.4000))
     """
 
     tokens: list[Tensor]
@@ -72,7 +76,17 @@ class Rows:
 
 
 class Generate:
-    """``generate(state, prompts, max_new=...)``. Made by ``fs.generation.make_generate``."""
+    """``generate(state, prompts, max_new=...)``. Made by ``fs.generation.make_generate``.
+
+    >>> import fshard as fs
+    >>> plan = fs.make_plan({"next": torch.zeros(4, 4)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> state = fs.init_state(plan, params={"next": 9 * torch.eye(4).roll(1, 1)})
+    >>> def forward(params, tokens, cache, places):
+    ...     return params["next"][tokens], None
+    >>> go_on = make_generate(forward, plan)
+    >>> go_on(state, [[0], [2]], max_new=3, sampling=fs.generation.Sampling(temperature=0)).tokens
+    [tensor([1, 2, 3]), tensor([3, 0, 1])]
+    """
 
     def __init__(self, forward: Forward, plan: Plan, weights: str) -> None:
         self.forward, self.plan, self.weights = forward, plan, weights

@@ -22,6 +22,12 @@ class Places(NamedTuple):
     Attributes:
         positions: (rows, time), int64: the place of each token in its own sequence, counted from 0; 0 for padding.
         keys: (rows, all tokens so far), bool: which of them are no padding.
+
+    >>> _, places = padded([torch.tensor([5, 6]), torch.tensor([7])], torch.device("cpu"))
+    >>> places.positions.tolist(), places.keys.tolist()
+    ([[0, 1], [0, 0]], [[True, True], [False, True]])
+    >>> places.mask[1, 0].tolist()
+    [[True, False], [False, True]]
     """
 
     positions: Tensor

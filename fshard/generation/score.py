@@ -21,6 +21,9 @@ class Perplexity(NamedTuple):
         perplexity: the exponential of the loss.
         loss: the mean over all elements of all ranks.
         batches: the most batches that a rank had.
+
+    >>> Perplexity(perplexity=4.0, loss=1.3863, batches=2).perplexity
+    4.0
     """
 
     perplexity: float

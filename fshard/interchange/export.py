@@ -1,8 +1,8 @@
 """Export: the leaves of a state one by one, each gathered on its own, to one rank or to all ranks."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fshard.state.pieces import Entry
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
+T = TypeVar("T")
 What = Literal["params", "opt_state", "state"]
 Callback = Callable[[str, Tensor], object]
 
@@ -104,30 +105,36 @@ def export(
     plan, listed, check_alive = export_entries(state, plan, what)
     items = plan_export(plan, listed, to=to, axes=axes, dtype=dtype, rename=rename)
     if callback is None:
-        return ((name, tensor) for name, tensor in _stream(items, check_alive) if tensor is not None)
-    failure = deliver(items, check_alive, callback)
-    comm = mesh_communicator(plan.mesh, ROLE)
-    raise_failures(comm, failure, "export failed on other ranks:", "The state is as it was.")
+        return (pair for pair in stream(items, check_alive) if pair is not None)
+    deliver_all(plan, stream(items, check_alive), lambda pair: callback(*pair))
     return None
 
 
-def deliver(items: Sequence[ExportItem], check_alive: Callable[[], object], callback: Callback) -> BaseException | None:
-    """Call a function with each leaf that this rank receives, until it fails; returns its failure. Collective."""
+def deliver_all(plan: Plan, arrivals: Iterable[T | None], callback: Callable[[T], object]) -> None:
+    """Call a function with all that this rank receives. Collective; a failure on any rank is raised on all."""
+    failure = deliver(arrivals, callback)
+    comm = mesh_communicator(plan.mesh, ROLE)
+    raise_failures(comm, failure, "export failed on other ranks:", "The state is as it was.")
+
+
+def deliver(arrivals: Iterable[T | None], callback: Callable[[T], object]) -> BaseException | None:
+    """Call a function with each thing that this rank receives, until it fails; returns its failure. Collective."""
     failure: BaseException | None = None
-    for name, tensor in _stream(items, check_alive):
-        if tensor is not None and failure is None:
+    for arrival in arrivals:
+        if arrival is not None and failure is None:
             try:
-                callback(name, tensor)
+                callback(arrival)
             except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's part of the stream
                 failure = error
     return failure
 
 
-def _stream(items: Sequence[ExportItem], check_alive: Callable[[], object]) -> Iterator[tuple[str, Tensor | None]]:
-    """The exported names with their leaves, or None on ranks that do not receive them."""
+def stream(items: Sequence[ExportItem], check_alive: Callable[[], object]) -> Iterator[tuple[str, Tensor] | None]:
+    """The exported names with their leaves; None for each that this rank does not receive."""
     for item in items:
         check_alive()
-        yield item.name, fetch(item)
+        leaf = fetch(item)
+        yield None if leaf is None else (item.name, leaf)
 
 
 def export_entries(

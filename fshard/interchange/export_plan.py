@@ -92,7 +92,7 @@ def plan_export(
         entry = by_name[old]
         local = [axis for axis in _compute_axes(plan, entry) if axis not in wanted]
         ranks = Ranks(mesh, tuple(axis for axis in mesh.axis_names if axis in entry.spec.axes and axis not in local))
-        have = tuple(held[rank] for rank in _positions(ranks))
+        have = tuple(held[rank] for rank in positions(ranks))
         root = None if to is None else _counterpart(mesh, to, local)
         exported = entry.dtype if dtype is None or not entry.dtype.is_floating_point else dtype
         out.append(ExportItem(name, entry, ranks, have, root, exported, transpose))
@@ -111,7 +111,7 @@ def _renamed(rules: Sequence[RenameLike], entries: Mapping[str, Entry]) -> dict[
 def fetch(item: ExportItem) -> Tensor | None:
     """The leaf of an item, on ranks that receive it. Collective."""
     ranks, root = item.ranks, item.root
-    comm, members = ranks.comm, _positions(ranks)  # all ranks make the communicator, even those that take no part
+    comm, members = ranks.comm, positions(ranks)  # all ranks make the communicator, even those that take no part
     if root is not None and root not in members:
         return None
     mine = item.entry.tensor.to(ranks.mesh.device, item.dtype)
@@ -170,7 +170,7 @@ def exchange_pieces(
     ``have`` and ``want`` are the pieces that each of the ranks, in ascending order, holds and wants; ``mine`` is this
     rank's, 1-D. Of equal pieces the receiver takes its own, or any other.
     """
-    me, count = _positions(ranks).index(ranks.mesh.rank), len(have)
+    me, count = positions(ranks).index(ranks.mesh.rank), len(have)
     out = torch.empty(want[me].numel, dtype=mine.dtype, device=mine.device) if out is None else out
     sent: list[list[Tensor]] = [[] for _ in range(count)]
     places: list[list[Tensor]] = [[] for _ in range(count)]
@@ -185,6 +185,28 @@ def exchange_pieces(
     if count > 1:
         _all_to_all(ranks, mine[:0], sent, places)
     return out
+
+
+def send_rows(item: ExportItem, row: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
+    """Send each rank's row of bytes to the ranks that receive an item: the rows of all pieces, once each. Collective.
+
+    ``sizes`` are those of the rows of all ranks in ascending order. None on ranks that receive nothing.
+    """
+    members = positions(item.ranks)
+    me, count = members.index(item.ranks.mesh.rank), len(members)
+    targets = range(count) if item.root is None else [members.index(item.root)]
+    sent, places = [[row[:0]] for _ in range(count)], [[row[:0]] for _ in range(count)]
+    first = {piece: holder for holder, piece in reversed(list(enumerate(item.have)))}
+    for target in targets:
+        if first[item.have[me]] == me and target != me:
+            sent[target] = [row]
+    for holder in first.values() if me in targets else ():
+        places[holder] = [row if holder == me else row.new_empty(sizes[holder])]
+    own, places[me] = places[me], []
+    if count > 1:
+        _all_to_all(item.ranks, row[:0], sent, places)
+    places[me] = own
+    return [rows[0] for rows in places if rows[0].numel()] if me in targets else None
 
 
 def _all_to_all(ranks: Ranks, empty: Tensor, sent: list[list[Tensor]], places: list[list[Tensor]]) -> None:
@@ -202,7 +224,7 @@ def _all_to_all(ranks: Ranks, empty: Tensor, sent: list[list[Tensor]], places: l
         at += place.numel()
 
 
-def _positions(ranks: Ranks) -> list[int]:
+def positions(ranks: Ranks) -> list[int]:
     """The ranks of a group in ascending order, which is the order of its communicator."""
     return sorted(ranks.mesh.ranks(ranks.axes))
 

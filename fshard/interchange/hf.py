@@ -10,7 +10,7 @@ import torch
 from fshard.arguments import expect
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import PlanError
-from fshard.interchange.export import deliver, export_entries
+from fshard.interchange.export import deliver, export_entries, stream
 from fshard.interchange.export_plan import ROLE, plan_export
 from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
 from fshard.interchange.rename import RenameLike
@@ -127,7 +127,7 @@ def save_hf(
 
     try:
         first_rank_or_raise(comm, rank, writer.prepare)
-        failure = deliver(items, check_alive, writer.write)
+        failure = deliver(stream(items, check_alive), lambda pair: writer.write(*pair))
         first_rank_or_raise(comm, rank, publish)
     finally:
         writer.discard()

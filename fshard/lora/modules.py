@@ -17,7 +17,11 @@ A, B = "_lora_a", "_lora_b"
 """The suffixes that name the adapters of a weight."""
 
 PATHS = r".*_lora_[ab]"
-"""The paths of all adapters, for rules: a hand-written function's tree is frozen and trained by them."""
+"""The paths of all adapters, for rules: a hand-written function's tree is frozen and trained by them.
+
+>>> [bool(re.fullmatch(fs.lora.PATHS, path)) for path in ("up.weight", "up.weight_lora_a")]
+[False, True]
+"""
 
 Kind = type[nn.Module]
 

@@ -24,6 +24,10 @@ class SavePolicy:
     Attributes:
         name: for messages and schedules.
         ops: the ``torch.ops.aten`` operators whose results are kept; None for all of them.
+
+    >>> import torch
+    >>> dots.saves(torch.ops.aten.mm.default), dots.saves(torch.ops.aten.tanh.default)
+    (True, False)
     """
 
     name: str
@@ -72,10 +76,18 @@ def saving(*ops: Any) -> SavePolicy:
 
 
 nothing = SavePolicy("nothing", frozenset())
-"""Keep the inputs only, and compute everything again: the least memory, about a third more compute."""
+"""Keep the inputs only, and compute everything again: the least memory, about a third more compute.
+
+>>> fs.checkpoint_policies.nothing.saves(torch.ops.aten.mm)
+False
+"""
 
 everything = SavePolicy("everything", None)
-"""Keep what autograd keeps: no recomputation."""
+"""Keep what autograd keeps: no recomputation.
+
+>>> fs.checkpoint_policies.everything.saves(torch.ops.aten.exp)
+True
+"""
 
 _aten = torch.ops.aten
 dots = SavePolicy(
@@ -88,7 +100,11 @@ dots = SavePolicy(
         )
     ),
 )
-"""Keep the results of matrix products, convolutions and fused attention, and compute the cheap rest again."""
+"""Keep the results of matrix products, convolutions and fused attention, and compute the cheap rest again.
+
+>>> fs.checkpoint_policies.dots.saves(torch.ops.aten.mm), fs.checkpoint_policies.dots.saves(torch.ops.aten.exp)
+(True, False)
+"""
 
 
 def __dir__() -> list[str]:

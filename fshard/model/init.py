@@ -45,7 +45,15 @@ CHUNK = 1 << 20
 
 
 class Initializer(Protocol):
-    """A function that gives a leaf its first values."""
+    """A function that gives a leaf its first values.
+
+    >>> import fshard as fs
+    >>> def ramp(key, shape, index):
+    ...     return index.float()
+    >>> plan = fs.make_plan({"w": torch.empty(2, 2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> fs.init_state(plan, init=[(".*", ramp)]).params["w"]
+    tensor([0., 1., 2., 3.])
+    """
 
     def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
         """The values of a leaf at some positions.
@@ -94,7 +102,12 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with this mean and standard deviation."""
+    """Normal with this mean and standard deviation.
+
+    >>> import fshard as fs
+    >>> fs.init.normal(0.02)
+    Normal(std=0.02, mean=0.0)
+    """
 
     std: float
     mean: float = 0.0
@@ -105,7 +118,12 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncNormal:
-    """Normal with this mean and standard deviation, cut off at the values ``a`` and ``b``."""
+    """Normal with this mean and standard deviation, cut off at the values ``a`` and ``b``.
+
+    >>> import fshard as fs
+    >>> fs.init.trunc_normal(0.02)
+    TruncNormal(std=0.02, mean=0.0, a=-2.0, b=2.0)
+    """
 
     std: float
     mean: float
@@ -127,7 +145,12 @@ class TruncNormal:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Variance scaling: standard deviation ``gain / sqrt(fan)``, the fan read from the leaf's whole shape."""
+    """Variance scaling: standard deviation ``gain / sqrt(fan)``, the fan read from the leaf's whole shape.
+
+    >>> import fshard as fs
+    >>> fs.init.xavier_uniform()
+    Scaled(gain=1.0, mode='fan_avg', law='uniform')
+    """
 
     gain: float
     mode: Mode
@@ -151,7 +174,13 @@ class Scaled:
 
 @dataclass(frozen=True)
 class ZeroRow:
-    """Another initializer, with one row (a slice along dim 0) of zeros: the padding row of an embedding."""
+    """Another initializer, with one row (a slice along dim 0) of zeros: the padding row of an embedding.
+
+    >>> import fshard as fs
+    >>> inner = fs.init.ones()
+    >>> fill(ZeroRow(inner, row=1), key=0, shape=(2, 3), index=range(6))
+    tensor([1., 1., 1., 0., 0., 0.])
+    """
 
     inner: Initializer
     row: int

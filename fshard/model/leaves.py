@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fshard import errors, tree
 from fshard.arguments import expect, kind
+from fshard.model import refusals
 from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
 from fshard.patterns import bad_regex, meant_by
@@ -73,7 +74,7 @@ class LeafOrder:
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:
         if not isinstance(given, Mapping):
-            raise errors.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"], _instead(given))
+            raise refusals.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"], _instead(given))
         found = dict(tree.paths(given))
         known = {path: found[path] for path in self.paths if path in found}
         problems = [f"{path}: missing" for path in self.paths if path not in found]
@@ -84,7 +85,7 @@ class LeafOrder:
         problems += [f"{path}: shape {shape}, expected {want}" for path, shape, want in wrong]
         if problems:
             shards = complete and {len(shape) for _, shape, _ in wrong} == {1}
-            raise errors.wrong_leaves(self._what, problems, _SHARDS if shards else "")
+            raise refusals.wrong_leaves(self._what, problems, _SHARDS if shards else "")
         return list(known.values())
 
     def _misshapen(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:

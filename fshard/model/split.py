@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fshard import errors, tree
+from fshard.model import refusals
 from fshard.model.buffers import Place, Tracker
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
@@ -104,7 +105,7 @@ class Model:
         instance = body.instance(params)
         leaves = instance.tensors.leaves
         if self._unmade and buffers is None and leaves and leaves[0].device.type != "meta":
-            raise errors.unmade_buffers(self._unmade)
+            raise refusals.unmade_buffers(self._unmade)
         given = body.buffers.leaves(self.buffers if buffers is None else buffers)
         versions = self._versions()
         out, changed = body.run(instance, given, args, kwargs, method)
@@ -112,7 +113,7 @@ class Model:
             raise errors.written_outside([path for path, _ in tree.paths(self.ignored)])
         if buffers is None:
             if changed:
-                raise errors.buffers_changed(changed)
+                raise refusals.buffers_changed(changed)
             return out
         new = dict(zip(body.buffers.paths, given, strict=True))
         for path, buffer in changed.items():
@@ -170,7 +171,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     (('0', '1'), ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
     if not isinstance(module, nn.Module):
-        raise errors.not_a_module(module)
+        raise refusals.not_a_module(module)
     check_module(module)
     names = chosen(module, units)
     every = dict(module.named_parameters(remove_duplicate=False))

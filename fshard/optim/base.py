@@ -11,11 +11,21 @@ from torch import Tensor
 from fshard import errors
 
 Rate = float | Callable[[int], float]
-"""A learning rate: a number, or a pure function of the step that counts from 0 for the first update."""
+"""A learning rate: a number, or a pure function of the step that counts from 0 for the first update.
+
+>>> halving: fs.optim.Rate = lambda step: 0.1 / 2**step
+>>> fs.optim.rate(halving, step=2)
+0.05
+"""
 
 State = dict[str, Tensor]
 """An optimizer's buffers for one slice, each of its length and dtype unless the rule's ``forms`` say otherwise (see
-``fshard.optim.form``); ``{}`` for a rule that keeps none."""
+``fshard.optim.form``); ``{}`` for a rule that keeps none.
+
+>>> state: fs.optim.State = fs.optim.sgd(0.1, momentum=0.9).init(torch.ones(2))
+>>> state
+{'momentum_buffer': tensor([0., 0.])}
+"""
 
 Tensors = list[Tensor]
 States = list[State]
@@ -36,6 +46,14 @@ class Optimizer(Protocol):
     outside that is the pure function ``(params, grads, states, step) -> (params, states)``, whose inputs no
     longer exist after the call. All it depends on is passed in, so equal inputs give equal results and a
     state that was saved resumes exactly.
+
+    >>> import fshard as fs
+    >>> opt = fs.optim.sgd(0.5, momentum=0.9)
+    >>> param, grad = torch.ones(2), torch.tensor([1.0, 2.0])
+    >>> state = opt.init(param)
+    >>> opt.update([param], [grad], [state], step=1, hyper=opt.hyper("w", (2,)))
+    >>> param, state
+    (tensor([0.5000, 0.0000]), {'momentum_buffer': tensor([1., 2.])})
     """
 
     @property

@@ -8,7 +8,12 @@ from fshard.optim.form import LeafInfo
 from fshard.patterns import meant_by
 
 Decay = str | Callable[[str, tuple[int, ...]], bool] | None
-"""Which leaves decay: all (``None``), those whose whole path a regex matches, or those a function picks."""
+r"""Which leaves decay: all (``None``), those whose whole path a regex matches, or those a function picks.
+
+>>> decay: fs.optim.Decay = r".*\.weight"
+>>> fs.optim.adamw(1e-3, weight_decay=0.1, decay=decay).hyper("head.bias", (4,))
+0.0
+"""
 
 
 def matrices(path: str, shape: tuple[int, ...]) -> bool:

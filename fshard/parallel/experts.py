@@ -36,6 +36,11 @@ class Dispatched:
         rows: (n, width): the rows for this rank's experts, expert by expert.
         counts: the number of rows of each of them.
         way: the way back, for ``combine``.
+
+    >>> import fshard as fs
+    >>> routing = fs.parallel.route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
+    >>> dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None).counts
+    (2, 1)
     """
 
     rows: Tensor

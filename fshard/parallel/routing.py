@@ -20,6 +20,10 @@ class Routing:
         weights: (..., k) floating, the factor on each choice's result.
         chosen: (..., k) int64, the numbers of the experts, the best first.
         probs: (..., experts) float32, the router's probabilities, for the losses.
+
+    >>> routing = route(torch.tensor([[1.0, 3.0, 2.0]]), k=1)
+    >>> routing.experts, routing.chosen, routing.weights
+    (3, tensor([[1]]), tensor([[1.]]))
     """
 
     weights: Tensor

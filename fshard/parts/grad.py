@@ -43,6 +43,14 @@ class ValueAndGrad(OneFunction):
         read: the plan as this part reads it: what ``only=`` leaves out is frozen.
         params: the form of the parameters.
         grads: the form of the gradients.
+
+    >>> import fshard as fs, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> opt = fs.optim.sgd(0.5)
+    >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
+    >>> grad = fs.value_and_grad(lambda params, x: (params["w"] * x).sum(), plan)
+    >>> grad(state, torch.tensor([3.0, 4.0]))
+    (tensor(7.), {'w': tensor([3., 4.])})
     """
 
     def __init__(

@@ -27,6 +27,20 @@ class Step(LatestRun):
 
     A step is atomic: if it raises, on this rank or on another, every state that it was given is as it was before, bit
     for bit, and can be used again.
+
+    >>> import fshard as fs, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> opt = fs.optim.sgd(0.5)
+    >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
+    >>> grad, update = fs.value_and_grad(lambda params, x: (params["w"] * x).sum(), plan), fs.make_update(opt, plan)
+    >>> def sign_descent(state, batch):
+    ...     loss, grads = grad(state, batch)
+    ...     state, _ = update(state, fs.tree.map(torch.sign, grads))
+    ...     return state, {"loss": loss}
+    >>> step = fs.make_step(sign_descent, plan)
+    >>> state, metrics = step(state, torch.tensor([3.0, -4.0]))
+    >>> step, metrics, state.params["w"]
+    (<step of sign_descent>, {'loss': tensor(-1.)}, tensor([0.5000, 1.5000]))
     """
 
     _runner: StepRunner

@@ -23,6 +23,10 @@ class VirtualMesh(Mesh):
 
     Inside of ``run`` it is the mesh of the rank that runs. Outside the caller stands for all ranks, as in JAX: steps
     take global batches, and states show whole tensors.
+
+    >>> mesh = virtual_mesh((2,), ("data",))
+    >>> mesh, mesh.run(lambda: mesh.rank)
+    (VirtualMesh(sizes=(2,), axis_names=('data',)), [0, 1])
     """
 
     def __init__(self, sizes: tuple[int, ...], axis_names: tuple[str, ...], device: torch.device) -> None:

@@ -23,7 +23,15 @@ The last three are formats in which gradients travel."""
 
 
 class VerifyError(ShardError, AssertionError):
-    """A train step that computes something else than plain PyTorch."""
+    """A train step that computes something else than plain PyTorch.
+
+    Example::
+
+        try:
+            fs.verify(step, state, batch)
+        except fs.VerifyError as error:
+            print(error)  # the first unit whose output differs, and every leaf whose gradient does
+    """
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,15 @@ class Verified:
         calls: the number of calls of units whose outputs were compared on this rank.
         first: the first output of a unit that differs; None in a returned value, since a difference raises.
         notes: what was not compared, and why.
+
+    >>> import fshard as fs, torch
+    >>> model = fs.split(torch.nn.Linear(2, 1))
+    >>> plan = fs.make_plan(model, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> opt = fs.optim.sgd(0.1)
+    >>> step = fs.make_train_step(lambda params, x: model.apply(params, x).square().mean(), opt, plan)
+    >>> found = fs.verify(step, fs.init_state(plan, opt, seed=0), torch.ones(4, 2))
+    >>> found.right, found.rows[0].name
+    (True, 'loss')
     """
 
     rows: tuple[Row, ...]

@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fshard import errors, markup
+from fshard import markup
 from fshard.arguments import size_text
+from fshard.schedule import refusals
 from fshard.schedule.build import build
 from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Footprint, Need, footprint
@@ -64,7 +65,7 @@ class Auto:
         if self.update not in UPDATES:
             problems.append(f"update={self.update!r} is none of {', '.join(map(repr, UPDATES))}")
         if problems:
-            raise errors.bad_policy(problems)
+            raise refusals.bad_policy(problems)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,12 @@ class Choice:
         candidates: all that were tried, the fastest first.
         rates: what simulated times stand on: rates, or measured costs.
         budget: the limit on memory, in bytes.
+
+    Example::
+
+        step = fs.make_train_step(loss_fn, opt, plan, schedule=fs.Auto(memory=8 * 2**30))
+        ...  # after the first steps, which measure
+        print(step.choice)  # the policies that were tried, with their seconds and bytes
     """
 
     schedule: Schedule = field(repr=False)
@@ -179,7 +186,7 @@ def choose(task: Task, auto: Auto, rates: Rates | Costs) -> Choice:
     if not fits:
         least, schedule = min(found, key=lambda pair: pair[0].memory.peak_bytes)
         assert auto.memory is not None
-        raise errors.memory_too_small(
+        raise refusals.memory_too_small(
             auto.memory, str(least.memory), str(least.policy), _largest(schedule, least.memory)
         )
     fastest = min(each.seconds for each, _ in fits)

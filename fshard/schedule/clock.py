@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import errors
+from fshard.schedule import refusals
 from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
@@ -95,7 +95,7 @@ class Clock:
         start, row = self.now, awaited(op.kind)
         if row is not None:
             if (row.name, op.target) not in self.arrivals:
-                raise errors.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
+                raise refusals.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
             self._arrive(*self.arrivals.pop((row.name, op.target)))
             transfer = self.transfers.get((row.name, op.target))
             if transfer is not None:
@@ -157,7 +157,7 @@ class Fleet(Clock):
         super().__init__(schedule, costs)
         strange = [rank for rank in noise.slow if not 0 <= rank < mesh.size]
         if strange:
-            raise errors.bad_costs([f"slow[{rank}]: the mesh has ranks 0 to {mesh.size - 1}" for rank in strange])
+            raise refusals.bad_costs([f"slow[{rank}]: the mesh has ranks 0 to {mesh.size - 1}" for rank in strange])
         self.mesh, self.noise, self.rank = mesh, noise, 0
         self.generator = torch.Generator().manual_seed(noise.seed)
         self.ranks = self._spread(noise.ranks)

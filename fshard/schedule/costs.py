@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fshard import errors
 from fshard.arguments import expect
 from fshard.errors import PlanError
+from fshard.schedule import refusals
 from fshard.schedule.ops import op_kinds
 from fshard.schedule.transfers import Transfer, moves
 
@@ -55,7 +55,7 @@ class Link:
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name}={getattr(self, name)!r} is not a number of seconds")
         if problems:
-            raise errors.bad_costs(problems)
+            raise refusals.bad_costs(problems)
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value or name == "latency"}
@@ -109,15 +109,17 @@ class Costs:
             f"{name}={link!r} is not an fs.sim.Link" for name, link in links.items() if not isinstance(link, Link)
         ]
         known = op_kinds()
-        for (kind, target), value in self.seconds.items():
-            if kind not in known:
-                problems.append(f"{kind} {target}: the kinds of ops are {', '.join(sorted(known))}")
-            elif not 0 <= value < math.inf:
-                problems.append(f"{kind} {target} takes {value!r} seconds")
+        for op, value in self.seconds.items():
+            if not isinstance(op, tuple) or len(op) != 2:
+                problems.append(f"{op!r} is no op: give a pair of its kind and its target, ('forward', 'blocks.0')")
+            elif op[0] not in known:
+                problems.append(f"{op[0]} {op[1]}: the kinds of ops are {', '.join(sorted(known))}")
+            elif not isinstance(value, int | float) or not 0 <= value < math.inf:
+                problems.append(f"{op[0]} {op[1]} takes {value!r} seconds")
         if not 0 <= self.host < math.inf or not 0 < self.processors < math.inf:
             problems.append(f"host={self.host!r}, processors={self.processors!r}: not negative, and more than none")
         if problems:
-            raise errors.bad_costs(problems)
+            raise refusals.bad_costs(problems)
 
     def of(self, kind: str, target: str) -> float:
         """What an op takes on the device, beside what its bytes take."""
@@ -258,4 +260,4 @@ class Noise:
         problems = [f"{name}={value!r} is not a spread >= 0" for name, value in spreads if not 0 <= value < 10]
         problems += [f"slow[{rank}]={value!r} is not positive" for rank, value in self.slow.items() if not value > 0]
         if problems:
-            raise errors.bad_costs(problems)
+            raise refusals.bad_costs(problems)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from fshard import errors
+from fshard.schedule import refusals
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.transfers import HOST, KINDS, SECOND, STATE, Transfer
 from fshard.sharding.layout import Group
@@ -26,7 +26,7 @@ def group_infos(plan: Plan, state: Mapping[int, int] | None = None, secondary: A
     unknown = [axis for axis in secondary if axis not in plan.mesh.axis_names]
     if unknown:
         names = ", ".join(plan.mesh.axis_names)
-        raise errors.bad_policy([f"fs.secondary names {unknown[0]!r}, and the axes of the mesh are {names}"])
+        raise refusals.bad_policy([f"fs.secondary names {unknown[0]!r}, and the axes of the mesh are {names}"])
     infos = (_info(plan, group, (state or {}).get(group.id, 0)) for group in plan.groups)
     return tuple(_with_second(plan, group, info, secondary) for group, info in zip(plan.groups, infos, strict=True))
 

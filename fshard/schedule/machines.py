@@ -74,7 +74,11 @@ LINKS: Mapping[str, NamedLink] = MappingProxyType(
     }
 )
 """Links by name: what one rank can send in one direction. Sources of NVLink state both directions together. Latencies
-are those of a collective's first byte, and orders of magnitude."""
+are those of a collective's first byte, and orders of magnitude.
+
+>>> fs.sim.LINKS["ib400"].link
+Link(bytes_per_s=50000000000.0, latency=1e-05)
+"""
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
@@ -85,7 +89,11 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         "b200": Device(2250e12, 75e12, 7700e9, 180 * 10**9, "NVIDIA DGX B200 datasheet"),
     }
 )
-"""Accelerators by name."""
+"""Accelerators by name.
+
+>>> fs.sim.DEVICES["h100"].memory
+80000000000
+"""
 
 
 def named_link(name: str) -> Link:

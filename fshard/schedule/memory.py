@@ -27,8 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
 
-from fshard import errors
 from fshard.arguments import size_text
+from fshard.schedule import refusals
 from fshard.schedule.ops import LOCAL, GroupInfo, Op
 from fshard.schedule.pack import Span, pack, profile
 from fshard.schedule.stages import Pass, Stages
@@ -160,13 +160,13 @@ class _Lives:
     def begin(self, item: str, at: int) -> None:
         """An item that must not be alive yet."""
         if item in self.born:
-            raise errors.broken_lifetime(item, at, str(self.ops[at]), f"it is alive since op {self.born[item]}")
+            raise refusals.broken_lifetime(item, at, str(self.ops[at]), f"it is alive since op {self.born[item]}")
         self.born[item] = at
 
     def end(self, item: str, size: int, at: int) -> tuple[str, int, Span]:
         """An item that must be alive."""
         if item not in self.born:
-            raise errors.broken_lifetime(item, at, str(self.ops[at]), "no lifetime of it has begun")
+            raise refusals.broken_lifetime(item, at, str(self.ops[at]), "no lifetime of it has begun")
         return item, size, (self.born.pop(item), at)
 
     def _take(self, at: int, op: Op, group: GroupInfo) -> Ended:
@@ -244,7 +244,7 @@ class _Lives:
             kind, _, name = item.partition(":")
             group = self.by_name[name]
             if kind not in (self._kept(group), "left"):
-                raise errors.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
+                raise refusals.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
             yield item, group.size(kind), (at, len(self.ops) - 1)
 
     def _between(self) -> Ended:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from fshard import errors
+from fshard.schedule import refusals
 from fshard.schedule.ops import GroupInfo, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.stages import Local, Pass, Stages, as_stages
@@ -26,7 +26,7 @@ def refuse_misfits(
             )
         problems += _Crossed(groups, as_stages(program, groups, 1, train), train).problems(policy)
     if problems:
-        raise errors.bad_program(problems)
+        raise refusals.bad_program(problems)
 
 
 def _unknown(groups: Sequence[GroupInfo], program: Program | Stages) -> Iterator[str]:

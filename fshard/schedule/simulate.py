@@ -18,8 +18,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fshard import errors, markup
+from fshard import markup
 from fshard.arguments import expect, size_text
+from fshard.schedule import refusals
 from fshard.schedule.clock import Clock, Fleet, Ticks
 from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import LOCAL, ROOT, Op
@@ -44,6 +45,15 @@ class Simulation:
         host: the seconds of the step before its first op and after its last.
         rank: the rank that this is: the one that ends last.
         by_rank: when each rank ends; empty where all are alike.
+
+    >>> import fshard as fs, torch
+    >>> params = {"w": torch.empty(64, 64, device="meta")}
+    >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> step = fs.make_train_step(lambda params, x: (x @ params["w"]).square().mean(), fs.optim.sgd(0.1), plan)
+    >>> schedule = step.trace(torch.empty(8, 64, device="meta")).schedule
+    >>> found = fs.sim.simulate(schedule, fs.sim.Costs({("forward", "root"): 1e-3}, fs.sim.Link(1e6)))
+    >>> found.sent, f"{found.compute:.3f}", found.exposed > 0
+    (16384, '0.001', True)
     """
 
     schedule: Schedule = field(repr=False)
@@ -150,7 +160,7 @@ def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: 
     if noise is None:
         return _told(schedule, costs, Clock(schedule, costs).run())
     if mesh is None:
-        raise errors.bad_costs(["noise is given, but no mesh: it says which ranks there are"])
+        raise refusals.bad_costs(["noise is given, but no mesh: it says which ranks there are"])
     fleet = Fleet(schedule, costs, mesh, noise)
     ends = fleet.ends()
     rank = max(range(mesh.size), key=ends.__getitem__)
@@ -168,7 +178,7 @@ def _refuse_strange(schedule: Schedule, costs: Costs) -> None:
     for kind in ("forward", "backward"):
         problems += _lacking(kind, {target for each, target in known if each == kind}, costs)
     if problems:
-        raise errors.bad_costs(problems)
+        raise refusals.bad_costs(problems)
 
 
 def _lacking(kind: str, targets: set[str], costs: Costs) -> list[str]:
@@ -213,7 +223,7 @@ def measured(
        2.000 s  wait all_gather layer
     """
     if len(times) != len(schedule) + 1:
-        raise errors.bad_costs([f"{len(times)} times for {len(schedule)} ops: give one more, the end"])
+        raise refusals.bad_costs([f"{len(times)} times for {len(schedule)} ops: give one more, the end"])
     issued = [time - times[0] for time in times]
     starts, ends = list(issued[:-1]), list(issued[1:])
     moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers if move.row.link}

@@ -29,6 +29,15 @@ class Preempted(SystemExit):
 
     If it is not caught, the process ends with the exit code of the signal, such as 143 for SIGTERM, so that torchrun
     and schedulers know that the run is incomplete.
+
+    Example::
+
+        try:
+            for state, metrics in fs.train_loop(step, start, batches, steps=1000, checkpoints=checkpoints):
+                ...
+        except fs.Preempted as stopped:
+            print(stopped)  # SIGTERM: stopped after step 417
+            raise  # with the exit code 143
     """
 
     def __init__(self, number: int, step: int) -> None:

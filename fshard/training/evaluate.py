@@ -26,7 +26,16 @@ from fshard.training.metrics import global_result
 
 
 class EvalStep(OneFunction):
-    """``evaluate(state, batch) -> result``. Made by ``fs.make_eval_step``."""
+    """``evaluate(state, batch) -> result``. Made by ``fs.make_eval_step``.
+
+    >>> import fshard as fs, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> opt = fs.optim.sgd(0.5)
+    >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
+    >>> evaluate = fs.make_eval_step(lambda params, x: {"mean": (params["w"] * x).mean()}, plan)
+    >>> evaluate, evaluate(state, torch.tensor([1.0, 3.0]))
+    (<eval step of 1 leaves in 1 groups>, {'mean': tensor(2.)})
+    """
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, precision: Precision | None) -> None:
         self.plan, self.running = plan, running

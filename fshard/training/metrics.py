@@ -33,6 +33,15 @@ class Metrics:
             what ``make_train_step(..., norms=)`` asks for.
         elements: the elements of the global batch, such as its tokens, if the loss is an ``fs.Mean``; else 0.
         ran: how the step ran on this rank.
+
+    >>> import fshard as fs, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> opt = fs.optim.sgd(0.5)
+    >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
+    >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), opt, plan)
+    >>> _, metrics = step(state, torch.tensor([3.0, 4.0]))
+    >>> metrics.loss, metrics.grad_norm, metrics.lr, metrics.scalars()["loss"]
+    (tensor(7.), tensor(5.), 0.5, 7.0)
     """
 
     loss: Tensor

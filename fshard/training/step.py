@@ -70,6 +70,15 @@ class TrainStep(OneFunction):
     With deferred updates, the default, the step is atomic: if it raises, on this rank or on another, the state that it
     was given is as it was before, bit for bit, and can be used again. With ``update="in_backward"`` a step that fails
     may have updated some groups already.
+
+    >>> import fshard as fs, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> opt = fs.optim.sgd(0.5)
+    >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
+    >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), opt, plan)
+    >>> state, metrics = step(state, torch.tensor([3.0, 4.0]))
+    >>> step, metrics.loss, state.params["w"]
+    (<train step of 1 leaves in 1 groups, sgd(...)>, tensor(7.), tensor([-0.5000, -1.0000]))
     """
 
     def __init__(

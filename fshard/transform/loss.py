@@ -14,7 +14,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.linear import Settle, Spread, Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind, cutting
-from fshard.errors import CommError, LossError, PeerError, ScheduleError, UnitError, lines, unlike_losses
+from fshard.errors import CommError, LossError, PeerError, ScheduleError, UnitError, lines
 from fshard.model.remat import exact
 from fshard.runtime.comm import Communicator, Facts, announce, digest, exchange, exchange_text, mesh_communicator
 from fshard.runtime.comm.call_site import call_site
@@ -25,6 +25,7 @@ from fshard.runtime.engine.loss import Loss
 from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps import raise_failure, uneven_rows
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
+from fshard.runtime.steps.refusals import unlike_losses
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all

@@ -114,7 +114,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_generation() -> None:
     torch.manual_seed(0)
-    assert run(ROOT / "docs" / "generation.md") == 4
+    assert run(ROOT / "docs" / "generation.md") == 5
 
 
 def test_steps() -> None:

@@ -68,6 +68,19 @@ def test_a_llama_is_pretrained_resumed_and_read_by_transformers(tmp_path: Path) 
     assert model.config.hidden_size == 32
 
 
+@pytest.mark.slow
+def test_a_gpt_is_pretrained_resumed_and_sampled(tmp_path: Path) -> None:
+    brief = ["--depth", "1", "--width", "32", "--every", "3", "--out", str(tmp_path)]
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert "gzip -9: " in run(*launch, "examples/train_gpt.py", "--steps", "5", *brief)
+    for _ in range(2):  # goes on, on one rank; and is over
+        assert "of the held-out text, continued" in run(sys.executable, "examples/train_gpt.py", "--steps", "7", *brief)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 8)]
+    assert [row["step"] for row in rows if "held out" in row] == [3, 5, 6, 7]
+    assert len(list((tmp_path / "checkpoints").glob("step*"))) == 2
+
+
 def test_the_llama_is_short() -> None:
     assert len((ROOT / "examples" / "train_llama.py").read_text().splitlines()) <= 62
 

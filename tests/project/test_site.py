@@ -1,5 +1,7 @@
 """The site has every page, notebook and program, and an entry for every public name; a browser finds no fault."""
 
+import ast
+import doctest
 import importlib.util
 import inspect
 import re
@@ -7,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fshard
 from tests.project.test_docs import blocks
@@ -19,12 +23,6 @@ from tests.project.test_public_names import public_names
 ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(r"^\.\. auto(\w+):: fshard\.([\w.]+)", re.MULTILINE)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$|^\.\. toctree::\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
-RESULTS = (
-    *("errors.", "types.", "generation.", "init.", "VerifyError", "Preempted", "collectives.InFlight"),
-    *("parallel.Dispatched", "parallel.Routing", "checkpoint_policies.SavePolicy", "optim.Optimizer"),
-    *("sim.Hardware", "sim.Option", "sim.Search", "sim.Simulation"),
-)
-"""Classes that no program makes itself: they have no example of their own."""
 
 
 def lookup(name: str) -> Any:
@@ -80,13 +78,33 @@ def test_entries_are_of_their_kind() -> None:
         assert directive in wanted, name
 
 
-@pytest.mark.parametrize("kind", [inspect.isfunction, inspect.isclass], ids=["functions", "classes"])
-def test_public_names_have_examples(kind: Any) -> None:
-    names = [name for name in public_names(fshard) if kind(lookup(name))]
-    if kind is inspect.isclass:
-        names = [name for name in names if not name.startswith(RESULTS)]
-    without = [name for name in names if not re.search(r">>> |Example.*::", inspect.getdoc(lookup(name)) or "")]
-    assert not without
+def told_of_values() -> dict[int, str]:
+    """The text under each assignment of the package, by the identity of what is assigned."""
+    found = {}
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "fshard"]:
+        body = ast.parse(inspect.getsource(module)).body
+        for node, after in pairwise(body):
+            told = ast.get_docstring(ast.Module([after], []))
+            names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+            if told is not None and names and isinstance(names[0], ast.Name):
+                found[id(getattr(module, names[0].id))] = told
+    return found
+
+
+def test_every_public_name_has_an_example() -> None:
+    values = {name: lookup(name) for name in public_names(fshard) if not inspect.ismodule(lookup(name))}
+    under = told_of_values()
+    told = {name: under.get(id(value)) or inspect.getdoc(value) or "" for name, value in values.items()}
+    assert sorted(name for name, text in told.items() if not re.search(r">>> |Example.*::", text)) == []
+
+
+def test_examples_under_assignments_are_true() -> None:
+    texts = [text for text in told_of_values().values() if ">>> " in text]
+    assert len(texts) > 8
+    for text in texts:
+        names = {"fs": fshard, "torch": torch, "re": re}
+        test = doctest.DocTestParser().get_doctest(text, names, text.splitlines()[0], None, None)
+        assert not doctest.DocTestRunner().run(test).failed
 
 
 def test_docstrings_tell_of_each_argument() -> None:

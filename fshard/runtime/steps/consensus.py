@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.errors import unlike_losses
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.engine.loss import Mean, fingerprint, means_of, no_aux
+from fshard.runtime.steps.refusals import unlike_losses
 
 OK, FAILED, RETRY, CUT = 0, 1, 2, 3
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fshard.errors import LossError, NonFiniteError, unlike_skips
+from fshard.errors import LossError, NonFiniteError
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
 from fshard.optim.contract import Contract
@@ -15,6 +15,7 @@ from fshard.runtime.execution import Gradients, Shard
 from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
 from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
 from fshard.runtime.steps.failures import raise_failure
+from fshard.runtime.steps.refusals import unlike_skips
 from fshard.runtime.steps.watched import Watched
 from fshard.sharding.plan import Plan
 

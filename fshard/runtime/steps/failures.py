@@ -6,21 +6,13 @@ from contextlib import contextmanager
 import torch
 
 from fshard.arguments import raised
-from fshard.errors import (
-    BatchError,
-    LossError,
-    PeerError,
-    ReplicationError,
-    ScheduleError,
-    TransformError,
-    lines,
-    step_transformed,
-)
+from fshard.errors import BatchError, LossError, PeerError, ReplicationError, ScheduleError, TransformError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, exchange_text, raise_failures
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps.consensus import CUT, FAILED
+from fshard.runtime.steps.refusals import step_transformed
 
 FAILURE, BEHIND = "!", "!!"
 """Begin the text of a rank that failed, where ranks exchange requests: of itself, or because it was cut off."""

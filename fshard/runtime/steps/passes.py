@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import different_microbatches, weighted_in_backward
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.loss import Loss, check_differentiable, check_means, detached, read_loss
 from fshard.runtime.steps.finder import Fn
 from fshard.runtime.steps.records import Measured
+from fshard.runtime.steps.refusals import different_microbatches, weighted_in_backward
 from fshard.schedule.ops import ROOT
 
 Context = Callable[[], AbstractContextManager[object]]

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from fshard.errors import unknown_rates
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.comm.communicators import Communicators
+from fshard.schedule import refusals
 from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
 from fshard.schedule.footprint import Need
 from fshard.sharding.plan import Plan
@@ -43,7 +43,7 @@ def foreseen(task: Task, auto: Auto) -> Choice:
     """
     missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
     if missing:
-        raise unknown_rates(missing)
+        raise refusals.unknown_rates(missing)
     return choose(task, auto, Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency))
 
 
