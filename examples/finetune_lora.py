@@ -91,11 +91,12 @@ def pretrain(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
 
 def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     """Adapters learn, all else is frozen. Then they are merged."""
-    base = make(config)
-    model = fs.lora.wrap(base, r".*_proj\.weight", rank=args.rank, alpha=2.0 * args.rank, seed=args.seed)
+    bare = make(config)
+    model = fs.lora.wrap(bare, r".*_proj\.weight", rank=args.rank, alpha=2.0 * args.rank, seed=args.seed)
     # On GPUs the frozen base can be kept in host memory: put fs.Rule(r"(?!.*_lora_).*", fs.fsdp("data"),
     # memory_kind="pinned_host") before the other rule. See docs/memory-kinds.md.
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
+    base = fs.Rule(r".*_proj\.weight", fs.fsdp("data"), packed=args.packed)  # the frozen weights beside adapters
+    plan = fs.make_plan(model, mesh, [base, (r".*", fs.fsdp("data"))], batch=fs.P("data"))
     opt = fs.optim.adamw(args.lr)
     adapters = [(r".*_lora_a", fs.init.kaiming_uniform(a=5**0.5)), (r".*_lora_b", fs.init.zeros())]
     state = fs.io.load_hf(args.out / "base", plan, opt, init=adapters, seed=args.seed)  # each rank reads its shards
@@ -111,7 +112,7 @@ def finetune(args: Namespace, config: LlamaConfig, mesh: fs.Mesh) -> None:
     final = fs.make_eval_step(loss_of(model), plan)(state, mine).item()
 
     whole = fs.lora.merge(fs.unshard(state.params, plan), alpha=2.0 * args.rank)
-    plain = fs.make_plan(base, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
+    plain = fs.make_plan(bare, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
     fs.io.save_hf(fs.shard(whole, plain), args.out / "tuned", plain, config=config, overwrite=True)
     if mesh.rank == 0:
         tuned = LlamaForCausalLM.from_pretrained(args.out / "tuned")
@@ -151,6 +152,7 @@ if __name__ == "__main__":
     cli.add_argument("--depth", type=int, default=3, help="layers")
     cli.add_argument("--width", type=int, default=64, help="features, a multiple of 8")
     cli.add_argument("--rank", type=int, default=8, help="of the adapters")
+    cli.add_argument("--packed", help="the format of the frozen weights, such as nf4/64 (QLoRA)")
     cli.add_argument("--lr", type=float, default=1e-2, help="learning rate of the adapters")
     cli.add_argument("--seed", type=int, default=0, help="of initial values and data order")
     args = cli.parse_args()

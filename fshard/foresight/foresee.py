@@ -22,6 +22,7 @@ from fshard.schedule.policy import Policy, secondary
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
+from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.training.step import TrainStep
@@ -248,9 +249,15 @@ def state_bytes(step: TrainStep, plan: Plan) -> int:
     rule = contract(step.opt)
     total = 0
     for group in plan.groups:
-        total += group.chunk * group.dtype.itemsize
+        total += shard_bytes(group)
         total += beside_bytes(group, plan.mesh, rule)
     return total
+
+
+def shard_bytes(group: Group) -> int:
+    """Bytes of a group's shard."""
+    numel, dtype = group.kept
+    return numel * dtype.itemsize
 
 
 def group_rows(step: TrainStep, plan: Plan, schedule: Schedule) -> list[GroupRow]:
@@ -261,7 +268,7 @@ def group_rows(step: TrainStep, plan: Plan, schedule: Schedule) -> list[GroupRow
     for op in schedule:
         sent[op.target] = sent.get(op.target, 0) + moves.get((op.kind, op.target), 0)
     for group, info in zip(plan.groups, schedule.groups, strict=False):  # behind these, some travel between steps
-        state = group.chunk * group.dtype.itemsize
+        state = shard_bytes(group)
         state += beside_bytes(group, plan.mesh, rule)
         count = sum(math.prod(leaf.shape) for leaf in group.leaves)
         rows.append(GroupRow(group.name, len(group.leaves), count, info.full_bytes, state, sent[group.name]))

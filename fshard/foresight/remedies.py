@@ -71,7 +71,8 @@ def _with_infos(task: Task, plan: Plan, policy: Policy) -> Task:
 
 def _more_ranks(seen: Foresight, step: TrainStep, task: Task, limit: int) -> Iterator[Remedy]:
     """The fewest ranks that do, in doublings."""
-    assert seen.plan.source is not None
+    if seen.plan.source is None:  # of one replica of fs.outer
+        return
     first, *rest = seen.plan.mesh.sizes
     times = 2
     while times <= MOST_RANKS:

@@ -22,6 +22,7 @@ from fshard.checkpoint.ranges import Block, blocks
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file, synced
 from fshard.errors import CheckpointError, TreeError, lines
+from fshard.interchange.export import on_one_replica
 from fshard.interchange.export_plan import ROLE, compare_arguments, pieces_of_ranks
 from fshard.interchange.metadata import FILE, Chunk, Contents, FileRange
 from fshard.interchange.optimizer_state import STEP, split_name
@@ -100,7 +101,13 @@ def save_dcp(
     names = _renamed(state.plan, rename)
     items = _items(state, opt, model, optimizer, names)
     values = _values(state, opt, model, optimizer, buffers or {}, names)
-    _write_all(state.plan.mesh, Path(path), items, values, overwrite)
+    mesh, folder = state.plan.mesh, Path(path)
+    on_one_replica(
+        state.plan,
+        [item.entry for item in items],
+        "save_dcp",
+        lambda: _write_all(mesh, folder, items, values, overwrite),
+    )
 
 
 def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[Keys, Any], overwrite: bool) -> None:
@@ -150,7 +157,7 @@ def _items(
     """The state's tensors, with their keys in the job's state dict."""
     plan, out = state.plan, []
     head = (model,) if model else ()
-    for entry in entries(settle(state)):
+    for entry in entries(settle(state), plan.leaves):
         kind, _, path = entry.name.partition(".")
         if kind == "params":
             every = [(*head, names[name]) for name in (path, *plan.leaves[path].aliases) if name in names]

@@ -17,7 +17,8 @@ from fshard.interchange.export_plan import exchange_pieces
 from fshard.interchange.state_dicts import dotted
 from fshard.interchange.torch_formats import Placements, joined_mesh, local_part, make_dtensor
 from fshard.runtime.comm import enter
-from fshard.sharding.layout import Leaf, Piece
+from fshard.sharding.layout import Piece
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape, axes_of

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from fshard.arguments import described, expect
-from fshard.errors import PlanError
+from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export_plan import ROLE, ExportItem, fetch, plan_export
 from fshard.interchange.rename import RenameLike
 from fshard.runtime.comm import mesh_communicator, raise_failures
+from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.sharding.mesh import Axes
+from fshard.sharding.part import PartMesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
 from fshard.state.pieces import Entry
@@ -117,6 +119,43 @@ def deliver_all(plan: Plan, arrivals: Iterable[T | None], callback: Callable[[T]
     raise_failures(comm, failure, "export failed on other ranks:", "The state is as it was.")
 
 
+def on_one_replica(plan: Plan, listed: Sequence[Entry], call: str, write: Callable[[], object]) -> None:
+    """Write what replicas that train apart (``fs.outer``) hold alike, by the first of them. Collective on all of them.
+
+    Without such replicas it calls ``write`` on all ranks, and that is all.
+
+    Args:
+        plan: the plan; that of a replica, where these train apart.
+        listed: what is written.
+        call: the name of the function, for errors.
+        write: what writes, collective within a replica.
+
+    Raises:
+        TreeError: replicas hold different values; on all of them, before anything is written.
+        PeerError: writing failed on another rank.
+    """
+    mesh = plan.mesh
+    if not isinstance(mesh, PartMesh):
+        write()
+        return
+    comm, failure = mesh_communicator(mesh.whole, ROLE), None
+    copies = [Copy(e.name, mesh.everyone(e.holders), e.tensor, True, e.piece.start) for e in listed]
+    if found := unequal_copies(comm, copies):
+        raise TreeError(
+            lines(
+                f"{call}: replicas train apart and hold different values of {len(found)} of {len(listed)} tensors:",
+                [name for name, _ in found],
+                f"Give what they agree on: {call}(fs.averaged(state, 'anchor'), ...).",
+            )
+        )
+    try:
+        if mesh.replica == 0:
+            write()
+    except BaseException as error:  # also Ctrl-C: the other replicas wait for this one
+        failure = error
+    raise_failures(comm, failure, f"{call} failed on other ranks:", "The state is as it was.")
+
+
 def deliver(arrivals: Iterable[T | None], callback: Callable[[T], object]) -> BaseException | None:
     """Call a function with each thing that this rank receives, until it fails; returns its failure. Collective."""
     failure: BaseException | None = None
@@ -146,7 +185,7 @@ def export_entries(
     if isinstance(state, TrainState):
         if plan is not None:
             state.check_plan(plan)
-        found = entries(settle(state))
+        found = entries(settle(state), state.plan.leaves)
         if what == "state":
             return state.plan, found, state.shards
         kind = "params." if what == "params" else "opt."

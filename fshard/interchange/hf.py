@@ -1,16 +1,16 @@
 """Models of Hugging Face: safetensors read into shards, and written so that ``transformers`` loads them."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fshard.arguments import expect
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import PlanError
-from fshard.interchange.export import deliver, export_entries, stream
+from fshard.interchange.export import deliver, export_entries, on_one_replica, stream
 from fshard.interchange.export_plan import ROLE, plan_export
 from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
 from fshard.interchange.rename import RenameLike
@@ -19,6 +19,7 @@ from fshard.optim.base import Optimizer
 from fshard.runtime.comm import first_rank_or_raise, mesh_communicator
 from fshard.sharding.plan import Plan
 from fshard.state.init import Inits
+from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 
@@ -82,7 +83,8 @@ def save_hf(
     """Write parameters as a folder that ``from_pretrained`` of ``transformers`` loads. Collective.
 
     Rank 0 writes each tensor when it is gathered, and holds one at a time. The files get their names when all of them
-    are complete. Tied leaves are written once, under their first name, as ``transformers`` does.
+    are complete. Tied leaves are written once, under their first name, as ``transformers`` does. Replicas that train
+    apart (``fs.outer``) write what they agree on: ``fs.averaged(state, "anchor")``.
 
     Args:
         state: a state, or a tree such as ``state.params`` together with ``plan``.
@@ -114,10 +116,31 @@ def save_hf(
     if settings is not None and not isinstance(settings, Mapping):
         raise PlanError(f"config={type(settings).__name__} must be a config of transformers, or a dict")
     plan, listed, check_alive = export_entries(state, plan, "params")
+
+    def write() -> None:
+        _write(plan, listed, check_alive, HfOptions(Path(path), tuple(rename), settings, dtype, limit, overwrite))
+
+    on_one_replica(plan, listed, "save_hf", write)
+
+
+class HfOptions(NamedTuple):
+    """How a model is written: where, under which names, with which config, in which dtype, in files of which size."""
+
+    path: Path
+    rename: Sequence[RenameLike]
+    settings: Mapping[str, Any] | None
+    dtype: torch.dtype | None
+    limit: int
+    overwrite: bool
+
+
+def _write(plan: Plan, listed: Sequence[Entry], check_alive: Callable[[], object], options: HfOptions) -> None:
+    """Write the entries of a plan. Collective."""
+    path, rename, settings, dtype, limit, overwrite = options
     items = plan_export(plan, listed, to=0, axes="all", dtype=dtype, rename=rename)
     items.sort(key=lambda item: -item.dtype.itemsize)  # aligns every element of a file
     tensors = {item.name: TensorMeta(item.shape, item.dtype) for item in items}
-    writer = HfWriter(Path(path), tensors, limit, overwrite)
+    writer = HfWriter(path, tensors, limit, overwrite)
     comm, rank = mesh_communicator(plan.mesh, ROLE), plan.mesh.rank
 
     def publish() -> None:

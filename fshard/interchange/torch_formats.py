@@ -29,6 +29,11 @@ def joined_mesh(mesh: Mesh, given: "DeviceMesh | None") -> "DeviceMesh":
     from torch.distributed.device_mesh import DeviceMesh
 
     if given is None:
+        if mesh.whole is not mesh:
+            raise PlanError(
+                f"to_dtensor: this plan is that of one replica, and all ranks together make a new DeviceMesh: give "
+                f"device_mesh=, a mesh of the ranks {list(mesh.members)} with the dims {mesh.axis_names}"
+            )
         if not dist.is_initialized():
             raise PlanError(
                 "a DTensor needs a process group, and there is none: run under torchrun, with fs.make_mesh(...); "
@@ -42,8 +47,8 @@ def joined_mesh(mesh: Mesh, given: "DeviceMesh | None") -> "DeviceMesh":
             f"device_mesh has dims {tuple(names)} of {tuple(given.mesh.shape)}, and the plan's mesh has "
             f"{mesh.axis_names} of {mesh.sizes}: they must be equal"
         )
-    if given.mesh.flatten().tolist() != list(range(mesh.size)):
-        raise PlanError("device_mesh has its ranks in another order than 0, 1, 2, ..., which the plan's mesh has")
+    if given.mesh.flatten().tolist() != list(mesh.members):
+        raise PlanError(f"device_mesh has other ranks than {list(mesh.members)}, in the order of the plan's mesh")
     return given
 
 
@@ -64,7 +69,7 @@ def local_part(value: Any, path: str, mesh: Mesh) -> tuple[Tensor, Placements]:
     if not isinstance(value, DTensor):
         return value.detach(), (None,) * len(mesh.sizes)
     theirs = value.device_mesh
-    if tuple(theirs.mesh.shape) != mesh.sizes or theirs.mesh.flatten().tolist() != list(range(mesh.size)):
+    if tuple(theirs.mesh.shape) != mesh.sizes or theirs.mesh.flatten().tolist() != list(mesh.members):
         raise TreeError(
             f"{path} lies on {theirs}, and the plan on a mesh {mesh.axis_names} of {mesh.sizes}: use meshes of equal "
             f"shape, or give full tensors, value.full_tensor()"

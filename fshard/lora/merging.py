@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect
-from fshard.errors import TreeError, lines
+from fshard.errors import PlanError, TreeError, lines
 from fshard.lora import modules as adapted
 from fshard.lora.modules import PATHS
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
 from fshard.state.move import whole_entry
-from fshard.state.pieces import Entry
+from fshard.state.pieces import PARAMS, Entry
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
@@ -88,8 +88,11 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     plan = state.plan
     _check_pairs(plan.leaves)
     new = copy.deepcopy(settle(state))
-    by_path = {entry.name.removeprefix("params."): entry for entry in entries(new)[: len(plan.leaves)]}
-    chosen = [path for path in by_path if path + adapted.A in by_path]
+    by_path = {e.name.removeprefix(PARAMS): e for e in entries(new) if e.name.startswith(PARAMS)}
+    chosen = [path for path in plan.leaves if path + adapted.A in by_path]
+    if packed := [f"{path}  in {plan.leaves[path].packed}" for path in chosen if path not in by_path]:
+        remedy = "Merge whole tensors: fs.lora.merge(fs.unshard(state.params, plan), alpha=alpha)."
+        raise PlanError(lines("absorb: what is added to these weights would be rounded away:", packed, remedy))
     if not chosen:
         raise TreeError(f"absorb: {_without(by_path)}. Give a state of a plan of what lora.wrap or lora.init made.")
     for path in chosen:

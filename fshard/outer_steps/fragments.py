@@ -17,7 +17,8 @@ from fshard.errors import PlanError, lines
 from fshard.patterns import bad_regex, meant_by
 from fshard.schedule import GroupInfo, Transfer
 from fshard.schedule.transfers import STATE
-from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.layout import Group
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat

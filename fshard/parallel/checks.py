@@ -11,7 +11,7 @@ from fshard import collectives
 from fshard.collectives.scope import in_scope
 from fshard.errors import PlanError
 from fshard.model.unit import slot_of
-from fshard.sharding.layout import Leaf
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of

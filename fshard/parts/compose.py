@@ -28,6 +28,7 @@ from fshard.parts.running import (
 from fshard.parts.update import UpdateMetrics
 from fshard.runtime.engine.loss import Mean, as_means
 from fshard.runtime.execution import Shards
+from fshard.runtime.memory import values_of
 from fshard.runtime.steps import PassSpec, widened
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, mark_of, same_layout
@@ -257,7 +258,7 @@ class Composition(ABC):
             self.chunks(updated.grads)
         shards = self.updated(updated, updated.before)
         memory.shards_made = shards
-        memory.source = Made(self, before.form, {g.id: shards[g.id].param for g in before.form.groups})
+        memory.source = Made(self, before.form, {g.id: values_of(g, shards[g.id].param) for g in before.form.groups})
 
     def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
         """A state of this step with other parameters."""

@@ -21,7 +21,7 @@ from fshard.runtime.engine.loss import Mean, as_means, means_of
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
 from fshard.runtime.execution.executor import Scheduled
-from fshard.runtime.memory import memory_space
+from fshard.runtime.memory import memory_space, values_of
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.consensus import RuleNorms, Verdict, read
@@ -131,7 +131,8 @@ class Replay(Composition):
         """The shards of the parameters of a state."""
         if state not in self.slots:
             shards = self.states[state].shards()
-            self.slots[state] = {group.id: shards[group.id].param for group in self.states[state].plan.groups}
+            groups = self.states[state].plan.groups
+            self.slots[state] = {group.id: values_of(group, shards[group.id].param) for group in groups}
         return self.slots[state]
 
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:

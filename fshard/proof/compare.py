@@ -148,7 +148,8 @@ class Comparison:
     def _updates(self) -> Iterator[Row]:
         """The comparisons of the updated state with the optimizer's update of whole leaves by the step's gradient."""
         plan = self.watched.plan
-        before, after = entries(self.state), {entry.name: entry for entry in entries(settle(self.following))}
+        before = entries(self.state, plan.leaves)
+        after = {entry.name: entry for entry in entries(settle(self.following), plan.leaves)}
         source = self.watched.kept or self._means()
         grads = {entry.name: entry for entry in gradients(plan, source)} if not self.metrics.skipped else {}
         listed = [*before, *grads.values()]

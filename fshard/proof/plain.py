@@ -22,6 +22,7 @@ from fshard.runtime.comm import Communicator, exchange, exchange_bytes, raise_fa
 from fshard.runtime.comm.packing import rounded
 from fshard.runtime.engine import check_differentiable, microbatches, number, read_loss, seeded
 from fshard.runtime.graphs.compare import gap
+from fshard.runtime.memory import values_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves
@@ -108,8 +109,8 @@ def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
 def _read(group: Group, shard: Tensor) -> Tensor:
     """A shard in the dtype of compute, as it arrives from its rank."""
     form = group.wires.get("all_gather")
-    if form is None:
-        return shard.to(group.compute_dtype)
+    if form is None or group.packed is not None:
+        return values_of(group, shard, group.compute_dtype).to(group.compute_dtype)
     out = shard.new_empty(shard.shape, dtype=group.compute_dtype)
     rounded(shard, form, out)
     return out

@@ -104,7 +104,7 @@ def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
     info = GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
-        shard_bytes=scattered * item + cast,
+        shard_bytes=scattered * item + cast if group.packed is None else group.packed.nbytes(group.chunk),
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
         own_bytes=own if group.trainable and group.second_scatter else 0,
@@ -128,7 +128,8 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
     if group.gathered:
         form = group.wires.get("all_gather")
         size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)
-        staging, axes = 0 if form is None else group.parts * size, "+".join(group.gather_axes)
+        staging = group.parts * size if form is not None and group.travels else 0
+        axes = "+".join(group.gather_axes)
         path.append(Transfer("all_gather", STATE, "param", (group.parts - 1) * size, staging, axes, wire=_name(form)))
     if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded or info.left_bytes):
         path += _reductions(plan, group, info, replicas)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fshard.model.precision import Precision
-from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.layout import Group
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
 from fshard.sharding.wire import Wire
@@ -139,6 +140,7 @@ def _leaf_text(leaf: Leaf, unit: str) -> str:
         "align": leaf.align,
         "kinds": str(leaf.kinds) or None,
         "wire": None if leaf.wire == Wire() else leaf.wire,
+        "packed": leaf.packed,
         "precision": None if leaf.precision == Precision() else leaf.precision,
         "aliases": leaf.aliases or None,
     }

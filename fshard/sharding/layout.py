@@ -15,61 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fshard.model.precision import Precision
 from fshard.sharding.kinds import Kinds
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Axes, Mesh
-from fshard.sharding.rules import Align
 from fshard.sharding.spec import P, Shape, axes_of
-from fshard.sharding.wire import Wire, WireFormat, wire_formats
+from fshard.sharding.wire import WireFormat, wire_formats
 
 ALIGN = 16
 """Elements between the possible starts of two leaves: 64 bytes in float32, 32 in bfloat16."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of the parameter tree, and where it lives.
-
-    ``shape`` is the whole leaf's, ``compute_shape`` that of the tensor which a unit reads on one rank. ``opt`` is the
-    spec of the optimizer's state, None for the leaf's own; ``kinds`` names the memory spaces of both; ``wire`` the
-    formats in which it travels. It begins, and chunks of its group end, at multiples of ``grid`` elements.
-    """
-
-    path: str
-    shape: Shape
-    dtype: torch.dtype
-    trainable: bool
-    at_rest: P
-    compute: P
-    compute_shape: Shape
-    aliases: tuple[str, ...] = ()
-    precision: Precision = Precision()
-    align: Align = None
-    opt: P | None = None
-    kinds: Kinds = Kinds()
-    wire: Wire = Wire()
-    grid: int = 1
-
-    @property
-    def opt_axes(self) -> Axes:
-        """The axes that cut the optimizer state further than the leaf."""
-        return () if self.opt is None else tuple(axis for axis in self.opt.axes if axis not in self.at_rest.axes)
-
-    @property
-    def numel(self) -> int:
-        """The elements that a unit reads on one rank."""
-        return math.prod(self.compute_shape)
-
-    @property
-    def gather_axes(self) -> Axes:
-        """The axes over which the leaf is gathered for compute."""
-        return tuple(axis for axis in self.at_rest.axes if axis not in self.compute.axes)
-
-    @property
-    def gather_dim(self) -> int | None:
-        """The tensor dim of its gather; None for a leaf that is flat-sharded or not gathered."""
-        dims = [i for i, e in enumerate(self.at_rest.dims) if any(a in self.gather_axes for a in axes_of(e))]
-        return dims[0] if dims else None
 
 
 @dataclass(frozen=True)
@@ -148,7 +101,22 @@ class Group:
     @functools.cached_property
     def gathered(self) -> bool:
         """Whether units read a gathered copy, and not the shard itself."""
+        return self.travels or self.packed is not None
+
+    @functools.cached_property
+    def travels(self) -> bool:
+        """Whether a gather moves its shard, between ranks or from the host, and does not unpack it where it lies."""
         return self.parts > 1 or self.kinds.hosted
+
+    @functools.cached_property
+    def packed(self) -> WireFormat | None:
+        """The format in which the shard is kept; None for the dtype of the parameters."""
+        return self.leaves[0].packed
+
+    @functools.cached_property
+    def kept(self) -> tuple[int, torch.dtype]:
+        """The elements and the dtype of the shard as it is kept."""
+        return (self.chunk, self.dtype) if self.packed is None else (self.packed.nbytes(self.chunk), torch.uint8)
 
     @functools.cached_property
     def offloaded(self) -> bool:
@@ -213,7 +181,8 @@ class Group:
         summed = self.sum_axes if self.second_scatter else self.rest_axes
         axes = {"all_gather": self.gather_axes, "reduce_scatter": self.scatter_axes, "replica_reduce": summed}
         axes["update_gather"] = self.opt_axes
-        return wire_formats(self.leaves[0].wire, axes, self.dtype)
+        found = wire_formats(self.leaves[0].wire, axes, self.dtype)
+        return found if self.packed is None else {**found, "all_gather": self.packed}
 
     @functools.cached_property
     def feedback(self) -> bool:
@@ -232,6 +201,8 @@ class Group:
 
         What travels in a wire format is kept packed. A shard that is not gathered is rounded to what would arrive.
         """
+        if self.packed is not None:
+            return None
         form = self.wires.get("all_gather")
         if form is not None and self.gathered:
             return form.nbytes(self.chunk), torch.uint8
@@ -322,7 +293,7 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
         kind = "flat" if leaf.gather_dim is None else "dim"
         key = (
             *(leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable),
-            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire),
+            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire, leaf.packed),
         )
         by_key.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []
@@ -346,7 +317,8 @@ def _group(
     first = members[0]
     parts, opt_parts = mesh.axis_size(first.gather_axes), mesh.axis_size(first.opt_axes)
     kind = "flat" if first.gather_dim is None else "dim"
-    grid = math.lcm(ALIGN, first.wire.grid, first.grid, first.align if isinstance(first.align, int) else 1)
+    packed = first.packed.block if first.packed is not None else 1
+    grid = math.lcm(ALIGN, first.wire.grid, packed, first.grid, first.align if isinstance(first.align, int) else 1)
     bins = _bins(members, load) if first.align == "leaf" else [members]
     ordered, starts, ends = [], [], []
     for chunk_number, leaves in enumerate(bins):

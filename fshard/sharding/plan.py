@@ -17,7 +17,8 @@ from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.batch import local_part
 from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
-from fshard.sharding.layout import Group, Leaf, box, make_groups
+from fshard.sharding.layout import Group, box, make_groups
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.owners import ROOT, Modelled, owned_by, owners_of
 from fshard.sharding.rules import Decision, RuleLike, match
@@ -36,7 +37,7 @@ from fshard.sharding.validate import (
     misfit,
     tensors_of,
 )
-from fshard.sharding.wire import Wire
+from fshard.sharding.wire import Wire, packed_format
 
 
 @dataclass(frozen=True)
@@ -223,20 +224,18 @@ class Plan:
             path: dataclasses.replace(leaf, trainable=leaf.trainable and bool(re.fullmatch(pattern, path)))
             for path, leaf in self.leaves.items()
         }
-        groups = tuple(
-            dataclasses.replace(group, leaves=tuple(leaves[leaf.path] for leaf in group.leaves))
-            for group in self.groups
-        )
-        return dataclasses.replace(self, leaves=leaves, groups=groups, source=None)
+        return self._with(leaves)
 
     def read_in(self, precision: Precision) -> "Plan":
         """This plan with the same shards, whose steps read all leaves in another precision."""
         leaves = {path: dataclasses.replace(leaf, precision=precision) for path, leaf in self.leaves.items()}
-        groups = tuple(
-            dataclasses.replace(group, leaves=tuple(leaves[leaf.path] for leaf in group.leaves))
-            for group in self.groups
-        )
-        return dataclasses.replace(self, leaves=leaves, groups=groups, precision=precision, source=None)
+        return self._with(leaves, precision=precision)
+
+    def _with(self, leaves: Mapping[str, Leaf], **more: Any) -> "Plan":
+        """This plan with other leaves at the same places."""
+        held = [tuple([leaves[leaf.path] for leaf in group.leaves]) for group in self.groups]
+        groups = [dataclasses.replace(group, leaves=some) for group, some in zip(self.groups, held, strict=True)]
+        return dataclasses.replace(self, leaves=leaves, groups=tuple(groups), source=None, **more)
 
     def check_tree(self, params: Mapping[str, Any], *, whole: bool, what: str = "params") -> dict[str, torch.Tensor]:
         """The leaves of a parameter tree by path, in the plan's order.
@@ -393,6 +392,7 @@ def _leaves(
             opt=opt,
             kinds=kinds_of(rule.memory_kind, rule.opt_memory_kind, rule.update_on, train),
             wire=(rule.wire or source.wire) if source.dtypes[path].is_floating_point else Wire(),
+            packed=packed_format(rule.packed),
         )
     check_opt(leaves.values(), mesh, batch.axes)
     check_kinds(leaves.values(), {path: d.rule for path, d in decided.items()}, mesh)

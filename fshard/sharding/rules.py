@@ -11,7 +11,7 @@ from fshard.model.precision import Precision
 from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.kinds import KINDS, SIDES, MemoryKind, Side
 from fshard.sharding.spec import P, Shape, Tactic, fsdp
-from fshard.sharding.wire import Wire
+from fshard.sharding.wire import Wire, packed_format
 
 Align = int | Literal["leaf"] | None
 """Where a flat-sharded leaf may be cut: at multiples of this many elements, nowhere, or anywhere."""
@@ -39,6 +39,9 @@ class Rule:
             parameters exchange their updated parts behind the next forward. HSDP with the optimizer over all
             ranks is ``Rule(".*", fs.fsdp("data"), opt=fs.fsdp(("data", "replica")))``.
         wire: the formats in which this leaf travels, instead of the plan's: ``fs.Wire()`` compresses nothing.
+        packed: the format in which a frozen leaf is kept and gathered, ``"fp8_e4m3"``, ``"int8"``, ``"int4"`` or
+            ``"nf4"`` (QLoRA, Dettmers et al., 2023), with the elements that share a scale: ``"nf4/64"``. Units read the
+            rounded values, in the dtype of compute.
         memory_kind: the memory of parameters and their optimizer state: that of the ``"device"``, the default, or of
             its host: ``"pinned_host"`` (page-locked, which copies beside compute need) or ``"unpinned_host"``. Such
             parameters are copied to the device just before they are gathered, also where they are not sharded; their
@@ -60,6 +63,7 @@ class Rule:
     align: Align = None
     opt: P | Tactic | None = None
     wire: Wire | None = None
+    packed: str | None = None
     memory_kind: MemoryKind | None = None
     opt_memory_kind: MemoryKind | None = None
     update_on: Side | None = None
@@ -160,6 +164,10 @@ def _as_rule(rule: RuleLike, number: int) -> Rule:
 def _check_words(rule: Rule, number: int) -> None:
     if not isinstance(rule.wire, Wire | None):
         raise PlanError(f"rules[{number}] {rule.pattern!r}: wire={rule.wire!r} must be fs.Wire(...) or None")
+    try:
+        packed_format(rule.packed)
+    except PlanError as error:
+        raise PlanError(f"rules[{number}] {rule.pattern!r}: {error}") from None
     for name, words in (("memory_kind", KINDS), ("opt_memory_kind", KINDS), ("update_on", SIDES)):
         if getattr(rule, name) not in (None, *words):
             known = ", ".join(map(repr, words))

@@ -1,14 +1,15 @@
 """``print(plan)``: the plan as a table."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from fshard import markup
 from fshard.arguments import size_text
 from fshard.model.precision import Precision
-from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.layout import Group
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, axes_of
 
@@ -36,6 +37,7 @@ def _typed(leaf: Leaf) -> str:
     text = f"{name}[{', '.join(dims)}]" + (f"@flat({'+'.join(flat)})" if flat else "")
     text += f" opt@flat({'+'.join(leaf.opt_axes)})" if leaf.opt_axes else ""
     text += ("" if leaf.trainable else " frozen") + (f" align={leaf.align}" if leaf.align else "")
+    text += f" in {leaf.packed}" if leaf.packed is not None else ""
     return text + f" {leaf.kinds}".rstrip()
 
 
@@ -55,8 +57,7 @@ def held(mesh: Mesh, places: Places) -> dict[str, list[int]]:
         if axes not in positions:
             positions[axes] = [mesh.index(axes, rank) for rank in range(mesh.size)]
         size = {
-            positions[axes][rank]: group.piece(number, mesh, rank).numel * leaf.dtype.itemsize
-            for rank in mesh.ranks(axes, 0)
+            positions[axes][rank]: leaf.nbytes(group.piece(number, mesh, rank).numel) for rank in mesh.ranks(axes, 0)
         }
         out[path] = [size[position] for position in positions[axes]]
     return out
@@ -151,22 +152,35 @@ def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
 
 
 def _wires(places: Mapping[str, tuple[Group, int]]) -> list[str]:
-    """What compressed transfers move, a line for each kind and format."""
+    """What is kept packed, and what compressed transfers move, a line for each kind and format."""
     found: dict[str, list[tuple[int, int]]] = {}
     groups = {group.id: group for group, _ in places.values()}.values()
     kept = [group for group in groups if group.feedback]
     for group in groups:
-        for kind, form in group.wires.items():
-            numel = {"replica_reduce": group.owned.chunk, "update_gather": group.chunk}.get(kind, group.numel)
-            exact = group.compute_dtype if kind == "all_gather" else group.dtype
-            if kind == "all_gather" or group.trainable:
-                found.setdefault(f"{kind} in {form}", []).append((form.nbytes(numel), numel * exact.itemsize))
+        for what, sizes in (*_at_rest(group), *_moved(group)):
+            found.setdefault(what, []).append(sizes)
     left = [group.owned.chunk * group.residual_dtype.itemsize for group in kept]
     return [
         f"{what}: {size_text(sum(packed for packed, _ in sizes))}, of {size_text(sum(exact for _, exact in sizes))}, "
         f"in {len(sizes)} groups"
         for what, sizes in found.items()
     ] + [f"what rounding leaves out of sums: {size_text(sum(left))} a rank, in {len(left)} groups"] * bool(left)
+
+
+def _at_rest(group: Group) -> Iterator[tuple[str, tuple[int, int]]]:
+    """What a group is kept in, if that is a format of few bits, and its bytes in that and in its dtype."""
+    if group.packed is not None:
+        exact = sum(leaf.numel * leaf.dtype.itemsize for leaf in group.leaves)
+        yield f"at rest in {group.packed}", (sum(leaf.nbytes(leaf.numel) for leaf in group.leaves), exact)
+
+
+def _moved(group: Group) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The compressed transfers of a group, and their bytes in their formats and in its dtype."""
+    for kind, form in group.wires.items():
+        numel = {"replica_reduce": group.owned.chunk, "update_gather": group.chunk}.get(kind, group.numel)
+        dtype = group.compute_dtype if kind == "all_gather" else group.dtype
+        if group.trainable or (kind == "all_gather" and (group.travels or group.packed is None)):
+            yield f"{kind} in {form}", (form.nbytes(numel), numel * dtype.itemsize)
 
 
 def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:

@@ -11,7 +11,7 @@ from fshard import tree
 from fshard.arguments import alike
 from fshard.errors import PlanError, lines
 from fshard.sharding.kinds import Kinds
-from fshard.sharding.layout import Leaf
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, Rule
 from fshard.sharding.spec import P, Shape, axes_of
@@ -132,7 +132,9 @@ def check_rounding(leaves: Mapping[str, Leaf]) -> None:
 
 
 def check_wires(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
-    """Check wire formats, after all specs."""
+    """Check the formats of few bits, after all specs."""
+    leaves = [*leaves]
+    _check_packed(leaves)
     by_wire: dict[Wire, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.wire != Wire():
@@ -147,6 +149,28 @@ def check_wires(leaves: Iterable[Leaf], mesh: Mesh, data_axes: Axes) -> None:
         moved = [_moved(leaf, data_axes) for leaf in members]
         problems += [(str(wire), f": {text}") for text in _idle_formats(wire, moved)]
     _refuse(problems, f"wire= on the mesh {dict(mesh.shape)}", "Correct wire= of the plan or of these rules.")
+
+
+def _check_packed(leaves: Iterable[Leaf]) -> None:
+    """Check the leaves that are kept in few bits."""
+    problems = [
+        (f"{leaf.path}  {list(leaf.shape)}", f"  {leaf.at_rest}, packed={str(leaf.packed)!r}: {why}")
+        for leaf in leaves
+        if leaf.packed is not None and (why := _unpackable(leaf))
+    ]
+    _refuse(problems, "packed=", "Correct the rules of these leaves, or leave packed= out of them.")
+
+
+def _unpackable(leaf: Leaf) -> str:
+    """Why a leaf cannot be kept in few bits; nothing if it can."""
+    if leaf.trainable:
+        return "the leaf is trained, and most updates are less than half of a code: freeze it, trainable=False"
+    if not leaf.dtype.is_floating_point or leaf.dtype.itemsize < 2:
+        return f"its dtype is {leaf.dtype}, and values of 16 bits and more are packed"
+    cut = [axis for entry in leaf.at_rest.dims for axis in axes_of(entry)]
+    if cut:
+        return f"a tensor dim is cut along {cut[0]!r}, and blocks are elements in a row of the whole leaf; use flat="
+    return ""
 
 
 def _moved(leaf: Leaf, data_axes: Axes) -> dict[str, Axes]:

@@ -1,4 +1,4 @@
-"""Wire formats: how many bits each element takes while it travels. What is kept at rest is never compressed.
+"""Formats of few bits: of what travels (``Wire``), and of frozen leaves that are kept so at rest (``Rule.packed``).
 
 Blockwise formats divide the elements of a leaf into blocks, in row-major order, and send a float32 scale with each
 block (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022). Gathers and reductions in few bits are
@@ -14,11 +14,12 @@ import torch
 from fshard.errors import PlanError
 from fshard.sharding.mesh import Axes
 
-BITS = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
+BITS = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nf4": 4}
 """Bits an element, by format."""
-LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
+LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nf4": 1.0}
 """The code of the largest element of a block, by blockwise format."""
-NAMES = ("fp32", *BITS)
+NAMES = ("fp32", "bf16", "fp8_e4m3", "int8", "int4")
+"""What ``Wire`` takes."""
 FIELDS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",
@@ -30,6 +31,9 @@ SCALE = 4
 """Bytes of a block's scale."""
 FEEDBACK = "+feedback"
 """How the name of a format with feedback ends."""
+
+BLOCKS = {"nf4": 64}
+"""Elements that share a scale where ``packed_format`` is told no number, by format; 256 in the others."""
 
 Formats = str | tuple[tuple[str, str], ...] | None
 """One format for all axes, or pairs of axes, joined by ``+``, and a format."""
@@ -72,6 +76,28 @@ class WireFormat:
     def __str__(self) -> str:
         block = f"/{self.block}" if self.largest else ""
         return self.name + block + "+rotate" * self.rotate + "+stochastic" * self.stochastic + FEEDBACK * self.feedback
+
+
+def packed_format(text: object) -> WireFormat | None:
+    """The format of ``Rule(packed=)``: the name of a blockwise one, with ``/`` and the elements that share a scale.
+
+    Raises:
+        PlanError: there is no such format, or no such block.
+
+    >>> str(packed_format("nf4")), str(packed_format("int8/64"))
+    ('nf4/64', 'int8/64')
+    """
+    if text is None:
+        return None
+    name, slash, size = text.partition("/") if isinstance(text, str) else ("", "", "")
+    block = int(size) if size.isdecimal() and len(size) < 10 else BLOCKS.get(name, 256) if not slash else 0
+    if name not in LARGEST or block < 16 or block & (block - 1):
+        known = ", ".join(map(repr, LARGEST))
+        raise PlanError(
+            f"packed={text!r} must be one of {known}, with a block if the usual one does not do, a power of two from "
+            f"16 on: 'nf4/64'"
+        )
+    return WireFormat(name, block)
 
 
 @dataclass(frozen=True, init=False)

@@ -4,7 +4,7 @@ Whoever writes, reads, converts or compares states works on entries and needs to
 optimizers. Whoever adds a piece of state adds it here: tensors in ``entries``, plain numbers in ``scalars``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from fshard.errors import StateError
@@ -16,7 +16,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
 from fshard.state.memory import Memory
 from fshard.state.past import Past
-from fshard.state.pieces import Entry, entries_of
+from fshard.state.pieces import PARAMS, Entry, entries_of
 from fshard.state.train_state import TrainState
 
 LATE = "late."
@@ -33,17 +33,18 @@ Scalars = dict[str, int | float | bool | str | None]
 """What a state holds beside tensors, equal on all ranks."""
 
 
-def entries(state: TrainState) -> list[Entry]:
+def entries(state: TrainState, unpacked: Container[str] = ()) -> list[Entry]:
     """The entries of a state as this rank holds it: parameters in the order of the tree, then the optimizer's state.
 
-    Local. Every rank lists the same names in the same order. An update that waits is applied first.
+    Local. Every rank lists the same names in the same order. An update that waits is applied first. A packed leaf has
+    two entries, its codes and its scales; one whose path is in ``unpacked`` has one, a copy of its values.
 
     Raises:
         DonatedError: the state was donated to a step.
         StateError: other ranks have updated some of its parameters, and it was not settled.
         TreeError: the optimizer keeps something that no entry can describe.
     """
-    return entries_of(state.plan, state.finished())
+    return entries_of(state.plan, state.finished(), unpacked)
 
 
 def scalars(state: TrainState) -> Scalars:
@@ -81,7 +82,7 @@ def assemble(
     made = None if opt is None else check_optimizer(plan, opt)
     shards = []
     for group in plan.groups:
-        shards.append(Shard(memory_space(group.kinds.param, plan.mesh).zeros(group.chunk, group.dtype), {}))
+        shards.append(Shard(memory_space(group.kinds.param, plan.mesh).zeros(*group.kept), {}))
     for entry in entries(TrainState(plan, 0, 0, Memory(plan, Shards(shards)))):
         fill(entry)
     if made is not None:
@@ -95,9 +96,14 @@ def assemble(
     memory, past = Memory(plan, Shards(shards)), past or Past()
     summed = values.get(SUMMED)
     state = TrainState(plan, int(values["step"]), int(values["seed"]), memory, scale, count, late, past, summed)
-    for entry in entries(state)[len(plan.leaves) :]:
+    for entry in _beside(state):
         fill(entry)
     return state
+
+
+def _beside(state: TrainState) -> list[Entry]:
+    """The entries of the optimizer's state."""
+    return [entry for entry in entries(state) if not entry.name.startswith(PARAMS)]
 
 
 def _unknown_units(step: int) -> StateError:

@@ -79,7 +79,7 @@ class MemoryOfAllRanks:
 def _whole(plan: Plan, step: int, memories: Sequence[Memory]) -> dict[str, Any]:
     flat: dict[str, Tensor] = {}
     for memory in memories:
-        for entry in entries_of(memory.plan, memory.whole(step)):
+        for entry in entries_of(memory.plan, memory.whole(step), plan.leaves):
             whole = flat.setdefault(entry.name, torch.zeros(entry.shape, dtype=entry.dtype, device=entry.tensor.device))
             piece = entry.piece
             box = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]

@@ -11,7 +11,8 @@ from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer
 from fshard.optim.contract import Contract, contract
 from fshard.optim.form import Grain, LeafInfo
-from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.layout import Group
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import FIELDS
 

@@ -19,7 +19,7 @@ from fshard.patterns import bad_regex, meant_by
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import enter
 from fshard.runtime.execution import Shard, Shards, start_shard
-from fshard.runtime.memory import memory_space
+from fshard.runtime.memory import keep, memory_space
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
@@ -227,7 +227,7 @@ def _shard_of(plan: Plan, group: Group, value: Callable[[str, Piece], Tensor]) -
         begin, end = group.shard_range(number, part)
         if end > begin:
             buffer[begin:end] = value(leaf.path, group.piece(number, plan.mesh)).to(buffer)
-    return buffer
+    return keep(group, plan.mesh, buffer)
 
 
 def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -> dict[str, Initializer]:

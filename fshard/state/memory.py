@@ -11,7 +11,7 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
 from fshard.runtime.execution import Pending, Several, Shard, Shards
-from fshard.runtime.memory import BufferLayout, memory_space
+from fshard.runtime.memory import BufferLayout, keep, memory_space, values_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 
@@ -67,7 +67,7 @@ class Layout:
             opt = {name: place.zeros(kept.length, kept.dtype) for name, kept in layouts.items()}
             for name, kept in layouts.items():
                 _fill(opt[name], kept.ranges, group, states.get(name, {}), f"opt_state[{name!r}]")
-            shards.append(Shard(param, opt, layouts, part))
+            shards.append(Shard(keep(group, plan.mesh, param), opt, layouts, part))
         return Shards(shards)
 
 
@@ -187,7 +187,8 @@ class Memory:
         if self._loose is None:
             shards = self.applied(step) if stale else self.whole(step)
             if self._params is None:
-                self._params = self._tree(lambda group, n: local_view(self.plan, group, n, shards[group.id].param))
+                chunks = [values_of(group, shards[group.id].param) for group in self.plan.groups]
+                self._params = self._tree(lambda group, n: local_view(self.plan, group, n, chunks[group.id]))
                 self._read = [(leaf, _version(leaf)) for _, leaf in tree.paths(self._params)]
         return self._params
 

@@ -13,12 +13,14 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import enter
+from fshard.runtime.comm.packing import packed
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.wire import WireFormat
 from fshard.state.entries import LATE, Scalars, assemble, entries, scalars
 from fshard.state.init import take
-from fshard.state.pieces import Entry
+from fshard.state.pieces import PARAMS, Entry, packed_names
 from fshard.state.replicas import refitted
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
@@ -65,20 +67,27 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     ]
     expect("reshard_state(state, plan, opt)", wants)
     _check_plans(state.plan, plan)
-    old = {entry.name: entry for entry in entries(settle(state))}
+    # Leaves whose format changes are moved as values, all others as they are kept.
+    loose = {path for path, leaf in plan.leaves.items() if leaf.packed != state.plan.leaves[path].packed}
+    old = {entry.name: entry for entry in entries(settle(state), loose)}
     values = _scalars(state, plan)
-    new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, values))}
+    new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, values), loose)}
     _check_names(state.plan, plan, old, new)
     enter(plan.mesh, "reshard_state")
     common = [name for name in new if name in old]
     moved = _moved(plan.mesh, [(old[name], new[name]) for name in common])
+    made = {name: path for path in loose for name in packed_names(path, plan.leaves[path].packed)}
 
     def fill(entry: Entry) -> None:
-        if entry.name in moved:
-            whole = whole_entry(plan.mesh, old[entry.name], moved[entry.name])
-            entry.tensor.copy_(take(refitted(whole, entry), entry.piece))
-        elif entry.name in old:
-            entry.tensor.copy_(old[entry.name].tensor)
+        path = made.get(entry.name)
+        name = entry.name if path is None else PARAMS + path
+        if name not in old:
+            return
+        found = old[name].tensor
+        if name in moved:
+            found = take(refitted(whole_entry(plan.mesh, old[name], moved[name]), new[name]), new[name].piece)
+        form = None if path is None else plan.leaves[path].packed
+        entry.tensor.copy_(found if form is None else _packed(found, form, entry))
 
     with torch.no_grad():
         return assemble(plan, opt, fill, values, state.past)
@@ -88,6 +97,13 @@ def _scalars(state: TrainState, plan: Plan) -> Scalars:
     """What the new state holds beside tensors: leaves that were frozen begin to train now."""
     new = [path for path, leaf in plan.leaves.items() if leaf.trainable and not state.plan.leaves[path].trainable]
     return scalars(state) | {LATE + path: state.step for path in new}
+
+
+def _packed(values: Tensor, form: WireFormat, entry: Entry) -> Tensor:
+    """The codes of some values, or their scales, as an entry wants them."""
+    blocks = torch.nn.functional.pad(values, (0, -values.numel() % form.block))
+    both, end = packed(blocks, form), form.payload(blocks.numel())
+    return both[end:].view(torch.float32) if entry.dtype == torch.float32 else both[:end]
 
 
 def _leave(entry: Entry) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fshard.collectives.linear import Collect, Cut, apply
 from fshard.collectives.ranks import Ranks
-from fshard.sharding.layout import Group, Leaf
+from fshard.sharding.layout import Group
+from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import axes_of
 

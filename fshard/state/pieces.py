@@ -1,6 +1,6 @@
 """The tensors of a rank as entries: what each is called, its whole size, and which part of it the rank holds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,11 +9,16 @@ from torch import Tensor
 from fshard.errors import TreeError
 from fshard.optim.form import Form
 from fshard.runtime.execution import Shard
+from fshard.runtime.memory import packed_parts, values_of
 from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, Shape
+from fshard.sharding.wire import WireFormat
+
+PARAMS = "params."
+"""How the names of entries of parameters begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,22 +52,58 @@ class Entry:
         return self.tensor.dtype
 
 
-def entries_of(plan: Plan, shards: Sequence[Shard]) -> list[Entry]:
+def entries_of(plan: Plan, shards: Sequence[Shard], unpacked: Container[str] = ()) -> list[Entry]:
     """The entries of the shards of a plan: parameters in the order of the tree, then the optimizer's state. Local.
+
+    Args:
+        plan: the plan.
+        shards: of all groups.
+        unpacked: paths of packed leaves of which copies of their values are listed, and not codes and scales.
 
     Raises:
         TreeError: the optimizer keeps something that no entry can describe.
     """
-    places = plan.places()
-    out = [_entry(plan, f"params.{path}", *places[path], shards[places[path][0].id].param) for path in plan.leaves]
+    out, values = list[Entry](), dict[int, Tensor]()
+    for path, (group, number) in _ordered(plan):
+        name, shard = PARAMS + path, shards[group.id].param
+        if group.packed is None:
+            out.append(_entry(plan, name, group, number, shard))
+        elif path in unpacked:
+            if group.id not in values:
+                values[group.id] = values_of(group, shard)
+            out.append(_entry(plan, name, group, number, values[group.id]))
+        else:
+            out += _packed_entries(plan, name, group, number, shard)
     names = dict.fromkeys(name for shard in shards for name in shard.opt)
     return out + [entry for name in names for entry in _opt_entries(plan, name, shards)]
+
+
+def packed_names(path: str, form: WireFormat | None) -> tuple[str, ...]:
+    """The names of the two entries of a packed leaf: of its codes, and of their scales.
+
+    >>> packed_names("head.weight", WireFormat("nf4", 64))
+    ('params.head.weight:nf4/64', 'params.head.weight:nf4/64:scales')
+    """
+    return () if form is None else (f"{PARAMS}{path}:{form}", f"{PARAMS}{path}:{form}:scales")
 
 
 def gradients(plan: Plan, buffers: Mapping[int, Tensor]) -> list[Entry]:
     """The entries of gradients, which lie as the optimizer's plain buffers do, by group id."""
     places = [(path, group, number) for path, (group, number) in _ordered(plan) if group.id in buffers]
     return [_entry(plan, f"grad.{path}", group.owned, number, buffers[group.id]) for path, group, number in places]
+
+
+def _packed_entries(plan: Plan, name: str, group: Group, number: int, shard: Tensor) -> list[Entry]:
+    """The codes and the scales of a packed leaf. Both are 1-D, so any mesh can hold parts of them."""
+    form, leaf = group.packed, group.leaves[number]
+    assert form is not None
+    plain, names = _entry(plan, name, group, number, shard[:0]), packed_names(leaf.path, form)
+    first, stop, end = (-(-at // form.block) for at in (plain.piece.start, plain.piece.stop, leaf.numel))
+    out, parts = [], packed_parts(group, shard, *group.shard_range(number, plan.mesh.index(group.gather_axes)))
+    for name, tensor, width in zip(names, parts, (form.payload(form.block), 1), strict=True):
+        piece = Piece((0,), (end * width,), first * width, stop * width)
+        out.append(replace(plain, name=name, shape=piece.shape, piece=piece, tensor=tensor.detach()))
+    return out
 
 
 def _opt_entries(plan: Plan, name: str, shards: Sequence[Shard]) -> Iterator[Entry]:

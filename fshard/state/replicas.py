@@ -16,10 +16,10 @@ from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.part import PartMesh
 from fshard.sharding.spec import P, Shape, axes_of
-from fshard.state.pieces import Entry
+from fshard.state.pieces import PARAMS, Entry
 
-PARAMS, ANCHOR, DELTA = "params.", "opt.anchor.", "opt.delta."
-"""How the names of entries begin: parameters, what all replicas started from, and what replicas have yet to tell."""
+ANCHOR, DELTA = "opt.anchor.", "opt.delta."
+"""How the names of entries begin: what all replicas started from, and what replicas have yet to tell."""
 
 
 def of_all_replicas(entries: Iterable[Entry], mesh: Mesh) -> list[Entry]:

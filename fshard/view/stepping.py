@@ -12,6 +12,7 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.patterns import closest
 from fshard.played.everywhere import OfAllRanks, part_of
 from fshard.played.paused import PausedScheduler
+from fshard.runtime.memory import values_of
 from fshard.runtime.steps import Prepared
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
@@ -144,7 +145,7 @@ class Stepping:
         if self.result is not None:
             raise PlanError("the step is over: look into the state that it returned, stepping.result[0].params")
         kept = memory.memories[self._rank(rank)]
-        param = kept.shards(self._state.step)[found.id].param
+        param = values_of(found, kept.shards(self._state.step)[found.id].param)
         return {leaf.path: local_view(kept.plan, found, n, param).clone() for n, leaf in enumerate(found.leaves)}
 
     def __str__(self) -> str:

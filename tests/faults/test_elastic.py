@@ -24,10 +24,12 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(folder: Path, steps: int, fault: str, ranks: int, restarts: int) -> tuple[int, str]:
+def torchrun(
+    folder: Path, steps: int, fault: str, ranks: int, restarts: int, script: str = "tests.faults.elastic_job"
+) -> tuple[int, str]:
     """Run the job to its end; returns torchrun's exit code and what it wrote. No process is left."""
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.faults.elastic_job"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
         [*command, str(folder), str(steps), fault],

@@ -30,7 +30,7 @@ BRIEF = {
     "outer": (["--steps", "6", "--depth", "1", "--width", "32", "--every", "4"], "apart sends"),
     "train_vit": (["--steps", "3", "--depth", "1"], "held-out digits are right"),
     "finetune_lora": (
-        ["--steps", "3", "--pretrain", "2", "--depth", "1", "--out", "FOLDER"],
+        ["--steps", "3", "--pretrain", "2", "--depth", "1", "--packed", "nf4/64", "--out", "FOLDER"],
         "merged and loaded by transformers",
     ),
 }

@@ -8,6 +8,7 @@ A block with an element that is not finite has a scale that is not finite, and n
 unpacking: infinities and nan in a gradient reach its norm.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -24,6 +25,14 @@ SMALLEST = 2.0**-126
 
 NIBBLE = 8
 """What is added to a code of four bits."""
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The values of NormalFloat codes: quantiles of a normal distribution, scaled to [-1, 1] (QLoRA, Dettmers et al., 2023,
+appendix E)."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor], object]
 """Packs, or unpacks, the blocks of a piece: its rows, its payload, its scales."""
@@ -140,6 +149,11 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
     if form.name == "fp8_e4m3":
         payload.view(torch.float8_e4m3fn).copy_(codes.view(-1))
         return
+    if form.name == "nf4":  # the number of the nearest value: how many of the middles between values are less
+        numbers, more = torch.full_like(codes, -NIBBLE, dtype=torch.int8), torch.empty_like(codes, dtype=torch.bool)
+        for below, above in itertools.pairwise(NF4):
+            numbers.add_(torch.gt(codes, (below + above) / 2, out=more).view(torch.int8))
+        codes.copy_(numbers)
     codes.round_()
     if form.name == "int8":
         payload.view(torch.int8).copy_(codes.view(-1))
@@ -150,9 +164,12 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
 
 
 def _unpack_blocks(payload: Tensor, scales: Tensor, form: WireFormat, rows: Tensor) -> None:
-    if form.name == "int4":
-        pairs = payload.view(-1, form.block // 2)
-        halves = rows.view(-1, 2, form.block // 2)
+    pairs, halves = payload.view(-1, form.block // 2), rows.view(-1, 2, form.block // 2)
+    if form.name == "nf4":
+        values = torch.tensor(NF4, device=rows.device)
+        for number, nibbles in enumerate((pairs & (2 * NIBBLE - 1), pairs >> 4)):
+            halves[:, number].copy_(values.index_select(0, nibbles.int().view(-1)).view(nibbles.shape))
+    elif form.name == "int4":
         halves[:, 0].copy_(pairs & (2 * NIBBLE - 1))
         halves[:, 1].copy_(pairs >> 4)
         rows.sub_(NIBBLE)

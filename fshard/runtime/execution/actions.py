@@ -59,6 +59,8 @@ class Resident:
     def read(self, group: Group) -> Tensor:
         """The shard of a group, cast at most once an update."""
         param, cast = self.shards[group.id].param, self.casts.get(group.id)
+        if group.packed is not None and param.dtype != torch.uint8:  # made by code between passes, or of a tree
+            return packing.packed(param, group.packed, self.kernels)
         if cast is None:
             return param
         if group.id not in self.fresh:
@@ -231,7 +233,8 @@ class Actions:
         form, full = group.wires.get("all_gather"), target
         shard, after = self.resident.read(group), self._now()
         if form is not None:
-            target = shard.new_empty(group.parts * shard.numel(), device=full.device)
+            rows = group.parts * shard.numel()
+            target = shard.new_empty(rows, device=full.device) if group.travels else shard
         if group.kinds.hosted:
             offload = self.resident.offload
             shard, after = offload.fetch(group, target, shard, after)

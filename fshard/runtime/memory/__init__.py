@@ -2,6 +2,7 @@
 
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
+from fshard.runtime.memory.kept import keep, packed_parts, values_of
 from fshard.runtime.memory.memory_spaces import memory_space, same_memory
 from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice
@@ -16,6 +17,9 @@ __all__ = [
     "UpdateSlice",
     "allocate",
     "deallocate",
+    "keep",
     "memory_space",
+    "packed_parts",
     "same_memory",
+    "values_of",
 ]
