@@ -24,7 +24,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map mutations train bench gpu test quick parity fuzz faults hostile docs site lint format clean
+.PHONY: help map mutations train bench gpu test quick parity fuzz faults hostile docs notebooks site lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--agains
 
 docs: $(PAGES)  ## Build the site, build/site/index.html; ARGS="-D nb_execution_mode=force" runs its notebooks.
 	$(BIN)/python -m sphinx -W --keep-going -q -j $(JOBS) -c docs -d build/pages . build/site $(ARGS)
+
+notebooks: $(STAMP)  ## Run the six notebooks and keep what they show: git diff tells what was stale.
+	$(BIN)/python -m tests.notebooks
 
 site: docs  ## Open every page of the site in a browser, and follow every link.
 	$(BIN)/python docs/check_site.py build/site

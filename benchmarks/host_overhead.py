@@ -1,19 +1,25 @@
 """Host overhead: a tiny GPT in one process, where the host's work for each unit is most of a step.
 
 The claim: sharding costs the host little. Relative to the same model in plain eager PyTorch with fused AdamW. Besides,
-on the GPT of 25 MB: metrics, norms of groups and trackers take less than a hundredth of a step, and the flight
-recorder does so too.
+on the GPT of 25 MB: metrics, norms of groups and trackers take less than a hundredth of a step, and so do the
+flight recorder and the live view, which a terminal shows anew once a second.
 """
 
 import argparse
+import io
 import statistics
 import sys
+import time
 import warnings
 
 import peers
 import torch
 from common import Report, arguments, middle, peers_option, ratio
 from model import SMALL, TINY
+from rich.console import Console
+
+from fshard.tracking.history import History
+from fshard.tracking.screen import screen
 
 BASE = "eager"
 ALL = (
@@ -61,8 +67,22 @@ def track(report: Report, rounds: int) -> None:
     step = statistics.median(samples[TRACKED[1]]["wall"])
     records = [seconds / step for seconds in built[TRACKED[1]].records[-2 * rounds :]]
     report.rows.append(middle("25 MB: a record / a step", "wall", records, 0.01))
+    report.rows.append(middle("a drawing of the live view / the second between two", "wall", drawings(), 0.01))
     for name in TRACKED:
         report.medians[f"25 MB: {name}"] = {kind: statistics.median(samples[name][kind]) for kind in ("wall", "cpu")}
+
+
+def drawings(count: int = 40, width: int = 200) -> list[float]:
+    """The seconds in which a terminal of this width is drawn."""
+    terminal, history, found = Console(file=io.StringIO(), width=width, force_terminal=True), History("loss"), []
+    for step in range(10_000):
+        row = {"loss": 1 / (1 + step), "seconds": 0.2, "exposed": 0.05, "outside": 0.1, "lr": 1e-3, "grad_norm": 1.0}
+        history.add(step * 0.3, step, row)
+    for _ in range(count):
+        begun = time.perf_counter()
+        terminal.print(screen(history, 20_000, width))
+        found.append(time.perf_counter() - begun)
+    return found
 
 
 def options(cli: argparse.ArgumentParser) -> None:

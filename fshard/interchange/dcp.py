@@ -24,12 +24,14 @@ from fshard.interchange.optimizer_state import load_with_optimizer
 from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import MemorySource, PrefixSource, TensorSource
 from fshard.optim.base import Optimizer
+from fshard.played.everywhere import called_on_each_rank
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
 from fshard.state.init import Inits
 from fshard.state.train_state import TrainState
 
 
+@called_on_each_rank
 def load_dcp(
     path: str | os.PathLike[str],
     plan: Plan,

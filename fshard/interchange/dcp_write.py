@@ -30,6 +30,7 @@ from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim.base import Optimizer
+from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import all_ranks_or_raise, each_rank_or_raise, first_rank_or_raise, mesh_communicator
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
@@ -52,6 +53,7 @@ class Item:
     again: tuple[Keys, ...] = ()
 
 
+@called_on_each_rank
 def save_dcp(
     state: TrainState,
     path: str | os.PathLike[str],

@@ -16,6 +16,7 @@ from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
 from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import load
 from fshard.optim.base import Optimizer
+from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import first_rank_or_raise, mesh_communicator
 from fshard.sharding.plan import Plan
 from fshard.state.init import Inits
@@ -23,6 +24,7 @@ from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 
+@called_on_each_rank
 def load_hf(
     path: str | os.PathLike[str],
     plan: Plan,
@@ -69,6 +71,7 @@ def load_hf(
     return load(plan, opt, HfFiles(path), rename=rename, init=init, seed=seed, cast=cast)
 
 
+@called_on_each_rank
 def save_hf(
     state: TrainState | Mapping[str, Any],
     path: str | os.PathLike[str],

@@ -15,6 +15,7 @@ from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, ema, every, from_torch, rate, sgd
 from fshard.optim.base import Optimizer
+from fshard.played.everywhere import called_on_each_rank
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
@@ -22,6 +23,7 @@ from fshard.state.init import Inits
 from fshard.state.train_state import TrainState
 
 
+@called_on_each_rank
 def to_state_dict(
     state: TrainState | Mapping[str, Any],
     plan: Plan | None = None,
@@ -65,6 +67,7 @@ def to_state_dict(
     return out
 
 
+@called_on_each_rank
 def from_state_dict(
     params: Mapping[str, Any],
     plan: Plan,
@@ -117,6 +120,7 @@ def from_state_dict(
     return load_with_optimizer(plan, opt, source, state, step=step, cast=cast, rename=rename, init=init, seed=seed)
 
 
+@called_on_each_rank
 def to_optim_state_dict(
     state: TrainState,
     opt: Optimizer,

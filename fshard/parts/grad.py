@@ -72,7 +72,7 @@ class ValueAndGrad(OneFunction):
         return make_programs(self.read, self.running.debugged(debug), accumulate=self.accumulate)
 
     def __repr__(self) -> str:
-        return f"<value and grad of {self.loss!r}>"
+        return f"<value and grad of {getattr(self.loss.loss_fn, '__name__', 'a function')}>"
 
     def __call__(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """The global mean loss and its gradient.

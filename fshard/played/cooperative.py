@@ -129,7 +129,10 @@ class Scheduler:
             raise
         restore_randomness(before if again else self.threads[0].randomness)
         self._raise()
-        return [thread.result for thread in self.threads]
+        results = [thread.result for thread in self.threads]
+        self.threads = []  # what the ranks were given goes when the caller lets go of it, and not with a cycle
+        del self.current
+        return results
 
     def _interrupt(self) -> None:
         """End all ranks. A step ends where its loss function runs, on all of them, and leaves its state as it was."""

@@ -314,7 +314,7 @@ def test_what_prints() -> None:
     rule = fs.Rule(".*", fs.P(), trainable=False, memory_kind="pinned_host")
     assert repr(rule) == "Rule('.*', P(), trainable=False, memory_kind='pinned_host')"
     assert repr(PLAN) == "<Plan: 6 leaves in 3 groups on {'shard': 1}>"
-    assert repr(fs.value_and_grad(_loss, PLAN)).startswith("<value and grad of ShardedLoss(")
+    assert repr(fs.value_and_grad(_loss, PLAN)) == "<value and grad of _loss>"
 
 
 def test_long_reports_keep_their_ends() -> None:

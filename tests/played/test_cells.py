@@ -1,5 +1,6 @@
 """Things that are made in one cell of a notebook and used in another, inside and outside of ``mesh.run``."""
 
+import gc
 import os
 import signal
 import threading
@@ -148,6 +149,32 @@ def test_evaluations_checkpoints_and_parts(mesh: Any, tmp_path: Path) -> None:
     assert same(other.params, state.params) and fs.settle(other).step == STEPS
     with pytest.raises(PlanError, match=r"outside of mesh.run.*fs.make_step"):
         gradient(state, BATCH)
+
+
+def test_other_formats_take_and_return_states_of_all_ranks(mesh: Any, tmp_path: Path) -> None:
+    plan = planned(mesh)
+    state = fs.init_state(plan, OPT, seed=1)
+    found, module = fs.io.to_state_dict(state), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    module.load_state_dict(found)
+    back = fs.io.from_state_dict(found, plan, OPT, fs.io.to_optim_state_dict(state, OPT))
+    assert same(back.params, state.params) and same(back.opt_state["exp_avg"], state.opt_state["exp_avg"])
+    fs.io.save_dcp(state, tmp_path / "dcp", OPT)
+    assert same(fs.io.load_dcp(tmp_path / "dcp", plan, OPT).params, state.params)
+    pytest.importorskip("safetensors")
+    fs.io.save_hf(state, tmp_path / "hf")
+    assert same(fs.io.load_hf(tmp_path / "hf", plan, OPT).params, state.params)
+
+
+def test_a_cell_that_saves_can_be_run_twice(mesh: Any, tmp_path: Path) -> None:
+    """Nothing keeps what a run was given, not even until the garbage collector comes: its folder is free again."""
+    state = fs.init_state(planned(mesh), OPT)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            fs.Checkpointer(tmp_path).save(state, overwrite=True)
+    finally:
+        gc.enable()
 
 
 def test_what_is_of_one_rank_is_told_from_what_is_of_all(mesh: Any) -> None:

@@ -161,6 +161,8 @@ def test_files_that_hold_no_costs(tmp_path: Path, text: str) -> None:
     [
         (lambda: Link(beside=-1.0), "beside=-1.0"),
         (lambda: Costs(host=-1.0), "host=-1.0"),
+        (lambda: Costs({"root": 1.0}), r"'root' is no op: give a pair"),  # type: ignore[dict-item]
+        (lambda: Costs({("forward", "root"): (1.0, 2.0)}), r"forward root takes \(1.0, 2.0\) seconds"),
         (lambda: Costs(processors=0.0), "processors=0.0"),
         (lambda: Noise(ranks=-1.0), "ranks=-1.0"),
         (lambda: simulate(over(), Costs(), noise=Noise()), "but no mesh"),
