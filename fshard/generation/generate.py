@@ -9,7 +9,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.errors import PlanError, lines
-from fshard.generation.places import Forward, Places, check_cache, padded
+from fshard.generation.places import Forward, Places, padded, read
 from fshard.generation.sampling import Sampling
 from fshard.runtime.engine import Mean
 from fshard.sharding.plan import Plan
@@ -143,6 +143,8 @@ class Generate:
             ("eos", eos, (int, type(None)), "the number of a token, or None"),
         ]
         expect("generate(state, prompts)", wants)
+        if max_new < 0:
+            raise PlanError(f"generate(max_new={max_new}): give the most tokens of a sequence, 0 or more")
         rows = [torch.as_tensor(prompt) for prompt in prompts]
         wrong = [
             f"prompts[{i}] is {row.dtype} {list(row.shape)}"
@@ -156,8 +158,7 @@ class Generate:
     def _read(self, params: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The logits after the last token and the cache; and whether any rank still goes on."""
         places = Places(*batch["places"])
-        logits, cache = self.forward(params, batch["tokens"], batch["cache"], places)
-        cache = check_cache(cache, places.keys.shape[1])
+        logits, cache = read(self.forward, params, batch["tokens"], batch["cache"], places)
         return {"last": logits[:, -1], "cache": cache, "going": Mean(batch["active"].float(), 1)}
 
     def _alone(self, params: Any, rows: Rows) -> dict[str, Any]:

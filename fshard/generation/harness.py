@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard.arguments import Want, expect
 from fshard.generation.generate import make_generate
-from fshard.generation.places import Forward, Places, padded
+from fshard.generation.places import Forward, Places, padded, read
 from fshard.generation.sampling import Sampling
 from fshard.runtime.comm import all_ranks_or_raise, enter, mesh_communicator
 from fshard.state.train_state import TrainState
@@ -46,7 +46,7 @@ class Scorer:
 
         def score(params: Any, given: tuple[Tensor, Tensor, Places]) -> dict[str, Tensor]:
             tokens, targets, places = given
-            logits, _ = forward(params, tokens, None, Places(*places))
+            logits, _ = read(forward, params, tokens, None, Places(*places))
             known = targets >= 0
             odds = logits.float().log_softmax(-1).gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
             best = (logits.argmax(-1) == targets) | ~known

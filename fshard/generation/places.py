@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import described
 from fshard.errors import TreeError, lines
 
 Forward = Callable[[Any, Tensor, Any, "Places"], tuple[Tensor, Any]]
@@ -55,6 +56,27 @@ def padded(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Places
         keys[number, longest - len(row) :] = True
     positions = (keys.cumsum(1) - 1).clamp_min(0)
     return tokens.to(device), Places(positions.to(device), keys.to(device))
+
+
+def read(forward: Forward, params: Any, tokens: Tensor, cache: Any, places: Places) -> tuple[Tensor, Any]:
+    """What a forward makes of tokens: logits and a cache, if they are such.
+
+    Raises:
+        TreeError: it returned something else; naming what.
+    """
+    found = forward(params, tokens, cache, places)
+    logits = found[0] if isinstance(found, tuple | list) and len(found) == 2 else None
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+        what = described(found) if logits is None else f"a pair of {_shown(logits)} and a cache"
+        raise TreeError(
+            f"forward(params, tokens, cache, places) returned {what}: return (logits, cache), the logits for tokens "
+            f"{list(tokens.shape)} of shape {[*tokens.shape, 'vocabulary']}, and None as the cache if there is none"
+        )
+    return logits, check_cache(found[1], places.keys.shape[1])
+
+
+def _shown(x: Any) -> str:
+    return f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else described(x)
 
 
 def check_cache(cache: Any, seen: int) -> Any:

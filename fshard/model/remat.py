@@ -23,6 +23,7 @@ from fshard import tree
 from fshard.arguments import expect
 from fshard.errors import PlanError, RematError, TransformError
 from fshard.model.checkpoint_policies import SavePolicy, nothing
+from fshard.model.checkpointed import checkpointed
 from fshard.model.exact import Exact
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -72,10 +73,12 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
         if torch.compiler.is_compiling() and transformed:
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling() or (policy.ops and not transformed):
-            from torch.utils.checkpoint import checkpoint
+            if torch.compiler.is_compiling():
+                from torch.utils.checkpoint import checkpoint
 
-            same = fn if torch.compiler.is_compiling() else _in_context(fn, contextvars.copy_context())
-            return checkpoint(same, *args, use_reentrant=False, **contexts, **kwargs)
+                return checkpoint(fn, *args, use_reentrant=False, **contexts, **kwargs)
+            same = _in_context(functools.partial(fn, **kwargs), contextvars.copy_context())
+            return checkpointed(same, *args, **contexts)
         if policy.ops:
             raise RematError(
                 f"remat(policy={policy}) under a transform of torch.func, which cannot keep single results: "

@@ -37,8 +37,15 @@ class JsonLines:
     def begin(self, step: int, config: Mapping[str, Any]) -> None:
         """Open the file. The configuration is not written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if _before(line, step)]
+        if self.path.is_file():
+            lines = self.path.read_text().splitlines()
+            foreign = [number for number, line in enumerate(lines[:-1], 1) if _step(line) is None]
+            if foreign:
+                raise ValueError(
+                    f"{self.path} is not a file of records: line {foreign[0]} has no step. Nothing in it was changed; "
+                    f"give a path of its own"
+                )
+            kept = [line for line in lines if (number := _step(line)) is not None and number < step]
             beside = self.path.with_name(f"{self.path.name}.new")
             beside.write_text("".join(f"{line}\n" for line in kept))
             beside.replace(self.path)
@@ -76,10 +83,10 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def _before(line: str, step: int) -> bool:
-    """Whether a line is whole, and of a step before this one."""
+def _step(line: str) -> float | None:
+    """The step of a record; None for a line that is none, such as half a line."""
     try:
-        found = json.loads(line)
-        return bool(found["step"] < step)
-    except (ValueError, KeyError, TypeError):
-        return False
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return step if isinstance(step, int | float) else None

@@ -169,12 +169,27 @@ def test_a_cache_of_the_wrong_length_is_told_on_all_ranks(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "returned, words",
+    [
+        (lambda tokens: torch.zeros(*tokens.shape, 7), r"returned a Tensor: return \(logits, cache\)"),
+        (lambda tokens: (torch.zeros(len(tokens), 7), None), r"a tensor of shape \[1, 7\] and a cache.*\[1, 2, 'voc"),
+        (lambda tokens: (None, None), "a pair of None and a cache"),
+    ],
+)
+def test_what_a_forward_cannot_return(returned: Any, words: str) -> None:
+    _, state, _ = make(fs.make_mesh((1,), ("data",)))
+    with pytest.raises(TreeError, match=words):
+        fs.generate(state, lambda params, tokens, cache, places: returned(tokens), [[1, 2]], max_new=2)
+
+
+@pytest.mark.parametrize(
     "call, words",
     [
         (lambda go: go([[]], max_new=1), r"prompts\[0\] is torch.float32 \[0\]"),
         (lambda go: go([[1.5]], max_new=1), r"prompts\[0\] is torch.float32"),
         (lambda go: go("text", max_new=1), "prompts is 'text'"),
         (lambda go: go([[1]], max_new=1.5), "max_new is 1.5"),
+        (lambda go: go([[1]], max_new=-1), "max_new=-1"),
         (lambda go: go([[1]], max_new=1, sampling=0.5), "sampling is 0.5"),
         (lambda go: Sampling(-1.0, 0, 2.0), r"temperature = -1.0.*\n.*top_k = 0.*\n.*top_p = 2.0"),
         (lambda go: make_generate(go.forward, go.plan, weights="all"), "weights='all' must be one of"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fshard import tree
-from fshard.model import Slot, Unit, attach, split
+from fshard.model import Slot, Unit, attach, checkpointed, split
 from tests.model.cases import IDS, Net, close, equal, flat
 
 
@@ -205,3 +205,22 @@ def test_a_pickled_model_updates_its_buffers_and_keeps_its_ties() -> None:
         *(tree.leaves(m.apply(m.params, x, buffers=m.buffers)) for m in (model, other)), strict=True
     ):
         equal(ours, theirs)
+
+
+def test_an_error_in_a_checkpoint_is_raised_when_its_hooks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch before 2.13 removes them: after a forward that did not raise."""
+    told = []
+
+    def before(fn: Any, *args: Any, **options: Any) -> Any:
+        told.append("set")
+        result = fn(*args)
+        told.append("removed")
+        return result
+
+    def fail(x: Any) -> Any:
+        raise KeyError(float(x))
+
+    monkeypatch.setattr(checkpointed, "checkpoint", before)
+    with pytest.raises(KeyError, match=r"2\.0"):
+        checkpointed.checkpointed(fail, 2.0)
+    assert told == ["set", "removed"]

@@ -131,6 +131,14 @@ def test_lines_are_what_was_told_and_a_resumed_run_goes_on(tmp_path: Path) -> No
     assert again[:4] == rows[:4] and again[4:] == [{"step": 3, "loss": float("inf")}]
 
 
+def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a document"}\n{"text": "another"}\n')
+    with pytest.warns(UserWarning, match=r"line 1 has no step. Nothing in it was changed"):
+        recorded(fs.trackers.JsonLines(path))
+    assert path.read_text().count("text") == 2 and len(path.read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("kind", [Bad, BadThread])
 def test_a_tracker_that_fails_does_not_stop_the_run(kind: Any) -> None:
     kept, bad = Kept(), kind()

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from fshard.errors import PlanError, RematError, lines
 from fshard.model.checkpoint_policies import SavePolicy, everything, nothing
+from fshard.model.checkpointed import checkpointed
 from fshard.model.objects import held, opaque
 from fshard.patterns import glob_matches, glob_meant
 from fshard.schedule.ops import ROOT
@@ -73,7 +73,7 @@ class Remat:
                 return function(*args, **kwargs)
             objects = [(value, held(value)) for value in opaque((args, kwargs))]
             try:
-                result = checkpoint(functools.partial(inside, **kwargs), *args, use_reentrant=False, **options)
+                result = checkpointed(functools.partial(inside, **kwargs), *args, **options)
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
                     raise _transforming(unit) from error
