@@ -65,9 +65,10 @@ def read(forward: Forward, params: Any, tokens: Tensor, cache: Any, places: Plac
         TreeError: it returned something else; naming what.
     """
     found = forward(params, tokens, cache, places)
-    logits = found[0] if isinstance(found, tuple | list) and len(found) == 2 else None
+    pair = isinstance(found, tuple | list) and len(found) == 2
+    logits = found[0] if pair else None
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens.shape:
-        what = described(found) if logits is None else f"a pair of {_shown(logits)} and a cache"
+        what = f"a pair of {_shown(logits)} and a cache" if pair else _shown(found)
         raise TreeError(
             f"forward(params, tokens, cache, places) returned {what}: return (logits, cache), the logits for tokens "
             f"{list(tokens.shape)} of shape {[*tokens.shape, 'vocabulary']}, and None as the cache if there is none"

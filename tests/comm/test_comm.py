@@ -273,6 +273,7 @@ def one_of_eight() -> None:
     print(mesh.size, mesh.rank, state.params["w"].shape[0], [op.kind for op in step.record].count("all_gather"))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before, what the fake process group gathers is uninitialized")
 def test_one_rank_of_eight_over_the_fake_process_group(tmp_path: Path) -> None:
     child = Child(one_of_eight, out=tmp_path / "out", environment={})
     try:

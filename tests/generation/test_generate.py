@@ -171,7 +171,7 @@ def test_a_cache_of_the_wrong_length_is_told_on_all_ranks(ranks: int) -> None:
 @pytest.mark.parametrize(
     "returned, words",
     [
-        (lambda tokens: torch.zeros(*tokens.shape, 7), r"returned a Tensor: return \(logits, cache\)"),
+        (lambda tokens: torch.zeros(*tokens.shape, 7), r"returned a tensor of shape \[1, 2, 7\]: return \(logits"),
         (lambda tokens: (torch.zeros(len(tokens), 7), None), r"a tensor of shape \[1, 7\] and a cache.*\[1, 2, 'voc"),
         (lambda tokens: (None, None), "a pair of None and a cache"),
     ],
