@@ -7,6 +7,7 @@ in the table was used for it. Links of a rate need root, as ``lab.py`` does.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -66,55 +67,54 @@ def measure(args: argparse.Namespace) -> int:
         settings = [setting for setting in settings if setting.rate is None]
     models = args.models or (MODELS[:1] if args.quick else MODELS)
     accumulate = [1] if args.quick else args.accumulate
-    rounds = args.rounds or (4 if args.quick else 6)
+    rounds = args.rounds or 4
     configuration = {"models": models, "settings": [*map(str, settings)], "accumulate": accumulate, "rounds": rounds}
     report = Report("foresight", __doc__.splitlines()[0], configuration, notes=notes)
-    options = {"models": models, "accumulate": accumulate, "rounds": rounds}
-    costs: dict[str, dict[str, Costs]] = {}
-    errors, regrets = [], []
-    for setting in settings:
-        for like in {setting.like, *(name for name, own in CALIBRATIONS.items() if own == setting)} - costs.keys():
-            costs[like] = calibrated(CALIBRATIONS[like], options)
+    costs: dict[tuple[str, str], Costs] = {}
+    errors, regrets, details = [], [], []
+    for setting, name in itertools.product(settings, models):
+        options = {"models": [name], "accumulate": accumulate, "rounds": rounds}
+        if (setting.like, name) not in costs:
+            costs[setting.like, name] = calibrated(CALIBRATIONS[setting.like], name, options)
         found = run_workers(setting.ranks, setting.rate, {**options, "hsdp": int(setting.hsdp), **OTHER}, SCRIPT)
-        table = [*predicted(setting, found["cases"], costs[setting.like])]
+        table = [*predicted(setting, found["cases"], costs[setting.like, name])]
         errors += [abs(error) for _, _, error in table]
         regrets += [*regret(found["cases"])]
-        report.rows += rows(setting, table, found["cases"])
-    report.rows.append(
-        Row("all: |predicted / measured - 1|, median", "share", statistics.median(errors), target=MEDIAN)
-    )
-    report.rows.append(Row("all: |predicted / measured - 1|, worst", "share", max(errors), target=WORST))
-    report.rows.append(Row("all: auto / best policy, median", "wall", statistics.median(regrets), target=REGRET_MEDIAN))
-    report.rows.append(Row("all: auto / best policy, worst", "wall", max(regrets), target=REGRET_WORST))
+        details += [*rows(setting, table, found["cases"])]
+        report.rows = [*details, *totals(errors, regrets)]
+        report.write(args)  # what was measured so far is kept, whatever comes
     return report.finish(args)
+
+
+def totals(errors: list[float], regrets: list[float]) -> Iterator[Row]:
+    """The rows of all settings together."""
+    yield Row("all: |predicted / measured - 1|, median", "share", statistics.median(errors), target=MEDIAN)
+    yield Row("all: |predicted / measured - 1|, worst", "share", max(errors), target=WORST)
+    yield Row("all: auto / best policy, median", "wall", statistics.median(regrets), target=REGRET_MEDIAN)
+    yield Row("all: auto / best policy, worst", "wall", max(regrets), target=REGRET_WORST)
 
 
 SCRIPT = "foresight_rank.py"
 OTHER = {"auto": 1, "calibrate": 0}
 
 
-def calibrated(setting: Setting, options: Mapping[str, Any]) -> dict[str, Costs]:
-    """The costs of each model, of 2 ranks."""
+def calibrated(setting: Setting, name: str, options: Mapping[str, Any]) -> Costs:
+    """The costs of a model, of 2 ranks."""
     few = {**options, "policies": ["default"], "accumulate": [], "calibrate": 1}
     found = run_workers(setting.ranks, setting.rate, few, SCRIPT)
     with tempfile.TemporaryDirectory() as folder:
-        made = {}
-        for name, content in found["costs"].items():
-            path = Path(folder) / "costs.json"
-            path.write_text(json.dumps(content))
-            made[name] = read_costs(path)
-    return made
+        path = Path(folder) / "costs.json"
+        path.write_text(json.dumps(found["costs"][name]))
+        return read_costs(path)
 
 
-def predicted(
-    setting: Setting, cases: Mapping[str, Any], costs: Mapping[str, Costs]
-) -> Iterator[tuple[str, float, float]]:
+def predicted(setting: Setting, cases: Mapping[str, Any], costs: Costs) -> Iterator[tuple[str, float, float]]:
     """Each case with its predicted seconds, and how far these are from the measured ones."""
     for key, case in cases.items():
         if key.endswith("|auto"):
             continue
         schedule = parse(case["schedule"])
-        cost = placed(setting, costs[key.split("|")[0]])
+        cost = placed(setting, costs)
         seconds = simulate(schedule, cost.only({op.kind for op in schedule})).seconds
         yield key, seconds, seconds / statistics.median(case["times"]) - 1
 

@@ -16,7 +16,7 @@ from foresight_models import build
 
 import fshard as fs
 
-TRIES = 8
+TRIES = 4
 """Turns that are taken at most, for each that is to count."""
 
 CALIBRATED = 6
@@ -100,7 +100,7 @@ class Turns:
         self.steps, self.states, self.batch, self.calm = steps, states, batch, calm
         self.disturbed = 0
         self.times: dict[str, list[float]] = {label: [] for label in steps}
-        first = max(self._turn(label, 8) for label in steps)  # ``auto`` measures in its first steps
+        first = max(self._turn(label, 8 if label == "auto" else 2) for label in steps)  # ``auto`` measures in its own
         slowest = torch.tensor([first], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         self.count = min(max(int(SPAN / slowest.item()), 1), 4)
