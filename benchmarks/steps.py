@@ -23,6 +23,7 @@ CLAIMS: tuple[tuple[str, tuple[str, ...], dict[str, float]], ...] = (
     ("by parts clip", ("train step clip",), {"wall": 1.01, "cpu": 1.01}),
     ("sam", ("train step", "alone"), {"wall": 1.05}),
     ("sam", ("train step", "train step"), {}),
+    ("sam own", ("train step", "alone"), {"wall": 1.05}),
     ("gan", ("gan apart",), {"wall": 1.0}),
     ("train step", ("alone",), {}),
 )

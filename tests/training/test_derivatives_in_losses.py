@@ -10,6 +10,7 @@ from torch.func import grad, jvp, vjp
 from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
+from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -115,3 +116,42 @@ def physics(compile: str | None) -> str:
 def test_transforms_of_units_in_a_loss_on_two_ranks(pool: Pools, compile: str | None) -> None:
     told = pool(2).run(physics, compile)
     assert compile is None or all("under a transform of torch.func" in units for units in told)
+
+
+def ascent() -> None:
+    """Steps on the loss at the worst point of each rank's own rows, against the mean of these losses in one process."""
+    mesh = fs.make_mesh((-1,), ("data",))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    model = fs.split(net, units=("0", "2"))
+    plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+    opt = fs.optim.sgd(0.1)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return (model.apply(params, x) - x.sum(1, keepdim=True)).square().mean()
+
+    def worst(params: Any, x: Tensor) -> Tensor:
+        mine = fs.tree.map(lambda p: p.detach().requires_grad_(), params)
+        grads = torch.autograd.grad(loss_fn(mine, x), fs.tree.leaves(mine))
+        size, up = 0.5 / torch.stack([g.norm() for g in grads]).norm(), iter(grads)
+        return loss_fn(fs.tree.map(lambda p: p + size * next(up), params), x)
+
+    step, state = fs.make_train_step(worst, opt, plan), fs.init_state(plan, opt, params=model.params)
+    plain = fs.tree.map(Tensor.clone, model.params)
+    for number in range(3):
+        rows = torch.randn(4 * mesh.size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        state, metrics = step(state, plan.local_batch(rows))
+        trained = fs.tree.map(lambda p: p.detach().requires_grad_(), plain)
+        loss = torch.stack([worst(trained, part) for part in rows.chunk(mesh.size)]).mean()
+        down = torch.autograd.grad(loss, fs.tree.leaves(trained))
+        assert metrics.loss.item() == pytest.approx(loss.item(), rel=1e-12)
+        plain = fs.tree.nest({path: p - 0.1 * g for (path, p), g in zip(fs.tree.paths(plain), down, strict=True)})
+    for (path, ours), (_, theirs) in zip(
+        fs.tree.paths(fs.unshard(state.params, plan)), fs.tree.paths(plain), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=path)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_rank_takes_the_gradient_at_the_worst_point_of_its_own_rows(job: Job, ranks: int) -> None:
+    job(ranks).run(ascent)
