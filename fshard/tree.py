@@ -55,6 +55,9 @@ Tree = Any
 def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The ``(path, leaf)`` pairs of a parameter tree, in insertion order.
 
+    ``leaves``, ``flatten`` and ``map`` go by sorted keys, as optree and JAX do: pair leaves of two trees by ``map``, or
+    by the paths of both, never ``paths`` of one with ``leaves`` of the other.
+
     Args:
         tree: a nested dict with string keys.
         prefix: what the paths begin with.
@@ -201,12 +204,12 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves of any pytree, including ``None``.
+    """The leaves of any pytree, including ``None``; those of a dict by sorted keys, unlike in ``paths``.
 
     Args:
         tree: a pytree.
 
-    >>> leaves({"x": [1, 2], "y": None})
+    >>> leaves({"y": None, "x": [1, 2]})
     [1, 2, None]
     """
     if type(tree) is Tensor:

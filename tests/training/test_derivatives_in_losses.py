@@ -143,9 +143,10 @@ def ascent() -> None:
         state, metrics = step(state, plan.local_batch(rows))
         trained = fs.tree.map(lambda p: p.detach().requires_grad_(), plain)
         loss = torch.stack([worst(trained, part) for part in rows.chunk(mesh.size)]).mean()
-        down = torch.autograd.grad(loss, fs.tree.leaves(trained))
+        trees = dict(fs.tree.paths(trained))
+        grads = dict(zip(trees, torch.autograd.grad(loss, list(trees.values())), strict=True))
         assert metrics.loss.item() == pytest.approx(loss.item(), rel=1e-12)
-        plain = fs.tree.nest({path: p - 0.1 * g for (path, p), g in zip(fs.tree.paths(plain), down, strict=True)})
+        plain = fs.tree.nest({path: p.detach() - 0.1 * grads[path] for path, p in trees.items()})
     for (path, ours), (_, theirs) in zip(
         fs.tree.paths(fs.unshard(state.params, plan)), fs.tree.paths(plain), strict=True
     ):
