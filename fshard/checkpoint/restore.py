@@ -143,6 +143,11 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
             "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or select "
             "what to read with rules=."
         )
+        if any(":" in row for row in (*missing, *extra) if "  params." in row):
+            remedy += (
+                " Packed leaves are saved as codes and scales: restore with the packed= that they were saved with, and "
+                "change it with fs.reshard_state(state, plan, opt)."
+            )
         raise TreeError(lines(f"{path} does not fit the plan ({counts}):", rows, remedy))
     return wanted
 

@@ -203,8 +203,41 @@ def test_checkpoints_hold_the_packed_bits_on_any_mesh(text: str, tmp_path: Path)
     one = fs.virtual_mesh((1,), ("data",))
     size = sum(part.stat().st_size for part in Path(folder).rglob("*") if part.is_file())
     assert size < 60_000
-    with pytest.raises(TreeError, match=r"missing  params.one.w  F32\[24, 16\]"):
+    with pytest.raises(TreeError, match=r"missing  params.one.w  F32\[24, 16\](?s:.*)change it with fs.reshard_state"):
         one.run(lambda: restored(None, folder, one))
+
+
+def test_other_users_of_states_read_the_same_values() -> None:
+    """``fs.verify``, evaluation, pure losses, steps of parts, state dicts and copies."""
+    mesh = fs.virtual_mesh((2,), ("data",))
+
+    def main() -> Any:
+        plan, rows = plan_of("nf4/64", mesh), batch(0, mesh.rank)
+        state = fs.init_state(plan, OPT, params=start())
+        seen = fs.verify(fs.make_train_step(loss_fn, OPT, plan), state, rows)
+        pure = fs.func.sharded_loss(loss_fn, plan)(state.params, rows)
+        losses = [pure.item(), fs.make_eval_step(loss_fn, plan)(state, rows).item()]
+        again = fs.unshard(state.replace(params=state.params).params, plan)
+        dicts = fs.io.to_state_dict(state)
+        grad, update = fs.value_and_grad(loss_fn, plan), fs.make_update(OPT, plan)
+
+        def twice(state: Any, rows: Any) -> Any:
+            """The gradient at parameters that the step has made."""
+            _, first = grad(state, rows)
+            moved = state.replace(params=tree.map(lambda leaf: leaf * 1.0, state.params))
+            value, second = grad(moved, rows)
+            return update(state, tree.map(lambda a, b: (a + b) / 2, first, second))[0], value
+
+        after, value = fs.make_step(twice, plan)(state, rows)
+        losses.append(float(value))
+        return str(seen), losses, again, dicts, fs.unshard(after.params, plan)
+
+    for seen, losses, again, dicts, after in mesh.run(main):
+        assert "params.one.b" in seen and losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+        assert same(again, read("nf4/64")) and torch.equal(dicts["two.w"], read("nf4/64")["two"]["w"])
+        assert torch.equal(after["one"]["w"], again["one"]["w"]) and not torch.equal(
+            after["one"]["b"], again["one"]["b"]
+        )
 
 
 def test_a_state_goes_on_with_other_formats() -> None:
