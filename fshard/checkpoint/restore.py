@@ -139,22 +139,25 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
     if missing or extra or wrong:
         counts = f"{len(missing)} missing, {len(extra)} extra, {len(wrong)} mismatched of {len(have)} tensors"
         rows = [row for kind in (missing, extra, wrong) for row in listed(kind)]
-        remedy = (
-            "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or select "
-            "what to read with rules=."
-        )
-        if any(":" in row for row in (*missing, *extra) if "  params." in row):
-            remedy += (
-                " Packed leaves are saved as codes and scales: restore with the packed= that they were saved with, and "
-                "change it with fs.reshard_state(state, plan, opt)."
-            )
-        raise TreeError(lines(f"{path} does not fit the plan ({counts}):", rows, remedy))
+        raise TreeError(lines(f"{path} does not fit the plan ({counts}):", rows, _remedy([*missing, *extra])))
     return wanted
 
 
 def _by_name(entries: Sequence[Entry], have: Container[str]) -> dict[str, str]:
     """What is read without rules: all entries, but where rounding has left nothing out of a sum yet."""
     return {entry.name: entry.name for entry in entries if entry.name in have or not entry.rows}
+
+
+def _remedy(other: Sequence[str]) -> str:
+    """What to do about a checkpoint that does not fit, given the rows of names that are on one side alone."""
+    packed = any("  params." in row and ":" in row for row in other)
+    return (
+        "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or select "
+        "what to read with rules=."
+    ) + (
+        " Packed leaves are saved as codes and scales: restore with the packed= that they were saved with, and change "
+        "it with fs.reshard_state(state, plan, opt)."
+    ) * packed
 
 
 def _misfits(

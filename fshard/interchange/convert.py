@@ -14,7 +14,7 @@ from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file
-from fshard.errors import CheckpointError
+from fshard.errors import CheckpointError, lines
 from fshard.interchange.dcp import DcpSource, load_dcp
 from fshard.interchange.dcp_write import put
 from fshard.interchange.hf import load_hf
@@ -30,6 +30,8 @@ from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P
 from fshard.state.entries import LATE
+from fshard.state.pieces import PARAMS
+from fshard.state.replicas import ANCHOR
 from fshard.state.train_state import TrainState
 
 Kind = Literal["hf", "dcp"]
@@ -44,8 +46,26 @@ def kind_of(path: str) -> Kind | None:
     return "hf" if (weights and folder.is_file()) or (folder / SINGLE).is_file() or (folder / INDEX).is_file() else None
 
 
+def _check_whole(manifest: Manifest) -> None:
+    """Refuse parameters that are no whole leaves: those of replicas that train apart, and packed ones."""
+    have, problems = manifest.tensors, []
+    for name in [name for name in have if name.startswith(PARAMS)]:
+        anchor = have.get(ANCHOR + name.removeprefix(PARAMS))
+        if ":" in name:
+            problems.append(f"{name}: codes, or scales, of a packed leaf")
+        elif anchor is not None and anchor.shape != have[name].shape:
+            problems.append(f"{name}: {list(have[name].shape)}, a row for each replica of {list(anchor.shape)}")
+    if problems:
+        remedy = (
+            "Restore it in a job and write it there: fs.io.save_hf(state, folder), of replicas that train apart "
+            "fs.io.save_hf(fs.averaged(state, 'anchor'), folder)."
+        )
+        raise CheckpointError(lines("other formats hold whole leaves, and these are none:", problems, remedy))
+
+
 def to_hf(folder: str, manifest: Manifest, out: str, limit: int) -> int:
     """Write the parameters of a step as ``save_hf`` does, in files of up to ``limit`` bytes. Returns the bytes."""
+    _check_whole(manifest)
     names = [name for name in manifest.tensors if name.startswith("params.")]
     names.sort(key=lambda name: -manifest.tensors[name].dtype.itemsize)
     infos = {name.removeprefix("params."): manifest.tensors[name] for name in names}
@@ -69,6 +89,7 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
     target, file = Path(out), "__0_0.distcp"
     if (target / FILE).exists():
         raise CheckpointError(f"{out} holds a checkpoint already: give another folder, or remove it")
+    _check_whole(manifest)
     paths = {n.removeprefix("params.") for n in manifest.tensors if n.startswith("params.")}
     contents, keys = Contents(), dict[str, tuple[str, ...]]()
 

@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import P
+from fshard.cli.main import main as command
 from tests.outer_steps.cases import CASES, Case, Flat, flat_of, start, step_of, steps_of, whole
 from tests.outer_steps.test_resumed import same
 from tests.shared.bad import attempt
@@ -100,7 +101,7 @@ def test_files_hold_what_replicas_agree_on(tmp_path: Path) -> None:
     assert sorted(files) == sorted(flat_of(start()))
 
 
-def test_replicas_go_on_on_another_mesh(tmp_path: Path) -> None:
+def test_replicas_go_on_on_another_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two of two ranks, then four of one, which start from the anchor where they are new; then two of three."""
     folder = str(tmp_path / "run")
     first = meshes()
@@ -117,6 +118,8 @@ def test_replicas_go_on_on_another_mesh(tmp_path: Path) -> None:
         return before, whole(step, state)
 
     one = first.run(lambda: main(first, 0, 3))
+    assert command(["ckpt", "convert", folder, str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert "params.one.w: [2, 24, 16], a row for each replica of [24, 16]" in capsys.readouterr().err
     four, six = (fs.virtual_mesh(sizes, ("replica", "data")) for sizes in ((4, 1), (2, 3)))
     two = four.run(lambda: main(four, 3, 6))
     anchor = one[0][1][1]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard import P, tree
+from fshard.cli.main import main as command
 from fshard.errors import PlanError, TreeError
 from fshard.foresight.foresee import state_bytes
 from tests.runtime.test_memory_measured import Peak
@@ -193,7 +194,9 @@ def restored(text: str | None, folder: str, mesh: fs.Mesh) -> Any:
 
 
 @pytest.mark.parametrize("text", FORMATS[:3])
-def test_checkpoints_hold_the_packed_bits_on_any_mesh(text: str, tmp_path: Path) -> None:
+def test_checkpoints_hold_the_packed_bits_on_any_mesh(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, two = str(tmp_path), fs.virtual_mesh((2,), ("data",))
     want = two.run(lambda: saved(text, folder, two))[0]
     for world in (1, 2, 3):
@@ -203,6 +206,8 @@ def test_checkpoints_hold_the_packed_bits_on_any_mesh(text: str, tmp_path: Path)
     one = fs.virtual_mesh((1,), ("data",))
     size = sum(part.stat().st_size for part in Path(folder).rglob("*") if part.is_file())
     assert size < 60_000
+    assert command(["ckpt", "convert", folder, str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert f"params.one.w:{text}: codes, or scales, of a packed leaf" in capsys.readouterr().err
     with pytest.raises(TreeError, match=r"missing  params.one.w  F32\[24, 16\](?s:.*)change it with fs.reshard_state"):
         one.run(lambda: restored(None, folder, one))
 
