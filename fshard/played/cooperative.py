@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,18 @@ class Scheduler:
         self.current: RankThread  # the one that runs
         self.failure: str | None = None
 
-    def run(self, bodies: list[Callable[[], Any]], again: "Randomness | None" = None) -> list[Any]:
+    def run(
+        self,
+        bodies: list[Callable[[], Any]],
+        again: "Randomness | None" = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> list[Any]:
         """Run all ranks to their end.
 
         Args:
             bodies: the function of each rank.
             again: the state of random generators at the start of every rank; the caller's own then stay unchanged.
+            waiting: the context in which this thread waits for the ranks.
 
         Returns:
             The result of each rank, in rank order.
@@ -116,6 +122,16 @@ class Scheduler:
             thread.randomness = again or before
             thread.start()
         self.current = self.threads[0]
+        with waiting():
+            self._wait_for_all()
+        restore_randomness(before if again else self.threads[0].randomness)
+        self._raise()
+        results = [thread.result for thread in self.threads]
+        self.threads = []  # what the ranks were given goes when the caller lets go of it, and not with a cycle
+        del self.current
+        return results
+
+    def _wait_for_all(self) -> None:
         try:
             self.current.turn.release()
             for thread in self.threads:
@@ -127,12 +143,6 @@ class Scheduler:
             if not any(thread.error for thread in self.threads):
                 raise Interrupted([thread.result for thread in self.threads]) from None
             raise
-        restore_randomness(before if again else self.threads[0].randomness)
-        self._raise()
-        results = [thread.result for thread in self.threads]
-        self.threads = []  # what the ranks were given goes when the caller lets go of it, and not with a cycle
-        del self.current
-        return results
 
     def _interrupt(self) -> None:
         """End all ranks. A step ends where its loss function runs, on all of them, and leaves its state as it was."""

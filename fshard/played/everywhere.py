@@ -7,6 +7,7 @@ on every rank.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from fshard.arguments import described
 from fshard.errors import PlanError, TreeError
 from fshard.played.cooperative import Interrupted, playing
+from fshard.runtime.execution import Shield
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
@@ -27,6 +29,9 @@ class Playable(Protocol):
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank."""
+
+    def run_waiting(self, fn: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]]) -> list[Any]:
+        """The same, waiting for the ranks in a context."""
 
     def join(self, results: Sequence[Any]) -> Any:
         """The results as one value."""
@@ -147,12 +152,16 @@ class OfAllRanks:
         if self._all_late is not None:
             late, self._all_late = self._all_late, None
             raise late
-        try:
-            return play_joined(self._all_plan.mesh, on_rank)
-        except Interrupted as error:
-            self._all_late = KeyboardInterrupt()
-            mesh: Any = self._all_plan.mesh
-            return mesh.join(error.results)
+        mesh: Playable = self._all_plan.mesh  # type: ignore[assignment]
+        # What comes while no rank runs would take the joined state away from a caller whose state is donated.
+        with Shield() as shield:
+            try:
+                joined = mesh.join(mesh.run_waiting(on_rank, shield.opened))
+            except Interrupted as error:
+                self._all_late = KeyboardInterrupt()
+                joined = mesh.join(error.results)
+        self._all_late = shield.late or self._all_late
+        return joined
 
     def trace(self, *args: Any) -> Any:
         """As on a rank; outside of ``run`` the last argument is a global batch."""

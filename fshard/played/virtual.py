@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -120,20 +121,29 @@ class VirtualMesh(Mesh):
                 "the transform inside of the function, or use fs.shard_map, which can be transformed"
             )
         expect("mesh.run(fn)", [("fn", fn, Callable, "a function; its arguments come after it")])
+        return self.run_waiting(functools.partial(fn, *args, **kwargs), nullcontext)
+
+    def run_waiting(self, fn: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]]) -> list[Any]:
+        """Call a function on every rank, and wait for the ranks in a context; see ``run``."""
         try:
-            return play(self, functools.partial(fn, *args, **kwargs))
+            return play(self, fn, waiting=waiting)
         except BaseException as error:
             hide(error)
             raise
 
 
-def play(mesh: VirtualMesh, fn: Callable[[], Any], again: Randomness | None = None) -> list[Any]:
+def play(
+    mesh: VirtualMesh,
+    fn: Callable[[], Any],
+    again: Randomness | None = None,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[Any]:
     """Run a function on every rank of a virtual mesh; ``again`` gives it the random numbers of an earlier run."""
     scheduler, inherit = Scheduler(mesh), inherited()
     results: list[Any] = []
 
     def all_ranks(x: Tensor) -> Tensor:
-        results.extend(scheduler.run([inherit(fn) for _ in range(mesh.size)], again))
+        results.extend(scheduler.run([inherit(fn) for _ in range(mesh.size)], again, waiting))
         return x
 
     # All threads share PyTorch's forward-mode level: the first jvp opens it, and its end clears all tangents. This jvp

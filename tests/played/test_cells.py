@@ -260,6 +260,24 @@ def test_an_interrupt_ends_all_ranks_and_the_next_cell_continues(mesh: Any, at: 
     assert same(state.params, fs.tree.nest(expected[1]))
 
 
+def test_an_interrupt_after_all_ranks_takes_no_state_away(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(mesh)
+    state, step = fs.init_state(plan, OPT), fs.make_train_step(loss, OPT, plan)
+    joined = type(mesh).join
+
+    def interrupted(self: Any, results: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return joined(self, results)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(mesh), "join", interrupted)
+        state, _ = step(state, BATCH)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, BATCH)
+    state, _ = step(state, BATCH)
+    assert state.step == 2
+
+
 def test_an_interrupt_ends_ranks_that_compute_and_ranks_that_wait(mesh: Any) -> None:
     tick = interrupted(1, lambda: None)
 
