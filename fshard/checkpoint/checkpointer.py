@@ -11,7 +11,8 @@ from fshard.arguments import Want, expect, kind
 from fshard.checkpoint.folder import CheckpointFolder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.problems import other_folder
 from fshard.checkpoint.restore import Request, TakeRules, restore_step
-from fshard.checkpoint.save import Save, Snapshot, check_json, head_of, remove_failed, save_facts, write_and_commit
+from fshard.checkpoint.save import Save, check_json, head_of, remove_failed, save_facts, write_and_commit
+from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import States, all_entries, beside, by_name, one_mesh, step_of
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError
@@ -330,14 +331,18 @@ class Checkpointer:
         if rank and not os.path.isdir(path):
             raise other_folder(rank, self.directory, first, name)
         slices = owned(all_entries(states), rank)
-        return Save(rank, path, head_of(states, user), self._snapshot.take(slices) if copy else slices)
+        if copy:
+            slices = self._snapshot.take(slices)
+            for one in states.values():
+                one.shards().readers.append(self._snapshot.finish)
+        return Save(rank, path, head_of(states, user), slices)
 
     def _start(self, comm: Communicator, save: Save) -> None:
         """Write in another thread, which is no daemon: the process ends after its checkpoint is on disk."""
 
         def write() -> None:
             try:
-                self._snapshot.wait()
+                self._snapshot.finish()
                 write_and_commit(comm, self._folder, self.keep, save)
             except BaseException as error:  # raised by the next call
                 self._failure = error

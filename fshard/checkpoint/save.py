@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import CheckpointFolder, discard
@@ -17,13 +16,9 @@ from fshard.checkpoint.write import packed, write_files
 from fshard.data.loader import without_position
 from fshard.errors import CheckpointError, CommError, lines
 from fshard.runtime.comm import Communicator, Facts, all_ranks_or_raise, first_rank_or_raise
-from fshard.runtime.comm.streams import Event, events
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION
-
-ALIGN = 64
-"""Bytes to which slices are aligned in a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -112,37 +107,3 @@ def check_json(name: str, value: Any) -> None:
             f"{name}= does not come back from JSON as it was: {str(value)[:200]} became {str(back)[:200]}; give lists "
             f"in place of tuples, and strings as keys"
         )
-
-
-class Snapshot:
-    """Host memory for a copy of this rank's slices, reused by every save: allocating new pages is slower than copying.
-
-    Copies from a GPU go to page-locked memory in the order of the compute stream: the next step does not wait for them,
-    and the thread that writes does.
-    """
-
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
-        self.copied: tuple[Event, ...] = ()
-
-    def take(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Copy slices. The copies are valid until the next call; from a GPU they are complete after ``wait``."""
-        starts, end = [], 0
-        for s in slices:
-            starts.append(end)
-            end += -(-s.nbytes // ALIGN) * ALIGN
-        away = {s.data.device for s in slices if s.data.device.type != "cpu"}
-        cuda = any(device.type == "cuda" for device in away)
-        if self.memory is None or len(self.memory) < end or self.memory.is_pinned() < cuda:
-            self.memory = None  # free the old memory first
-            self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=cuda, device="cpu")
-        rows = [self.memory[a : a + s.nbytes].view(s.data.dtype) for a, s in zip(starts, slices, strict=True)]
-        if rows:
-            torch._foreach_copy_(rows, [s.data for s in slices], non_blocking=bool(away))
-        self.copied = tuple([mark for device in away for mark in events(device)])
-        return [replace(s, data=row) for s, row in zip(slices, rows, strict=True)]
-
-    def wait(self) -> None:
-        """Wait until the copies are complete."""
-        for mark in self.copied:
-            mark.synchronize()

@@ -21,7 +21,7 @@ from fshard.foresight.remedies import Remedy, largest, remedies
 from fshard.foresight.report import as_json, sections
 from fshard.foresight.search import HEAD, SHOWN, Search, search
 from fshard.schedule.costs import read_costs
-from fshard.schedule.machines import DEVICES, LINKS
+from fshard.schedule.machines import COMMUNICATOR, DEVICES, LINKS
 from fshard.sharding.mesh import Mesh, abstract_mesh
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", metavar="FILE", help="measured costs of the units, as Costs.save writes them")
     parser.add_argument("--products", type=float, default=0.7, help="share of its peak that matrix products reach")
     parser.add_argument("--share", type=float, default=0.85, help="share of its rate that a link gives to collectives")
+    parser.add_argument("--communicator", help="bytes of a device that NCCL takes for each communicator, as 200Mi")
     parser.add_argument("--rows", type=int, default=1, help="with --hf: rows of a rank's microbatch")
     parser.add_argument("--length", type=int, help="with --hf: tokens of a row")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="with --hf: dtype of compute")
@@ -138,8 +139,10 @@ def read_hardware(args: argparse.Namespace) -> Hardware:
     """What the step would run on."""
     memory = bytes_of(args.memory) if args.memory else None
     costs = read_costs(args.costs) if args.costs else None
+    room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
     short = args.hf is None or args.precision == "bf16"
-    return hardware(args.device, args.link, args.inside, args.per_host, memory, args.products, args.share, short, costs)
+    links = args.link, args.inside, args.per_host
+    return hardware(args.device, *links, memory, args.products, args.share, short, costs, room)
 
 
 @contextmanager
@@ -166,7 +169,7 @@ def _print(seen: Foresight, found: Sequence[Remedy]) -> None:
         _table(title, head, rows)
     if not seen.fits:
         limit = size_text(seen.hardware.memory or 0)
-        peak = size_text(seen.state_bytes + seen.least.memory.peak_bytes)
+        peak = size_text(seen.held(seen.least))
         print(
             f"no policy fits into {limit}: the least is {peak}, at op {seen.least.memory.op}, {seen.least.memory.where}"
         )

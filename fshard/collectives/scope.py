@@ -14,7 +14,7 @@ from fshard.arguments import described, expect, kind
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.refusals import unbound_axis
 from fshard.errors import AxisError, unknown_axis
-from fshard.runtime.comm.communicator import COLLECTIVES
+from fshard.runtime.comm.communicator import COLLECTIVES, SingleRankTransport
 from fshard.sharding.mesh import Axes, Mesh
 
 AxisName = str | tuple[str, ...]
@@ -78,11 +78,12 @@ def cutting(mesh: Mesh) -> Iterator[None]:
 
     All ranks make new communicators for their next collective, so an exception on all ranks leaves the mesh usable.
     """
+    transport = mesh.transport or SingleRankTransport()
     try:
-        yield
+        with transport.program():
+            yield
     except BaseException as error:
-        if mesh.transport is not None:
-            mesh.transport.abort(COLLECTIVES, f"{type(error).__name__}: {error}")
+        transport.abort(COLLECTIVES, f"{type(error).__name__}: {error}")
         raise
 
 

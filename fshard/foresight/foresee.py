@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.optim.contract import contract
 from fshard.runtime.memory.optimizer_layout import beside_bytes
@@ -15,15 +16,15 @@ from fshard.schedule.auto import Candidate, Task, candidates, tried
 from fshard.schedule.build import build
 from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint
-from fshard.schedule.infos import group_infos
-from fshard.schedule.machines import Cluster, Speed, foreseen_costs, named_device, named_link, speed
+from fshard.schedule.infos import communicators, group_infos
+from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
 from fshard.schedule.ops import LOCAL
 from fshard.schedule.policy import Policy, secondary
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
 from fshard.sharding.layout import Group
-from fshard.sharding.mesh import Mesh, abstract_mesh
+from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.training.step import TrainStep
 
@@ -41,6 +42,7 @@ class Hardware:
         memory: bytes of a device; None for no limit.
         words: the names of these.
         costs: measured costs of the units, where there are some.
+        communicator: bytes of a device that a communicator takes.
 
     >>> import fshard as fs
     >>> fs.sim.hardware("h100", link="ib400", inside="nvlink4").words.split(";")[0]
@@ -52,6 +54,7 @@ class Hardware:
     memory: int | None = None
     words: str = ""
     costs: Costs | None = None
+    communicator: int = 0
 
     def of(self, task: Task, mesh: Mesh) -> Costs:
         """What ops cost on it."""
@@ -59,6 +62,10 @@ class Hardware:
         if self.costs is None:
             return foreseen_costs(task.stages, task.needs, self.speed, links)
         return self.costs.over(Costs(links=links, processors=self.costs.processors))
+
+    def held(self, plan: Plan, tried: Candidate) -> int:
+        """Bytes that a policy holds beside the state, communicators included."""
+        return tried.memory.peak_bytes + self.communicator * len(communicators(plan, tried.policy.secondary))
 
 
 def hardware(
@@ -71,6 +78,7 @@ def hardware(
     share: float = 0.85,
     short: bool = True,
     costs: Costs | None = None,
+    communicator: int = COMMUNICATOR,
 ) -> Hardware:
     """What a step would run on, by names.
 
@@ -84,6 +92,8 @@ def hardware(
         share: the share of its rate that a link gives to collectives.
         short: whether compute is in bfloat16 or float16.
         costs: measured costs of the units.
+        communicator: bytes of a device that each communicator of transfers takes. The default is what NCCL took on four
+            A100 (NVIDIA/nccl, issue 964); yours may take less.
 
     Raises:
         PlanError: an unknown name, or a share that is none.
@@ -97,10 +107,10 @@ def hardware(
     cluster = Cluster(named_link(link), named_link(inside) if inside else None, per_host, share)
     words = (
         f"{device} at {products:.0%} of its peak in products; {link} between hosts, {inside or link} inside, "
-        f"{per_host} ranks a host, {share:.0%} of the rates of links"
+        f"{per_host} ranks a host, {share:.0%} of the rates of links, {size_text(communicator)} a communicator"
     )
     limit = found.memory if memory is None else memory
-    return Hardware(speed(found, short, products), cluster, limit, words, costs)
+    return Hardware(speed(found, short, products), cluster, limit, words, costs, communicator)
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,16 @@ class Foresight:
     @property
     def peak_bytes(self) -> int:
         """The most that a rank holds in a step."""
-        return self.state_bytes + self.chosen.memory.peak_bytes
+        return self.held(self.chosen)
+
+    def held(self, tried: Candidate) -> int:
+        """The most that a rank holds in a step with a policy: state, communicators and footprint."""
+        return self.state_bytes + self.hardware.held(self.plan, tried)
+
+    @property
+    def communicators(self) -> list[tuple[str, Axes]]:
+        """What the transfers of the chosen policy travel on, by role and axes."""
+        return communicators(self.plan, self.chosen.policy.secondary)
 
     @property
     def fits(self) -> bool:
@@ -160,7 +179,7 @@ class Foresight:
     @property
     def least(self) -> Candidate:
         """The policy that holds least."""
-        return min(self.candidates, key=lambda each: (each.memory.peak_bytes, each.seconds))
+        return min(self.candidates, key=lambda each: (self.held(each), each.seconds))
 
     @property
     def schedule(self) -> Schedule:
@@ -203,9 +222,9 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
         made.append(tried(variant, policy, costs))
     state = state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
-    fits = [pair for pair in made if pair[0].memory.peak_bytes <= limit] or made
-    chosen, schedule = min(fits, key=lambda pair: (pair[0].seconds, pair[0].memory.peak_bytes))
-    order = sorted((each for each, _ in made), key=lambda each: (each.seconds, each.memory.peak_bytes))
+    fits = [pair for pair in made if hardware.held(plan, pair[0]) <= limit] or made
+    chosen, schedule = min(fits, key=lambda pair: (pair[0].seconds, hardware.held(plan, pair[0])))
+    order = sorted((each for each, _ in made), key=lambda each: (each.seconds, hardware.held(plan, each)))
     kinds = {op.kind for op in schedule}
     progress("numbers of ranks", 0.9)
     rows, tokens = sizes(batch)

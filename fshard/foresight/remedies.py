@@ -48,7 +48,7 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     costs = seen.hardware.of(task, seen.plan.mesh)
 
     def remedy(change: str, other: Task, state: int = seen.state_bytes) -> Remedy:
-        peak = state + tried(other, policy, costs)[0].memory.peak_bytes
+        peak = state + seen.hardware.held(seen.plan, tried(other, policy, costs)[0])
         return Remedy(change, peak, peak <= limit)
 
     yield remedy(f"the policy {policy}", task)
@@ -79,8 +79,8 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: Task, limit: int) -> Ite
         mesh = abstract_mesh((first * times, *rest), seen.plan.mesh.axis_names)
         plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
         wider = _with_infos(task, plan, seen.least.policy)
-        memory = tried(wider, seen.least.policy, seen.hardware.of(wider, mesh))[0].memory
-        peak = state_bytes(step, plan) + memory.peak_bytes
+        one, _ = tried(wider, seen.least.policy, seen.hardware.of(wider, mesh))
+        peak = state_bytes(step, plan) + seen.hardware.held(plan, one)
         if peak <= limit:
             yield Remedy(f"{mesh.size:,} ranks, with as many rows each", peak, True)
             return
@@ -93,6 +93,7 @@ def largest(seen: Foresight, count: int = 6) -> list[str]:
     memory = least.memory
     rows = [
         (seen.state_bytes, "parameter shards and optimizer state"),
+        (seen.held(least) - seen.state_bytes - memory.peak_bytes, "communicators"),
         (memory.activation_bytes, "activations and what else compute needs"),
         (memory.arena_bytes, "the arena: gathered parameters"),
         (memory.gradient_bytes, "gradients, their shards and staging"),

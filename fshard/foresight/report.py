@@ -47,7 +47,7 @@ def _summary(seen: Foresight) -> Section:
         ("parameters", f"{sum(row.parameters for row in seen.groups):,} in {len(seen.groups)} groups"),
         ("policy", str(seen.chosen.policy)),
         ("peak memory", peak),
-        ("", f"{size_text(seen.state_bytes)} state; {seen.chosen.memory}"),
+        ("", f"{size_text(seen.state_bytes)} state; {_communicators(seen)}{seen.chosen.memory}"),
         ("step", f"{time_text(run.seconds)}: compute {time_text(run.compute)}, exposed {time_text(run.exposed)}"),
         ("sent", f"{size_text(run.sent)} a rank"),
         ("MFU", f"{seen.mfu:.1%}"),
@@ -55,6 +55,11 @@ def _summary(seen: Foresight) -> Section:
     if seen.tokens:
         rows.append(("tokens", f"{seen.tokens_per_s:,.0f} a second, {seen.tokens / run.seconds:,.0f} a rank"))
     return "Foresight", ("", ""), rows
+
+
+def _communicators(seen: Foresight) -> str:
+    count, each = len(seen.communicators), seen.hardware.communicator
+    return f"{size_text(count * each)} of {count} communicators; " if count * each else ""
 
 
 def _groups(seen: Foresight) -> Section:
@@ -105,7 +110,7 @@ def _policies(seen: Foresight) -> Section:
     limit = seen.hardware.memory
     rows = []
     for each in seen.candidates[:SHOWN]:
-        total = seen.state_bytes + each.memory.peak_bytes
+        total = seen.held(each)
         mark = " <- chosen" if each.policy == seen.chosen.policy else " (over)" if limit and total > limit else ""
         rows.append((time_text(each.seconds), time_text(each.exposed), size_text(total), f"{each.policy}{mark}"))
     if seen.chosen not in seen.candidates[:SHOWN]:
@@ -124,6 +129,8 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
         "fits": seen.fits,
         "peak_bytes": seen.peak_bytes,
         "state_bytes": seen.state_bytes,
+        "communicators": [f"{role} over {'+'.join(axes)}" for role, axes in seen.communicators],
+        "communicator_bytes": seen.hardware.communicator,
         "footprint": asdict(seen.chosen.memory),
         "policy": str(seen.chosen.policy),
         "seconds": run.seconds,
@@ -140,7 +147,7 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
                 "policy": str(each.policy),
                 "seconds": each.seconds,
                 "exposed_seconds": each.exposed,
-                "peak_bytes": seen.state_bytes + each.memory.peak_bytes,
+                "peak_bytes": seen.held(each),
             }
             for each in seen.candidates
         ],

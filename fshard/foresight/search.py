@@ -235,14 +235,14 @@ def _best(mesh: Mesh, remat: Any, step: TrainStep, batch: Any, task: Task, hardw
     costs, state = hardware.of(task, mesh), state_bytes(step, step.plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
     found = [tried(variant, policy, costs)[0] for variant, policy in tries(task, step.plan)]
-    fits = [each for each in found if each.memory.peak_bytes <= limit]
+    fits = [each for each in found if hardware.held(step.plan, each) <= limit]
     chosen: Candidate = (
-        min(fits, key=lambda each: (each.seconds, each.memory.peak_bytes))
+        min(fits, key=lambda each: (each.seconds, hardware.held(step.plan, each)))
         if fits
-        else min(found, key=lambda each: each.memory.peak_bytes)
+        else min(found, key=lambda each: hardware.held(step.plan, each))
     )
     rows = sizes(batch)[0] * step.plan.data_size
     seconds = chosen.seconds or math.nan
     mfu = model_flops(task) / (seconds * hardware.speed.peak)
-    peak = state + chosen.memory.peak_bytes
+    peak = state + hardware.held(step.plan, chosen)
     return Option(mesh, remat, chosen.policy, peak, chosen.seconds, chosen.exposed, rows / seconds, mfu, bool(fits))

@@ -78,7 +78,7 @@ class Exchange:
             stop: whether this rank asks all to stop.
             again: whether it had left before the state was saved, which says what it was.
         """
-        fragment = self.fragments[number]
+        fragment, shards = self.fragments[number], shards.overwrite()
         value = torch.zeros(fragment.numel, dtype=fragment.dtype, device=self.mesh.device)
         for cut, view in _views(fragment, value):
             if again:
@@ -102,7 +102,7 @@ class Exchange:
         flight.work.wait()
         rows = flight.rows.view(self.mesh.replicas, -1)
         heads = rows[:, :HEAD].contiguous().view(torch.int64).tolist()
-        self._check(flight, heads, shards)
+        self._check(flight, heads, shards.overwrite())
         fragment = self.fragments[flight.number]
         mean = torch.empty(fragment.numel, dtype=fragment.dtype, device=self.mesh.device)
         for number, row in enumerate(rows.unbind()):

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import TreeError
@@ -36,6 +38,7 @@ from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.options import Running
 from fshard.runtime.steps.rates import decided, foreseen
 from fshard.schedule.auto import Auto, Choice
+from fshard.schedule.infos import communicators
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
@@ -172,7 +175,8 @@ class StepRunner:
         if isinstance(policy, Auto):
             choice = self.choices.get(recorded) or foreseen(task_of(recorded), policy)
             policy = choice.policy
-        return Trace(scheduled(recorded, policy)[1], choice, recorded.needs, recorded.idle)
+        needed = dict.fromkeys(need for one in recorded.passes for need in communicators(one.spec.plan))
+        return Trace(scheduled(recorded, policy)[1], choice, recorded.needs, recorded.idle, tuple(needed))
 
     def _choose_policy(self, recorded: Recorded, given: Arguments, facts: Facts) -> None:
         """Choose a policy, if nobody has given one. All ranks are here, with the same function, or none goes on."""
@@ -232,7 +236,8 @@ class StepRunner:
         failed = foretold(step.programs[0].comms.transport, control, end.status)
         if failed is not None:
             return Attempt(end, None), failed
-        attempt = _tallied(replay, result, end)
+        with self._transport.program():
+            attempt = _tallied(replay, result, end)
         return attempt, exchange_sums(control, attempt.end.status, attempt.numbers, step.width)
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
@@ -266,12 +271,11 @@ class StepRunner:
             with inside, self._randomness(given.states[0]), shield.opened():
                 return replay.result(self.fn(*arguments))
 
-        with self._transport.program():
-            result, end = attempted(program, executor)
-            if end.status != OK:
-                # Ranks that wait for this one in a collective of the function learn at once that it will not come.
-                self._transport.abort(COLLECTIVES, str(end))
-                replay.stand_in()
+        result, end = attempted(program, executor, self._transport)
+        if end.status != OK:
+            # Ranks that wait for this one in a collective of the function learn at once that it will not come.
+            self._transport.abort(COLLECTIVES, str(end))
+            replay.stand_in()
         return result, drained(executor, end)
 
     def _randomness(self, state: TrainState) -> AbstractContextManager[None]:
@@ -339,5 +343,7 @@ def _tallied(replay: Replay, result: Result | None, end: End) -> Attempt:
         return Attempt(end, None)
     try:
         return Attempt(end, result, replay.tally([each for final in result.finals for each in final.updates]))
+    except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
+        raise
     except Exception as error:  # a device reports late what went wrong there
         return Attempt(End(FAILED, error), None)

@@ -14,7 +14,7 @@ from fshard.errors import TransformError
 from fshard.played.cooperative import Randomness, Scheduler, inherited, playing
 from fshard.played.everywhere import join
 from fshard.played.transport import VirtualTransport
-from fshard.runtime.comm.devices import own_device
+from fshard.runtime.comm.devices import keep_device_guard, own_device
 from fshard.sharding.mesh import Mesh, resolve_sizes
 from fshard.tracebacks import hide
 
@@ -139,6 +139,7 @@ def play(
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Any]:
     """Run a function on every rank of a virtual mesh; ``again`` gives it the random numbers of an earlier run."""
+    keep_device_guard()
     scheduler, inherit = Scheduler(mesh), inherited()
     results: list[Any] = []
 

@@ -1,7 +1,7 @@
 """From a plan to what a schedule must know of its groups."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from fshard.schedule import refusals
 from fshard.schedule.ops import GroupInfo
@@ -29,6 +29,23 @@ def group_infos(plan: Plan, state: Mapping[int, int] | None = None, secondary: A
         raise refusals.bad_policy([f"fs.secondary names {unknown[0]!r}, and the axes of the mesh are {names}"])
     infos = (_info(plan, group, (state or {}).get(group.id, 0)) for group in plan.groups)
     return tuple(_with_second(plan, group, info, secondary) for group, info in zip(plan.groups, infos, strict=True))
+
+
+def communicators(plan: Plan, secondary: Axes = ()) -> list[tuple[str, Axes]]:
+    """The communicators that the transfers of a plan's groups need: their roles and axes, in one order on all ranks."""
+    order = [*KINDS]
+    needed = {need for group in plan.groups for need in _needs(group, secondary) if plan.mesh.axis_size(need[1]) > 1}
+    return sorted(needed, key=lambda need: (order.index(need[0]), need[1]))
+
+
+def _needs(group: Group, secondary: Axes) -> Iterator[tuple[str, Axes]]:
+    """The roles of the transfers of a group, and their axes."""
+    kinds = {"all_gather": group.gather_axes, "regather": secondary_axes(group, secondary)}
+    if group.trainable:
+        kinds |= {"reduce_scatter": group.scatter_axes, "replica_reduce": group.rest_axes}
+    yield from ((KINDS[kind].role, axes) for kind, axes in kinds.items())
+    if group.trainable and group.opt_parts > 1:  # the same communicators scatter gradients again
+        yield KINDS["update_gather"].role, group.opt_axes
 
 
 def secondary_axes(group: Group, secondary: Axes) -> Axes:

@@ -18,6 +18,12 @@ ETHERNET = 1448 / 1538
 """The share of Ethernet's rate that is left for data: 1,448 bytes of a TCP segment in 1,538 on the wire."""
 
 
+COMMUNICATOR = 688 << 20
+"""Bytes of a GPU that NCCL takes for a communicator: an assumption. Measured on A100 over NVLink with all-reduces of
+three and four GPUs (NVIDIA/nccl, issue 964); two took 544 MiB. It grows with NCCL_BUFFSIZE, the number of channels and
+the algorithms in use; versions since 2.22 connect only those that are used."""
+
+
 @dataclass(frozen=True)
 class NamedLink:
     """A link of the table.

@@ -7,6 +7,7 @@ from fshard.errors import PlanError
 from fshard.schedule.auto import Choice
 from fshard.schedule.footprint import Footprint, Need, footprint
 from fshard.schedule.schedule import Schedule
+from fshard.sharding.mesh import Axes
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,16 @@ class Trace:
         choice: what ``schedule="auto"`` chose, and from what; None where the policy was given.
         needs: what the compute ops of one microbatch of each pass need; nothing where only a run has found the program.
         idle: the trained leaves that get no gradient; None where only a run has found the program.
+        communicators: what its transfers travel on between ranks, by role and axes. NCCL takes memory for each. Those
+            of collectives that the program itself calls are not among them.
 
     >>> import torch, fshard as fs
     >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
     >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), fs.optim.sgd(0.1), plan)
     >>> found = step.trace(torch.ones(4))
+    >>> found.communicators
+    (('all_gather', ('data',)), ('reduce_scatter', ('data',)))
     >>> found.schedule, found.unused, found.footprint.arena_bytes
     (<Schedule train, 10 ops, 1 groups, 0 calls, accumulate=1, prefetch=2 reduces=2 reshard=true update=deferred>, \
 ('idle',), 256)
@@ -36,6 +41,7 @@ class Trace:
     choice: Choice | None = field(default=None, repr=False)
     needs: tuple[Need, ...] = field(default=(), repr=False)
     idle: tuple[str, ...] | None = field(default=None, repr=False)
+    communicators: tuple[tuple[str, Axes], ...] = field(default=(), repr=False)
 
     @functools.cached_property
     def footprint(self) -> Footprint:

@@ -56,6 +56,8 @@ class Kind:
         link: the link of ``Costs`` that it takes; empty for a copy that takes no link.
         spare: transfers of this kind that may be under way beyond ``Policy.reduces``. They hold shards, not whole
             gradients, so a further one costs little, and the link is never idle while the oldest is waited for.
+        lane: the kind whose communicators carry it, which are never busy at the same time over the same axes, or take
+            the same link anyway; empty where it has its own.
         slow: it takes the slower link. The transfer before it in the path is therefore waited for as soon as another
             of that kind begins: every compute by which this one begins later is one more in which its link is idle.
     """
@@ -67,17 +69,23 @@ class Kind:
     link: str = "link"
     spare: int = 0
     slow: bool = False
+    lane: str = ""
 
     @property
     def wait(self) -> str:
         """The word of the op that ends the transfer."""
         return f"wait {self.name}"
 
+    @property
+    def role(self) -> str:
+        """The role of the communicators that carry it."""
+        return self.lane or self.name
+
 
 _ROWS = (
-    Kind("update_gather", "updated", "staging of updated ranges"),
+    Kind("update_gather", "updated", "staging of updated ranges", lane="replica_reduce"),
     Kind("all_gather", "read", "staging of gathers"),
-    Kind("regather", "read", "staging of gathers again"),
+    Kind("regather", "read", "staging of gathers again", lane="all_gather"),
     Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces"),
     Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True),
     Kind("offload", "gradient", "staging of copies", link="", spare=1),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.errors import BatchError, PlanError
 from fshard.runtime.comm import joining
-from fshard.runtime.comm.devices import Place, carried, choose_device, device_of_group, problem_of
+from fshard.runtime.comm.devices import Place, carried, choose_device, device_of_group, keep_device_guard, problem_of
 from fshard.runtime.comm.joining import join
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.runtime.engine.batch import check_device
@@ -69,6 +69,21 @@ def test_the_device_of_a_process_group_is_obeyed() -> None:
         device_of_group("cuda:0", "nccl", CUDA1, current)
     with pytest.raises(PlanError, match="gloo, which serves tensors of the CPU"):
         device_of_group("cuda", "gloo", None, current)
+
+
+def test_a_guard_of_cuda_devices_outlives_the_ranks_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps the first one for all threads, and frees it with the thread that asked for it."""
+    made: list[threading.Thread] = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: made.append(threading.current_thread()))
+    for built, there, count in ((False, False, 0), (True, True, 0), (True, False, 1)):
+        keep_device_guard.cache_clear()
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        keep_device_guard()
+        keep_device_guard()
+        assert len(made) == count
+    assert made[0].is_alive() and made[0].daemon
+    keep_device_guard.cache_clear()
 
 
 def test_what_is_wrong_with_the_places_of_all_ranks() -> None:

@@ -31,7 +31,7 @@ STORE = {"get", "check", "wait", "set", "add", "multi_get", "compare_set"}
 ENDED = {
     "checkpoint/checkpointer.py": "the thread of a save: its collectives, by the timeout; the file system has none",
     "checkpoint/folder.py": "a lock that is asked for without waiting, again and again for three seconds",
-    "checkpoint/save.py": "a device: its own watchdog",
+    "checkpoint/snapshot.py": "a device: its own watchdog; the other thread that copies from it",
     "checkpoint/write.py": "threads that write files: the file system has no timeout",
     "collectives/raw.py": "handles of communicators",
     "outer_steps/exchange.py": "handles of communicators",
@@ -52,7 +52,7 @@ ENDED = {
     "runtime/comm/joining.py": "bounded",
     "runtime/comm/processes.py": "bounded",
     "played/transport.py": "played ranks: known at once when none can go on",
-    "runtime/comm/devices.py": "bounded, in processes.py; a deadline of its own",
+    "runtime/comm/devices.py": "bounded, in processes.py; a deadline of its own; a thread that nobody waits for",
     "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
     "runtime/comm/watchdog.py": "a tick of the thread that looks at waits",
     "runtime/steps/rates.py": "handles of communicators",

@@ -1,11 +1,13 @@
 """What runs on the device of our own, in a process of its own. Each case returns what it found wrong."""
 
 import functools
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -14,12 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 import fshard as fs
 from fshard import P, tree
+from fshard.checkpoint import snapshot
 from tests.device.own import DEVICE, load
 
 LAYERS, WIDTH, ROWS = 3, 8, 12
 HOSTED = (
     *("host, default", "host, far ahead", "kept on the host, default", "host, updated there, in backward"),
-    *("host, parts", "kept on the host, parts", "host, snapshots", "host, exports"),
+    *("host, parts", "kept on the host, parts", "host, snapshots", "host, exports", "snapshots", "late snapshots"),
 )
 """Cases of the model of streams in which memory of the host takes part."""
 
@@ -296,6 +299,30 @@ def one_read(options: dict[str, Any], short: bool = False, random: bool = False)
     return [f"{ranks} ranks: {line}" for ranks in (1, 2) for line in on(DEVICE, ranks, run)]
 
 
+def saved_beside_steps() -> list[str]:
+    """Asynchronous saves in small chunks, on a thread beside steps: each holds the state of its step."""
+    mesh, wrong = fs.make_mesh((1,), ("shard",), device=DEVICE), []
+    plan, opt = planned(mesh), fs.optim.adamw(1e-2)
+    state, step = fs.init_state(plan, opt, params=params()), fs.make_train_step(loss, opt, plan)
+    kept = {}
+    with (
+        pytest.MonkeyPatch.context() as change,
+        tempfile.TemporaryDirectory() as folder,
+        fs.Checkpointer(folder, keep=None, async_=True) as checkpoints,
+    ):
+        change.setattr(snapshot, "CHUNK", 100)
+        for number in range(1, 4):
+            state, _ = step(state, batch(number, mesh))
+            checkpoints.save(state)
+            kept[number] = [leaf.clone() for leaf in tree.leaves((state.params, state.opt_state))]
+        checkpoints.wait()
+        for number, want in kept.items():
+            again = checkpoints.restore(plan, opt, step=number)
+            got = tree.leaves((again.params, again.opt_state))
+            wrong += [f"step {number}" for a, b in zip(got, want, strict=True) if not torch.equal(a, b)]
+    return wrong
+
+
 CASES: dict[str, Callable[[], list[str]]] = {
     "the backward has a thread": device_thread,
     "steps": lambda: same(1),
@@ -317,6 +344,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
     **{f"one read: {name}": functools.partial(one_read, options) for name, options in READING.items()},
     "one read: stochastic rounding": lambda: one_read({}, short=True),
     "one read: random numbers by key": lambda: one_read({}, random=True),
+    "saves beside steps": saved_beside_steps,
     "products": lambda: products(1),
     "products of ranks": lambda: products(2),
 }
@@ -342,10 +370,18 @@ def run_events(library: str, name: str) -> dict[str, bool]:
     return events(name, DEVICE)
 
 
-def run_dropped(library: str, name: str, part: str) -> dict[str, bool]:
-    """Whether each event and wait is needed whose name has this part."""
+def run_dropped(library: str) -> dict[str, bool]:
+    """Whether each event and wait of snapshots is needed; and whether an update must let them end."""
     load(library)
+    from fshard.runtime.execution.shards import Shards
     from tests.runtime.test_happens_before import CASES, raced
 
-    sites = [site for site in sorted(raced(CASES[name], device=DEVICE)[1]) if part in site]
-    return {site: bool(raced(CASES[name], site, DEVICE)[0]) for site in sites}
+    cases = {name: CASES[name] for name in ("snapshots", "late snapshots")}
+    sites = [
+        site for site in sorted(raced(cases["snapshots"], device=DEVICE)[1]) if "Snapshot" in site or "Staging" in site
+    ]
+    found = {site: bool(raced(cases["snapshots"], site, DEVICE)[0]) for site in sites}
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(Shards, "overwrite", lambda self: self)
+        found["overwrite"] = bool(raced(cases["late snapshots"], device=DEVICE)[0])
+    return found

@@ -87,6 +87,8 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
 
 def test_numbers_are_those_of_the_step(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = planned(capsys, f"{job}:make_on", "--mesh", "8", "--memory", "1G")
+    assert status == 1 and not found["fits"] and "communicators" in found["largest"][0]
+    status, found = planned(capsys, f"{job}:make_on", "--mesh", "8", "--memory", "1G", "--communicator", "200Mi")
     assert status == 0 and found["fits"]
     mesh = fs.abstract_mesh((8,), ("data",))
     from fshard.foresight.jobs import Job, read_job
@@ -99,7 +101,8 @@ def test_numbers_are_those_of_the_step(job: str, capsys: pytest.CaptureFixture[s
     state = sum(group.chunk * 4 * 3 for group in step.plan.groups)  # parameters and two moments
     assert found["state_bytes"] == state
     default = next(each for each in found["policies"] if each["policy"] == str(trace.schedule.policy))
-    assert default["peak_bytes"] == state + trace.footprint.peak_bytes >= least
+    assert found["communicators"] == ["all_gather over data", "reduce_scatter over data"]
+    assert default["peak_bytes"] == state + 2 * 200 * 2**20 + trace.footprint.peak_bytes >= least
     sent = sum(move.sent for group in trace.schedule.groups for move in group.transfers)
     assert sent <= found["sent_bytes"] <= 2 * sent and found["sent_by_axes"] == {"data": found["sent_bytes"]}
     assert found["seconds"] == min(each["seconds"] for each in found["policies"])

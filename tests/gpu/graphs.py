@@ -26,13 +26,15 @@ def run(place: Place, found: Found) -> None:
     size = replace(place.of(Size(tokens=128), TINY), dropout=0.1, attending=0.1)
     steps = place.of(5, 2)
     for dtype, precision in {"float32": None, "bfloat16": BF16}.items():
-        made = job(size, alone(place.device), precision=precision)
-        want, _ = _train(made, steps, place)
-        _fx(found, f"fx, {dtype}", made, steps, place, want)
+        with found.trying(f"fx, {dtype}"):
+            made = job(size, alone(place.device), precision=precision)
+            want, _ = _train(made, steps, place)
+            _fx(found, f"fx, {dtype}", made, steps, place, want)
     if place.dry:
         found.leave("kernels of attention on CUDA, and Inductor's kernels of Triton")
     else:
-        _kernels(place, found, job(size, alone(place.device), precision=BF16), steps)
+        with found.trying("kernels of attention"):
+            _kernels(place, found, job(size, alone(place.device), precision=BF16), steps)
     if place.short or shutil.which("c++") is None and place.dry:
         found.leave("Inductor")
         return
@@ -42,11 +44,12 @@ def run(place: Place, found: Found) -> None:
     for dtype, precision, bound in (("float32", None, 1e-4), ("bfloat16", BF16, 3e-2)):
         if place.dry and precision is not None:
             continue
-        made = job(size, alone(place.device), precision=precision)
-        want, _ = _train(made, steps, place)
-        got, step = _train(made, steps, place, compile="inductor")
-        found.near(f"inductor, {dtype}: loss of the last step", got[-1], want[-1], bound)
-        _used(found, f"inductor, {dtype}", step)
+        with found.trying(f"inductor, {dtype}"):
+            made = job(size, alone(place.device), precision=precision)
+            want, _ = _train(made, steps, place)
+            got, step = _train(made, steps, place, compile="inductor")
+            found.near(f"inductor, {dtype}: loss of the last step", got[-1], want[-1], bound)
+            _used(found, f"inductor, {dtype}", step)
 
 
 def _train(made: Job, steps: int, place: Place, **options: Any) -> tuple[list[float], Any]:

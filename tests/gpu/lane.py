@@ -68,11 +68,13 @@ def run(place: Place, found: Found) -> None:
     group = dist.new_group([0], backend=backend)
     comm = NcclCommunicator("lane", 1, group, make_stream(place.device))
     for name, (call, dtype, before) in CALLS.items():
-        _right(place, found, comm, name, call, dtype, before)
-    _all_reduce(place, found, comm)
-    if not place.dry:
-        _shows(place, found, comm)
-        _aborted(place, found, comm)
+        with found.trying(name):
+            _right(place, found, comm, name, call, dtype, before)
+    with found.trying("all_reduce"):
+        _all_reduce(place, found, comm)
+    for check in () if place.dry else (_shows, _aborted):
+        with found.trying(check.__name__):
+            check(place, found, comm)
     _closed(found, comm)
 
 

@@ -40,15 +40,18 @@ def run(place: Place, found: Found) -> None:
     size = place.of(Size(width=256, tokens=128), TINY)
     if place.dry:
         found.leave("a device that is out of memory: the backward raised its error itself")
-    for option, options in {"plain": {}, "remat": {"remat": "all"}, "accumulate": {"accumulate": 2}}.items():
-        want = _train(alone(place.device), size, options, None, place)
-        got = _train(alone(place.device), size, options, 0, place)
-        _compare(found, f"one rank, {option}", got, want)
-    mesh = fs.virtual_mesh((2,), ("data",), device=place.device)
-    good = mesh.run(lambda: _train(mesh.here, size, {}, None, place))
-    bad = mesh.run(lambda: _train(mesh.here, size, {}, 1, place))
-    for rank in range(2):
-        _compare(found, f"rank {rank} of two", bad[rank], good[rank])
+    every: dict[str, dict[str, Any]] = {"plain": {}, "remat": {"remat": "all"}, "accumulate": {"accumulate": 2}}
+    for option, options in place.of(every, every, {"plain": {}}).items():
+        with found.trying(f"one rank, {option}"):
+            want = _train(alone(place.device), size, options, None, place)
+            got = _train(alone(place.device), size, options, 0, place)
+            _compare(found, f"one rank, {option}", got, want)
+    with found.trying("two ranks"):
+        mesh = fs.virtual_mesh((2,), ("data",), device=place.device)
+        good = mesh.run(lambda: _train(mesh.here, size, {}, None, place))
+        bad = mesh.run(lambda: _train(mesh.here, size, {}, 1, place))
+        for rank in range(2):
+            _compare(found, f"rank {rank} of two", bad[rank], good[rank])
 
 
 def _train(mesh: fs.Mesh, size: Size, options: dict[str, Any], greedy: int | None, place: Place) -> dict[str, Any]:

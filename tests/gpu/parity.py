@@ -30,18 +30,23 @@ def run(place: Place, found: Found) -> None:
     size, steps = place.of((Size(), 30), (TINY, 3), (TINY, 2))
     if place.dry:
         found.leave("a comparison: both runs were on the CPU, with unpinned memory in place of pinned memory")
-    names = [*CASES][:: place.of(1, 1, 3)]
+    names = [*CASES][:: place.of(1, 1, 6)]
     for name in names:
-        plan, options, bound = CASES[name]
-        want, norms, _ = losses(on(torch.device("cpu"), size, plan), steps, **options)
-        got, found_norms, state = losses(on(place.device, size, plan), steps, **options)
-        fs.settle(state)
-        worst = max(range(steps), key=lambda i: abs(got[i] - want[i]))
-        found.near(f"{name}: loss of step {worst}", got[worst], want[worst], bound)
-        if bound < 1e-2:
-            worst = max(range(steps), key=lambda i: abs(found_norms[i] - norms[i]))
-            found.near(f"{name}: norm of step {worst}", found_norms[worst], norms[worst], 50 * bound)
-        found.check(got[-1] < got[0], f"{name}: the loss does not fall: {got[0]} to {got[-1]}")
+        with found.trying(name):
+            _compare(place, found, name, size, steps)
+
+
+def _compare(place: Place, found: Found, name: str, size: Size, steps: int) -> None:
+    plan, options, bound = CASES[name]
+    want, norms, _ = losses(on(torch.device("cpu"), size, plan), steps, **options)
+    got, found_norms, state = losses(on(place.device, size, plan), steps, **options)
+    fs.settle(state)
+    worst = max(range(steps), key=lambda i: abs(got[i] - want[i]))
+    found.near(f"{name}: loss of step {worst}", got[worst], want[worst], bound)
+    if bound < 1e-2:
+        worst = max(range(steps), key=lambda i: abs(found_norms[i] - norms[i]))
+        found.near(f"{name}: norm of step {worst}", found_norms[worst], norms[worst], 50 * bound)
+    found.check(got[-1] < got[0], f"{name}: the loss does not fall: {got[0]} to {got[-1]}")
 
 
 def on(device: torch.device, size: Size, plan: dict[str, Any]) -> Job:

@@ -41,13 +41,15 @@ def run(place: Place, found: Found) -> None:
     for name, (plan, options) in CASES.items():
         if place.dry and "opt_memory_kind" in plan:
             continue
-        _measure(place, found, name, job(size, alone(place.device), **plan), options)
+        with found.trying(name):
+            _measure(place, found, name, job(size, alone(place.device), **plan), options)
     with pytest.MonkeyPatch.context() as change:
         change.syspath_prepend(str(ROOT / "benchmarks"))
         for name in ("reduce_scatter", "dist"):
             change.setattr(nccl, name, getattr(nccl, name))  # put back at the end
         for name, options in POLICIES.items():
-            _faked(place, found, name, size, options)
+            with found.trying(f"one rank of 8, {name}"):
+                _faked(place, found, name, size, options)
 
 
 def _measure(place: Place, found: Found, name: str, made: Job, options: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 import json
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,20 @@ class Found:
         error = abs(got - want) / abs(want) if want else abs(got)
         self.number(f"{name}: relative error", error)
         self.check(error <= bound, f"{name}: {got} where {want} was expected: off by {error:.3g}, more than {bound:g}")
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """What is raised inside is a problem, and the stage goes on; but after an error of the device nothing works."""
+        try:
+            yield
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            frames = traceback.extract_tb(error.__traceback__)[-3:]
+            at = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+            text = " / ".join(str(error).splitlines()[:3])
+            self.check(False, f"{what}: {type(error).__name__}: {text} (at {at})")
 
     def leave(self, what: str) -> None:
         """Note what this run does not do."""

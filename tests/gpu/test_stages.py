@@ -54,6 +54,15 @@ def test_numbers_that_are_apart_are_problems(tmp_path: Path) -> None:
     assert json.loads(found.path.read_text())["numbers"]["c: relative error"] == "nan"
 
 
+def test_what_raises_is_a_problem_and_the_stage_goes_on(tmp_path: Path) -> None:
+    found = Found(tmp_path / "found.json")
+    with found.trying("a"):
+        raise ValueError("no such thing\nat all")
+    assert found.problems[0].startswith("a: ValueError: no such thing / at all (at test_stages.py:")
+    with pytest.raises(torch.AcceleratorError), found.trying("b"):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
 def test_a_communicator_that_sends_something_else_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = lane.NcclCommunicator.all_gather
 

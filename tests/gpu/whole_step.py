@@ -30,9 +30,9 @@ def run(place: Place, found: Found) -> None:
     sizes = place.of({"host": HOST, "large": LARGE}, {"host": TINY})
     for name, size in sizes.items():
         for form in (None, "fx"):
-            _compare(
-                place, found, f"{name}, {form or 'eager'}", job(size, alone(place.device), fs.optim.sgd(1e-2)), form
-            )
+            with found.trying(f"{name}, {form or 'eager'}"):
+                made = job(size, alone(place.device), fs.optim.sgd(1e-2))
+                _compare(place, found, f"{name}, {form or 'eager'}", made, form)
 
 
 def _compare(place: Place, found: Found, name: str, made: Job, form: str | None) -> None:

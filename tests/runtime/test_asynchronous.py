@@ -175,6 +175,8 @@ def test_without_that_a_rank_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch
 class Group:
     """NCCL's process group: what is told to it, and how long an abort takes."""
 
+    group_name = "7"
+
     def __init__(self, seconds: float = 0.0, error: str = "") -> None:
         self.seconds, self.error, self.aborts = seconds, error, 0
 

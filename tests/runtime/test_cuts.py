@@ -1,4 +1,4 @@
-"""A loss function that reads its device while another rank has failed: a note ends its wait, not NCCL's timeout.
+"""A program that reads its device while another rank has failed: a note ends its wait, not NCCL's timeout.
 
 Ranks are real processes. Their schedules use gloo; collectives of the program go to a group that stands for NCCL: its
 waits return at once, and a read of the device returns when all ranks have come, or when the group is aborted.
@@ -24,6 +24,7 @@ from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.runtime.comm.streams import Stream
 from fshard.runtime.comm.watchdog import Watchdog
+from fshard.runtime.steps import consensus
 from tests.shared.workers import Pools
 
 HANG = 20.0
@@ -82,7 +83,7 @@ def asynchronous(mesh: fs.Mesh, device: Device, change: pytest.MonkeyPatch) -> N
             finally:
                 transport.backend = "nccl"
         group = transport._group(range(mesh.size), "gloo")
-        return NcclCommunicator(role, mesh.size, Group(group, device), Stream())
+        return NcclCommunicator(role, mesh.size, Group(group, device), Stream(), group.group_name)
 
     def all_gather(out: Tensor, shard: Tensor, group: Group) -> Any:
         device.waiting.append(real(out, shard, group.group))
@@ -93,6 +94,11 @@ def asynchronous(mesh: fs.Mesh, device: Device, change: pytest.MonkeyPatch) -> N
     change.setattr(nccl, "all_gather", all_gather)
     change.setattr(processes.dist, "destroy_process_group", lambda group=None: None)
     change.setattr(cuts, "PATIENCE", 0.3)
+
+
+def mean(p: Any, x: Tensor) -> Tensor:
+    """A loss without collectives."""
+    return (p["w"] * x).square().mean()
 
 
 def steps(notes: bool) -> list[tuple[str, float]]:
@@ -142,54 +148,147 @@ def test_without_a_note_it_waits(pool: Pools) -> None:
     assert first[1][1] > HANG / 2
 
 
-def watched(notes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[Cuts, list[str]]:
-    """Cuts whose store is a dict, and what they abort."""
-    watchdog, gone = Watchdog(0, 60.0, lambda reason: None), list[str]()
+def regions() -> list[tuple[str, float]]:
+    """The same outside of steps, in ``shard_map`` and in ``use_mesh``: good calls, and between them one that fails."""
+    out: list[tuple[str, float]] = []
+    device = Device()
+
+    def total(x: Tensor, bad: bool) -> Tensor:
+        if bad:
+            raise ValueError("no data here")
+        total = psum(x, "shard")
+        device.read()
+        return total
+
+    def mapped(bad: bool) -> Tensor:
+        f = fs.shard_map(lambda x: total(x, bad), mesh, P("shard"), P("shard"), slices=True)
+        return f(torch.ones(1))
+
+    def within(bad: bool) -> Tensor:
+        with fs.collectives.use_mesh(mesh):
+            return total(torch.ones(1), bad)
+
+    with pytest.MonkeyPatch.context() as change, fs.make_mesh((2,), ("shard",), timeout=60) as mesh:
+        asynchronous(mesh, device, change)
+        for region in (mapped, within):
+            for number in range(3):
+                bad, began = number == 1 and mesh.rank == 1, time.monotonic()
+                try:
+                    region(bad)
+                    said = "good"
+                except (CommError, ValueError, TimeoutError) as error:
+                    said = f"{type(error).__name__}: {error}"
+                out.append((said, time.monotonic() - began))
+    return out
+
+
+@pytest.mark.long
+def test_so_it_is_outside_of_steps(pool: Pools) -> None:
+    first, second = pool(2).run(regions, timeout=100)
+    good = [number for number in range(6) if number not in (1, 4)]
+    assert [first[number][0] for number in good] == [second[number][0] for number in good] == ["good"] * 4
+    for number in (1, 4):
+        said, seconds = first[number]
+        assert said.startswith("CommError") and "rank 1 gave up: ValueError: no data here" in said
+        assert seconds < HANG / 2 and second[number][0].startswith("ValueError")
+
+
+def watched(notes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[Cuts, NcclCommunicator]:
+    """Cuts whose store is a dict, and the communicator that it watches."""
+    watchdog, comm = Watchdog(0, 60.0, lambda reason: None), NcclCommunicator("c", 2, None, Stream(), "7")
     monkeypatch.setattr(watchdog, "start", lambda: None)
     monkeypatch.setattr(watchdog.notes, "reason_of", lambda key: notes.get(key, ""))
     monkeypatch.setattr(watchdog.notes, "leave", notes.__setitem__)
-    return Cuts(watchdog, 1, gone.append), gone
+    return Cuts(watchdog, 1, lambda: {"c": [comm]}, lambda role, comms, reason: comms[0].close(reason)), comm
 
 
 def test_only_a_program_that_takes_long_is_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: dict[str, str] = {}
-    mine, gone = watched(notes, monkeypatch)
-    mine.tell("between programs")
-    assert not notes
-    with mine.program():
-        mine.tell("ValueError: no data")
-        mine.look()
-        assert notes == {"start/failed/1": "rank 1 gave up: ValueError: no data"} and not gone
-        monkeypatch.setattr(cuts, "PATIENCE", 0.0)
-        mine.look()
-        mine.look()
-        assert gone == ["rank 1 gave up: ValueError: no data"]
-    with mine.program():
-        mine.look()
+    mine, comm = watched(notes, monkeypatch)
+    mine.tell([comm], "ValueError: no data")
+    assert notes == {"start/failed/7": "rank 1 gave up: ValueError: no data"}
+    monkeypatch.setattr(cuts, "PATIENCE", 0.05)
     mine.look()
-    assert len(gone) == 1, "a note is that of one program"
+    with mine.program():
+        mine.look()
+        with mine.program():
+            time.sleep(0.1)
+        mine.look()  # a program inside of it has just ended
+        assert not comm.closed
+    with pytest.raises(
+        CommError, match="the device waited for a rank that has failed: rank 1 gave up: ValueError: no data"
+    ):
+        with mine.program():
+            time.sleep(0.1)
+            mine.look()
+            assert comm.closed == "rank 1 gave up: ValueError: no data"
+    with mine.program():
+        time.sleep(0.1)
+        mine.look()
+    mine.tell([comm], "again")
+    assert notes["start/failed/7"].endswith("no data"), "what is closed was told"
 
 
 def test_a_note_that_comes_when_the_program_is_over_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "PATIENCE", 0.0)
-    mine, gone = watched({"start/failed/1": "late"}, monkeypatch)
+    mine, comm = watched({"start/failed/7": "late"}, monkeypatch)
     inside = mine.program()
     inside.__enter__()
 
     def slow(key: str) -> str:
         inside.__exit__(None, None, None)  # the program ends while the store answers
+        comm.close("the step failed")
         return "late"
 
     monkeypatch.setattr(mine.watchdog.notes, "reason_of", slow)
     mine.look()
-    assert not gone
+    assert comm.closed == "the step failed" and not mine.told
 
 
 def test_looks_cost_nothing_over_gloo() -> None:
     transport = ProcessTransport(fs.abstract_mesh((2,), ("shard",)), "gloo", datetime.timedelta(seconds=5), False)
     with transport.program():
-        assert transport.cuts.turn == 0 and transport.watchdog.thread is None
+        assert transport.cuts.since == float("inf") and transport.watchdog.thread is None
     transport.abort(COLLECTIVES, "nothing is told")
     with pytest.raises(CommError, match="lost"):
         transport.abort_all("lost")
         transport.communicator("all_gather", ("shard",))
+
+
+def lost() -> tuple[str, float, str]:
+    """A device that is lost at the end of a step, while that of the other rank waits for a reduction."""
+    device = Device()
+    with pytest.MonkeyPatch.context() as change, fs.make_mesh((2,), ("shard",), timeout=60) as mesh:
+        asynchronous(mesh, device, change)
+        params = {"w": torch.ones(4)}
+        plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], batch=P("shard"))
+        opt = fs.optim.sgd(0.1)
+        state, step = fs.init_state(plan, opt, params=params), fs.make_train_step(mean, opt, plan)
+        state, _ = step(state, torch.ones(2, 4))
+        group = mesh.transport._group((0, 1), "gloo")
+        late = NcclCommunicator("reduce_scatter", 2, Group(group, device), Stream(), group.group_name)
+        mesh.transport.comms["reduce_scatter", ("late",)] = late
+
+        def read(values: Any) -> Any:
+            if mesh.rank == 1:
+                raise torch.AcceleratorError("CUDA error: the GPU has fallen off the bus")
+            late.all_gather(torch.empty(2), torch.ones(1))
+            device.read()
+            return iter([0.0] * len(values))
+
+        change.setattr(consensus, "read", read)
+        began, said = time.monotonic(), []
+        for _ in range(2):
+            try:
+                step(state, torch.ones(2, 4))
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return said[0], time.monotonic() - began, said[1]
+
+
+@pytest.mark.long
+def test_a_device_that_is_lost_ends_the_reads_of_others(pool: Pools) -> None:
+    first, second = pool(2).run(lost, timeout=100)
+    assert first[0].startswith("CommError") and "rank 1 gave up: AcceleratorError" in first[0] and first[1] < HANG / 2
+    assert second[0].startswith("AcceleratorError: CUDA error") and second[1] < HANG / 2
+    assert all("no rank of this mesh can be reached" in said or "closed" in said for _, _, said in (first, second))

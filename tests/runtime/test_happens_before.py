@@ -11,7 +11,8 @@ import torch
 
 import fshard as fs
 from fshard import tree
-from fshard.checkpoint.save import Snapshot
+from fshard.checkpoint.ranges import Slice
+from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import all_entries
 from fshard.checkpoint.write import owned
 from tests.runtime.test_lanes import CASES as LANES
@@ -67,12 +68,31 @@ def snapshots() -> Callable[[fs.TrainState], None]:
     snapshot = Snapshot()
 
     def look(state: fs.TrainState) -> None:
-        settled = fs.settle(state)
-        kept = snapshot.take(owned(all_entries({"": settled}), settled.plan.mesh.rank))
-        snapshot.wait()
+        kept = taken(snapshot, state)
+        snapshot.finish()
         assert all(s.data.isfinite().all() for s in kept)
 
     return look
+
+
+def late_snapshots() -> Callable[[fs.TrainState], None]:
+    """The same where the thread that writes does not come to copy before the next update is about to overwrite."""
+    snapshot, kept = Snapshot(), list[Slice]()
+
+    def look(state: fs.TrainState) -> None:
+        fs.settle(state)
+        snapshot.finish()
+        assert all(s.data.isfinite().all() for s in kept)
+        kept[:] = taken(snapshot, state)
+
+    return look
+
+
+def taken(snapshot: Snapshot, state: fs.TrainState) -> list[Slice]:
+    """What an asynchronous save does of a state."""
+    settled = fs.settle(state)
+    settled.shards().readers.append(snapshot.finish)
+    return snapshot.take(owned(all_entries({"": settled}), settled.plan.mesh.rank))
 
 
 def of_parts(case: Case, plan: fs.Plan, opt: fs.optim.Optimizer) -> Any:
@@ -93,12 +113,15 @@ CASES = {
     "exports": replace(LANES["flat, default"], look=exported),
     "parts": replace(LANES["hsdp, default"], make=of_parts),
     "snapshots": replace(LANES["flat, default"], look=snapshots),
+    "late snapshots": replace(LANES["flat, default"], look=late_snapshots),
     "host, parts": replace(LANES["host, default"], make=of_parts),
     "kept on the host, parts": replace(LANES["kept on the host, default"], make=of_parts),
     "host, snapshots": replace(LANES["host, updated there, default"], look=snapshots),
     "host, exports": replace(LANES["host, default"], look=exported),
 }
-NAMES = [name for name in CASES if " on the host" not in name and not name.startswith("host") and name != "snapshots"]
+NAMES = [
+    name for name in CASES if " on the host" not in name and not name.startswith("host") and "snapshots" not in name
+]
 TRIED = {
     "flat, default": 4,
     "hsdp, far ahead": 5,

@@ -171,9 +171,9 @@ class Clocks(TorchDispatchMode):
         memory.accesses = [*left, access]
 
     def _freed(self, memory: Memory) -> None:
-        clock = self.clock(COMPUTE)
+        clock, host = self.clock(COMPUTE), self.clock(HOST)  # the host frees, and issues what comes next
         for other in memory.accesses:
-            if clock.get(other.stream, 0) < other.time and other.stream != HOST:
+            if max(clock.get(other.stream, 0), host.get(other.stream, 0)) < other.time and other.stream != HOST:
                 self.races[f"memory is freed that {other.what} on {other.stream} may still use"] = None
         memory.accesses = []
 

@@ -185,11 +185,15 @@ def substitute(change: Any) -> None:
 
 EVENTS = (
     "fshard.collectives.raw",
-    "fshard.runtime.execution.update",
-    "fshard.checkpoint.save",
+    *(f"fshard.runtime.execution.{module}" for module in ("actions", "replicas", "update", "wires")),
+    "fshard.runtime.memory.offload",
+    "fshard.checkpoint.snapshot",
     "fshard.interchange.export_plan",
 )
 """The modules that ask for an event after the work of a device."""
+
+STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.snapshot")
+"""The modules that make streams for copies."""
 
 
 @contextmanager
@@ -203,10 +207,8 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
     with patch.context() as change:
         substitute(change)
         change.setattr("fshard.runtime.steps.programs.stage_numel", staged)
-        for room in ("execution.actions", "memory.offload"):
-            change.setattr(
-                f"fshard.runtime.{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}")
-            )
+        for room in STREAMS:
+            change.setattr(f"{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}"))
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
         for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.update"):

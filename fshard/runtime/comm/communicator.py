@@ -65,7 +65,11 @@ class Transport(Protocol):
         """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""
 
     def program(self) -> AbstractContextManager[object]:
-        """While a program of all ranks runs: if it fails on another rank, this one's device does not wait for ever."""
+        """While a program of all ranks runs: if it fails on another rank, this one's device does not wait for ever.
+
+        Raises:
+            CommError: at its end, if that has happened.
+        """
 
     def abort(self, role: str, reason: str = ...) -> None:
         """Close the communicators of a role: peers that wait for this rank there get an error at once."""

@@ -1,12 +1,9 @@
-"""The communicators of a plan: one for each kind of transfer and the axes that its groups need."""
-
-from collections.abc import Iterator
+"""The communicators of a plan: one for each role of transfers and the axes that its groups need."""
 
 from fshard.errors import no_processes
-from fshard.runtime.comm.communicator import Communicator, SingleRankTransport, Transport
-from fshard.schedule.infos import secondary_axes
+from fshard.runtime.comm.communicator import Communicator, SingleRank, SingleRankTransport, Transport
+from fshard.schedule.infos import communicators
 from fshard.schedule.transfers import KINDS
-from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
@@ -28,6 +25,7 @@ class Communicators:
         if self._transport is not None:
             self._control = self._transport.communicator("control", plan.mesh.axis_names)
         self.made: dict[tuple[str, Axes], Communicator] = {}
+        self._opened = False
 
     @property
     def transport(self) -> Transport:
@@ -45,25 +43,13 @@ class Communicators:
 
     def open(self) -> None:
         """Make the communicators of groups. Collective at its first call."""
-        if not self.made:
-            needed = {need for group in self.plan.groups for need in _needs(group, self.secondary)}
-            order = [*KINDS]
-            for kind, axes in sorted(needed, key=lambda need: (order.index(need[0]), need[1])):
-                self.made[kind, axes] = self.transport.communicator(kind, axes)
+        if not self._opened:
+            needed = communicators(self.plan, self.secondary)
+            self.made = {need: self.transport.communicator(*need) for need in needed}
+            self._opened = True
 
     def over(self, kind: str, axes: Axes) -> Communicator:
         """The communicator of a kind of transfer over some axes."""
-        return self.made[kind, axes]
-
-
-def _needs(group: Group, secondary: Axes) -> Iterator[tuple[str, Axes]]:
-    """The kinds of transfers of a group that communicate, and their axes."""
-    yield "all_gather", group.gather_axes
-    if fast := secondary_axes(group, secondary):
-        yield "regather", fast
-    yield "reduce_scatter", group.scatter_axes
-    yield "replica_reduce", group.rest_axes
-    if group.second_scatter:
-        yield "replica_reduce", group.opt_axes
-    if group.opt_parts > 1:
-        yield "update_gather", group.opt_axes
+        if self.plan.mesh.axis_size(axes) == 1:
+            return SingleRank()
+        return self.made[KINDS[kind].role, axes]

@@ -1,7 +1,9 @@
 """Which device a rank works on, and what all ranks of a job learn of that before anything else is sent."""
 
+import functools
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -206,6 +208,26 @@ def carried(body: Callable[[], T]) -> Callable[[], T]:
         return body()
 
     return run
+
+
+@functools.cache
+def keep_device_guard() -> None:
+    """Let threads that end make tensors without data, where PyTorch is built for CUDA and there is no GPU.
+
+    The first ``FakeTensorMode`` then gives the whole process a guard of CUDA devices that belongs to its thread, and
+    ends with it: the next one reads freed memory, and the process dies. So a thread that never ends makes it.
+    """
+    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
+        return
+    made = threading.Event()
+
+    def make() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=make, name="fshard: a guard of CUDA devices", daemon=True).start()
+    made.wait()
 
 
 def available_backends() -> list[str]:

@@ -68,7 +68,7 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
         store, rank, world = _in_time(lambda: _rendezvous(limit), timeout)
         device = _agreed(store, rank, world, timeout, lambda: choose_device(given, visible, local), check)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        _in_time(lambda: _init(backend, store, rank, world, limit), timeout)
+        _in_time(lambda: _init(backend, store, rank, world, device, limit), timeout)
     return Joined(rank, world, device, backend, True)
 
 
@@ -116,7 +116,7 @@ def join_by_file(path: str, rank: int, world: int, timeout: float = JOINING) -> 
         store.set_timeout(datetime.timedelta(seconds=timeout))
         device = _agreed(store, rank, world, timeout, lambda: choose_device(None, visible, rank), lambda world: None)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        _in_time(lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=world), timeout)
+        _in_time(lambda: _init(backend, store, rank, world, device), timeout)
 
 
 def _agreed(
@@ -170,6 +170,14 @@ def _rendezvous(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     return c10d.PrefixStore(f"fshard/{name}", store), rank, world
 
 
-def _init(backend: str, store: Any, rank: int, world: int, timeout: datetime.timedelta) -> None:
-    """Make the default process group."""
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+def _init(
+    backend: str,
+    store: Any,
+    rank: int,
+    world: int,
+    device: torch.device,
+    timeout: datetime.timedelta | None = None,
+) -> None:
+    """Make the default process group. NCCL's is bound to the device, and so made at once: others are split from it."""
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)

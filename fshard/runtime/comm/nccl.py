@@ -22,6 +22,7 @@ class NcclCommunicator:
     for the others only when they abort it, which ranks learn to do before they read their devices.
 
     Attributes:
+        key: names the communicator in failure notes.
         closed: why it can no longer be used.
     """
 
@@ -29,6 +30,7 @@ class NcclCommunicator:
     size: int
     group: Any
     stream: Stream
+    key: str = ""
     closed: str = ""
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:

@@ -1,6 +1,7 @@
 """The transport of one replica that trains apart from the others (``fs.outer``)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, cast
 
@@ -41,7 +42,8 @@ class PartTransport(ProcessTransport):
         if self.mesh.rank not in ranks:
             return None
         if backend != "gloo":
-            return super()._group(ranks, backend, use_local_synchronization=True)
+            with unbound():
+                return super()._group(ranks, backend, use_local_synchronization=True)
         name, c10d = f"{self._begin}/{number}", cast(Any, dist)  # neither stores nor backends are exported
         store = c10d.PrefixStore(name, c10d.distributed_c10d._get_default_store())
         group = c10d.ProcessGroupGloo(store, list(ranks).index(self.mesh.rank), len(ranks), self.timeout)
@@ -56,3 +58,17 @@ class PartTransport(ProcessTransport):
         known = [group for group in groups if self._names.pop(group, None) is None]
         groups.clear()
         super()._destroy(known, seconds)
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Inside, NCCL's groups are made by their own ranks alone.
+
+    PyTorch would split them from a default group that is bound to a device, and that takes all ranks of the job.
+    """
+    default = cast(Any, dist).distributed_c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

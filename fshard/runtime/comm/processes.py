@@ -61,7 +61,7 @@ class ProcessTransport:
         self.lost = ""
         self.flight = flight_of(mesh.rank, mesh.size) if mesh.whole is mesh else None
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all)
-        self.cuts = Cuts(self.watchdog, mesh.members[mesh.rank], self._stop_waiting)
+        self.cuts = Cuts(self.watchdog, mesh.members[mesh.rank], self._waiting, self._heard)
 
     @property
     def asynchronous(self) -> bool:
@@ -79,7 +79,11 @@ class ProcessTransport:
         return self.comms[role, axes]
 
     def program(self) -> AbstractContextManager[object]:
-        """While a program of all ranks runs: over NCCL, look for notes of ranks on which it has failed."""
+        """While a program of all ranks runs: over NCCL, look for notes of ranks on which it has failed.
+
+        Raises:
+            CommError: at its end, if such a note has ended what this rank's device waited for.
+        """
         return self.cuts.program() if self.asynchronous else nullcontext()
 
     def abort(self, role: str, reason: str = "the step failed") -> None:
@@ -89,15 +93,23 @@ class ProcessTransport:
         error by that: each rank ends its own wait when it learns of the failure by the exchange of statuses, or, where
         its program does not come so far, by a note.
         """
-        if role == COLLECTIVES:
-            self.cuts.tell(reason)
         gone = [key for key in self.comms if key[0] == role]
         self._drop([self.comms.pop(key) for key in gone], reason)
 
-    def _stop_waiting(self, reason: str) -> None:
-        """End what the device waits for. The closed communicators stay: nobody would help to make new ones."""
-        waiting = [comm for (role, _), comm in [*self.comms.items()] if role == COLLECTIVES]
-        self._cut([comm for comm in waiting if isinstance(comm, NcclCommunicator)], reason)
+    def _waiting(self) -> dict[str, list[NcclCommunicator]]:
+        """The communicators for which the device may wait while the host does not, by role."""
+        found: dict[str, list[NcclCommunicator]] = {}
+        for (role, _), comm in [*self.comms.items()]:
+            if isinstance(comm, NcclCommunicator):
+                found.setdefault(role, []).append(comm)
+        return found
+
+    def _heard(self, role: str, comms: Sequence[NcclCommunicator], reason: str) -> None:
+        """Another rank has failed in its program, or cannot continue at all."""
+        if role == COLLECTIVES:
+            self._cut(comms, reason)  # they stay: nobody would help to make new ones
+        else:
+            self.abort_all(reason)
 
     def abort_all(self, reason: str) -> None:
         """Close all communicators for good, so that no peer waits for this rank."""
@@ -131,7 +143,9 @@ class ProcessTransport:
                 gone.append(comm.group)
                 comm.close(reason)
         if reason:
-            gone += self._cut([comm for comm in comms if isinstance(comm, NcclCommunicator)], reason)
+            late = [comm for comm in comms if isinstance(comm, NcclCommunicator)]
+            self.cuts.tell(late, reason)
+            gone += self._cut(late, reason)
         self.groups = [group for group in self.groups if not any(group is other for other in gone)]
         self._destroy(gone, DROPPING)
 
@@ -188,12 +202,18 @@ class ProcessTransport:
         if links is not None:
             return HostCommunicator(name, mine.index(self.mesh.rank), links, told, self.watchdog, fatal)
         if backend != "gloo":
-            return NcclCommunicator(name, size, group, make_stream(self.mesh.device))
+            return NcclCommunicator(name, size, group, make_stream(self.mesh.device), self._name(group))
         return GlooCommunicator(name, size, group, self.watchdog, told, fatal, self._name(group))
 
     def _group(self, ranks: Sequence[int], backend: str, **options: Any) -> Any:
-        """A process group; None for ranks outside of it, which must make the call, too."""
+        """A process group; None for ranks outside of it, which must make the call, too.
+
+        With a device PyTorch makes NCCL's communicator here, and not in the first collective, where the host would wait
+        for other ranks. It splits it from that of the default group if that is bound to the device.
+        """
         options |= {"timeout": self.timeout, "backend": backend}
+        if backend == "nccl":
+            options["device_id"] = self.mesh.device
         group = dist.new_group([self.mesh.members[rank] for rank in ranks], **options)
         if self.mesh.rank not in ranks:
             return None

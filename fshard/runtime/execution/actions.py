@@ -12,7 +12,7 @@ from torch import Tensor
 from fshard.runtime.comm import Done, Handle, packing
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels
-from fshard.runtime.comm.streams import Event, Stream, make_stream
+from fshard.runtime.comm.streams import Event, events
 from fshard.runtime.execution.replicas import Replicas
 from fshard.runtime.execution.shards import Shard
 from fshard.runtime.execution.update import Update
@@ -42,12 +42,11 @@ class Resident:
     Args:
         casts: room for the shard of each group that units read in another dtype, or that travels packed, by group id.
         offload: copies to and from host memory.
-        stream: of the compute stream.
         kernels: compiled ones that pack.
     """
 
-    def __init__(self, casts: Mapping[int, Tensor], offload: Offload, stream: Stream, kernels: Kernels) -> None:
-        self.casts, self.offload, self.stream, self.kernels = casts, offload, stream, kernels
+    def __init__(self, casts: Mapping[int, Tensor], offload: Offload, kernels: Kernels = packing.no_kernels) -> None:
+        self.casts, self.offload, self.kernels = casts, offload, kernels
         self.shards: Sequence[Shard] = ()
         self.fresh: set[int] = set()  # groups whose cast is that of the shard
 
@@ -65,7 +64,7 @@ class Resident:
             return param
         if group.id not in self.fresh:
             if group.kinds.hosted:  # the cast of the step before, or the shard, may be on its way
-                self.offload.synchronize(group, self.stream if group.kinds.update == "device" else None)
+                self.offload.synchronize(group, group.kinds.update == "device")
             convert(group, param, cast, self.kernels)
             self.fresh.add(group.id)
         return cast
@@ -98,8 +97,7 @@ class Actions:
         self, slots: Slots, comms: Communicators, gradients: FlatGradients, resident: Resident, poison: bool
     ) -> None:
         self.slots, self.comms, self.gradients, self.resident, self.poison = slots, comms, gradients, resident, poison
-        self.stream = resident.stream
-        self.replicas = Replicas(comms, self.stream, resident.kernels)
+        self.replicas = Replicas(comms, resident.kernels)
         self.update: Update | None = None
         self.own = False
         self.feedback = 1.0
@@ -297,7 +295,7 @@ class Actions:
             sent, spare = spare[: group.numel], spare[group.numel :]
             pack(group, slots.grads, sent)
         if form is not None:
-            handle = scattered(comm, sent, form, shard, add, self.stream, self.resident.kernels)
+            handle = scattered(comm, sent, form, shard, add, self.resident.kernels)
             if not self.poison:  # what is packed is not read again
                 slots.drop_grad()
                 slots.drop_stage()
@@ -352,7 +350,7 @@ class Actions:
             return Done()
         comm, form = self.comms.over("update_gather", group.opt_axes), group.wires.get("update_gather")
         if form is not None:
-            return updated(comm, shard.own, shard.param, shard.held, form, self.stream)
+            return updated(comm, shard.own, shard.param, shard.held, form)
         return comm.all_gather(shard.param, shard.own, self._now())
 
     def _shared(self, slots: GroupSlots) -> None:
@@ -373,12 +371,7 @@ class Actions:
 
     def _now(self) -> Sequence[Event | None]:
         # Everything issued so far: later than the exact free of the range, never too early.
-        return (self.stream.record(),)
-
-
-def make_resident(casts: Mapping[int, Tensor], offload: Offload, kernels: Kernels = packing.no_kernels) -> Resident:
-    """The shards of a mesh, before any step."""
-    return Resident(casts, offload, make_stream(offload.mesh.device), kernels)
+        return events(self.comms.plan.mesh.device)
 
 
 def poison(buffer: Tensor) -> None:

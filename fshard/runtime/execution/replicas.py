@@ -14,7 +14,7 @@ from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicator import sum_rows
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels, no_kernels
-from fshard.runtime.comm.streams import Stream
+from fshard.runtime.comm.streams import events
 from fshard.runtime.execution.wires import Residual, scattered, summed
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.schedule.infos import rows_travel
@@ -27,12 +27,10 @@ class Replicas:
 
     Args:
         comms: the communicators.
-        stream: of the device's compute stream.
         kernels: compiled ones that pack.
     """
 
     comms: Communicators
-    stream: Stream
     kernels: Kernels = no_kernels
 
     def sum(self, group: Group, shard: Tensor, own: Tensor, residual: Residual | None = None) -> Handle:
@@ -50,13 +48,13 @@ class Replicas:
         allocate(own)
         form, comm = group.wires.get("replica_reduce"), self.comms.over("replica_reduce", group.opt_axes)
         if form is not None:
-            first = scattered(comm, shard, form, own, False, self.stream, self.kernels)
+            first = scattered(comm, shard, form, own, False, self.kernels)
             deallocate(shard)
             return Scattered(first, own, shard, lambda: self._all(group, own))
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
         room = sent.numel() - (own.numel() if sent is shard else 0)
         stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
-        first = comm.reduce_scatter(own, sent, stage, False, (self.stream.record(),))
+        first = comm.reduce_scatter(own, sent, stage, False, events(sent.device))
         return Scattered(first, sent, shard, lambda: self._all(group, own))
 
     def _all(self, group: Group, own: Tensor, residual: Residual | None = None) -> Handle:
@@ -73,13 +71,13 @@ class Replicas:
             return Done()
         form = group.wires.get("replica_reduce")
         if form is not None:
-            return summed(comm, own, form, self.stream, self.kernels, residual)
+            return summed(comm, own, form, self.kernels, residual)
         if not rows_travel(group, comm.size):
-            return comm.all_reduce(own, (self.stream.record(),))
+            return comm.all_reduce(own, events(own.device))
         mine = own if group.sum_dtype == own.dtype else own.to(group.sum_dtype)
         rows = torch.empty(comm.size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        after = (self.stream.record(),)  # what is sent may just have been rounded
-        return Rows(comm.all_gather(rows, mine, after), rows, mine, own)
+        # An event from now: what is sent may just have been rounded.
+        return Rows(comm.all_gather(rows, mine, events(mine.device)), rows, mine, own)
 
 
 @dataclass(frozen=True)

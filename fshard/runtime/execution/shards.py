@@ -1,6 +1,6 @@
 """What a rank keeps of each group, and the gradients that update it, as optimizers take them."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -105,13 +105,22 @@ class Shards(list[Shard]):
     """The shards of all groups, by group id, which a donated state hands on to the next one.
 
     Attributes:
-        layout: where each one keeps the optimizer's buffers.
+        layouts: where each one keeps the optimizer's buffers.
+        readers: end what still reads them beside the compute stream, such as the copy for a checkpoint.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         super().__init__(shards)
         self.layouts = tuple([shard.layouts for shard in self])
+        self.readers: list[Callable[[], None]] = []
         self._calls: dict[int, tuple[Gradients, dict[tuple[int, ...], Calls]]] = {}
+
+    def overwrite(self) -> "Shards":
+        """The same, once nothing else reads them: they are about to be written."""
+        while self.readers:
+            self.readers[-1]()
+            self.readers.pop()
+        return self
 
     def calls(self, grads: "Gradients", due: tuple[int, ...]) -> "Calls":
         """The calls of the optimizer that update some groups, cached while gradients lie where they do."""

@@ -55,6 +55,8 @@ class Pending:
         if self.broken:
             raise half_updated(self.broken)
         due = [group for group in groups if group in self.waiting]
+        if due:
+            shards.overwrite()
         apart = self._apart(due)
         calls = shards.calls(self.grads, tuple([group for group in due if group not in apart] if apart else due))
         written = [*calls.written, *shards.tensors(apart)] if apart else calls.written

@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard.runtime.comm import Handle
 from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.packing import Kernels, no_kernels, pack, packed, unpack, unpack_sum
-from fshard.runtime.comm.streams import Stream
+from fshard.runtime.comm.streams import events
 from fshard.sharding.wire import WireFormat
 
 
@@ -50,7 +50,6 @@ def scattered(
     form: WireFormat,
     out: Tensor,
     add: bool,
-    stream: Stream,
     kernels: Kernels = no_kernels,
 ) -> Handle:
     """Start a reduce-scatter: ``out`` = this rank's chunk of the sum over ranks, plus its own value if ``add``.
@@ -61,11 +60,11 @@ def scattered(
     for row, chunk in zip(sent.unbind(), full.view(comm.size, -1).unbind(), strict=True):
         pack(chunk, form, row, kernels)
     rows = torch.empty_like(sent)
-    work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None, (stream.record(),))
+    work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None, events(sent.device))
     return Unpacking(work, lambda: unpack_sum(rows, form, out, add, kernels), (sent, rows))
 
 
-def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: WireFormat, stream: Stream) -> Handle:
+def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: WireFormat) -> Handle:
     """Start to tell other ranks what this one has updated of a shard: the difference to what they hold.
 
     Args:
@@ -74,11 +73,10 @@ def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: 
         param: the shard as all of them hold it, which is the same on all of them after the wait.
         held: this rank's part of it.
         form: the format.
-        stream: of the compute stream.
     """
     sent = packed(own - held, form)
     rows = sent.new_empty((comm.size, sent.numel()))
-    work = comm.all_gather(rows.view(-1), sent, (stream.record(),))
+    work = comm.all_gather(rows.view(-1), sent, events(sent.device))
     return Unpacking(work, lambda: add_rows(rows, form, param), (sent, rows))
 
 
@@ -111,7 +109,6 @@ def summed(
     comm: Communicator,
     own: Tensor,
     form: WireFormat,
-    stream: Stream,
     kernels: Kernels = no_kernels,
     residual: Residual | None = None,
 ) -> Handle:
@@ -122,7 +119,7 @@ def summed(
     """
     sent = packed(own if residual is None else residual.added(own), form, kernels)
     rows = sent.new_empty((comm.size, sent.numel()))
-    work = comm.all_gather(rows.view(-1), sent, (stream.record(),))
+    work = comm.all_gather(rows.view(-1), sent, events(sent.device))
     if residual is not None:
         unpack(sent, form, residual.after, -1)
     return Unpacking(work, lambda: unpack_sum(rows, form, own, False, kernels), (sent, rows))

@@ -1,12 +1,13 @@
 """Copies between the memory of the host and of the device, beside the compute stream, while a step runs."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from fshard.runtime.comm import Handle
-from fshard.runtime.comm.streams import Event, Stream, make_stream
+from fshard.runtime.comm.streams import Event, Stream, events, make_stream
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
@@ -22,9 +23,18 @@ class Offload:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.inward, self.outward = make_stream(mesh.device), make_stream(mesh.device)
         self.fetched: dict[int, Event | None] = {}
         self.sent: dict[int, Event | None] = {}
+
+    @functools.cached_property
+    def inward(self) -> Stream:
+        """The stream of copies to the device. All programs of a step have one."""
+        return make_stream(self.mesh.device)
+
+    @functools.cached_property
+    def outward(self) -> Stream:
+        """The stream of copies to the host."""
+        return make_stream(self.mesh.device)
 
     def fetch(self, group: Group, target: Tensor, shard: Tensor, after: Events) -> tuple[Tensor, Events]:
         """Copy a shard to its place in the gathered buffer, so that it needs no further memory on the device.
@@ -56,13 +66,13 @@ class Offload:
         """A handle that waits for events."""
         return CopyHandle(self.inward, after)
 
-    def synchronize(self, group: Group, written: Stream | None = None) -> None:
+    def synchronize(self, group: Group, written: bool = False) -> None:
         """Block until the CPU may write a group's fetched parameters and read its sent gradients.
 
-        With ``written``, the compute stream, also wait for its work, which may have written to the host.
+        With ``written`` also wait for the compute stream, which may have written to the host.
         """
-        events = [self.fetched.get(group.id), self.sent.get(group.id), written.record() if written else None]
-        for event in events:
+        over = [self.fetched.get(group.id), self.sent.get(group.id), *(events(self.mesh.device) if written else ())]
+        for event in over:
             if event is not None:
                 event.synchronize()
 

@@ -39,10 +39,11 @@ DONE = End()
 """That of a part which did all it had to."""
 
 
-def attempted(program: Callable[[], T], executor: Scheduled | OnDemand) -> tuple[T | None, End]:
+def attempted(program: Callable[[], T], executor: Scheduled | OnDemand, transport: Transport) -> tuple[T | None, End]:
     """What a program returns, and how it ended. What all ranks raise together is raised at once."""
     try:
-        return program(), DONE
+        with transport.program():
+            return program(), DONE
     except CommError as error:
         if executor.lost:
             raise

@@ -13,7 +13,7 @@ from fshard.runtime.comm.packing import PIECE
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat
 from fshard.runtime.execution import Found
-from fshard.runtime.execution.actions import Actions, make_resident
+from fshard.runtime.execution.actions import Actions, Resident
 from fshard.runtime.execution.executor import Route, Scheduled, make_route
 from fshard.runtime.execution.flight import ExecutorMaker, executor_of
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
@@ -25,7 +25,7 @@ from fshard.runtime.steps.trials import Trial, begun
 from fshard.schedule.auto import Auto, Choice, Task
 from fshard.schedule.build import build
 from fshard.schedule.check import check
-from fshard.schedule.infos import group_infos, stage_numel
+from fshard.schedule.infos import communicators, group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
@@ -125,7 +125,8 @@ class Programs:
         else:
             schedule = build(found.program, self.infos, self.policy, self.accumulate, self.train)
         check(schedule)
-        return Trace(schedule, choice, found.needs, found.idle)
+        needed = communicators(self.plan, self.comms.secondary)
+        return Trace(schedule, choice, found.needs, found.idle, tuple(needed))
 
     def undecided(self, found: Found) -> Auto | None:
         """What chooses the policy of a program, where all ranks still have to do that together; else None."""
@@ -230,7 +231,7 @@ class Programs:
             buffers[group] = GradientBuffers(slots, *made)
         if beside is not None:
             return engine, beside.beside(engine.slots, self.comms, gradients)
-        resident = make_resident(memory.casts, memory.offload, packing_kernels(self.cache))
+        resident = Resident(memory.casts, memory.offload, packing_kernels(self.cache))
         return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
 
     def _compiled(self, prepared: Prepared, found: Found) -> None:

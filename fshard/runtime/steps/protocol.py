@@ -208,11 +208,10 @@ class Runner:
     def _run(self, agreed: Agreed) -> Ran:
         executor, transport = agreed.ready.executor, self.programs.comms.transport
         with together(self.programs.comms):
-            with transport.program():
-                measured, end = attempted(lambda: self._program(agreed), executor)
-                if end.status != OK:
-                    # Ranks that wait for this one in a collective of the program learn at once that it will not come.
-                    transport.abort(COLLECTIVES, str(end))
+            measured, end = attempted(lambda: self._program(agreed), executor, transport)
+            if end.status != OK:
+                # Ranks that wait for this one in a collective of the program learn at once that it will not come.
+                transport.abort(COLLECTIVES, str(end))
             if isinstance(executor, Scheduled):
                 end = drained(executor, self._stopped(agreed, end))
             else:
@@ -278,7 +277,8 @@ class Runner:
         failed = foretold(comms.transport, comms.control, end.status)
         if failed is not None:
             return Outcome(failed, ran.measured, end, ran.agreed.uneven, 1.0)
-        end, mine = self._tally(ran) if end.status == OK else (end, Tally(end.status))
+        with comms.transport.program():
+            end, mine = self._tally(ran) if end.status == OK else (end, Tally(end.status))
         copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / given.loss_scale
         verdict = consensus(comms.control, mine, self.parts, copies, divided, given.rules)
         return Outcome(verdict, ran.measured, end, ran.agreed.uneven, divided)
@@ -296,6 +296,8 @@ class Runner:
                 gradients.arrive()
                 rule_norms = given.rule_norms(norms)
             return ran.end, tally([*norms.values()], rule_norms, losses, aux, weighted, given.stop)
+        except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
+            raise
         except Exception as error:  # a device reports late what went wrong there
             return End(FAILED, error), Tally(FAILED)
 

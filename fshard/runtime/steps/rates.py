@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from fshard.runtime.comm import Communicator, exchange
+from fshard.runtime.comm.communicator import SingleRank
 from fshard.runtime.comm.communicators import Communicators
 from fshard.schedule import refusals
 from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
@@ -52,8 +53,8 @@ def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:
 
     The best of some tries counts: what else runs on a machine makes single tries slower, never faster.
     """
-    gathers = (comm for (kind, _), comm in comms.made.items() if kind == "all_gather")
-    comm = max(gathers, key=lambda comm: comm.size)
+    gathers = [comm for (role, _), comm in comms.made.items() if role == "all_gather"]
+    comm = max(gathers, key=lambda comm: comm.size, default=SingleRank())
     compute = auto.compute if auto.compute is not None else measured_peak(plan)
     wire = auto.wire if auto.wire is not None else _wire(plan, comm)
     return Rates(compute, wire, auto.latency)
