@@ -217,7 +217,8 @@ def keep_device_guard() -> None:
     The first ``FakeTensorMode`` then gives the whole process a guard of CUDA devices that belongs to its thread, and
     ends with it: the next one reads freed memory, and the process dies. So a thread that never ends makes it.
     """
-    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
+    built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    if not built or torch.cuda.is_available():
         return
     made = threading.Event()
 
