@@ -70,7 +70,8 @@ def make_train_step(
         compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
             and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
             ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that
-            cannot be traced run as they are; ``step.units`` names them.
+            cannot be traced run as they are, and so do those whose graph differs from them at its first call, such as
+            units with dropout inside of attention under Inductor on the CPU; ``step.units`` names them, and says why.
         remat: which units are computed again in their backward, so that less memory is held between the two: None, for
             none; ``"all"``; a policy of ``fs.checkpoint_policies``, which says whose results are kept nevertheless; or
             rules ``[(glob, one of these)]`` on names of units, of which the first that matches counts; ``"**"`` matches

@@ -91,9 +91,9 @@ def test_losses_that_differ_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_lanes_that_are_not_waited_for_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(played.Work, "wait", lambda self: None)
     case = played._on_four(played.CASES["flat, nothing ahead"], CPU)
     want = played.trained(CPU, case, None)
+    monkeypatch.setattr(played.Work, "wait", lambda self: None)
     try:
         assert repr(played.trained(CPU, case, 1.0)) != repr(want)
     except Exception as error:

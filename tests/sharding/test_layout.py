@@ -307,3 +307,17 @@ def test_an_empty_leaf_moves_nothing() -> None:
     plan = fs.make_plan(full, fs.abstract_mesh((1,), ("shard",)), [(r".*", fs.fsdp("shard"))])
     for path, leaf in fs.shard(full, plan).items():
         assert torch.equal(leaf, full[path].reshape(leaf.shape)), path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_begin_where_libraries_of_gpus_like_them(dtype: torch.dtype) -> None:
+    """At multiples of 256 bytes of their group, whatever vectors are beside them, and at 16 elements at the least."""
+    with torch.device("meta"):
+        module = torch.nn.TransformerEncoderLayer(192, 6, 770, dtype=dtype)
+    plan = fs.make_plan(fs.split(module), fs.abstract_mesh((8,), ("data",)), [(".*", fs.fsdp("data"))])
+    (group,) = plan.groups
+    size = dtype.itemsize
+    starts = {leaf.path: start for leaf, start in zip(group.leaves, group.starts, strict=True)}
+    assert len(starts) == 12 and all(start % ALIGN == 0 for start in starts.values())
+    assert [path for path in starts if "weight" in path and "norm" not in path and starts[path] * size % 256] == []
+    assert group.chunk * size % 16 == 0  # where NCCL and vector loads begin
