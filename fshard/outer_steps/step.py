@@ -17,7 +17,7 @@ from fshard.runtime.comm.facts import compare
 from fshard.runtime.steps import refuse_transforms
 from fshard.sharding.part import PartMesh
 from fshard.sharding.plan import Plan
-from fshard.sharding.wire import LARGEST, NAMES, WireFormat
+from fshard.sharding.wire import LARGEST, NAMES, POWER, WireFormat
 from fshard.state.equal import Equal
 from fshard.state.memory import Memory
 from fshard.state.train_state import TrainState, expect_state
@@ -216,8 +216,8 @@ def _number_problems(every: Any, fragments: Any, delay: Any, mix: Any, wire: Any
     found = [*_time_problems(every, fragments, delay)]
     if not isinstance(mix, int | float) or isinstance(mix, bool) or not 0 <= mix < 1:
         found.append(f"mix={mix!r} must be a number in [0, 1)")
-    if wire is not None and wire not in NAMES:
-        found.append(f"wire={wire!r} is none of {', '.join(map(repr, NAMES))}")
+    if wire is not None and wire not in (names := [name for name in NAMES if name != POWER]):
+        found.append(f"wire={wire!r} is none of {', '.join(map(repr, names))}")
     return found
 
 

@@ -18,7 +18,7 @@ from fshard.proof.report import Row, Tolerance, number_row
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import Communicator, exchange_bytes
 from fshard.runtime.graphs.compare import gap
-from fshard.runtime.memory.optimizer_layout import KEPT, MASTER, RESIDUAL
+from fshard.runtime.memory.optimizer_layout import BASIS, KEPT, MASTER, RESIDUAL
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import FIELDS
@@ -79,7 +79,8 @@ class Comparison:
     def graded(self) -> list[torch.dtype]:
         """Those, and the formats in which gradients travel: one that lies between two codes may go to either."""
         groups = self.watched.plan.groups
-        forms = [form for g in groups for kind, form in g.wires.items() if FIELDS[kind] == "reduce"]
+        reduced = [form for g in groups for kind, form in g.wires.items() if FIELDS[kind] == "reduce"]
+        forms = [form for form in reduced if not form.feedback]  # what these leave out is known
         return [*self.dtypes, *(CODES[form.name] for form in forms)]
 
     def rows(self) -> list[Row]:
@@ -97,16 +98,17 @@ class Comparison:
         mine = gradients(plan, kept) if kept else []
         theirs = gradients(plan, self._means())
         largest = self._largest(theirs)
-        left = self._left()
+        before, after = self._left(self.state), self._left(self.following)
         rows, squares = [], []
         self.norms = [0.0] * len(self.watched.options.clip.rules)
         for number, (entry, pieces) in enumerate(zip(theirs, pieces_of_ranks(plan.mesh, theirs), strict=True)):
-            plain = whole_entry(plan.mesh, entry, pieces) + left.get(entry.name.removeprefix("grad."), 0.0)
+            plain, path = whole_entry(plan.mesh, entry, pieces), entry.name.removeprefix("grad.")
+            if path in before and not self.metrics.skipped:
+                plain = plain + (before[path] - after[path])
             squares.append(float(torch.linalg.vector_norm(plain)) ** 2)
             if not mine or self.metrics.skipped:
                 continue
             step = whole_entry(plan.mesh, mine[number], pieces).double() * self.watched.mean
-            path = entry.name.removeprefix("grad.")
             self.norms[self.watched.options.clip.number(path)] += float(torch.linalg.vector_norm(step)) ** 2
             far, size = gap(step, plain)
             limit = self.tolerance.limit(max(size, FLOOR * largest), self.graded)
@@ -114,10 +116,10 @@ class Comparison:
         self.norms = [math.sqrt(square) for square in self.norms]
         return rows, math.sqrt(math.fsum(squares))
 
-    def _left(self) -> dict[str, Tensor]:
-        """What rounding left out of the gradients of steps before, which this step adds, by leaf; in all replicas."""
+    def _left(self, state: TrainState) -> dict[str, Tensor]:
+        """What rounding has left out of the gradients of all replicas, by leaf."""
         plan, count = self.watched.plan, self.plain.count if self.plain.weighted else 1.0
-        found = [entry for entry in entries(self.state) if entry.rows]
+        found = [entry for entry in entries(settle(state)) if entry.rows == "sum"]
         pieces = pieces_of_ranks(plan.mesh, found)
         return {
             split_name(entry.name, plan.leaves)[1]: whole_entry(plan.mesh, entry, where).sum(0) / count
@@ -226,7 +228,11 @@ def _by_leaf(found: Sequence[Entry], plan: Plan) -> dict[str, list[Entry]]:
 
 def _exact(path: str, names: Collection[str]) -> list[str]:
     """The entries of a leaf that an update determines: not what rounding leaves, nor what it makes of exact values."""
-    rounded = {f"opt.{RESIDUAL}.{path}", f"params.{path}" if f"opt.{MASTER}.{path}" in names else ""}
+    rounded = {
+        f"opt.{RESIDUAL}.{path}",
+        f"opt.{BASIS}.{path}",
+        f"params.{path}" if f"opt.{MASTER}.{path}" in names else "",
+    }
     return [name for name in names if name not in rounded]
 
 

@@ -7,6 +7,7 @@ from fshard.schedule import refusals
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.transfers import HOST, KINDS, SECOND, STATE, Transfer
 from fshard.sharding.layout import Group
+from fshard.sharding.low_rank import left_numel, most_travels
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
@@ -96,6 +97,10 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
     """Bytes that a rank sends to complete a gradient that holds all microbatches, and what it needs besides."""
     own, item, wire = group.owned.chunk, group.dtype.itemsize, group.sum_dtype.itemsize
     form = group.wires.get("replica_reduce")
+    if form is not None and form.rank:
+        size = most_travels(group.owned, form.rank) * group.residual_dtype.itemsize
+        rows = rows_travel(group, replicas)
+        return (replicas - 1) * size if rows else 2 * (replicas - 1) * size // replicas, (1 + rows * replicas) * size
     if form is not None:
         parts, others, size = group.opt_parts if group.second_scatter else 1, replicas - 1, form.nbytes(own)
         needed = 2 * parts * size * (parts > 1) + (1 + replicas) * size * (others > 0)
@@ -127,7 +132,7 @@ def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
         own_bytes=own if group.trainable and group.second_scatter else 0,
         # What is kept in host memory comes to the device for its update.
         update_bytes=moved[0] * own + moved[1] * state if group.trainable and not group.offloaded else 0,
-        left_bytes=group.owned.chunk * group.residual_dtype.itemsize if group.feedback else 0,
+        left_bytes=left_numel(group) * group.residual_dtype.itemsize,
     )
     return dataclasses.replace(info, transfers=_path(plan, group, info))
 

@@ -33,10 +33,10 @@ from fshard.sharding.validate import (
     check_rounding,
     check_specs,
     check_trainable,
-    check_wires,
     misfit,
     tensors_of,
 )
+from fshard.sharding.validate_wires import check_wires
 from fshard.sharding.wire import Wire, packed_format
 
 

@@ -10,6 +10,7 @@ from fshard.arguments import size_text
 from fshard.model.precision import Precision
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import Leaf
+from fshard.sharding.low_rank import most_travels
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, axes_of
 
@@ -180,7 +181,8 @@ def _moved(group: Group) -> Iterator[tuple[str, tuple[int, int]]]:
         numel = {"replica_reduce": group.owned.chunk, "update_gather": group.chunk}.get(kind, group.numel)
         dtype = group.compute_dtype if kind == "all_gather" else group.dtype
         if group.trainable or (kind == "all_gather" and (group.travels or group.packed is None)):
-            yield f"{kind} in {form}", (form.nbytes(numel), numel * dtype.itemsize)
+            size = form.nbytes(numel) if not form.rank else most_travels(group.owned, form.rank) * dtype.itemsize
+            yield f"{kind} in {form}", (size, numel * dtype.itemsize)
 
 
 def _paddings(places: Mapping[str, tuple[Group, int]]) -> list[str]:

@@ -18,7 +18,9 @@ BITS = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nf4": 4}
 """Bits an element, by format."""
 LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nf4": 1.0}
 """The code of the largest element of a block, by blockwise format."""
-NAMES = ("fp32", "bf16", "fp8_e4m3", "int8", "int4")
+POWER = "powersgd"
+"""The format of sums of matrices as products of low rank, see ``sharding/low_rank.py``."""
+NAMES = ("fp32", "bf16", "fp8_e4m3", "int8", "int4", POWER)
 """What ``Wire`` takes."""
 FIELDS = {
     "all_gather": "gather",
@@ -49,6 +51,7 @@ class WireFormat:
         rotate: whether blocks are rotated by a Hadamard matrix before they are rounded.
         stochastic: whether they are rounded up or down at random, and not to nearest.
         feedback: whether what rounding leaves out is kept, and goes with the next transfer.
+        rank: of the products of ``"powersgd"``; 0 for other formats.
 
     >>> str(WireFormat("int8", 256)), WireFormat("int8", 256).nbytes(512)
     ('int8/256', 520)
@@ -59,6 +62,7 @@ class WireFormat:
     rotate: bool = False
     stochastic: bool = False
     feedback: bool = False
+    rank: int = 0
 
     @property
     def largest(self) -> float | None:
@@ -74,7 +78,7 @@ class WireFormat:
         return self.payload(numel) + (numel // self.block * SCALE if self.largest else 0)
 
     def __str__(self) -> str:
-        block = f"/{self.block}" if self.largest else ""
+        block = f"/{self.block}" if self.largest else f"/{self.rank}" if self.rank else ""
         return self.name + block + "+rotate" * self.rotate + "+stochastic" * self.stochastic + FEEDBACK * self.feedback
 
 
@@ -126,6 +130,9 @@ class Wire:
             SignSGD", 2019). True: in all formats of ``reduce=``; axes, as in a key of ``reduce=``: in sums over these
             alone. What is left is ``state.opt_state["residual"]``, as large as what a rank updates. Reduce-scatters
             have none: what is left of one would be a whole gradient on each rank.
+        rank: columns of the two factors as which ``reduce={"replica": "powersgd"}`` sums matrices over replicas, a
+            positive int. It has feedback always, and each sum begins with the factors of the one before, which are
+            ``state.opt_state["basis"]`` (PowerSGD, Vogels et al., 2019). Other leaves travel exact.
 
     Raises:
         PlanError: an unknown format, or a value of another type or out of range.
@@ -142,6 +149,7 @@ class Wire:
     rotate: bool = False
     rounding: Literal["nearest", "stochastic"] = "nearest"
     feedback: bool | str = False
+    rank: int = 4
 
     def __init__(
         self,
@@ -153,15 +161,18 @@ class Wire:
         rotate: bool = False,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         feedback: bool | str = False,
+        rank: int = 4,
     ) -> None:
         given = {"gather": gather, "reduce": reduce, "update": update}
         problems = [problem for name, value in given.items() for problem in _problems(name, value)]
         problems = problems or [*_option_problems(_names(_frozen(reduce)), block, rotate, rounding)]
         problems = problems or [*_feedback_problems(_frozen(reduce), feedback)]
+        if type(rank) is not int or rank < 1:
+            problems.append(f"rank={rank!r} must be a positive int")
         if problems:
             raise PlanError(f"fs.Wire: {'; '.join(problems)}")
         frozen = {name: _frozen(value) for name, value in given.items()}
-        options = {"block": block, "rotate": rotate, "rounding": rounding, "feedback": feedback}
+        options = {"block": block, "rotate": rotate, "rounding": rounding, "feedback": feedback, "rank": rank}
         for name, value in {**frozen, **options}.items():
             object.__setattr__(self, name, value)
 
@@ -179,6 +190,8 @@ class Wire:
         field = FIELDS.get(kind, "")
         formats: Formats = getattr(self, field, None) if axes else None
         name = dict(formats).get("+".join(axes)) if isinstance(formats, tuple) else formats
+        if name == POWER:
+            return WireFormat(name, feedback=True, rank=self.rank)
         if name not in BITS:
             return None
         graded = field == "reduce"
@@ -228,7 +241,7 @@ def _feedback_problems(reduced: Formats, feedback: object) -> Iterator[str]:
     """What is wrong with feedback, given the formats of gradients."""
     if not isinstance(feedback, bool | str):
         yield f"feedback={feedback!r} must be True, False or axes, such as 'replica'"
-    elif feedback and not {*_names(reduced)} & {*BITS}:
+    elif feedback and not {*_names(reduced)} & {*BITS, POWER}:
         yield f"feedback={feedback!r}, but no sums are rounded: give reduce= a format"
     elif isinstance(feedback, str) and isinstance(reduced, tuple) and feedback not in dict(reduced):
         yield f"feedback={feedback!r} names no axes of reduce=: {', '.join(repr(axes) for axes, _ in reduced)}"
@@ -240,6 +253,8 @@ def _problems(field: str, value: object) -> list[str]:
     wrong = [f"{field}={value!r}: axes are strings"] if any(not isinstance(axes, str) for axes, _ in pairs) else []
     known = ", ".join(map(repr, NAMES))
     unknown = [name for _, name in pairs if name not in NAMES and not (name is None and not isinstance(value, Mapping))]
+    low = [name for _, name in pairs if name == POWER and field != "reduce"]
+    wrong += [f"{field}={value!r}: only sums over replicas have a low rank, reduce=" for _ in low[:1]]
     return wrong + [f"{field}={value!r}: {name!r} is none of {known}" for name in unknown]
 
 

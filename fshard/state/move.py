@@ -81,7 +81,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     def fill(entry: Entry) -> None:
         path = made.get(entry.name)
         name = entry.name if path is None else PARAMS + path
-        if name not in old:
+        if name not in old or not _alike(old[name], new[name]):
             return
         found = old[name].tensor
         if name in moved:
@@ -104,6 +104,11 @@ def _packed(values: Tensor, form: WireFormat, entry: Entry) -> Tensor:
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % form.block))
     both, end = packed(blocks, form), form.payload(blocks.numel())
     return both[end:].view(torch.float32) if entry.dtype == torch.float32 else both[:end]
+
+
+def _alike(old: Entry, new: Entry) -> bool:
+    """Whether a tensor can be read from another: in rows, of which there may be other numbers, or of one shape."""
+    return old.shape[bool(new.rows) :] == new.shape[bool(new.rows) :]
 
 
 def _leave(entry: Entry) -> None:
@@ -173,7 +178,7 @@ def _check_names(before: Plan, after: Plan, old: dict[str, Entry], new: dict[str
         paths = {name: _path(name, before) for name in names if name.startswith("opt.")}
         return {n for n, path in paths.items() if before.leaves[path].trainable and after.leaves[path].trainable}
 
-    wrong = [f"{name}: only the state has it" for name in sorted(kept(old) - kept(new))]
+    wrong = [f"{name}: only the state has it" for name in sorted(kept(old) - kept(new)) if old[name].rows != "any"]
     wrong += [f"{name}: only the optimizer has it" for name in sorted(kept(new) - kept(old)) if not new[name].rows]
     if wrong:
         remedy = "Give the optimizer that the state was made with."

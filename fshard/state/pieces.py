@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from fshard.errors import TreeError
 from fshard.optim.form import Form
 from fshard.runtime.execution import Shard
 from fshard.runtime.memory import packed_parts, values_of
-from fshard.runtime.memory.optimizer_layout import RESIDUAL
+from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
@@ -34,7 +35,8 @@ class Entry:
         holders: the ranks that hold this very piece, this one among them, in the same order on all of them.
         spec: how the tensor is cut over the mesh, for people to read.
         common: whether replicas that train apart hold equal copies of it; see ``state/replicas.py``.
-        rows: whether dim 0 has a row for each replica, and what counts is the sum of all.
+        rows: what the rows of dim 0 are: ``"sum"``, of replicas, whose sum is what counts; ``"any"``, of shards, of
+            which each can begin with any; empty where there are none.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Entry:
     holders: tuple[int, ...]
     spec: P
     common: bool = False
-    rows: bool = False
+    rows: Literal["", "sum", "any"] = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,7 +123,7 @@ def _opt_entries(plan: Plan, name: str, shards: Sequence[Shard]) -> Iterator[Ent
             )
         entry = replace(_entry(plan, f"opt.{name}.{path}", group, number, buffer), common=layout.forms[number].common)
         if layout.plain:
-            yield entry if name != RESIDUAL else row_of(entry, plan.mesh, group.rest_axes)
+            yield entry if name != RESIDUAL else row_of(entry, plan.mesh, group.rest_axes, "sum")
             continue
         if layout.forms[number].shape is not None and 0 in entry.shape:
             continue  # a leaf without elements is on no rank, and nor is what an optimizer keeps of it as a whole
@@ -129,16 +131,20 @@ def _opt_entries(plan: Plan, name: str, shards: Sequence[Shard]) -> Iterator[Ent
         shape = layout.forms[number].whole(entry.shape)
         piece = _state_piece(layout.forms[number], shape, entry.piece, end - begin)
         holders = entry.holders if layout.forms[number].shape is None else _alike(plan, group, number)
-        yield replace(entry, shape=shape, piece=piece, tensor=buffer[begin:end].detach(), holders=holders)
+        entry = replace(entry, shape=shape, piece=piece, tensor=buffer[begin:end].detach())
+        if name == BASIS:
+            yield row_of(replace(entry, spec=P()), plan.mesh, group.gather_axes, "any")
+        else:
+            yield replace(entry, holders=holders)
 
 
-def row_of(entry: Entry, mesh: Mesh, axes: Axes) -> Entry:
-    """The entry of what each replica has for itself, as a row of those of all."""
+def row_of(entry: Entry, mesh: Mesh, axes: Axes, rows: Literal["sum", "any"]) -> Entry:
+    """The entry of what ranks have for themselves along some axes, as a row of those of all."""
     piece = replace(entry.piece, offset=(mesh.index(axes), *entry.piece.offset), shape=(1, *entry.piece.shape))
     holders = tuple(rank for rank in entry.holders if mesh.index(axes, rank) == mesh.index(axes))
-    spec = P(axes if len(axes) > 1 else axes[0], *entry.spec.dims, flat=entry.spec.flat)
+    spec = P(axes if len(axes) > 1 else axes[0] if axes else None, *entry.spec.dims, flat=entry.spec.flat)
     shape = (mesh.axis_size(axes), *entry.shape)
-    return replace(entry, shape=shape, piece=piece, holders=holders, spec=spec, rows=True)
+    return replace(entry, shape=shape, piece=piece, holders=holders, spec=spec, rows=rows)
 
 
 def _state_piece(form: Form, shape: Shape, piece: Piece, count: int) -> Piece:

@@ -51,6 +51,9 @@ def saved_at(entry: Entry, name: str, mesh: Mesh) -> list[tuple[str, Piece]]:
         name: of the tensor that has it.
         mesh: of the plan.
     """
+    if entry.rows == "any" and not isinstance(mesh, PartMesh):
+        row = entry.piece.offset[0] % entry.shape[0]
+        return [(name, replace(entry.piece, offset=(row, *entry.piece.offset[1:])))]
     if entry.rows and not isinstance(mesh, PartMesh):
         rows = range(entry.piece.offset[0], entry.shape[0], mesh.axis_size(axes_of(entry.spec.dims[0])))
         return [(name, replace(entry.piece, offset=(row, *entry.piece.offset[1:]))) for row in rows]
@@ -68,6 +71,8 @@ def refitted(whole: Tensor, entry: Entry) -> Tensor:
     """A whole tensor in rows with as many rows as an entry has, and the same sum; others as they are."""
     if not entry.rows or whole.shape[0] == entry.shape[0]:
         return whole
+    if entry.rows == "any":
+        return torch.stack([whole[row % whole.shape[0]] for row in range(entry.shape[0])])
     return torch.stack([whole[row :: entry.shape[0]].sum(0) for row in range(entry.shape[0])])
 
 

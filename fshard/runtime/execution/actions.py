@@ -13,10 +13,10 @@ from fshard.runtime.comm import Done, Handle, packing
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels
 from fshard.runtime.comm.streams import Event, events
-from fshard.runtime.execution.replicas import Replicas
+from fshard.runtime.execution.replicas import Kept, Replicas
 from fshard.runtime.execution.shards import Shard
 from fshard.runtime.execution.update import Update
-from fshard.runtime.execution.wires import Residual, gathered, scattered, updated
+from fshard.runtime.execution.wires import gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.offload import Offload
@@ -319,9 +319,8 @@ class Actions:
 
     def _summed(self, buffers: GradientBuffers) -> None:
         group = buffers.slots.group
-        for part in (buffers.own, buffers.residual):
-            if part is not None:
-                self._blank(group, part, group.owned.gather_axes)
+        for part in (buffers.own, *(left for name, left in buffers.left.items() if name == RESIDUAL)):
+            self._blank(group, part, group.owned.gather_axes)
 
     def _blank(self, group: Group, part: Tensor, axes: Axes) -> None:
         """Zero what no leaf covers of a rank's part of a gradient: rotated blocks have spread their rounding over it.
@@ -334,12 +333,11 @@ class Actions:
                 part[max(begin - low, 0) : max(end - low, 0)].zero_()
 
     def _sum(self, buffers: GradientBuffers) -> Handle:
-        group, after = buffers.slots.group, buffers.residual
-        if after is None:
-            return self.replicas.sum(group, buffers.shard, buffers.own)
-        allocate(after)
-        residual = Residual(self.resident.shards[group.id].opt[RESIDUAL], self.feedback, after)
-        return self.replicas.sum(group, buffers.shard, buffers.own, residual)
+        group, left = buffers.slots.group, buffers.left
+        for room in left.values():
+            allocate(room)
+        kept = Kept(self.resident.shards[group.id].opt, left, self.feedback) if left else None
+        return self.replicas.sum(group, buffers.shard, buffers.own, kept)
 
     def _share(self, slots: GroupSlots) -> Handle:
         return self._sent(self.update, slots.group)

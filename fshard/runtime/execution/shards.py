@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.model.philox import fold, uniform
 from fshard.optim.contract import Contract
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory, update_stagings
 from fshard.runtime.memory.optimizer_layout import (
+    BASIS,
     KEPT,
     MASTER,
     RESIDUAL,
@@ -95,10 +97,21 @@ def start_shard(group: Group, mesh: Mesh, opt: Contract, param: Tensor) -> Shard
     if group.feedback:
         buffers[RESIDUAL] = torch.zeros(own.shape, dtype=group.residual_dtype, device=own.device)
         layouts = shard_layouts(group, mesh, opt)
+    if BASIS in layouts:
+        buffers[BASIS] = start_basis(group, layouts[BASIS]).to(own.device)
     if group.kinds.hosted or group.kinds.opt != "device":
         place = memory_space(group.kinds.opt, mesh)
         buffers = {name: place.keep(value) for name, value in buffers.items()}
     return Shard(param, buffers, layouts, part)
+
+
+def start_basis(group: Group, layout: BufferLayout) -> Tensor:
+    """The second factors of products before the first step: random numbers that depend on paths alone."""
+    out = torch.empty(layout.length, dtype=layout.dtype, device="cpu")
+    for number, (begin, end) in layout.ranges.items():
+        key = fold(0, f"{BASIS}:{group.leaves[number].path}")
+        out[begin:end] = uniform(key, torch.arange(end - begin, device="cpu")).sub_(0.5)
+    return out
 
 
 class Shards(list[Shard]):
@@ -181,7 +194,7 @@ class Gradients:
         passing: the groups whose chunks have memory from their reduction to their update alone.
         stagings: how groups that are not kept where they are updated come there, by group id.
         host: the groups that are updated on the host.
-        residuals: what rounding has left out of their sums over replicas, by group id, where that is kept.
+        left: what their sums over replicas have left for the next ones, by group id and the name of the buffer.
         views: those asked for so far.
     """
 
@@ -190,7 +203,7 @@ class Gradients:
     passing: frozenset[int]
     stagings: Mapping[int, UpdateStaging] = field(default_factory=dict)
     host: frozenset[int] = frozenset()
-    residuals: Mapping[int, Tensor] = field(default_factory=dict)
+    left: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def drop(self) -> None:
@@ -201,14 +214,15 @@ class Gradients:
     def release(self, group: int) -> None:
         """Let go of the gradient of a group in ``passing``."""
         deallocate(self.shards[group])
-        if group in self.residuals:
-            deallocate(self.residuals[group])
+        for left in self.left.get(group, {}).values():
+            deallocate(left)
 
     def copied(self, groups: Collection[int]) -> "Gradients":
         """The gradients of some groups in memory of their own."""
         shards = {group: same_memory(self.shards[group]) for group in groups}
-        residuals = {group: same_memory(left) for group, left in self.residuals.items() if group in groups}
-        return replace(self, shards=shards, residuals=residuals, views={})
+        held = {group: left for group, left in self.left.items() if group in groups}
+        left = {group: {name: same_memory(one) for name, one in each.items()} for group, each in held.items()}
+        return replace(self, shards=shards, left=left, views={})
 
     def slices(self, group: int) -> list[Tensor]:
         """The views of one group's gradients, one an update slice."""
@@ -239,4 +253,4 @@ def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[Upda
         slices: the update slices of each trainable group.
     """
     host = frozenset(group.id for group in plan.groups if group.offloaded)
-    return Gradients(memory.homes, slices, memory.reduced - host, update_stagings(plan), host, memory.residuals)
+    return Gradients(memory.homes, slices, memory.reduced - host, update_stagings(plan), host, memory.left)

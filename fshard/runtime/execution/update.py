@@ -76,11 +76,12 @@ class Pending:
         self._done(due)
 
     def _keep(self, groups: Sequence[int], shards: Shards) -> None:
-        """Keep what rounding has left out of the gradients of groups, which this update applies."""
-        for group in [group for group in groups if group in self.grads.residuals]:
-            kept = shards[group].opt[RESIDUAL].copy_(self.grads.residuals[group])
-            if self.unit != 1.0:
-                kept.mul_(self.unit)
+        """Keep what the sums of gradients of these groups, which this update applies, have left for the next ones."""
+        for group in [group for group in groups if group in self.grads.left]:
+            for name, left in self.grads.left[group].items():
+                kept = shards[group].opt[name].copy_(left)
+                if name == RESIDUAL and self.unit != 1.0:
+                    kept.mul_(self.unit)
 
     def _done(self, groups: Sequence[int]) -> None:
         for group in groups:

@@ -22,7 +22,7 @@ class GradientBuffers:
         own: the part of it that this rank updates, on the device.
         home: the same part where the update reads it: on the device or in host memory.
         late: whether the first sum of a shard is computed in the staging.
-        residual: what rounding leaves out of its sum over replicas; None where that is not kept.
+        left: what its sum over replicas leaves for the next one, by the name of the buffer that keeps it.
     """
 
     slots: GroupSlots
@@ -30,7 +30,7 @@ class GradientBuffers:
     own: Tensor
     home: Tensor
     late: bool = False
-    residual: Tensor | None = None
+    left: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def offloaded(self) -> bool:

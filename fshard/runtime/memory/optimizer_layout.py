@@ -11,6 +11,7 @@ from torch import Tensor
 from fshard.optim.contract import Contract
 from fshard.optim.form import Form
 from fshard.sharding.layout import ALIGN, Group
+from fshard.sharding.low_rank import bases, rank_of
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
@@ -21,7 +22,10 @@ MASTER = "master"
 RESIDUAL = "residual"
 """The buffer of what rounding has left out of this rank's part of sums over replicas. Each replica has another."""
 
-KEPT = (MASTER, RESIDUAL)
+BASIS = "basis"
+"""The buffer of the second factors of products of low rank. Replicas have equal ones, and each shard others."""
+
+KEPT = (MASTER, RESIDUAL, BASIS)
 """The buffers beside a shard that are none of its optimizer's."""
 
 
@@ -92,6 +96,7 @@ def shard_layouts(group: Group, mesh: Mesh, opt: Contract) -> dict[str, BufferLa
     owned, made = group.owned, optimizer_layout(group.owned, mesh, opt)
     forms = {MASTER: Form()} if "update_gather" in group.wires else {}
     forms |= {RESIDUAL: Form(wide=True)} if group.feedback else {}
+    made |= {BASIS: _basis_layout(owned, rank)} if (rank := rank_of(group)) else {}
     if not forms:
         return made
     spans = [owned.shard_range(number, mesh.index(owned.gather_axes)) for number in range(len(owned.leaves))]
@@ -112,8 +117,23 @@ def beside_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
     if not group.trainable:
         return 0
     exact = group.dtype.itemsize if "update_gather" in group.wires else 0
-    left = group.residual_dtype.itemsize if group.feedback else 0
-    return most_bytes(group.owned, mesh, opt) + group.owned.chunk * (exact + left)
+    left = sum(length for _, length in left_by_sums(group)) * group.residual_dtype.itemsize
+    return most_bytes(group.owned, mesh, opt) + group.owned.chunk * exact + left
+
+
+def left_by_sums(group: Group) -> list[tuple[str, int]]:
+    """What a sum over a group's replicas leaves for the next one: the names of buffers, and their elements."""
+    found = [(RESIDUAL, group.owned.chunk)] if group.feedback else []
+    return found + ([(BASIS, _basis_layout(group.owned, rank).length)] if (rank := rank_of(group)) else [])
+
+
+def _basis_layout(group: Group, rank: int) -> BufferLayout:
+    """The layout of the second factors of a group's products: those of all leaves, also where none of one is held."""
+    found = bases(group, rank)
+    forms = {number: Form(shape, group.residual_dtype) for number, (_, shape) in found.items()}
+    ranges = {number: (at, at + cols * rank) for number, (at, (cols, _)) in found.items()}
+    end = max((end for _, end in ranges.values()), default=0)
+    return BufferLayout(end, group.residual_dtype, forms, ranges, False)
 
 
 def _buffer_layout(group: Group, spans: list[tuple[int, int]], forms: dict[int, Form]) -> BufferLayout:

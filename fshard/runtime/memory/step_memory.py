@@ -1,7 +1,8 @@
 """The memory that a step keeps from one call to the next: the arena, gradients, and casts of shards."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.runtime.memory.offload import Offload
+from fshard.runtime.memory.optimizer_layout import left_by_sums
 from fshard.schedule.ops import GroupInfo
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
@@ -23,14 +25,14 @@ class GroupBuffers(NamedTuple):
         own: what this rank updates of it, on the device.
         home: the same where the update reads it: on the device, or in host memory.
         late: whether the first sum of a shard is made in the staging.
-        residual: what rounding leaves out of its sum over replicas; None where that is not kept.
+        left: what its sum over replicas leaves for the next one, by the name of the buffer that keeps it.
     """
 
     shard: Tensor
     own: Tensor
     home: Tensor
     late: bool
-    residual: Tensor | None = None
+    left: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class StepMemory:
@@ -45,7 +47,7 @@ class StepMemory:
     Attributes:
         gradients: the buffers of trainable groups, by group id.
         homes: the ``home`` of each, which updates read.
-        residuals: the ``residual`` of those that have one, which updates keep.
+        left: the ``left`` of those that have any, which updates keep.
         arena: the arena of programs that have a schedule; None before the first.
         casts: room for the shards of groups that units read in another dtype, or that travel packed, by group id.
         reduced: the groups whose gradients are reduced: their memory comes and goes.
@@ -55,7 +57,7 @@ class StepMemory:
         self.plan, self.infos, self.poison = plan, infos, poison
         self.gradients: dict[int, GroupBuffers] = {}
         self.homes: dict[int, Tensor] = {}
-        self.residuals: dict[int, Tensor] = {}
+        self.left: dict[int, Mapping[str, Tensor]] = {}
         self.casts: dict[int, Tensor] = {}
         self.arena: Tensor | None = None
         self.reduced = frozenset(number for number, info in enumerate(infos) if train and info.reduced)
@@ -76,8 +78,8 @@ class StepMemory:
             if group.id not in self.gradients:
                 self.gradients[group.id] = made = self._gradient(group)
                 self.homes[group.id] = made.home
-                if made.residual is not None:
-                    self.residuals[group.id] = made.residual
+                if made.left:
+                    self.left[group.id] = made.left
 
     def _gradient(self, group: Group) -> GroupBuffers:
         device, chunk = self.plan.mesh.device, group.owned.chunk
@@ -91,11 +93,11 @@ class StepMemory:
         if group.second_scatter:
             shard = torch.zeros(group.chunk, dtype=group.dtype, device=device)
             deallocate(shard)
-        late, residual = any([transfer.late for transfer in self.infos[group.id].transfers]), None
-        if group.feedback:
-            residual = torch.zeros(chunk, dtype=group.residual_dtype, device=device)
-            deallocate(residual)
-        return GroupBuffers(shard, own, home, late, residual)
+        late = any([transfer.late for transfer in self.infos[group.id].transfers])
+        left = {name: torch.zeros(n, dtype=group.residual_dtype, device=device) for name, n in left_by_sums(group)}
+        for buffer in left.values():
+            deallocate(buffer)
+        return GroupBuffers(shard, own, home, late, left)
 
     def new_arena(self, size: int) -> Tensor:
         """Memory for an arena of this many bytes."""

@@ -94,7 +94,7 @@ class Decisions:
         Raises:
             LossError: those before are of the other kind.
         """
-        if not self.grads.residuals:
+        if not self.grads.left:
             return summed
         if summed is not None and summed != bool(verdict.count):
             raise _mixed(step, bool(verdict.count), "whose rounding feedback makes up for", "all steps of a run")
