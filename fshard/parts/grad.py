@@ -244,10 +244,10 @@ def value_and_grad(
     expect("value_and_grad(loss_fn, plan)", wants)
     if type(accumulate) is not int or accumulate < 1:
         raise PlanError(f"accumulate={accumulate!r} must be an int >= 1")
-    refuse_feedback(plan, "value_and_grad")
     policy = running.policy
     resharded = isinstance(policy, Auto) or policy.reshard is not False
     loss = ShardedLoss(loss_fn, plan, has_aux, resharded, debug)
+    refuse_feedback(plan, "value_and_grad")
     return ValueAndGrad(loss, only, accumulate, running, loss_scale)
 
 

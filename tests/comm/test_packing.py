@@ -34,6 +34,16 @@ def arrived(x: Tensor, form: WireFormat, dtype: torch.dtype = torch.float32) -> 
     return out
 
 
+def nearest(codes: Tensor, name: str) -> Tensor:
+    """The values that codes of a format have, closest to these."""
+    if name == "fp8_e4m3":
+        return codes.to(torch.float8_e4m3fn).float()
+    if name == "nf4":
+        known = torch.tensor(packing.NF4)
+        return known[(codes[:, None] - known).abs().argmin(1)]
+    return codes.round()
+
+
 def defined(x: Tensor, form: WireFormat) -> Tensor:
     """The definition, an element at a time."""
     if form.largest is None:
@@ -42,8 +52,7 @@ def defined(x: Tensor, form: WireFormat) -> Tensor:
     for block in x.float().view(-1, form.block):
         scale = (block.abs().max() * torch.tensor(1 / form.largest)).clamp_min(2.0**-126)
         codes = block / scale
-        codes = codes.to(torch.float8_e4m3fn).float() if form.name == "fp8_e4m3" else codes.round()
-        out.append(codes * scale)
+        out.append(nearest(codes, form.name) * scale)
     return torch.cat(out)
 
 
@@ -74,8 +83,9 @@ def test_errors_are_half_a_code_at_most(form: WireFormat) -> None:
         assert (error <= x.abs() * 2.0**-8).all()
         return
     size = x.view(-1, form.block).abs().amax(1, keepdim=True)
-    # Of fp8 the largest step is 32 of 448; a rotated block spreads its errors over all of its elements.
-    share = {"int8": 1 / 254, "int4": 1 / 14, "fp8_e4m3": 16 / 448}[form.name] * (1 + form.stochastic)
+    # Of fp8 the largest step is 32 of 448, of nf4 the first; a rotated block spreads its errors over its elements.
+    steps = {"int8": 1 / 127, "int4": 1 / 7, "fp8_e4m3": 32 / 448, "nf4": packing.NF4[1] - packing.NF4[0]}
+    share = steps[form.name] / 2 * (1 + form.stochastic)
     share *= math.sqrt(form.block) if form.rotate else 1
     assert (error.view(-1, form.block) <= size * (share + 1e-6)).all()
 

@@ -211,7 +211,7 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
             change.setattr(f"{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}"))
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
-        for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.update"):
+        for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.shards"):
             real = __import__(f"fshard.{room}", fromlist=["deallocate"]).deallocate
             change.setattr(
                 f"fshard.{room}.deallocate", lambda tensor, real=real: (mine().resized(tensor), real(tensor))[1]
