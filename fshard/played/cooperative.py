@@ -122,8 +122,7 @@ class Scheduler:
             thread.randomness = again or before
             thread.start()
         self.current = self.threads[0]
-        with waiting():
-            self._wait_for_all()
+        self._wait_for_all(waiting)
         restore_randomness(before if again else self.threads[0].randomness)
         self._raise()
         results = [thread.result for thread in self.threads]
@@ -131,32 +130,34 @@ class Scheduler:
         del self.current
         return results
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         try:
             self.current.turn.release()
-            for thread in self.threads:
-                # A signal that another thread received does not wake this one.
-                while not thread.over.wait(GRACE) and thread.is_alive():
-                    continue
+            with waiting():  # raises an interrupt that came before
+                for thread in self.threads:
+                    # A signal that another thread received does not wake this one.
+                    while not thread.over.wait(GRACE) and thread.is_alive():
+                        continue
         except BaseException:
-            self._interrupt()
+            self._interrupt(waiting)
             if not any(thread.error for thread in self.threads):
                 raise Interrupted([thread.result for thread in self.threads]) from None
             raise
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         """End all ranks. A step ends where its loss function runs, on all of them, and leaves its state as it was."""
         for thread in self.threads:
             thread.interrupted = True
         try:
-            while alive := [thread for thread in self.threads if thread.is_alive()]:
-                alive[0].over.wait(GRACE)
-                thread = self.current
-                if not thread.is_alive():  # the interrupt came when it was about to wake the next one
-                    thread.ended, thread.error = True, thread.error or KeyboardInterrupt()
-                    self.switch(thread)
-                elif not thread.ended and not thread.shields and thread.waits is None:
-                    _raise_in(thread)  # it computes for long, or waits outside of any collective
+            with waiting():
+                while alive := [thread for thread in self.threads if thread.is_alive()]:
+                    alive[0].over.wait(GRACE)
+                    thread = self.current
+                    if not thread.is_alive():  # the interrupt came when it was about to wake the next one
+                        thread.ended, thread.error = True, thread.error or KeyboardInterrupt()
+                        self.switch(thread)
+                    elif not thread.ended and not thread.shields and thread.waits is None:
+                        _raise_in(thread)  # it computes for long, or waits outside of any collective
         except BaseException:  # a second interrupt: somebody wants out, wherever the ranks are
             self.failure = "the run was interrupted"
             raise

@@ -15,6 +15,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.errors import CommError, DonatedError, PlanError, StateError, TreeError
+from fshard.played.cooperative import RankThread
 
 WIDTH, STEPS = 6, 3
 OPT = fs.optim.adamw(1e-2)
@@ -274,6 +275,27 @@ def test_an_interrupt_after_all_ranks_takes_no_state_away(mesh: Any, monkeypatch
         state, _ = step(state, BATCH)
     with pytest.raises(KeyboardInterrupt):
         step(state, BATCH)
+    state, _ = step(state, BATCH)
+    assert state.step == 2
+
+
+def test_an_interrupt_before_any_rank_leaves_no_thread(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(mesh)
+    state, step = fs.init_state(plan, OPT), fs.make_train_step(loss, OPT, plan)
+    state, _ = step(state, BATCH)
+    start = RankThread.start
+
+    def interrupted(thread: RankThread) -> None:
+        start(thread)
+        if thread.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RankThread, "start", interrupted)
+        step(state, BATCH)
+    for thread in [thread for thread in threading.enumerate() if isinstance(thread, RankThread)]:
+        thread.join(5.0)
+        assert not thread.is_alive()
     state, _ = step(state, BATCH)
     assert state.step == 2
 
