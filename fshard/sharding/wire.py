@@ -109,7 +109,8 @@ class Wire:
     """The formats in which parameters and gradients travel. Given to ``fs.make_plan(wire=)`` and ``fs.Rule(wire=)``.
 
     Parameters, optimizer state and sums keep their dtypes. Only floating-point leaves are concerned. A format is
-    ``"bf16"``, ``"fp8_e4m3"``, ``"int8"`` or ``"int4"``; ``"fp32"`` and None send what is there, as without a wire.
+    ``"bf16"``, ``"fp8_e4m3"``, ``"int8"`` or ``"int4"``, and for sums over replicas ``"powersgd"`` too; ``"fp32"`` and
+    None send what is there, as without a wire.
     A dict gives formats by mesh axes, and all transfers over other axes are exact: ``reduce={"replica": "int4"}``
     compresses sums over ``replica`` alone. Transfers over several axes have a key that joins them by ``+``.
 

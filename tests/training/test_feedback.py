@@ -15,7 +15,6 @@ import fshard as fs
 from fshard import P
 from fshard.errors import LossError, NonFiniteError, PlanError, TreeError
 from fshard.runtime.comm.communicator import SingleRank
-from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.execution.wires import Residual, summed
 from fshard.schedule.schedule import parse
 from fshard.sharding.wire import WireFormat
@@ -72,12 +71,12 @@ FORMATS = [WireFormat(name, block, feedback=True) for name, block in (("int8", 6
 @pytest.mark.parametrize("form", [*FORMATS, WireFormat("bf16", feedback=True)], ids=str)
 def test_what_is_sent_and_what_is_left_are_the_gradients(form: WireFormat) -> None:
     """In each step bit for bit; over all steps too, where no sum of a gradient and a rest is rounded."""
-    draw, stream = torch.Generator().manual_seed(3), make_stream(torch.device("cpu"))
+    draw = torch.Generator().manual_seed(3)
     before, sent, grads = torch.zeros(256), torch.zeros(256).double(), torch.zeros(256).double()
     for number in range(50):
         grad = torch.randint(-(2**12), 2**12, (256,), generator=draw) * 2.0 ** -(10 + number % 3)
         own, residual = grad.clone(), Residual(before, 1.0, torch.empty(256))
-        summed(Others(2), own, form, stream, residual=residual).wait()
+        summed(Others(2), own, form, residual=residual).wait()
         assert torch.equal(own.double() / 2 + residual.after.double(), (grad + before).double())
         sent, grads, before = sent + own.double() / 2, grads + grad.double(), residual.after
         assert before.count_nonzero() > 0
@@ -90,7 +89,7 @@ def test_what_is_sent_and_what_is_left_are_the_gradients(form: WireFormat) -> No
 def test_an_element_that_is_not_finite_stays_so(form: WireFormat, wrong: float) -> None:
     own, room = torch.ones(128), torch.empty(128)
     own[70] = wrong
-    summed(Others(2), own, form, make_stream(own.device), residual=Residual(torch.ones(128), 1.0, room)).wait()
+    summed(Others(2), own, form, residual=Residual(torch.ones(128), 1.0, room)).wait()
     assert not own[70].isfinite()
     assert not room[70].isfinite()
 
