@@ -193,7 +193,7 @@ class Group:
     @property
     def residual_dtype(self) -> torch.dtype:
         """The dtype of what is left out: float32 at least."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return self.dtype if self.dtype.itemsize > 4 else torch.float32
 
     @functools.cached_property
     def resident_cast(self) -> tuple[int, torch.dtype] | None:

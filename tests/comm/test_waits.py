@@ -57,6 +57,7 @@ ENDED = {
     "runtime/comm/watchdog.py": "a tick of the thread that looks at waits",
     "runtime/steps/rates.py": "handles of communicators",
     "runtime/memory/offload.py": "a device: its own watchdog",
+    "runtime/execution/low_rank.py": "handles of communicators",
     "runtime/execution/replicas.py": "handles of communicators",
     "runtime/execution/update.py": "handles of communicators",
     "runtime/execution/wires.py": "handles of communicators",
