@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    records = [Record.FromString(data) for data in framed(path.read_bytes())]
+    records, deadline = [], time.monotonic() + 120
+    while not any(record.HasField("exit") for record in records):  # its process may write after the run's end
+        assert time.monotonic() < deadline, f"{len(records)} records, and none of the end"
+        time.sleep(0.05)
+        records = [Record.FromString(data) for data in framed(path.read_bytes())]
     (run,) = [record.run for record in records if record.HasField("run")]
     assert (run.project, run.display_name) == ("project", "a run")
     assert {update.key: json.loads(update.value_json) for update in run.config.update}["width"] == 4
@@ -104,7 +109,7 @@ def framed(data: bytes, block: int = 32768) -> Iterator[bytes]:
             at += block - at % block
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        if not kind:
+        if not kind or at + 7 + length > len(data):
             return
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
