@@ -86,7 +86,6 @@ class Report:
 
     def finish(self, args: argparse.Namespace) -> int:
         """Print the table and write the JSON. Returns the exit status."""
-        self.environment["load_after"] = load()
         print(f"\n{self.claim}\n{table(self.rows)}")
         for note in self.notes:
             print(note)
@@ -95,6 +94,7 @@ class Report:
 
     def write(self, args: argparse.Namespace) -> None:
         """Write the JSON."""
+        self.environment["load_after"] = load()
         content = {**asdict(self), "quick": args.quick}
         for row, written in zip(self.rows, content["rows"], strict=True):
             written["verdict"] = row.verdict

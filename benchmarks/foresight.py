@@ -88,8 +88,10 @@ def measure(args: argparse.Namespace) -> int:
 
 def totals(errors: list[float], regrets: list[float]) -> Iterator[Row]:
     """The rows of all settings together."""
-    yield Row("all: |predicted / measured - 1|, median", "share", statistics.median(errors), target=MEDIAN)
-    yield Row("all: |predicted / measured - 1|, worst", "share", max(errors), target=WORST)
+    yield Row(
+        "all: how far predictions are from what was measured, median", "share", statistics.median(errors), target=MEDIAN
+    )
+    yield Row("all: how far predictions are from what was measured, worst", "share", max(errors), target=WORST)
     yield Row("all: auto / best policy, median", "wall", statistics.median(regrets), target=REGRET_MEDIAN)
     yield Row("all: auto / best policy, worst", "wall", max(regrets), target=REGRET_WORST)
 

@@ -40,7 +40,7 @@ def section(content: dict[str, Any]) -> list[str]:
     circumstances = (
         f"{around['date']}, commit `{around['commit'][:10]}`{state}, PyTorch {around['torch']}, "
         f"Python {around['python']}, {around['cores']} cores of {around['processor']}; load average before "
-        f"{around['load'][0]}, after {around['load_after'][0]}."
+        f"{around['load'][0]}" + (f", after {around['load_after'][0]}." if "load_after" in around else ".")
     )
     lines = [f"### {content['name']}.py", "", content["claim"], "", circumstances, ""]
     lines += ["| case | measure | value | 95 % interval | target | |", "|---|---|---:|---|---|---|"]

@@ -13,7 +13,15 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.errors import BatchError, PlanError
 from fshard.runtime.comm import joining
-from fshard.runtime.comm.devices import Place, carried, choose_device, device_of_group, keep_device_guard, problem_of
+from fshard.runtime.comm.devices import (
+    Place,
+    carried,
+    choose_device,
+    device_of_group,
+    keep_device_guard,
+    problem_of,
+    with_nccl,
+)
 from fshard.runtime.comm.joining import join
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.runtime.engine.batch import check_device
@@ -54,6 +62,15 @@ def test_the_device_of_a_rank(given: Any, visible: int, local: int, found: str) 
 def test_devices_that_there_are_not(given: Any, visible: int, local: int, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         choose_device(given, visible, local)
+
+
+def test_gpus_of_several_ranks_need_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert with_nccl(torch.device("cpu")).type == "cpu"
+    with pytest.raises(PlanError, match="this build of PyTorch has only .*gloo.*: install one with NCCL"):
+        with_nccl(CUDA0)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert with_nccl(CUDA0) == CUDA0
 
 
 def test_the_device_of_a_process_group_is_obeyed() -> None:
@@ -174,19 +191,21 @@ def test_sizes_that_one_rank_gives_wrong_are_an_error_of_all(pool: Pools) -> Non
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpus", "said"),
+    ("visible", "gpus", "nccl", "said"),
     [
-        (1, ("GPU-1", "GPU-1"), "ranks 0, 1: cuda:0 of host a (GPU-1)"),
-        (1, ("GPU-1", ""), "rank 0: cuda\n  rank 1: cpu"),
-        (2, ("", "no driver"), "rank 1: no driver"),
+        (1, ("GPU-1", "GPU-1"), True, "ranks 0, 1: cuda:0 of host a (GPU-1)"),
+        (1, ("GPU-1", ""), True, "rank 0: cuda\n  rank 1: cpu"),
+        (2, ("", "no driver"), True, "rank 1: no driver"),
+        (2, ("GPU-1", "GPU-2"), False, "ranks on GPUs communicate by NCCL"),
     ],
 )
 def test_ranks_that_meet_in_a_file_compare_their_devices(
-    visible: int, gpus: tuple[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: int, gpus: tuple[str, str], nccl: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads stand for two ranks: none gets so far as to make a process group."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     errors: dict[int, str] = {}
 
     def place(device: torch.device) -> Place:

@@ -115,6 +115,20 @@ def own_device(given: str | torch.device | None) -> torch.device:
     return device
 
 
+def with_nccl(device: torch.device) -> torch.device:
+    """The device of a rank among others, which GPUs reach by NCCL.
+
+    Raises:
+        PlanError: it is a GPU, and this build of PyTorch has no NCCL.
+    """
+    if device.type == "cuda" and not dist.is_nccl_available():
+        raise PlanError(
+            f"ranks on GPUs communicate by NCCL, and this build of PyTorch has only {', '.join(available_backends())}: "
+            f"install one with NCCL, or give device='cpu'"
+        )
+    return device
+
+
 def read_device(given: str | torch.device) -> torch.device:
     """A device that the user named.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fshard.errors import PlanError
 from fshard.runtime.comm.bounded import bounded
-from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of
+from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of, with_nccl
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.processes import GRACE, STORE
 from fshard.runtime.comm.start import start_name
@@ -87,7 +87,7 @@ def _of_group(timeout: float, given: str | torch.device | None, check: Check) ->
 
     if backend == "fake":
         check(world)
-        device = choose()
+        device = with_nccl(choose())
     else:
         store = c10d.distributed_c10d._get_default_store()
         with naming_errors("joining the process group"):
@@ -131,7 +131,7 @@ def _agreed(
     failure: PlanError | None = None
     try:
         check(world)
-        device = choose()
+        device = with_nccl(choose())
         place = place_of(device)
     except PlanError as error:
         place, failure = Place("", problem=str(error)), error
