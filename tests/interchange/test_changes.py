@@ -12,6 +12,8 @@ import fshard as fs
 from fshard import P, tree
 from fshard.errors import DonatedError, PeerError, PlanError, TreeError
 
+pytestmark = pytest.mark.long
+
 OPT = fs.optim.adamw(1e-2)
 WHOLE = {"a": torch.randn(13, 8), "b": {"w": torch.randn(8, 12), "s": torch.randn(6)}, "e": torch.randn(0, 2)}
 RULES: dict[str, list[Any]] = {

@@ -15,6 +15,8 @@ from tests.outer_steps.test_resumed import same
 from tests.shared.bad import attempt
 from tests.training.wire_cases import batch
 
+pytestmark = pytest.mark.long
+
 CASE = Case(every=2, wire="int8", fragments=2, delay=1)
 """One fragment is under way after every step."""
 

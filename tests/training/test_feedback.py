@@ -20,6 +20,8 @@ from fshard.schedule.schedule import parse
 from fshard.sharding.wire import WireFormat
 from tests.training.wire_cases import LR, Tree, batch, loss_fn, start
 
+pytestmark = pytest.mark.long
+
 WIRE = fs.Wire(reduce={"replica": "int4"}, block=32, feedback=True)
 SIZES = (2, 2)
 

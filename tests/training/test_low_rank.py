@@ -16,6 +16,8 @@ from fshard.sharding.low_rank import gaps_of, matrices, most_travels, travels
 from tests.training.test_feedback import flat, kept, same
 from tests.training.wire_cases import LR, Tree, batch, loss_fn, start
 
+pytestmark = pytest.mark.long
+
 RANK, STEPS = 2, 4
 WIRE = fs.Wire(reduce={"replica": "powersgd"}, rank=RANK)
 SPECS = {"whole": P(), "flat": P(flat="shard"), "rows": P("shard"), "optimizer apart": P()}

@@ -18,6 +18,8 @@ from tests.runtime.test_memory_measured import Peak
 from tests.shared.workers import Pools
 from tests.training.wire_cases import LR, STEPS, Tree, batch, loss_fn, start
 
+pytestmark = pytest.mark.long
+
 FORMATS = ("nf4/64", "int4/32", "int8/64", "fp8_e4m3/256")
 FIXED = r".*\.w"
 """Matrices are frozen, vectors learn."""
