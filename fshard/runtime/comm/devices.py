@@ -116,7 +116,7 @@ def own_device(given: str | torch.device | None) -> torch.device:
 
 
 def with_nccl(device: torch.device) -> torch.device:
-    """The device of a rank among others, which GPUs reach by NCCL.
+    """The given device, if this build of PyTorch can communicate from it.
 
     Raises:
         PlanError: it is a GPU, and this build of PyTorch has no NCCL.

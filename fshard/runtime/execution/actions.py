@@ -127,7 +127,7 @@ class Actions:
             update: the update that the step before left, or with ``own`` that of this step.
             own: whether the update is that of this step.
             accumulated: what is added to the gradients of the step, and times what, by group id.
-            feedback: times what the residuals of the shards are added to gradients.
+            feedback: what residuals of shards are multiplied by when they are added to gradients.
         """
         self.update, self.own, self.feedback = update, own, feedback
         self._clear()

@@ -18,7 +18,7 @@ from fshard.runtime.execution.wires import Residual
 from fshard.sharding.low_rank import Matrix, gaps_of
 
 SAME = 1e-5
-"""A column of which no more is left without the columns before it depends on them."""
+"""A column that keeps no more than this share of its length is a combination of the columns before it."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Basis:
     """The second factors of a group's products.
 
     Attributes:
-        before: those of the products before. They stay as they are.
-        after: room for those of this one.
+        before: the factors of the previous products, which do not change.
+        after: memory for the factors of these products.
         found: the matrices in the shard.
         rank: of the products.
     """

@@ -91,9 +91,9 @@ class Residual:
     """What rounding has left out of this rank's part of a sum, and what it leaves out of this one.
 
     Attributes:
-        before: what is left of the sums before. It stays as it is.
-        factor: times what it is added.
-        after: room for what is left after this sum.
+        before: what earlier sums have left out. It does not change.
+        factor: what it is multiplied by when it is added.
+        after: memory for what this sum leaves out.
     """
 
     before: Tensor

@@ -80,7 +80,7 @@ class Decisions:
         return {group: (shards[group].opt[CARRIED], factor) for group in self.grads.update_slices}
 
     def feedback(self, summed: bool | None, loss_scale: float) -> float:
-        """Times what residuals are added to gradients before these are summed.
+        """What residuals are multiplied by when they are added to gradients, before these are summed.
 
         Args:
             summed: whether they are of sums over the elements of ``fs.Mean``, and not of means; None for none.

@@ -35,7 +35,7 @@ class Request(NamedTuple):
         randomness: makes the context in which an attempt draws its random numbers.
         accumulated: what is added to the gradients, and times what, by group id.
         loss_scale: what the loss is multiplied by for the backward.
-        feedback: times what residuals are added to gradients.
+        feedback: what residuals are multiplied by when they are added to gradients.
         rules: the number of sets of leaves of which norms are asked for.
         rule_norms: gives these norms when gradients are complete, from those of all groups by their ids.
         stop: whether this rank asks all ranks to stop after this step.
