@@ -3,6 +3,7 @@
 All train models of the same 25 MB. The GAN's players have half of the blocks each. DPO's reference is a second model.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -117,18 +118,38 @@ def sam(module: nn.Module) -> Step:
     return Step(fs.make_step(fn, plan), fs.init_state(plan, ADAMW, params=model.params))
 
 
+@fs.unit
+def climbed(params: Any, up: Any, size: Tensor) -> Any:
+    """The parameters of a block, moved up a gradient. As a unit it is gathered, and reduced, block by block."""
+    return fs.tree.map(lambda p, g: p + size * g, params, up)
+
+
+@fs.unit
+def copied(params: Any) -> Any:
+    """The parameters of a block, as they are."""
+    return fs.tree.map(torch.clone, params)
+
+
+def by_block(fn: Callable[..., Any], *trees: Any) -> Any:
+    """``fn`` of the subtrees of each block of a GPT, and of all other leaves."""
+    rest = fn(*({name: value for name, value in tree.items() if name != "blocks"} for tree in trees))
+    return {**rest, "blocks": {name: fn(*(tree["blocks"][name] for tree in trees)) for name in trees[0]["blocks"]}}
+
+
 def sam_own(module: nn.Module) -> Step:
     """The same with the worst point of each rank's own rows: one gather, one reduction."""
     model, plan = planned(module)
     loss_fn = loss_with(model)
 
     def own(params: Any, rows: Tensor) -> Tensor:
-        mine = fs.tree.map(lambda p: p.detach().requires_grad_(), params)
-        grads = torch.autograd.grad(loss_fn(mine, rows), fs.tree.leaves(mine))
-        up, size = iter(grads), RADIUS / torch.stack([g.norm() for g in grads]).norm()
-        return loss_fn(fs.tree.map(lambda p: p + size * next(up), params), rows)
+        mine = fs.tree.map(lambda p: p.requires_grad_(), by_block(copied, fs.stop_gradient(params)))
+        up = torch.autograd.grad(loss_fn(mine, rows), fs.tree.leaves(mine))
+        size = RADIUS / torch.stack([g.norm() for g in up]).norm()
+        climb = functools.partial(climbed, size=size)
+        return loss_fn(by_block(climb, params, fs.tree.unflatten(fs.tree.flatten(mine)[1], up)), rows)
 
-    return Step(fs.make_train_step(own, ADAMW, plan), fs.init_state(plan, ADAMW, params=model.params))
+    policy = fs.Policy(prefetch=2, reduces=2, reshard=False)
+    return Step(fs.make_train_step(own, ADAMW, plan, schedule=policy), fs.init_state(plan, ADAMW, params=model.params))
 
 
 class Players(nn.Module):

@@ -1,5 +1,6 @@
 """Losses that take derivatives themselves, by ``torch.func``; PyTorch's gradients of some are wrong without a word."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -130,13 +131,22 @@ def ascent() -> None:
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         return (model.apply(params, x) - x.sum(1, keepdim=True)).square().mean()
 
-    def worst(params: Any, x: Tensor) -> Tensor:
-        mine = fs.tree.map(lambda p: p.detach().requires_grad_(), params)
-        grads = torch.autograd.grad(loss_fn(mine, x), fs.tree.leaves(mine))
-        size, up = 0.5 / torch.stack([g.norm() for g in grads]).norm(), iter(grads)
-        return loss_fn(fs.tree.map(lambda p: p + size * next(up), params), x)
+    @fs.unit
+    def climbed(params: Any, up: Any, size: Tensor) -> Any:
+        return fs.tree.map(lambda p, g: p + size * g, params, up)
 
-    step, state = fs.make_train_step(worst, opt, plan), fs.init_state(plan, opt, params=model.params)
+    copied = fs.unit(functools.partial(fs.tree.map, torch.clone))
+
+    def worst(params: Any, x: Tensor) -> Tensor:
+        mine = {name: copied(part) for name, part in fs.stop_gradient(params).items()}
+        mine = fs.tree.map(lambda p: p.requires_grad_(), mine)
+        grads = torch.autograd.grad(loss_fn(mine, x), fs.tree.leaves(mine))
+        size = 0.5 / torch.stack([g.norm() for g in grads]).norm()
+        up = fs.tree.unflatten(fs.tree.flatten(mine)[1], grads)
+        return loss_fn({name: climbed(part, up[name], size) for name, part in params.items()}, x)
+
+    policy = fs.Policy(prefetch=2, reduces=2, reshard=False)
+    step, state = fs.make_train_step(worst, opt, plan, schedule=policy), fs.init_state(plan, opt, params=model.params)
     plain = fs.tree.map(Tensor.clone, model.params)
     for number in range(3):
         rows = torch.randn(4 * mesh.size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
@@ -146,7 +156,10 @@ def ascent() -> None:
         trees = dict(fs.tree.paths(trained))
         grads = dict(zip(trees, torch.autograd.grad(loss, list(trees.values())), strict=True))
         assert metrics.loss.item() == pytest.approx(loss.item(), rel=1e-12)
+        assert step.record == step.schedule.ops
         plain = fs.tree.nest({path: p.detach() - 0.1 * grads[path] for path, p in trees.items()})
+    moved = [(op.kind, op.target) for op in step.schedule if op.kind in ("all_gather", "reduce_scatter")]
+    assert len(moved) == len(set(moved)) == (4 if mesh.size > 1 else 0)  # each group once, part by part
     for (path, ours), (_, theirs) in zip(
         fs.tree.paths(fs.unshard(state.params, plan)), fs.tree.paths(plain), strict=True
     ):
