@@ -74,7 +74,8 @@ def asking(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, looking at a value first: no trace finds its schedule."""
 
     def asks(state: Any, batch: Any) -> Any:
-        if batch["x"].isnan().any():
+        rows = batch[-1] if isinstance(batch, tuple) else batch  # a state may come first
+        if tree.leaves(rows)[-1].isnan().any():
             raise ValueError("nan in the batch")
         return fn(state, batch)
 
