@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard.arguments import expect
 from fshard.optim import checks
 from fshard.optim.base import Optimizer, Rate, State, States, Tensors, rate, unscale
-from fshard.optim.contract import Contract, contract
+from fshard.optim.contract import Contract, contract, with_rate
 from fshard.optim.form import Form, Grain, LeafInfo
 from fshard.patterns import meant_by
 
@@ -66,6 +66,12 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         """The learning rate of the first optimizer; asking for it checks all of them."""
         opts = [opt for _, opt in self.rules if opt is not None]
         return lambda step: [rate(opt.lr, step + 1) for opt in opts][0]
+
+    def with_rate(self, lr: float) -> "partition | None":
+        """The same with another learning rate; None unless exactly one rule has an optimizer, and that one rate."""
+        parts = [opt for _, opt in self.rules if opt is not None]
+        made = with_rate(parts[0], lr) if len(parts) == 1 else None
+        return None if made is None else partition([(pattern, None if opt is None else made) for pattern, opt in self.rules])
 
     def init(self, param: Tensor, hyper: Choice) -> State:
         """The buffers of the leaf's own optimizer."""

@@ -50,7 +50,7 @@ class Contract:
             PlanError: it is none; the optimizer has several learning rates, or none.
         """
         rate(lr, 1)
-        opt = _with_rate(self.opt, lr)
+        opt = with_rate(self.opt, lr)
         if opt is None:
             raise PlanError(
                 f"lr={lr!r} is one learning rate, and {self.opt!r} has not exactly one that it could replace: give "
@@ -81,11 +81,13 @@ def contract(opt: Optimizer) -> Contract:
     )
 
 
-def _with_rate(opt: Any, lr: float) -> Any:
+def with_rate(opt: Any, lr: float) -> Any:
     """A copy of an optimizer with another learning rate, or around one; None if it has not exactly one."""
     held = getattr(opt, "__dict__", {})
+    if (own := getattr(opt, "with_rate", None)) is not None:
+        return own(lr)
     name = "lr" if "lr" in held else "opt"
-    value: Any = lr if name == "lr" else _with_rate(held["opt"], lr) if "opt" in held else None
+    value: Any = lr if name == "lr" else with_rate(held["opt"], lr) if "opt" in held else None
     if value is None:
         return None
     made = copy.copy(opt)

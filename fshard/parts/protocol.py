@@ -21,7 +21,7 @@ from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, record
 from fshard.parts.replay import Replay
 from fshard.parts.running import Updated
-from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator
+from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import signature
@@ -98,6 +98,7 @@ class StepRunner:
         Raises:
             Exception: on all ranks alike, with every state as it was; whatever the function raises on this one.
         """
+        refuse_nested(CALL)
         control, replay = mesh_communicator(self.plan.mesh), None
         try:
             facts, recorded, replay, executor = self._ready(given, shield)

@@ -19,7 +19,7 @@ from fshard.optim.scaling import LossScale
 from fshard.parts.ages import Ages, ages_of
 from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
-from fshard.runtime.comm import digest, mesh_communicator
+from fshard.runtime.comm import digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.facts import Facts
 from fshard.runtime.execution import Gradients, Pending, Several, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
@@ -129,6 +129,7 @@ class UpdateStep:
 
     def _alone(self, state: TrainState, grads: Any, lr: float | None) -> tuple[TrainState, UpdateMetrics]:
         """Update outside of a step: two exchanges of its own."""
+        refuse_nested(PART)
         comm, flat, failure, facts = mesh_communicator(self.plan.mesh), None, None, Facts()
         try:
             flat = self.checked(state, grads, lr)

@@ -206,3 +206,26 @@ def test_what_is_wrong_on_one_rank_reaches_all(pool: Pools, name: str) -> None:
             "LossError" in error.kinds or "ScheduleError" in error.kinds for error in raised
         ), raised
     assert ranks[0][1:] == ranks[1][1:]
+
+
+CALLS: dict[str, Any] = {
+    "evaluation step": lambda plan, state, x: fs.make_eval_step(model, plan)(state, x),
+    "train step": lambda plan, state, x: made()[0](state, batch_of()),
+    "part of a step": lambda plan, state, x: fs.value_and_grad(loss, plan)(state.params, batch_of())[0],
+    "step": lambda plan, state, x: fs.make_step(lambda s, b: (s, {}), plan)(state, x),
+    "unshard": lambda plan, state, x: fs.unshard(state.params, plan),
+}
+"""Collective calls of their own."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_collective_call_inside_of_a_loss_is_told(call: str) -> None:
+    def nested(p: Any, batch: Any) -> Tensor:
+        CALLS[call](other.plan, teacher, batch["x"])
+        return loss(p, batch)
+
+    other, teacher = made()
+    step, state = made(nested)
+    with pytest.raises(LossError, match=rf"^{call}: a function that a step runs made this collective call of its own"):
+        step(state, batch_of())
+    assert other(teacher, batch_of())[0].step == 1

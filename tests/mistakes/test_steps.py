@@ -308,6 +308,12 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
         "as to torch.func.grad, and it returns (loss, aux)",
     ),
     (
+        "count of parameters",
+        lambda: step(lambda p, b: fs.Mean(loss(p, b), p["norm"]["weight"].sum()))(st(), BATCH),
+        errors.LossError,
+        "requires grad, and gradients of counts are not taken: give count.detach()",
+    ),
+    (
         "loss closes module",
         lambda: step(lambda p, b: NET(b["x"]).mean())(st(), BATCH),
         errors.LossError,

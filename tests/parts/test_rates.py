@@ -16,6 +16,7 @@ RATES = [0.1, 0.1, 0.02, 0.0, 0.05]
 OPTS = {
     "adamw": fs.optim.adamw,
     "sgd": lambda lr: fs.optim.sgd(lr, momentum=0.9),
+    "masked": lambda lr: fs.optim.masked(fs.optim.sgd(lr), ".*bias.*|b.*"),
     "chain": lambda lr: fs.optim.chain(fs.optim.clip_value(1.0), fs.optim.ema(fs.optim.sgd(lr), 0.9)),
 }
 WAYS = ["train step", "early", "by parts", "one by one", "read"]

@@ -152,6 +152,15 @@ def test_evaluations_checkpoints_and_parts(mesh: Any, tmp_path: Path) -> None:
         gradient(state, BATCH)
 
 
+def test_averages_of_all_ranks(mesh: Any) -> None:
+    opt, plan = fs.optim.ema(OPT, 0.5), planned(mesh)
+    step, state = fs.make_train_step(loss, opt, plan), fs.init_state(plan, opt, seed=1)
+    first = {path: leaf.clone() for path, leaf in whole(state.params).items()}
+    state, _ = step(state, BATCH)
+    found, last = whole(fs.averaged(state).params), whole(state.params)
+    assert all(torch.allclose(found[path], (first[path] + last[path]) / 2, atol=1e-7) for path in first)
+
+
 def test_other_formats_take_and_return_states_of_all_ranks(mesh: Any, tmp_path: Path) -> None:
     plan = planned(mesh)
     state = fs.init_state(plan, OPT, seed=1)

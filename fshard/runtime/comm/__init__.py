@@ -12,7 +12,7 @@ from fshard.runtime.comm.all_ranks import (
     mesh_communicator,
     raise_failures,
 )
-from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter
+from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter, refuse_nested
 from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, Done, Handle, SingleRankTransport
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.facts import Facts, digest
@@ -38,4 +38,5 @@ __all__ = [
     "first_rank_or_raise",
     "mesh_communicator",
     "raise_failures",
+    "refuse_nested",
 ]

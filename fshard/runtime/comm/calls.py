@@ -5,7 +5,7 @@ from zlib import crc32
 
 import torch
 
-from fshard.errors import ScheduleError, lines
+from fshard.errors import LossError, ScheduleError, lines
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.communicator import COLLECTIVES, Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_text
@@ -48,13 +48,28 @@ def enter(mesh: Mesh, call: str) -> None:
 
     Raises:
         ScheduleError: ranks are at different calls. All ranks raise it.
+        LossError: the call is made inside of a function that a step runs.
     """
+    refuse_nested(call)
     if mesh.size > 1 and mesh.transport is not None:
         try:
             announce(mesh.transport.communicator("control", mesh.axis_names), call)
         except ScheduleError:
             mesh.transport.abort(COLLECTIVES)  # as ranks at a step do: all continue with new communicators
             raise
+
+
+def refuse_nested(call: str) -> None:
+    """A function that a step runs is run on tensors without data first, of which a collective call can make nothing.
+
+    Raises:
+        LossError: such a run is under way.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise LossError(
+            f"{call}: a function that a step runs made this collective call of its own: make the call before the step "
+            f"and give its result in the batch, or compose both in fs.make_step, which takes states in the batch"
+        )
 
 
 def different_calls(call_sites: Sequence[str]) -> ScheduleError:

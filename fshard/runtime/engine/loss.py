@@ -18,7 +18,7 @@ class Mean:
 
     Args:
         total: the sum over this rank's elements, 0-dim floating.
-        count: the number of elements, 0-dim tensor or number; it gets no gradient.
+        count: the number of elements, 0-dim tensor or number; that of a loss must not require grad.
 
     >>> import torch
     >>> losses = torch.tensor([1.0, 3.0, 5.0])
@@ -49,7 +49,8 @@ def read_loss(result: Any) -> Loss:
     """Take the result of a loss function apart.
 
     Raises:
-        LossError: it holds no 0-dim floating tensor that depends on the parameters, or aux is no dict.
+        LossError: it holds no 0-dim floating tensor that depends on the parameters, aux is no dict, or the count of
+            an ``fs.Mean`` requires grad.
     """
     head: Any = result
     aux: Mapping[str, Any] = {}
@@ -71,10 +72,22 @@ def read_loss(result: Any) -> Loss:
     bad = [mean for mean in means if not _scalar_parts(mean)]
     if bad:
         raise LossError(
-            f"fs.Mean takes a 0-dim floating tensor and a 0-dim count: got {type(bad[0].total).__name__} of shape "
-            f"{list(getattr(bad[0].total, 'shape', []))} and count of shape {list(getattr(bad[0].count, 'shape', []))}"
+            f"fs.Mean takes a 0-dim floating tensor and a 0-dim count: got {_shaped(bad[0].total)} and "
+            f"{_shaped(bad[0].count)} as the count"
         )
-    return Loss(total, head.count if isinstance(head, Mean) else None, aux)
+    count = head.count if isinstance(head, Mean) else None
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise LossError(
+            "the count of the fs.Mean that is the loss requires grad, and gradients of counts are not taken: give "
+            "count.detach(), or, to differentiate through it, return total / count, the mean of this rank"
+        )
+    return Loss(total, count, aux)
+
+
+def _shaped(value: Any) -> str:
+    """What a part of an ``fs.Mean`` is, and its shape."""
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{type(value).__name__}{shape}"
 
 
 def _instead(head: Any, total: Any) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fshard.errors import foreign_params
-from fshard.runtime.comm import COLLECTIVES, exchange
+from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
@@ -79,8 +79,10 @@ class Runner:
 
         Raises:
             BatchError, ScheduleError, ReplicationError, PeerError, CommError: on all ranks alike.
+            LossError: the call is made inside of a function that another step runs.
             BaseException: whatever the function raises on this rank.
         """
+        refuse_nested(self.call)
         transport = self.programs.comms.transport
         try:
             ready = self._prepare(given)
