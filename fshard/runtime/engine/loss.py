@@ -75,13 +75,18 @@ def read_loss(result: Any) -> Loss:
             f"fs.Mean takes a 0-dim floating tensor and a 0-dim count: got {_shaped(bad[0].total)} and "
             f"{_shaped(bad[0].count)} as the count"
         )
-    count = head.count if isinstance(head, Mean) else None
+    return Loss(total, _count(head), aux)
+
+
+def _count(head: Any) -> Tensor | float | None:
+    """The count of a loss; None of a plain scalar."""
+    count: Tensor | float | None = head.count if isinstance(head, Mean) else None
     if isinstance(count, Tensor) and count.requires_grad:
         raise LossError(
             "the count of the fs.Mean that is the loss requires grad, and gradients of counts are not taken: give "
             "count.detach(), or, to differentiate through it, return total / count, the mean of this rank"
         )
-    return Loss(total, count, aux)
+    return count
 
 
 def _shaped(value: Any) -> str:
