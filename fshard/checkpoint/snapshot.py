@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard.checkpoint.ranges import Slice
+from fshard.checkpoint.write import chunked
 from fshard.runtime.comm.streams import Event, events, make_stream
 
 ALIGN = 64
@@ -79,15 +80,15 @@ class Staging:
     def copy(self, pairs: Sequence[Pair], after: Sequence[Event]) -> None:
         """Copy, beginning after the events. Returns when all has arrived."""
         flying: deque[Arriving] = deque()
-        for batch, chunk in zip(batches(pairs, CHUNK), cycle(self.chunks), strict=False):
+        rows, given = chunked([row for row, _ in pairs], CHUNK), chunked([data for _, data in pairs], CHUNK)
+        for to, of, chunk in zip(rows, given, cycle(self.chunks), strict=False):
             if len(flying) == CHUNKS:
                 flying.popleft().land()
-            flying.append(self._start(batch, chunk, after))
+            flying.append(self._start(to, of, chunk, after))
         for one in flying:
             one.land()
 
-    def _start(self, batch: Sequence[Pair], chunk: Tensor, after: Sequence[Event]) -> "Arriving":
-        rows, given = [row for row, _ in batch], [data for _, data in batch]
+    def _start(self, rows: list[Tensor], given: list[Tensor], chunk: Tensor, after: Sequence[Event]) -> "Arriving":
         parts = list(torch.split(chunk[: sum(map(len, rows))], [len(row) for row in rows]))
         with self.stream.after(after):
             torch._foreach_copy_(parts, given, non_blocking=True)
@@ -107,23 +108,3 @@ class Arriving:
         if self.over is not None:
             self.over.synchronize()
         torch._foreach_copy_(self.rows, self.parts)
-
-
-def batches(pairs: Sequence[Pair], size: int) -> Iterator[list[Pair]]:
-    """Pairs in batches of at most so many bytes; larger ones are cut.
-
-    >>> a = torch.zeros(5, dtype=torch.uint8)
-    >>> [[len(row) for row, _ in batch] for batch in batches([(a, a), (a[:2], a[:2])], 4)]
-    [[4], [1, 2]]
-    """
-    batch: list[Pair] = []
-    room = size
-    for row, given in pairs:
-        while len(row):
-            batch.append((row[:room], given[:room]))
-            room, row, given = room - len(batch[-1][0]), row[room:], given[room:]
-            if not room:
-                yield batch
-                batch, room = [], size
-    if batch:
-        yield batch

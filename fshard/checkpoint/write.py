@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.tensorfile import TensorMeta, write_header
 from fshard.sharding.layout import ALIGN
 from fshard.state.pieces import Entry
+
+T = TypeVar("T", memoryview, Tensor)
 
 SPLIT = 1 << 14
 """Bytes of a replicated piece below which one of its holders writes all of it."""
@@ -147,9 +149,13 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
 
 
-def chunked(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The bytes of all parts in chunks of ``size``, each a list of views."""
-    chunk: list[memoryview] = []
+def chunked(parts: Sequence[T], size: int) -> Iterator[list[T]]:
+    """The bytes of all parts in chunks of ``size``, each a list of views.
+
+    >>> [*chunked([b"abcde", b"", b"fg"], 4)]
+    [[b'abcd'], [b'e', b'fg']]
+    """
+    chunk: list[T] = []
     room = size
     for part in parts:
         while len(part):

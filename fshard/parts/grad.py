@@ -23,7 +23,7 @@ from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.flat import Flat, Form, flat_of, form_of
+from fshard.state.flat import Flat, flat_of, form_of
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 from fshard.training.latest import OneFunction
@@ -174,20 +174,10 @@ class ValueAndGrad(OneFunction):
         homes = self._runner.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one.
         chunks = {group.id: homes[group.id] * verdict.scale for group in self.grads.groups if group.id in homes}
-        grads = Flat(self.grads, chunks | zero_chunks(self.grads)).tree()
+        grads = Flat(self.grads, chunks | self.grads.zero_chunks()).tree()
         if self.loss.has_aux:
             return (value, combine_aux(aux, verdict.means)), grads
         return value, grads
-
-
-def zero_chunks(form: Form) -> dict[int, Tensor]:
-    """The gradients of groups that get none: zeros that take no memory."""
-    device = form.plan.mesh.device
-    return {
-        group.id: torch.zeros(1, dtype=group.dtype, device=device).expand(group.chunk)
-        for group in form.groups
-        if not group.trainable
-    }
 
 
 @made_on_each_rank(batches=False)

@@ -9,6 +9,7 @@ from fshard.parts.rates import TOLD, check_rates
 from fshard.parts.replay import Replay
 from fshard.parts.running import Bank, Number, Updated, number_of
 from fshard.runtime.steps import Verdict, scalar
+from fshard.runtime.steps.consensus import joint_norm, root
 
 
 class UpdateNumbers(NamedTuple):
@@ -54,9 +55,7 @@ class Numbers:
         scale = 1.0
         if isinstance(updated.grads, Bank):
             scale = self.replay.scale(updated.grads.number, self.losses[updated.grads.number][1])
-        norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
-        finite = all(map(math.isfinite, squares))
-        return UpdateNumbers(norms, scale, scale * math.sqrt(math.fsum(squares)) if finite else math.nan)
+        return UpdateNumbers([*map(root, squares)], scale, scale * joint_norm(squares))
 
     def norm(self, updated: Updated) -> float:
         """The norm of the gradients of an update."""

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +17,10 @@ from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
-from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
+from fshard.runtime.engine.fake_fallback import needs_values
 from fshard.runtime.engine.loss import as_means, detached, read_loss
 from fshard.runtime.execution import Found, Shard, Shards, partly_updated
-from fshard.runtime.execution.trace import FAKE_ONLY, fake_mode, foreseeing, trace_in
+from fshard.runtime.execution.trace import fake_mode, trace_in, without_data
 from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
 from fshard.sharding.mesh import Axes
@@ -244,17 +243,12 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | N
     fake = faked(given.opened(), mode.from_tensor)
     recording.between.know(leaf for leaf in tree.leaves(fake) if isinstance(leaf, Tensor))
     inside = recording.inside(replace(given, batch=fake))
-    around = explaining(fake), quiet(), mode, FakeFallback(mode), recording.between, foreseeing(plan.mesh, axes)
+    around = without_data(fake, mode, recording.between, plan.mesh, axes)
     try:
-        with ExitStack() as stack:
-            for context in around:
-                stack.enter_context(context)
-            stack.enter_context(bind(plan.mesh, plan.data_axes, running=recording))
+        with around, bind(plan.mesh, plan.data_axes, running=recording):
             result = recording.result(fn(*inside))
-    except (*VALUES_NEEDED, Untraceable):
-        return None
-    except (RuntimeError, TypeError) as error:
-        if not any(words in str(error) for words in FAKE_ONLY):
+    except Exception as error:
+        if not isinstance(error, Untraceable) and not needs_values(error):
             raise
         return None
     finally:

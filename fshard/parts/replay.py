@@ -24,7 +24,7 @@ from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory import memory_space, values_of
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
-from fshard.runtime.steps.consensus import RuleNorms, Verdict, read
+from fshard.runtime.steps.consensus import RuleNorms, Verdict, joint_norm, read, root
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.records import Measured
 from fshard.schedule.ops import LOCAL, ROOT
@@ -177,13 +177,8 @@ class Replay(Composition):
         """The gradients of a pass: one tree for all steps."""
         if number not in self.banks:
             memory = self.step.programs[number].memory
-            zeros = {
-                group.id: torch.zeros(1, dtype=group.dtype, device=form.plan.mesh.device).expand(group.chunk)
-                for group in form.groups
-                if not group.trainable
-            }
             hosted = {group.id for group in form.groups if group.offloaded}
-            self.banks[number] = Bank(self, form, memory.homes | zeros, number, memory.reduced - hosted)
+            self.banks[number] = Bank(self, form, memory.homes | form.zero_chunks(), number, memory.reduced - hosted)
         return self.banks[number]
 
     def reach_local(self, what: str, number: int) -> None:
@@ -269,12 +264,11 @@ class Replay(Composition):
         summed = self._summed(updated.part.plan, [*told, *_squares(rules)])
         check_rates(updated, summed[: len(told)])
         squares = summed[len(told) :]
-        norms = [math.sqrt(square) if square >= 0 else math.nan for square in squares]
-        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        norm = joint_norm(squares)
         updated.part.check_finite(Verdict((), math.nan, norm, 1.0))
         self.numbers["norm", updated, 0] = norm
         shards = self.shards_of(before).clone()
-        pending = updated.part.pending(updated.state, updated.grads, norms, 1.0, updated.lr)
+        pending = updated.part.pending(updated.state, updated.grads, [*map(root, squares)], 1.0, updated.lr)
         pending.detach()  # the function may read the gradients again, and the update spends them
         pending.finish(shards)
         plan = updated.part.plan
@@ -298,8 +292,7 @@ class Replay(Composition):
     def exchanged(self, value: Number) -> float:
         """A number, by an exchange of its own."""
         if value.kind == "norm":
-            squares = self._summed(value.of.part.plan, _squares(value.of.part.rule_norms(value.of.grads)))
-            return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+            return joint_norm(self._summed(value.of.part.plan, _squares(value.of.part.rule_norms(value.of.grads))))
         plan, ran = self.step.recorded.passes[value.of].spec.plan, self.ran[value.of]
         pair = _total(ran) if value.kind == "loss" else _mean_totals(ran)[value.at]
         total, count = self._summed(plan, pair)

@@ -60,6 +60,11 @@ class Form:
         held = {group for group, *_ in self.places}
         return tuple(group for group in self.plan.groups if group.id in held)
 
+    def zero_chunks(self) -> dict[int, Tensor]:
+        """The gradients of groups that get none: zeros that take no memory."""
+        idle, device = [group for group in self.groups if not group.trainable], self.plan.mesh.device
+        return {g.id: torch.zeros(1, dtype=g.dtype, device=device).expand(g.chunk) for g in idle}
+
     def views(self, chunks: Mapping[int, Tensor]) -> list[Tensor]:
         """Each leaf as a view of its group's chunk."""
         return [chunks[group][begin:end].view(shape) for group, begin, end, shape in self.places]

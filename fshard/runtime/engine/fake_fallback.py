@@ -34,9 +34,17 @@ VALUES_NEEDED = (
 )
 """What fake tensors raise where a program asks for a value, or calls an operator that knows only real ones."""
 
+FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl")
+"""What else they say, in errors of no class of their own: at ``.numpy()``, at a data pointer, at custom operators."""
 
 MOST = 12
 """Leaves of a batch that an error lists."""
+
+
+def needs_values(error: Exception) -> bool:
+    """Whether a program failed on tensors without data because they have none."""
+    words = isinstance(error, RuntimeError | TypeError) and any(said in str(error) for said in FAKE_ONLY)
+    return words or isinstance(error, VALUES_NEEDED)
 
 
 class FakeFallback(TorchDispatchMode):

@@ -7,7 +7,7 @@ values cannot run so; the first real step then finds the program on demand.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from fshard.runtime.comm import ProcessTransport
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_kept, faked
 from fshard.runtime.engine.engine import Engine
-from fshard.runtime.engine.fake_fallback import VALUES_NEEDED, FakeFallback, explaining, quiet
+from fshard.runtime.engine.fake_fallback import FakeFallback, explaining, needs_values, quiet
 from fshard.runtime.engine.loss import check_differentiable, foreign_loss, read_loss
 from fshard.runtime.engine.remat import NO_REMAT, Remat
 from fshard.runtime.execution.executor import OnDemand, Tracing, program_of
@@ -35,9 +35,6 @@ from fshard.sharding.plan import Plan
 
 DEVICE = torch.ops.prim.device.default
 """What ``x.device`` is of a fake tensor."""
-
-FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl")
-"""What else they say, in errors of no class of their own: at ``.numpy()``, at a data pointer, at custom operators."""
 
 
 @dataclass(frozen=True)
@@ -181,18 +178,13 @@ def _traced_in(
         )
         seen = Tracing(activations.turn)
         engine.start(seen)
-        around = explaining(batch), quiet(), mode, FakeFallback(mode), activations, GlueWatch(engine, seen)
-        with ExitStack() as stack:
-            for context in (*around, foreseeing(plan.mesh, own)):
-                stack.enter_context(context)
-            stack.enter_context(torch.set_grad_enabled(train))
+        inside = without_data(batch, mode, activations, plan.mesh, own)
+        with inside, GlueWatch(engine, seen), torch.set_grad_enabled(train):
             result = engine.run(fn, fake, train)
             activations.begin_backward()
             weighted, foreign = _backward(engine, result) if train else (False, False)
-    except VALUES_NEEDED:
-        return None
-    except (RuntimeError, TypeError) as error:
-        if not any(words in str(error) for words in FAKE_ONLY):
+    except Exception as error:
+        if not needs_values(error):
             raise
         return None
     finally:
@@ -214,7 +206,16 @@ def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def foreseeing(mesh: Mesh, axes: dict[Axes, None]) -> Iterator[None]:
+def without_data(
+    batch: Any, mode: FakeTensorMode, activations: Activations, mesh: Mesh, axes: dict[Axes, None]
+) -> Iterator[None]:
+    """Inside, run a program on fake tensors of this mode. What activations take is written down, and ``axes``."""
+    with explaining(batch), quiet(), mode, FakeFallback(mode), activations, _foreseeing(mesh, axes):
+        yield
+
+
+@contextmanager
+def _foreseeing(mesh: Mesh, axes: dict[Axes, None]) -> Iterator[None]:
     """Inside, note the axes of collectives that would run, if their tensors were no fake ones."""
     transport = mesh.transport
     if not isinstance(transport, ProcessTransport):

@@ -176,10 +176,10 @@ def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided:
     scale, elements = divided / parts, 0.0
     if any([row[4] for row in rows]):
         scale, elements = divided * copies / count if count else math.nan, count / copies
-    by_rule = tuple([_root(square) for square in more[:rules]])
+    by_rule = tuple([root(square) for square in more[:rules]])
     means = () if any(status) else _means(comm, more[rules:], mine.means[2 * MEANS :])
     stop = any([row[7] for row in rows])
-    return Verdict(status, loss, scale * _root(sumsq), scale, stop, elements, by_rule, means)
+    return Verdict(status, loss, scale * root(sumsq), scale, stop, elements, by_rule, means)
 
 
 def exchange_sums(comm: Communicator, status: int, values: Sequence[float], width: int) -> Verdict:
@@ -207,8 +207,14 @@ def _sum(values: Sequence[float]) -> float:
         return sum(values)
 
 
-def _root(square: float) -> float:
+def root(square: float) -> float:
+    """A norm of its square; nan if that is none."""
     return math.sqrt(square) if square >= 0 else math.nan
+
+
+def joint_norm(squares: Sequence[float]) -> float:
+    """The norm of several vectors together, of the squares of their norms; nan if one of them is not finite."""
+    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
 
 def _exchanged(comm: Communicator, row: Sequence[float], width: int) -> list[list[float]]:
