@@ -1,4 +1,4 @@
-"""HTML of what shows itself in notebooks: tables that fold, and bars. Text is escaped; no script, no file."""
+"""Tables as text; HTML of what shows itself in notebooks: tables that fold, and bars. Text in it is escaped."""
 
 from collections.abc import Iterable, Sequence
 from html import escape as escape
@@ -9,6 +9,23 @@ COLORS = ("#5b7fb5", "#d9914b", "#6f9f6f", "#9b7fb0", "#b5656b", "#7fa8ad", "#a8
 
 Part = tuple[str, float]
 """A part of a bar: what it is, and how much."""
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[bool], rule: bool = False) -> list[str]:
+    """The lines of a table, whose first row are the titles.
+
+    Args:
+        rows: the cells.
+        left: of each column, whether its cells are set to the left.
+        rule: whether a line divides the titles from the rest.
+
+    >>> aligned([["op", "bytes"], ["gather", "8"]], [True, False])
+    ['op      bytes', 'gather      8']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [*rows[:1], *[["-" * width for width in widths]] * rule, *rows[1:]]
+    form = [("<" if to_left else ">", width) for to_left, width in zip(left, widths, strict=True)]
+    return ["  ".join(f"{x:{side}{width}}" for x, (side, width) in zip(row, form, strict=True)) for row in lines]
 
 
 def shown(title: str, *parts: str) -> str:

@@ -20,6 +20,7 @@ from fshard.checkpoint.read import verify_step
 from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
 from fshard.interchange.hf_files import size_in_bytes
+from fshard.markup import aligned
 from fshard.sharding.mesh import abstract_mesh
 from fshard.state.entries import entries
 
@@ -218,10 +219,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     right = [all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows) for i in range(len(heads))]
     if sys.stdout.isatty() and _rich(heads, rows, right):
         return
-    widths = [max(len(head), *(len(row[i]) for row in rows)) if rows else len(head) for i, head in enumerate(heads)]
-    for row in (heads, *rows):
-        cells = (f"{cell:>{w}}" if r else f"{cell:<{w}}" for cell, w, r in zip(row, widths, right, strict=True))
-        print("  ".join(cells).rstrip())
+    for line in aligned([heads, *rows], [not number for number in right]):
+        print(line.rstrip())
 
 
 def _rich(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> bool:

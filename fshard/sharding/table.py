@@ -67,13 +67,7 @@ def held(mesh: Mesh, places: Places) -> dict[str, list[int]]:
 def render(mesh: Mesh, batch: P, leaves: Leaves, places: Places, precision: Precision) -> str:
     """The table of a plan: path, typed shape, group, bytes on all ranks; then the totals."""
     head, body, totals = columns(mesh, leaves, places)
-    rows = [head, *body]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    rows.insert(1, ["-" * width for width in widths])
-    form = ["<", "<", "<", *">" * (len(head) - 3)]
-    text = [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, form, widths, strict=True)) for row in rows
-    ]
+    text = markup.aligned([head, *body], [n < 3 for n in range(len(head))], rule=True)
     return "\n".join([_head(mesh, batch, precision), *text, totals, *_paddings(places), *_wires(places)])
 
 

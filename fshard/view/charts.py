@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fshard import errors
 from fshard.arguments import size_text
 from fshard.schedule.auto import Candidate
+from fshard.view.figures import empty_figure
 from fshard.view.timeline import ALERT, COLORS, FONT, GRAY, INK
 
 if TYPE_CHECKING:
@@ -54,11 +54,7 @@ def scaling(seconds: Mapping[int, float]) -> "Figure":
 
 
 def _figure(width: float, height: float) -> "tuple[Figure, Axes]":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise errors.missing_extra("this chart", "matplotlib", "view") from error
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure = empty_figure("this chart", width, height)
     ax = figure.subplots()
     ax.tick_params(length=0, labelsize=FONT, labelcolor=GRAY)
     for side in ("top", "right"):

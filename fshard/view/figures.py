@@ -10,17 +10,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _figure(call: str, height: float) -> "Figure":
+def empty_figure(call: str, width: float, height: float) -> "Figure":
+    """A white figure of so many inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_extra(call, "matplotlib", "view") from error
-    return Figure(figsize=(8, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def cell_figure(title: str, cells: Sequence[Sequence[tuple[int, ...]]], ranks: int) -> "Figure":
     """A grid of cells in the colors of the ranks that hold them."""
-    figure = _figure("fs.view.sharding(...).figure", 0.6 + 0.32 * max(1, len(cells)))
+    figure = empty_figure("fs.view.sharding(...).figure", 8, 0.6 + 0.32 * max(1, len(cells)))
     axes = figure.subplots()
     for row, line in enumerate(cells):
         for column, held in enumerate(line):
@@ -35,7 +40,7 @@ def cell_figure(title: str, cells: Sequence[Sequence[tuple[int, ...]]], ranks: i
 
 def bar_figure(title: str, labels: Sequence[str], units: Sequence[str], held: Sequence[Sequence[int]]) -> "Figure":
     """A bar for each label, made of the units."""
-    figure = _figure("fs.view.plan(...).figure", 0.9 + 0.28 * len(labels))
+    figure = empty_figure("fs.view.plan(...).figure", 8, 0.9 + 0.28 * len(labels))
     axes, lefts = figure.subplots(), [0.0] * len(labels)
     for number, (unit, row) in enumerate(zip(units, held, strict=True)):
         color = COLORS[number % len(COLORS)]

@@ -43,13 +43,7 @@ class PlanView:
         else:
             head = ["unit", "least", "most"]
             rows = [[unit, f"{min(row):,}", f"{max(row):,}"] for unit, row in zip(self.units, self.held, strict=True)]
-        widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
-        table = [
-            "  ".join(
-                f"{cell:{'>' if n else '<'}{width}}" for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in [head, *rows]
-        ]
+        table = markup.aligned([head, *rows], [n < 1 for n in range(len(head))])
         return "\n".join([self._title(), *table, "", *self._bars()])
 
     def _repr_html_(self) -> str:

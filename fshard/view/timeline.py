@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
-from fshard import errors
 from fshard.arguments import expect, size_text
 from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, UNIT_KINDS, Op, Program
 from fshard.schedule.pack import Span, profile
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.schedule.transfers import KINDS, item_words, started
+from fshard.view.figures import empty_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,11 +88,6 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         ("simulation", simulation, (Simulation, type(None)), "what fs.sim.simulate returned, or step.measured"),
     ]
     expect("timeline(schedule)", wants)
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise errors.missing_extra("fs.view.timeline", "matplotlib", "view") from error
     edges = positions(schedule.ops)
     if simulation is None or not simulation.seconds:
         drawn = list(bars(schedule))
@@ -105,8 +100,10 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
     highest = {bar.lane: row for bar, row in sorted(rows, key=lambda pair: pair[1])}
     heights = {lane: 1 + highest[lane] for lane in lanes() if lane in highest}
     lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(heights) + 0.3
-    figure = Figure(figsize=(width, lanes_height + 2.6), layout="constrained", facecolor="white")
+    figure = empty_figure("fs.view.timeline", width, lanes_height + 2.6)
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[lanes_height, 1.75])
+    from matplotlib import colormaps
+
     names = [group.name for group in schedule.groups if group.name.partition("/")[0] != ROOT]
     shades = colormaps["viridis"]([0.08 + 0.8 * i / max(1, len(names) - 1) for i in range(len(names))])
     colors: dict[str, Any] = dict(zip(names, shades, strict=True))
