@@ -36,7 +36,7 @@ from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.options import Running
-from fshard.runtime.steps.rates import decided, foreseen
+from fshard.runtime.steps.rates import agreed, foreseen
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.infos import communicators
 from fshard.schedule.policy import Policy
@@ -188,7 +188,7 @@ class StepRunner:
         text = repr(task.program)
         agree(comms.control, CALL, Intent(digest(text), lambda: text), given.batch, False, None, facts)
         comms.open()
-        self.choices[recorded] = decided(self.plan, comms, task, auto)
+        self.choices[recorded], _ = agreed(self.plan, comms, task, auto)
 
     def _equal(self, plan: Plan) -> Equal:
         """What must be equal on all ranks of states with a plan."""

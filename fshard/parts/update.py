@@ -194,7 +194,7 @@ class UpdateStep:
             self._ages({})
         gradients = self._gradients(flat)
         if len(self.clip.rules) > 1 or len(flat.form.order.paths) > len(self.paths):
-            return norms_by_rule(self.clip, self.plan, gradients)
+            return norms_by_rule(len(self.clip.rules), self.plan, gradients)
         norms = norms_of([gradients.shards[group] for group in self._shares])
         return [list(zip(self._shares.values(), norms, strict=True))]
 

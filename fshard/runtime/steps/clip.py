@@ -117,9 +117,9 @@ def _meant(pattern: str, paths: Sequence[str]) -> str:
     return "" if any(re.fullmatch(pattern, path) for path in paths) else meant_by(pattern, paths)
 
 
-def norms_by_rule(clip: Clip, plan: Plan, grads: Gradients) -> list[RuleNorms]:
-    """The norms of this rank's summed gradients, of the leaves of each rule."""
-    found: list[list[tuple[float, Tensor]]] = [[] for _ in clip.rules]
+def norms_by_rule(rules: int, plan: Plan, grads: Gradients) -> list[RuleNorms]:
+    """The norms of this rank's summed gradients, of the leaves of each of so many rules."""
+    found: list[list[tuple[float, Tensor]]] = [[] for _ in range(rules)]
     for group, slices in grads.update_slices.items():
         if slices:
             share = share_of(plan.groups[group], plan.mesh)

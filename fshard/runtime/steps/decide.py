@@ -111,7 +111,7 @@ class Decisions:
             step: the step, counted from 0.
             norms: those of all groups by their ids.
         """
-        clipped = norms_by_rule(self.clip, self.plan, self.grads) if self._clipped(step) else []
+        clipped = norms_by_rule(len(self.clip.rules), self.plan, self.grads) if self._clipped(step) else []
         return clipped + (self.watched.norms(self.plan, norms) if self.watched is not None else [])
 
     def named_norms(self, step: int, factor: float, verdict: Verdict) -> dict[str, float]:

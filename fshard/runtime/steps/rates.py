@@ -24,11 +24,6 @@ SHARD = 1 << 20
 TRIES = 4
 
 
-def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto) -> Choice:
-    """The choice of all ranks together, by rates. Collective."""
-    return agreed(plan, comms, task, auto)[0]
-
-
 def agreed(plan: Plan, comms: Communicators, task: Task, auto: Auto) -> tuple[Choice, Task]:
     """The choice of all ranks together, by rates, and the task with the needs of the neediest. Collective."""
     rates, needs = common(comms, measured(plan, comms, auto), tuple(task.needs))

@@ -11,8 +11,8 @@ from fshard.errors import PlanError, lines
 from fshard.optim import checks
 from fshard.patterns import meant_by
 from fshard.runtime.execution import Gradients
-from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.optimizer_layout import merge_slices
+from fshard.runtime.steps.clip import norms_by_rule
 from fshard.runtime.steps.consensus import RuleNorms
 from fshard.sharding.plan import Plan
 
@@ -43,13 +43,7 @@ class Watched:
         """
         if self.grads is None:
             return [[known[group]] if group in known else [] for group in self.groups]
-        found: list[list[tuple[float, Tensor]]] = [[] for _ in self.names]
-        for group, cuts in self.grads.update_slices.items():
-            if cuts:
-                share = share_of(plan.groups[group], plan.mesh)
-                for cut, norm in zip(cuts, norms_of(self.grads.slices(group)), strict=True):
-                    found[cut.limit].append((share, norm))
-        return [*found]
+        return norms_by_rule(len(self.names), plan, self.grads)
 
 
 def read_norms(value: Any, plan: Plan) -> tuple[str, ...] | None:
