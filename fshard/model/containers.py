@@ -4,6 +4,7 @@ Containers are lists, dicts, sets, deques and tuples, nested in each other. Thei
 compared by identity.
 """
 
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,32 +38,28 @@ def copied(value: Any, memo: dict[int, Any], depth: int = 0) -> Any:
         return value
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, tuple):
-        parts = [copied(x, memo, depth + 1) for x in value]
-        if all(map(_same, parts, value)):
-            return value
-        made: Any = kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-    elif kind in DICTS:
-        made = value.copy()
-        made.update({key: copied(x, memo, depth + 1) for key, x in value.items()})
-    elif kind is deque:
-        made = deque([copied(x, memo, depth + 1) for x in value], value.maxlen)
-    else:
-        made = kind([copied(x, memo, depth + 1) for x in value])
+    made = _rebuilt(lambda x: copied(x, memo, depth + 1), value)
+    if isinstance(value, tuple) and all(map(operator.is_, made, value)):
+        return value
     memo[id(value)] = made
     return made
 
 
 def mapped(fn: Callable[[Any], Any], value: Any, depth: int = 0) -> Any:
     """A value with copies of its containers, in which ``fn`` is applied to each element."""
-    kind = type(value)
-    if depth > DEEP or not (kind in MUTABLE or isinstance(value, tuple)):
+    if depth > DEEP or not (type(value) in MUTABLE or isinstance(value, tuple)):
         return fn(value)
+    return _rebuilt(lambda x: mapped(fn, x, depth + 1), value)
+
+
+def _rebuilt(fn: Callable[[Any], Any], value: Any) -> Any:
+    """A container of the same kind with ``fn`` of each of its elements."""
+    kind = type(value)
     if kind in DICTS:
         made = value.copy()
-        made.update({key: mapped(fn, x, depth + 1) for key, x in value.items()})
+        made.update({key: fn(x) for key, x in value.items()})
         return made
-    parts = [mapped(fn, x, depth + 1) for x in value]
+    parts = [fn(x) for x in value]
     if kind is deque:
         return deque(parts, value.maxlen)
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
@@ -141,7 +138,3 @@ def take(old: Any, new: Any) -> Any:
         old.clear()
         old.extend(items)
     return old
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b

@@ -178,9 +178,9 @@ class RunningFlat(Flat):
         group, begin, end, shape = self.form.places[number]
         return self.chunks[group][begin:end].view(shape)
 
-    def made(self, chunks: Mapping[int, Tensor], form: Form | None = None) -> "Flat":
+    def made(self, chunks: Mapping[int, Tensor]) -> "Flat":
         """What arithmetic on this tree makes."""
-        return Made(self.running, form or self.form, chunks)
+        return Made(self.running, self.form, chunks)
 
 
 class Given(RunningFlat):

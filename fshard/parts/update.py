@@ -319,8 +319,7 @@ class UpdateStep:
         mesh, owned = self.plan.mesh, {}
         for group in self.form.groups:
             whole, chunk = self.plan.groups[group.id], flat.held[group.id]
-            begin, end = whole.own_range(mesh) if whole.opt_parts > 1 else (0, whole.chunk)
-            owned[group.id] = chunk if whole.opt_parts == 1 else chunk[begin:end]
+            owned[group.id] = chunk if whole.opt_parts == 1 else chunk[slice(*whole.own_range(mesh))]
         host = frozenset(group.id for group in self.form.groups if group.offloaded)
         made = Gradients(owned, self._slices, flat.passing & owned.keys(), update_stagings(self.plan), host)
         self._made = flat, self._slices, made

@@ -53,13 +53,7 @@ def made_on_each_rank(batches: bool) -> Callable[[Callable[P, R]], Callable[P, R
             if plan is None or plan.mesh.here is plan.mesh and not plan.mesh.everywhere:
                 return make(*args, **kwargs)
 
-            def here() -> R:
-                __tracebackhide__ = True
-                own: Any = [_here(value) for value in args]
-                named: Any = {name: _here(value) for name, value in kwargs.items()}
-                made: R = make(*own, **named)
-                return made
-
+            here = functools.partial(_on_this_rank, make, args, kwargs)
             return _of_all_ranks(here, plan, batches) if plan.mesh.everywhere else here()
 
         return call
@@ -82,11 +76,15 @@ def called_on_each_rank(fn: Callable[P, R]) -> Callable[P, R]:
         if mesh.everywhere:
             joined: R = play_joined(mesh, call, *args, **kwargs)
             return joined
-        own: Any = [_here(value) for value in args]
-        named: Any = {name: _here(value) for name, value in kwargs.items()}
-        return fn(*own, **named)
+        return _on_this_rank(fn, args, kwargs)
 
     return call
+
+
+def _on_this_rank(fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """The result of a call with plans and states as the rank that runs holds them."""
+    __tracebackhide__ = True
+    return fn(*map(_here, args), **{name: _here(value) for name, value in kwargs.items()})
 
 
 def play_joined(mesh: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -88,9 +88,9 @@ class Group:
             opt_parts=1,
         )
 
-    def own_range(self, mesh: Mesh, rank: int | None = None) -> tuple[int, int]:
-        """The elements of its shard that a rank updates."""
-        width, at = self.chunk // self.opt_parts, mesh.index(self.opt_axes, rank)
+    def own_range(self, mesh: Mesh) -> tuple[int, int]:
+        """The elements of its shard that this rank updates."""
+        width, at = self.chunk // self.opt_parts, mesh.index(self.opt_axes)
         return at * width, (at + 1) * width
 
     @functools.cached_property

@@ -156,9 +156,9 @@ class Flat:
                 leaf.set_()
             leaf.__class__ = Spent
 
-    def made(self, chunks: Mapping[int, Tensor], form: Form | None = None) -> "Flat":
+    def made(self, chunks: Mapping[int, Tensor]) -> "Flat":
         """What arithmetic on this tree makes: a tree of the same kind with other chunks."""
-        return Flat(form or self.form, chunks)
+        return Flat(self.form, chunks)
 
 
 class Spent(Tensor):
