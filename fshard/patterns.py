@@ -21,14 +21,14 @@ def glob(pattern: str) -> str:
             them, ``[0-3]`` for one of a set, and ``**`` as a whole part for any number of parts, none among them.
 
     Raises:
-        PlanError: it is no glob.
+        PlanError: it is not a glob.
 
     >>> [path for path in ("layers.0.w", "layers.0.attn.w", "head.w") if re.fullmatch(glob("layers.*"), path)]
     ['layers.0.w', 'layers.0.attn.w']
     >>> glob("**.bias")
     '(?:.*\\.)?bias(?:\\..*)?'
     """
-    problem = "" if isinstance(pattern, str) and pattern else "it is no glob"
+    problem = "" if isinstance(pattern, str) and pattern else "it is not a glob"
     if not problem and "\\" in pattern:
         problem = "it is a regular expression already, which paths take as it is"
     if problem:

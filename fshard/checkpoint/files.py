@@ -69,7 +69,7 @@ class File:
             part = bytes(self.read(at, min(end, at + STRIDE)))
             if b"\0" in part:
                 where = at + part.index(b"\0")
-                raise self.refuse(self.path, [f"it is no text: its byte {where} is 0, as in a hole"])
+                raise self.refuse(self.path, [f"it is not text: its byte {where} is 0, as in a hole"])
             parts.append(part)
         return b"".join(parts)
 
@@ -154,7 +154,7 @@ def open_file(
 def _check_kind(path: str, status: os.stat_result, refuse: Refusal) -> None:
     kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
     if not stat.S_ISREG(status.st_mode):
-        raise refuse(path, [f"it is no plain file, but {kind}"])
+        raise refuse(path, [f"it is not a plain file, but {kind}"])
 
 
 def is_plain_name(name: str) -> bool:

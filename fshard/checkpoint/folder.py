@@ -173,7 +173,9 @@ class CheckpointFolder:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                raise foreign(path, f"it is no plain file with one name; its mode is {stat.filemode(status.st_mode)}")
+                raise foreign(
+                    path, f"it is not a plain file with one name; its mode is {stat.filemode(status.st_mode)}"
+                )
             if status.st_uid == os.geteuid():
                 os.fchmod(fd, 0o600)
             deadline = time.monotonic() + PATIENCE

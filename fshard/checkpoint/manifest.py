@@ -172,7 +172,7 @@ def parse(path: str, text: bytes) -> Manifest:
     try:
         body = parse_json(text)
     except ValueError as error:
-        raise damaged(path, [f"it is no JSON: {str(error)[:200]}"]) from error
+        raise damaged(path, [f"it is not JSON: {str(error)[:200]}"]) from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise foreign(path, f'its "format" is not "{FORMAT}"')
     version = body.get("version")

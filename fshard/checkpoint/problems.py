@@ -33,7 +33,9 @@ def damaged(path: str, problems: Iterable[str]) -> DamagedError:
 
 def foreign(path: str, what: str) -> CheckpointError:
     """A file or folder that fshard did not write."""
-    return CheckpointError(f"{path} is no checkpoint of fshard: {what}. Give the folder that fs.Checkpointer wrote to.")
+    return CheckpointError(
+        f"{path} is not a checkpoint of fshard: {what}. Give the folder that fs.Checkpointer wrote to."
+    )
 
 
 def unusable(path: str, problems: Iterable[str]) -> DamagedError:

@@ -180,7 +180,7 @@ def _misfits(
 def _check_rules(rules: TakeRules) -> None:
     """Refuse rules that are not pairs of a pattern and a name."""
     for number, rule in enumerate(rules):
-        problem: str | None = "it is no such pair"
+        problem: str | None = "it is not such a pair"
         if isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], str | None):
             problem = bad_regex(rule[0])
         if problem is not None:

@@ -23,7 +23,7 @@ def by_name(given: Any, kind: type[T], call: str) -> dict[str, T]:
     """The values by name; one alone has the name ``""``.
 
     Raises:
-        TreeError: a value of another type, a name that is no identifier, or none at all.
+        TreeError: a value of another type, a name that is not an identifier, or none at all.
     """
     if isinstance(given, kind):
         return {"": given}

@@ -97,7 +97,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _never(constant: str) -> float:
-    raise ValueError(f"{constant[:40]} is no number that JSON and Python share")
+    raise ValueError(f"{constant[:40]} is not a number that JSON and Python share")
 
 
 def _finite(digits: str) -> float:

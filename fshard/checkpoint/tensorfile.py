@@ -129,12 +129,12 @@ def _json(file: File) -> tuple[dict[str, Any], int]:
     try:
         header = parse_json(file.text(8, 8 + length), SPACE)
     except ValueError as error:
-        raise file.refuse(file.path, [f"its header is no JSON: {error}"]) from error
+        raise file.refuse(file.path, [f"its header is not JSON: {error}"]) from error
     if not isinstance(header, dict):
         raise file.refuse(file.path, [f"its header is a {type(header).__name__}, not an object"])
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise file.refuse(file.path, ["its __metadata__ is no object of strings"])
+        raise file.refuse(file.path, ["its __metadata__ is not an object of strings"])
     return header, 8 + length
 
 
@@ -146,7 +146,7 @@ def _stored(row: Any, base: int) -> Stored:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
     if not is_shape(shape):
-        raise ValueError(f"shape {str(shape)[:80]} is no list of sizes of a tensor below {LARGEST} elements")
+        raise ValueError(f"shape {str(shape)[:80]} is not a list of sizes of a tensor below {LARGEST} elements")
     if not is_shape(offsets) or len(offsets) != 2:
         raise ValueError(f"data_offsets {str(offsets)[:80]} are not two positions")
     stored = Stored(tuple(shape), DTYPES[dtype], base + offsets[0])

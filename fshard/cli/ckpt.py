@@ -172,7 +172,9 @@ def run_convert(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace, kind: Kind) -> int:
     """Write a folder of Hugging Face or of torch.distributed.checkpoint as a checkpoint."""
     if args.step is not None or args.to is not None or args.params or args.out.endswith(".safetensors"):
-        raise CheckpointError(f"{args.dir} is no checkpoint of fshard ({kind}): it converts to a folder of checkpoints")
+        raise CheckpointError(
+            f"{args.dir} is not a checkpoint of fshard ({kind}): it converts to a folder of checkpoints"
+        )
     state = to_state(args.dir, kind, abstract_mesh((1,), ("ranks",)))
     with Checkpointer(args.out) as ckpt:
         ckpt.save(state, metadata={"converted from": os.path.abspath(args.dir)})

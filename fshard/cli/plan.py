@@ -131,7 +131,7 @@ def bytes_of(text: str) -> int:
         count = float(found[1]) * UNITS[found[2].upper()]
         assert 0 < count < math.inf
     except (AssertionError, ValueError, KeyError) as error:
-        raise PlanError(f"{text!r} is no number of bytes: give one such as 80G, or 80Gi for 80 * 2**30") from error
+        raise PlanError(f"{text!r} is not a number of bytes: give one such as 80G, or 80Gi for 80 * 2**30") from error
     return int(count)
 
 

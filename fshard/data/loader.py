@@ -125,11 +125,11 @@ class Loader:
         """Go to a position, which iterations that begin from now on start from.
 
         Raises:
-            CheckpointError: it is no position of this loader: of another length, batch, seed or order.
+            CheckpointError: it is not a position of this loader: of another length, batch, seed or order.
         """
         if not isinstance(state, Mapping) or "position" not in state:
             raise CheckpointError(
-                f"{described(state)} is no position of an fs.data.Loader: give what state_dict returned"
+                f"{described(state)} is not a position of an fs.data.Loader: give what state_dict returned"
             )
         mine = vars(self.order)
         other = [

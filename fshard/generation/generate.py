@@ -187,7 +187,7 @@ def make_generate(forward: Forward, plan: Plan, *, weights: str = "sharded") -> 
             and then every rank generates by itself.
 
     Raises:
-        PlanError: an option that cannot be.
+        PlanError: an invalid option.
 
     >>> import fshard as fs
     >>> params = {"next": torch.eye(4)[[1, 2, 3, 0]]}

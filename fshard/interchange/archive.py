@@ -136,7 +136,7 @@ def _members(file: File, begin: int, length: int) -> dict[str, tuple[int, int]]:
     try:
         entries = zipfile.ZipFile(window).infolist()
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
-        raise ValueError(f"it is no archive: {error}") from error
+        raise ValueError(f"it is not an archive: {error}") from error
     out: dict[str, tuple[int, int]] = {}
     for entry in entries:
         name = entry.filename.partition("/")[2]

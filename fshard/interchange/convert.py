@@ -47,7 +47,7 @@ def kind_of(path: str) -> Kind | None:
 
 
 def _check_whole(manifest: Manifest) -> None:
-    """Refuse parameters that are no whole leaves: those of replicas that train apart, and packed ones."""
+    """Refuse parameters that are not whole leaves: those of replicas that train apart, and packed ones."""
     have, problems = manifest.tensors, []
     for name in [name for name in have if name.startswith(PARAMS)]:
         anchor = have.get(ANCHOR + name.removeprefix(PARAMS))
@@ -60,7 +60,7 @@ def _check_whole(manifest: Manifest) -> None:
             "Restore it in a job and write it there: fs.io.save_hf(state, folder), of replicas that train apart "
             "fs.io.save_hf(fs.averaged(state, 'anchor'), folder)."
         )
-        raise CheckpointError(lines("other formats hold whole leaves, and these are none:", problems, remedy))
+        raise CheckpointError(lines("other formats hold whole leaves, and these are not whole:", problems, remedy))
 
 
 def to_hf(folder: str, manifest: Manifest, out: str, limit: int) -> int:

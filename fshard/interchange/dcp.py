@@ -131,7 +131,7 @@ class DcpSource:
         try:
             dtype, shape, data = find_tensor(file, chunk.where.begin, chunk.where.length)
         except ValueError as error:
-            raise DamagedError(f"{here} is no whole tensor of torch.save: {printable(str(error))}") from error
+            raise DamagedError(f"{here} is not a whole tensor of torch.save: {printable(str(error))}") from error
         if shape != chunk.block.shape or dtype != stored.dtype:
             raise DamagedError(
                 f"{here} holds {dtype} {list(shape)}, and the metadata says {stored.dtype} {list(chunk.block.shape)}: "

@@ -193,7 +193,7 @@ def export_entries(
         return state.plan, listed, state.shards
     if plan is None or what != "params":
         raise PlanError(
-            f"{described(state)} is no state: give plan= with a tree of parameters, and a state for all else"
+            f"{described(state)} is not a state: give plan= with a tree of parameters, and a state for all else"
         )
     expect("a tree of parameters (params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     listed, mesh = [], plan.mesh

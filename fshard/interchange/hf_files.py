@@ -117,15 +117,15 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}.{also} Save the model as safetensors.")
     with open_file(str(folder), INDEX, links=True, folder_link=True, refuse=unusable) as file:
         if file.size > tensorfile.LIMIT:
-            raise DamagedError(f"{path} is no index: it has {file.size} bytes, of at most {tensorfile.LIMIT}")
+            raise DamagedError(f"{path} is not an index: it has {file.size} bytes, of at most {tensorfile.LIMIT}")
         text = file.text(0, file.size)
     try:
         weights = parse_json(text, tensorfile.SPACE)["weight_map"]
         strings = all(isinstance(k, str) and isinstance(v, str) for k, v in weights.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} is no index: {type(error).__name__}: {printable(str(error))}") from error
+        raise DamagedError(f"{path} is not an index: {type(error).__name__}: {printable(str(error))}") from error
     if not strings or not weights:
-        raise DamagedError(f"{path} is no index: weight_map gives the name of a file for each tensor")
+        raise DamagedError(f"{path} is not an index: weight_map gives the name of a file for each tensor")
     _check_files(folder, dict.fromkeys(weights.values()))
     return dict(weights)
 

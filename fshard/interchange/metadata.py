@@ -126,7 +126,7 @@ def _unpickled(file: File) -> CallRecord:
             f"code: it was not read. If you trust it, load it with torch.distributed.checkpoint and save plain tensors."
         ) from None
     except ValueError as error:
-        raise DamagedError(f"{file.path} is no whole pickle of metadata: {printable(str(error))}") from error
+        raise DamagedError(f"{file.path} is not a whole pickle of metadata: {printable(str(error))}") from error
     if not isinstance(top, CallRecord) or kind_of(top) != "Metadata":
         raise DamagedError(f"{file.path} holds a {kind_of(top)}, not the Metadata of torch.distributed.checkpoint")
     return top

@@ -90,7 +90,7 @@ class OptimizerReader:
                 updates = float(value)
                 if not (updates.is_integer() and 0 <= updates < 1 << 53):
                     raise DamagedError(
-                        f"{count} of {self.source.name} is {updates}, which is no number of updates: give step= and "
+                        f"{count} of {self.source.name} is {updates}, which is not a number of updates: give step= and "
                         f"optimizer=None"
                     )
                 self.counts[name] = int(updates)

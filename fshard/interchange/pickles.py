@@ -55,7 +55,7 @@ def read_pickle(text: bytes | bytearray, known: Callable[[GlobalName], bool]) ->
 
     Raises:
         UnknownNameError: a name is not allowed.
-        ValueError: the text is no pickle, or has opcodes that files of tensors do not need.
+        ValueError: the text is not a pickle, or has opcodes that files of tensors do not need.
     """
     machine = _Machine(text, known)
     while not machine.done:
@@ -182,7 +182,7 @@ class _Machine:
             raise ValueError(f"the items before byte {self.at} are for no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, str | CallRecord) or key in target:
-                raise ValueError(f"a key before byte {self.at} is no string, or there twice")
+                raise ValueError(f"a key before byte {self.at} is not a string, or there twice")
             target[key] = value
 
 

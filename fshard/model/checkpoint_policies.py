@@ -63,7 +63,7 @@ def saving(*ops: Any) -> SavePolicy:
         *ops: of ``torch.ops.aten``, such as ``torch.ops.aten.exp``; an overload counts for all of its operator.
 
     Raises:
-        PlanError: an argument is no operator.
+        PlanError: an argument is not an operator.
 
     >>> saving(torch.ops.aten.exp).saves(torch.ops.aten.exp.default)
     True

@@ -175,7 +175,7 @@ def ignored(named: Mapping[str, Tensor], patterns: Iterable[str]) -> dict[str, T
     problems += [f"{path}  {shape}: it has requires_grad=True" for path, shape in trained.items()]
     if problems:
         remedy = (
-            "An ignored parameter is no leaf and gets no gradient: call requires_grad_(False), or leave it in the "
+            "An ignored parameter is not a leaf and gets no gradient: call requires_grad_(False), or leave it in the "
             "tree. To train a tensor on each rank by itself, stack those of all ranks: fs.Rule(path, P(axis), "
             "compute=P(axis))."
         )

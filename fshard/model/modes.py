@@ -31,7 +31,7 @@ class Modes:
         """The function in a mode; None for the mode that each submodule had when the module was split.
 
         Raises:
-            PlanError: the mode is no bool, the module has no such method, or the method has an argument ``training``.
+            PlanError: the mode is not a bool, the module lacks the method, or that has an argument ``training``.
         """
         if (training, method) not in self._asked:
             _check(self._own.module, training, method)
@@ -61,7 +61,7 @@ def _check(module: nn.Module, training: Any, method: Any) -> None:
     found = getattr(module, method, None) if isinstance(method, str) else None
     if not callable(found):
         near = closest(method, dir(type(module))) if isinstance(method, str) else ""
-        raise PlanError(f"apply(method=): {described(method)}, is no method of {name}: give the name of one{near}")
+        raise PlanError(f"apply(method=): {described(method)}, is not a method of {name}: give the name of one{near}")
     if training is not None and "training" in inspect.signature(found).parameters:
         raise PlanError(
             f"apply(training=) sets the mode of the module, and {name}.{method} has an argument of that name too: "

@@ -47,7 +47,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
         int64, shape ``(2,)``: two 32-bit words.
 
     Raises:
-        PlanError: ``seed`` is no integer.
+        PlanError: ``seed`` is not an integer.
 
     >>> key(7)
     tensor([7, 0])
@@ -71,7 +71,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         int64, ``(num, 2)``: a key in each row.
 
     Raises:
-        PlanError: ``key`` is no key, or ``num`` no int from 0.
+        PlanError: ``key`` is not a key, or ``num`` is not an int from 0.
 
     >>> first, second = split(key(0))
     >>> bool((first == second).all()), split(key(0), 3).shape
@@ -95,7 +95,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         A key.
 
     Raises:
-        PlanError: ``key`` is no key, or ``data`` no integer.
+        PlanError: ``key`` is not a key, or ``data`` is not an integer.
 
     >>> of_step = fold_in(key(0), 12)
     >>> torch.vmap(fold_in, (None, 0))(of_step, torch.arange(3)).shape  # one a sample
@@ -129,7 +129,7 @@ def uniform(
         of: the shape of the whole draw. Needed only for a part that is no run of whole rows.
 
     Raises:
-        PlanError: ``key`` is no key, or the part does not lie in the whole.
+        PlanError: ``key`` is not a key, or the part does not lie in the whole.
 
     >>> whole = uniform(key(0), (6, 4))
     >>> bool((uniform(key(0), (2, 4), start=3) == whole[3:5]).all())
@@ -188,7 +188,7 @@ def bernoulli(
         bool.
 
     Raises:
-        PlanError: as for ``uniform``; or ``p`` is no number.
+        PlanError: as for ``uniform``; or ``p`` is not a number.
 
     >>> heads = bernoulli(key(0), 0.5, (1000,))
     >>> heads.dtype, 450 < int(heads.sum()) < 550

@@ -48,7 +48,7 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
     Raises:
         RematError: a call of ``fn`` reads a tensor of the surrounding graph through a closure, or draws from torch's
             global generator; or a transform cannot honour the policy.
-        PlanError: ``fn`` is no function, or ``policy`` no policy.
+        PlanError: ``fn`` is not a function, or ``policy`` is not a policy.
 
     >>> import fshard as fs
     >>> f = fs.remat(lambda w, x: torch.tanh(x @ w).sum())
@@ -264,8 +264,8 @@ class NoCaptures(TorchFunctionMode):
                 if isinstance(tensor, Tensor) and name != "detach" and _foreign(tensor):
                     raise RematError(
                         f"the function given to fs.remat reads a tensor of shape {list(tensor.shape)} in {name} that "
-                        f"needs a gradient and is no argument of it: pass it as an argument, or read tensor.detach() "
-                        f"if it is a constant. (Inside, differentiate with torch.func, not with requires_grad.)"
+                        f"needs a gradient and is not an argument of it: pass it as an argument, or read "
+                        f"tensor.detach() if it is a constant. (Inside, differentiate with torch.func, not with requires_grad.)"
                     )
         return func(*args, **kwargs)
 

@@ -94,7 +94,7 @@ class Model:
         Raises:
             TreeError: leaves are missing, unknown or misshapen.
             UnitError: a buffer changed, but ``buffers`` was not given; or buffers are on meta, without values.
-            PlanError: the module has no such method, or ``training`` is no bool.
+            PlanError: the module has no such method, or ``training`` is not a bool.
 
         >>> import torch
         >>> model, x = split(nn.Sequential(nn.Linear(2, 3), nn.Dropout(1.0))), torch.ones(2)
@@ -161,7 +161,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         The model.
 
     Raises:
-        PlanError: ``module`` is no module, or one that ``torch.compile`` made; a pattern matches nothing, a unit
+        PlanError: ``module`` is not a module, or one that ``torch.compile`` made; a pattern matches nothing, a unit
             cannot be called, or lies inside of another one; a parameter has hooks; an ignored parameter is
             trainable.
         UnitError: the module cannot be copied.

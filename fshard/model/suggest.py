@@ -26,7 +26,7 @@ def suggest_units(module: nn.Module) -> tuple[str, ...]:
         parameters, if there are several.
 
     Raises:
-        PlanError: it is no module.
+        PlanError: it is not a module.
 
     >>> blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     >>> suggest_units(nn.ModuleDict({"embed": nn.Embedding(10, 8), "blocks": blocks, "head": nn.Linear(8, 10)}))

@@ -101,7 +101,7 @@ def unit(fn: Callable[..., Any]) -> Unit:
         A ``Unit`` with the function's name and docstring.
 
     Raises:
-        PlanError: ``fn`` is no function.
+        PlanError: ``fn`` is not a function.
 
     >>> @unit
     ... def scale(params, x):

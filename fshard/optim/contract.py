@@ -47,7 +47,7 @@ class Contract:
             lr: the learning rate, a finite number >= 0.
 
         Raises:
-            PlanError: it is none; the optimizer has several learning rates, or none.
+            PlanError: it is not a learning rate; the optimizer has several, or none.
         """
         rate(lr, 1)
         opt = with_rate(self.opt, lr)

@@ -216,7 +216,7 @@ def value_and_grad(
         debug: as for ``fs.make_train_step``; under a transform, check what ``fs.func.sharded_loss(debug=True)`` checks.
 
     Raises:
-        PlanError: an option that cannot be; ``only=`` that matches no trained leaf.
+        PlanError: an invalid option; ``only=`` that matches no trained leaf.
 
     >>> import fshard as fs
     >>> params = {"w": torch.ones(3), "b": torch.ones(3)}

@@ -299,7 +299,7 @@ def memory_of(state: Any, running: Running) -> RunningMemory:
     """The memory of a state of this step.
 
     Raises:
-        TreeError: it is no state of it.
+        TreeError: it is not a state of this step.
     """
     memory: Any = getattr(state, "memory", None)
     if not isinstance(memory, RunningMemory) or memory.running is not running:

@@ -69,7 +69,7 @@ class Step(LatestRun):
             0-dim tensors, equal on all ranks.
 
         Raises:
-            DonatedError, TreeError: a state was donated to an earlier step, or is none.
+            DonatedError, TreeError: a state was donated to an earlier step, or is not a state.
             BatchError, LossError, UnitError: the batch or the function breaks a rule; alike on all ranks.
             NonFiniteError: the norm of gradients that update a state is not finite.
             ReplicationError: ranks differ in what must be equal.
@@ -154,7 +154,7 @@ def make_step(
         debug: fill every freed range with nan, and compare copies of leaves before every step.
 
     Raises:
-        PlanError: an option that cannot be.
+        PlanError: an invalid option.
 
     >>> import fshard as fs, torch
     >>> params = {"w": torch.ones(3)}

@@ -115,7 +115,7 @@ class UpdateStep:
         Raises:
             DonatedError: the state, or the gradients, were donated before.
             TreeError: gradients of other leaves, or of another plan.
-            PlanError: ``lr`` is no learning rate, or the optimizer has several.
+            PlanError: ``lr`` is not a learning rate, or the optimizer has several.
             NonFiniteError: the gradient norm is not finite.
             ReplicationError: ranks give different learning rates.
             PeerError: another rank failed.
@@ -354,7 +354,7 @@ def make_update(
         donate: reuse the memory of the state and of the gradients.
 
     Raises:
-        PlanError: an option that cannot be; an optimizer that does not fit the plan, or that carries gradients between
+        PlanError: an invalid option; an optimizer that does not fit the plan, or that carries gradients between
             steps (``fs.optim.every``).
 
     >>> import fshard as fs

@@ -22,7 +22,7 @@ def group_infos(plan: Plan, state: Mapping[int, int] | None = None, secondary: A
         secondary: the axes over which groups stay sharded between their uses.
 
     Raises:
-        PlanError: one of them is no axis of the mesh.
+        PlanError: one of them is not an axis of the mesh.
     """
     unknown = [axis for axis in secondary if axis not in plan.mesh.axis_names]
     if unknown:

@@ -11,8 +11,8 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P, axes_of
 
 REMEDY = (
-    "All ranks get equal parts: drop rows, or pad them and give them no weight in an fs.Mean. A value that is no row "
-    "of the batch, the same on every rank, is fs.Whole(value)."
+    "All ranks get equal parts: drop rows, or pad them and give them no weight in an fs.Mean. A value that is not a "
+    "row of the batch, the same on every rank, is fs.Whole(value)."
 )
 
 
@@ -25,7 +25,7 @@ def local_part(batch: Any, spec: P, mesh: Mesh) -> Any:
         mesh: the mesh, seen from this rank.
 
     Raises:
-        TreeError: sizes that do not divide, an array that is no tensor, or nothing to cut.
+        TreeError: sizes that do not divide, an array that is not a tensor, or nothing to cut.
     """
     leaves, structure = tree.flatten(batch)
     wrong = [

@@ -137,7 +137,7 @@ class Plan:
             The same structure, with views of the tensors.
 
         Raises:
-            TreeError: the size of a dim is not a multiple of the ranks that share it, an array is no tensor, or no
+            TreeError: the size of a dim is not a multiple of the ranks that share it, an array is not a tensor, or no
                 tensor has rows.
 
         >>> import fshard as fs

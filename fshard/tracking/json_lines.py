@@ -71,7 +71,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is no JSON, such as the last one of a run that was killed while it wrote.
+        ValueError: a line is not JSON, such as the last one of a run that was killed while it wrote.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w") as file:

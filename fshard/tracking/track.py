@@ -141,7 +141,7 @@ def track(
         patience: how many seconds to wait at the end for records that are still to be sent.
 
     Raises:
-        PlanError: an argument that cannot be.
+        PlanError: an invalid argument.
 
     >>> import fshard as fs, tempfile
     >>> mesh = fs.make_mesh((1,), ("data",))

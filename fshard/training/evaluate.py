@@ -112,7 +112,7 @@ def make_eval_step(
             units read all parameters as they are kept.
 
     Raises:
-        PlanError: an option that cannot be.
+        PlanError: an invalid option.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -1,4 +1,4 @@
-"""Making a train step: its options, and which of them cannot be."""
+"""Making a train step: reading and checking its options."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,7 +84,7 @@ def make_train_step(
             They travel with the loss: no exchange and no read of the device more.
 
     Raises:
-        PlanError: an option that cannot be; ``compile="inductor"`` where there is no C++ compiler.
+        PlanError: an invalid option; ``compile="inductor"`` without a C++ compiler.
 
     >>> import torch, fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])

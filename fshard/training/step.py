@@ -148,7 +148,7 @@ class TrainStep(OneFunction):
 
         Raises:
             DonatedError: the state was donated to an earlier step.
-            PlanError: ``lr`` is no learning rate, or the optimizer has several.
+            PlanError: ``lr`` is not a learning rate, or the optimizer has several.
             BatchError, LossError, UnitError: the batch or the program breaks a rule; alike on all ranks.
             NonFiniteError: the gradient norm is not finite.
             ReplicationError: ranks differ in what must be equal; or in debug mode, in a copy of a leaf or its gradient.

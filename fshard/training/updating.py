@@ -94,7 +94,7 @@ class Updating:
         """The optimizer, with another learning rate if one is given.
 
         Raises:
-            PlanError: it is none, or the optimizer has not exactly one.
+            PlanError: it is not a learning rate, or the optimizer has not exactly one.
         """
         if lr is None:
             return self.opt

@@ -93,7 +93,7 @@ def plan(plan: Plan) -> PlanView:
         plan: what ``fs.make_plan`` returned.
 
     Raises:
-        PlanError: it is no plan.
+        PlanError: it is not a plan.
 
     >>> import fshard as fs, torch
     >>> params = {"embed": {"w": torch.zeros(8, 4)}, "head": torch.zeros(4)}

@@ -243,7 +243,7 @@ SAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "no optimizer": ("TreeError", ("0 missing, 12 extra, 0 mismatched", "extra  opt.exp_avg.head")),
     "there already": ("CheckpointError", ("step-00000001 exists already", "overwrite=True")),
-    "a file": ("CheckpointError", (".lock is no checkpoint of fshard: it is a file", "Give the folder")),
+    "a file": ("CheckpointError", (".lock is not a checkpoint of fshard: it is a file", "Give the folder")),
     "another run": ("CheckpointError", ("holds the checkpoints of another run:", "newest step is 1", "Restore from")),
     "other data": ("CheckpointError", ("data: rank 0: '{\"at\": 1}', rank 1: '{\"at\": 2}'", "Give the same")),
     "no JSON": ("CheckpointError", ("metadata= cannot be written as JSON", "not JSON serializable", "give dicts")),

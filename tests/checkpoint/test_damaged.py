@@ -194,7 +194,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a link for the manifest": (lambda folder: linked(folder / "manifest.json"), "symbolic link"),
     "a link for the step": (lambda folder: linked(folder), "symbolic link"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is damaged.*\n.*missing"),
-    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 500), "it is no JSON"),
+    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 500), "it is not JSON"),
     "a bit of the manifest": (lambda folder: flip(folder / "manifest.json", 60), "no JSON|SHA-256|unknown|format"),
     "a huge manifest": (lambda folder: os.truncate(folder / "manifest.json", 1 << 40), "a manifest has at most"),
     "a key twice": (
@@ -204,8 +204,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "the key 'step' occurs twice",
     ),
     "deep": (lambda folder: (folder / "manifest.json").write_bytes(b"[" * 200_000) and None, "nested too deeply"),
-    "nan": (lambda folder: (folder / "manifest.json").write_bytes(b'{"a": NaN}') and None, "NaN is no number"),
-    "infinite": (lambda folder: (folder / "manifest.json").write_bytes(b'{"a": 1e999}') and None, "1e999 is no number"),
+    "nan": (lambda folder: (folder / "manifest.json").write_bytes(b'{"a": NaN}') and None, "NaN is not a number"),
+    "infinite": (
+        lambda folder: (folder / "manifest.json").write_bytes(b'{"a": 1e999}') and None,
+        "1e999 is not a number",
+    ),
     "digits": (lambda folder: (folder / "manifest.json").write_bytes(b"1" * 10_000) and None, "no JSON"),
     "edited": (lambda folder: by_hand(folder), "it was changed after writing"),
 }

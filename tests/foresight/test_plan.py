@@ -178,7 +178,7 @@ def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[
         ([], "give either FILE.py:FUNCTION or --hf CONFIG"),
         (["FILE:make", "--mesh", "8by8"], "--mesh '8by8': give ranks along each axis"),
         (["FILE:make", "--link", "fast"], "no link is named 'fast': there are loopback, eth1"),
-        (["FILE:make", "--memory", "much"], "'much' is no number of bytes"),
+        (["FILE:make", "--memory", "much"], "'much' is not a number of bytes"),
         (["FILE:make", "--device", "abacus"], "no device is named 'abacus'"),
         (["FILE:make", "--costs", "nothing.json"], "nothing.json: not costs"),
         (["FILE:make", "--products", "2"], "products=2.0 is no share"),

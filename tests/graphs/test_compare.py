@@ -226,7 +226,7 @@ def test_what_cannot_be_traced_runs_eagerly_on_a_virtual_mesh() -> None:
     with fs.virtual_mesh((2,), ("shard",)) as mesh:
         want, got = (mesh.run(_virtual, closing, compile) for compile in (None, "fx"))
     assert [loss for loss, _ in want] == [loss for loss, _ in got]
-    assert all("reads a tensor of shape [6] that is no argument of it" in text for _, text in got)
+    assert all("reads a tensor of shape [6] that is not an argument of it" in text for _, text in got)
 
 
 def test_gradients_of_leaves_may_have_other_strides() -> None:

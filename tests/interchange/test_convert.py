@@ -91,6 +91,6 @@ def test_what_cannot_be_converted(run_folder: Path, tmp_path: Path, capsys: pyte
     fshard(capsys, run_folder, tmp_path / "hf", "--to", "hf")
     for more in (["--to", "dcp"], ["--step", "4"], ["--params"]):
         status, said = fshard(capsys, tmp_path / "hf", tmp_path / "x", *more)
-        assert status == 2 and "is no checkpoint of fshard (hf)" in said
+        assert status == 2 and "is not a checkpoint of fshard (hf)" in said
     assert kind_of(str(run_folder)) is None and kind_of(str(tmp_path / "gone")) is None
     assert kind_of(str(tmp_path / "hf" / "model.safetensors")) == "hf"

@@ -105,12 +105,12 @@ CASES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "by a dotted name": (_write(b"\x80\x04\x8c\x05torch\x8c\x09hub.load_\x93."), CheckpointError, "names torch.hub"),
     "persistent id": (_write(b"P1\n."), DamagedError, "is the opcode b'P'"),
     "harm inside": (_edit(lambda m: setattr(m, "planner_data", Harm())), CheckpointError, "names posix.system"),
-    "empty": (_write(b""), DamagedError, "is no whole pickle"),
-    "text": (_write(b"hello"), DamagedError, "is no whole pickle"),
+    "empty": (_write(b""), DamagedError, "is not a whole pickle"),
+    "text": (_write(b"hello"), DamagedError, "is not a whole pickle"),
     "truncated": (
         lambda folder: (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:99]),
         DamagedError,
-        "is no whole pickle",
+        "is not a whole pickle",
     ),
     "a dict": (_edit(lambda m: {"state_dict_metadata": {}}), DamagedError, "holds a dict, not the Metadata"),
     "nothing listed": (_edit(lambda m: m.state_dict_metadata.clear()), DamagedError, "lists no tensor"),
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "cut": (_cut, DamagedError, "which has"),
     "other bytes": (_swap, DamagedError, "chunk of model.w.*"),
-    "harm in a tensor": (_poison, DamagedError, "is no whole tensor of torch.save"),
+    "harm in a tensor": (_poison, DamagedError, "is not a whole tensor of torch.save"),
 }
 
 

@@ -251,9 +251,9 @@ def _pickle(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "no index": (lambda folder: (folder / INDEX).unlink(), CheckpointError, "holds neither"),
-    "index is no JSON": (_index(lambda text: "{"), DamagedError, "is no index"),
-    "index is a list": (_index(lambda text: "[]"), DamagedError, "is no index"),
-    "index without a map": (_index(lambda text: text.pop("weight_map")), DamagedError, "is no index"),
+    "index is no JSON": (_index(lambda text: "{"), DamagedError, "is not an index"),
+    "index is a list": (_index(lambda text: "[]"), DamagedError, "is not an index"),
+    "index without a map": (_index(lambda text: text.pop("weight_map")), DamagedError, "is not an index"),
     "index of numbers": (_index(lambda text: text["weight_map"].update(b=3)), DamagedError, "gives the name of a file"),
     "file elsewhere": (_index(lambda text: text["weight_map"].update(b="../x.safetensors")), DamagedError, "may not"),
     "absolute file": (_index(lambda text: text["weight_map"].update(b="/x.safetensors")), DamagedError, "may not"),

@@ -97,7 +97,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.func.per_sample_grad(PLAN, _loss), "loss_fn is a Plan(?s:.*)plan is a function"),
     (lambda: fs.sim.simulate(_step(), fs.sim.Costs()), "schedule is a TrainStep: give step.schedule"),
     (lambda: fs.sync_buffers(PLAN, {}), "plan is a dict"),
-    (lambda: fs.io.to_state_dict(MODEL.params), "a dict is no state: give plan= with a tree"),
+    (lambda: fs.io.to_state_dict(MODEL.params), "a dict is not a state: give plan= with a tree"),
     (lambda: fs.sim.Costs(link=5), "link=5 is not an fs.sim.Link"),
     (lambda: fs.optim.adamw(torch.optim.lr_scheduler.LinearLR), "or a function of the step"),
     (lambda: fs.io.from_state_dict(PLAN, OPT, Net().state_dict()), "params is a Plan(?s:.*)plan is a sgd"),
@@ -247,7 +247,7 @@ def test_a_loss_of_the_module_itself_is_refused() -> None:
     ("batch", "note"),
     [
         ({"x": torch.ones(2, 5)}, r"batch\['x'\]: float32 \[2, 5\]"),
-        ({"x": torch.ones(2, 4).numpy()}, r"batch\['x'\]: a ndarray, which is no tensor"),
+        ({"x": torch.ones(2, 4).numpy()}, r"batch\['x'\]: a ndarray, which is not a tensor"),
         ({"y": torch.ones(2, 4)}, r"batch\['y'\]: float32 \[2, 4\]"),
         ([torch.ones(1)] * 20, r"\.\.\. and 8 more"),
     ],

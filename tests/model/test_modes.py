@@ -177,9 +177,9 @@ class Asked(nn.Linear):
 
 def test_what_a_call_cannot_do_is_said() -> None:
     model = fs.split(Coder(), "blocks.*")
-    with pytest.raises(PlanError, match="'encoder', a str, is no method of Coder.*the closest is 'encode'"):
+    with pytest.raises(PlanError, match="'encoder', a str, is not a method of Coder.*the closest is 'encode'"):
         model.apply(model.params, X, method="encoder")
-    with pytest.raises(PlanError, match="is no method of Coder"):
+    with pytest.raises(PlanError, match="is not a method of Coder"):
         model.apply(model.params, X, method=Coder.encode)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="training is 1, an int: give True, False, or None"):
         model.apply(model.params, X, training=1)  # type: ignore[arg-type]

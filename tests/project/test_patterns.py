@@ -40,8 +40,8 @@ def test_globs_match_part_by_part(glob: str, yes: list[str], no: list[str]) -> N
     ("given", "words"),
     [
         (r"blocks\..*", "it is a regular expression already"),
-        ("", "it is no glob"),
-        (3, "it is no glob"),
+        ("", "it is not a glob"),
+        (3, "it is not a glob"),
         ("[z-a]", "is not a glob: bad character range"),
     ],
 )

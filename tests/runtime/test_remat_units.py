@@ -169,7 +169,7 @@ def test_units_of_different_policies_do_not_share_a_graph() -> None:
     ("remat", "message"),
     [
         ("some", "must be None, 'all', a policy"),
-        ([("a", "some")], "'some' is no policy"),
+        ([("a", "some")], "'some' is not a policy"),
         ([(r"[0-9]\.\d", "all")], r"(?s)match no unit.*\[0-9\]"),
         ([("*[z-a]", "all")], "is not a glob: bad character range"),
         ([(".*", "all")], r"(?s)'\.\*'; these are globs, not regular expressions: write '\*\*'"),

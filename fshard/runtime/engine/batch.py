@@ -72,7 +72,7 @@ def _check_rows(batch: Any, count: int) -> None:
     """Refuse a batch that cannot be cut along its rows."""
     arrays = [f"{name} is {kind(x)}" for name, x in _named(batch) if _is_array(x)]
     if arrays:
-        raise BatchError(lines("the batch holds arrays that are no tensors:", arrays, "Make tensors of them first."))
+        raise BatchError(lines("the batch holds arrays that are not tensors:", arrays, "Make tensors of them first."))
     dims = set(leading_dims(batch))
     if len(dims) > 1:
         rows = [f"{name} has shape {list(x.shape)}" for name, x in _named(batch) if isinstance(x, Tensor) and x.ndim]

@@ -110,7 +110,7 @@ def explaining(batch: Any) -> Iterator[None]:
 def _described(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-    return f"{kind(leaf)}, which is no tensor"
+    return f"{kind(leaf)}, which is not a tensor"
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def read_loss(result: Any) -> Loss:
     """Take the result of a loss function apart.
 
     Raises:
-        LossError: it holds no 0-dim floating tensor that depends on the parameters, aux is no dict, or the count of
+        LossError: it holds no 0-dim floating tensor that depends on the parameters, aux is not a dict, or the count of
             an ``fs.Mean`` requires grad.
     """
     head: Any = result

@@ -150,4 +150,4 @@ def _policy(given: Any) -> SavePolicy:
         return given
     if given == "all":
         return nothing
-    raise PlanError(f"remat: {given!r} is no policy: give None, 'all', or one of fs.checkpoint_policies")
+    raise PlanError(f"remat: {given!r} is not a policy: give None, 'all', or one of fs.checkpoint_policies")

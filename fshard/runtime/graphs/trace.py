@@ -215,7 +215,7 @@ class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in tree.leaves((args, kwargs or {})):
             if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and func not in MAKERS:
                 raise Untraceable(
-                    f"it cannot be a graph: it reads a tensor of shape {list(x.shape)} that is no argument of it"
+                    f"it cannot be a graph: it reads a tensor of shape {list(x.shape)} that is not an argument of it"
                 )
         return func(*args, **(kwargs or {}))
 

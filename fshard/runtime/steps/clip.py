@@ -67,7 +67,7 @@ def read_clip(value: Any, plan: Plan) -> Clip:
     """What ``clip_norm=`` of a train step says.
 
     Raises:
-        PlanError: a limit that is none, a pattern that decides no trained leaf, a trained leaf without a rule.
+        PlanError: an invalid limit, a pattern that decides no trained leaf, a trained leaf without a rule.
     """
     if value is None:
         return Clip()
@@ -77,9 +77,7 @@ def read_clip(value: Any, plan: Plan) -> Clip:
     for i, rule in enumerate(rules):
         problems += _rule_problems(f"clip_norm[{i}]" if several else "clip_norm", rule)
     if problems:
-        raise PlanError(
-            lines("limits of gradient norms that cannot be:", problems, "Give a number, or rules on paths.")
-        )
+        raise PlanError(lines("invalid limits of gradient norms:", problems, "Give a number, or rules on paths."))
     clip = Clip(tuple((pattern, None if limit is None else float(limit)) for pattern, limit in rules))
     if several:
         _check_rules(clip, plan)

@@ -59,7 +59,7 @@ class Decisions:
         """Raise what this rank knows against the step before it begins.
 
         Raises:
-            PlanError: there is no learning rate.
+            PlanError: the optimizer has no learning rate for this step.
         """
         self.rate(step)
 

@@ -36,7 +36,7 @@ class End:
 
 
 DONE = End()
-"""That of a part which did all it had to."""
+"""The end of a part that did all it had to do."""
 
 
 def attempted(program: Callable[[], T], executor: Scheduled | OnDemand, transport: Transport) -> tuple[T | None, End]:

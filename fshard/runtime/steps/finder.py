@@ -61,7 +61,7 @@ class Finder:
     def _count(self) -> None:
         if len(self._found) == MANY:
             warnings.warn(
-                f"{MANY} batches differed in values that are no tensors, and each was traced anew: pass values that "
+                f"{MANY} batches differed in values that are not tensors, and each was traced anew: pass values that "
                 f"change from step to step as tensors",
                 stacklevel=5,
             )

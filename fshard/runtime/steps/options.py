@@ -1,4 +1,4 @@
-"""The options of a train step: which of them cannot be, or cannot be together."""
+"""The options of a train step, and which values and combinations of them are invalid."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ def read_running(
         updates: whether there are updates, which may happen in the backward.
 
     Raises:
-        PlanError: an option that cannot be.
+        PlanError: an invalid option.
     """
     policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
     if not isinstance(policy, Policy | Auto):
@@ -82,7 +82,7 @@ class Options:
 
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:
-    """Which options of a train step cannot be, or cannot be together."""
+    """What is invalid among the options of a train step, alone or together."""
     if clip.clips and policy.update == "in_backward":
         yield "clip_norm= needs the norm of the whole gradient, which update='in_backward' never has"
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -130,7 +130,7 @@ def flag_problems(**flags: Any) -> Iterator[str]:
 
 
 def late_problems(opt: Optimizer, policy: Policy | Auto, skip_norm: Any, skip: Any) -> Iterator[str]:
-    """Which options that decide after the backward whether there is an update cannot be."""
+    """What is invalid among the options that decide after the backward whether to update."""
     if skip_norm is not None:
         yield from checks.number("skip_norm", skip_norm, "(0, inf)")
     if skip is not None and not callable(skip):
