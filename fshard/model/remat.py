@@ -265,7 +265,8 @@ class NoCaptures(TorchFunctionMode):
                     raise RematError(
                         f"the function given to fs.remat reads a tensor of shape {list(tensor.shape)} in {name} that "
                         f"needs a gradient and is not an argument of it: pass it as an argument, or read "
-                        f"tensor.detach() if it is a constant. (Inside, differentiate with torch.func, not with requires_grad.)"
+                        f"tensor.detach() if it is a constant. (Inside, differentiate with torch.func, not with "
+                        f"requires_grad.)"
                     )
         return func(*args, **kwargs)
 
