@@ -21,7 +21,7 @@ WEIGHTS = ("sharded", "whole")
 
 
 class Generated(NamedTuple):
-    """What was generated for the prompts of this rank.
+    """The tokens generated for the prompts of this rank.
 
     Attributes:
         tokens: for each prompt the new tokens, 1-D, int64; with ``eos`` as the last one where it came.

@@ -11,7 +11,7 @@ from fshard.model.split import Model
 
 
 def hugging_face(model: Model) -> Forward:
-    """How a decoder of transformers, split by ``fs.split``, reads tokens with a cache: for ``fs.generate``.
+    """Adapt a decoder of transformers, split by ``fs.split``, to ``fs.generate``, which reads tokens with a cache.
 
     It hands the keys and values to the model as a ``DynamicCache``. Models whose layers keep something else than keys
     and values of all tokens (sliding windows, state spaces) are not served by it: run their own ``generate`` in an

@@ -18,7 +18,7 @@ keys and values, whose dim -2 is as long as all tokens so far. ``logits`` is (ro
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call stand, in rows that are padded on their left.
+    """The positions of the tokens of a call, in rows that are padded on their left.
 
     Attributes:
         positions: (rows, time), int64: the place of each token in its own sequence, counted from 0; 0 for padding.

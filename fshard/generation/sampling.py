@@ -11,7 +11,7 @@ from fshard.model import random
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn of logits.
+    """A rule that draws a token from logits.
 
     Args:
         temperature: what logits are divided by; 0 takes the most likely token.

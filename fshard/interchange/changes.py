@@ -32,7 +32,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: t
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What one leaf has become since the export before. Made by ``fs.io.Exporter``.
+    """The change of one leaf since the export before. Made by ``fs.io.Exporter``.
 
     Attributes:
         name: its exported name.

@@ -49,7 +49,7 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
         return {**super().init(param, hyper), EMA: param.to(torch.promote_types(param.dtype, torch.float32), copy=True)}
 
     def forms(self, hyper: Any) -> dict[str, Form]:
-        """What the optimizer keeps, and the average."""
+        """The buffers of the optimizer, and the average."""
         return {**super().forms(hyper), EMA: Form(wide=True)}
 
     def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
@@ -88,7 +88,7 @@ class every(Inner):  # noqa: N801
 
     @property
     def steps_per_update(self) -> int:
-        """How many steps there are to an update."""
+        """The number of steps to an update."""
         return self.steps
 
     def init(self, param: Tensor, hyper: Any) -> State:
@@ -96,7 +96,7 @@ class every(Inner):  # noqa: N801
         return {**super().init(param, hyper), CARRIED: torch.zeros_like(param)}
 
     def forms(self, hyper: Any) -> dict[str, Form]:
-        """What the optimizer keeps, and the sum of gradients."""
+        """The buffers of the optimizer, and the sum of gradients."""
         return {**super().forms(hyper), CARRIED: Form()}
 
     def number(self, step: int) -> int:

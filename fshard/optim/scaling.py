@@ -16,7 +16,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the scale of the loss adapts, as that of ``torch.amp.GradScaler``.
+    """A rule that adapts the scale of the loss, as ``torch.amp.GradScaler`` does.
 
     See Micikevicius et al., "Mixed Precision Training", 2018. Given to ``fs.make_train_step(loss_scale=)``. The
     train state holds its state, and so does a checkpoint. A step whose gradient is not finite, on any rank, is skipped

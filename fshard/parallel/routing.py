@@ -63,8 +63,8 @@ def route(logits: Tensor, k: int = 2, *, normalize: bool = True) -> Routing:
 
 
 def load_balance_loss(routing: Routing, *, axis: AxisName | None = None, mesh: Mesh | None = None) -> Tensor:
-    """How unevenly tokens are shared out, 1 at best and as many as there are experts at worst (Switch Transformer:
-    Fedus et al. 2021, equation 4; a token of several choices counts once for each).
+    """A measure of uneven routing: 1 at best, the number of experts at worst (Switch Transformer: Fedus et al. 2021,
+    equation 4; a token of several choices counts once for each).
 
     It is ``experts * sum(f * p)``, with ``f`` the part of choices that an expert got, which has no gradient, and ``p``
     its mean probability. Add a hundredth of it to the loss.

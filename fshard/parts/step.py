@@ -104,7 +104,7 @@ class Step(LatestRun):
 
     @property
     def units(self) -> str:
-        """What the units of each pass run as: a graph, and which other units share it; or themselves, and why.
+        """The graph that each unit of each pass runs as, and the units that share it; or why the unit runs as it is.
 
         Where parts run one by one, each part says it of itself: ``grad.units``.
         """
@@ -116,7 +116,7 @@ class Step(LatestRun):
         return "\n".join(told) or "no units yet: the step has not run on a schedule"
 
     def trace(self, state: Any, batch: Any) -> Trace:
-        """What the step does with such states and batches, without running it. Needs no processes: any mesh will do.
+        """Trace the step for such states and batches, without running it. Needs no processes: any mesh will do.
 
         Raises:
             PlanError: the function depends on values of tensors, so that it has no schedule.

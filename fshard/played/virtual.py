@@ -78,7 +78,7 @@ class VirtualMesh(Mesh):
         return f"VirtualMesh(sizes={self.sizes}, axis_names={self.axis_names})"
 
     def join(self, results: Sequence[Any]) -> Any:
-        """What ``run`` returned, as one value outside of it: states of ranks become a state of all ranks.
+        """Join the results of ``run`` to one value: states of ranks become a state of all ranks.
 
         Args:
             results: one for each rank, alike in structure: any nest of tuples, lists and dicts. Of what is equal on all

@@ -87,7 +87,7 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Verified:
-    """What ``fs.verify`` returns: the step computes what plain PyTorch computes. ``print`` it for the table.
+    """The result of ``fs.verify``: the step computes what plain PyTorch computes. ``print`` it for the table.
 
     Attributes:
         rows: the comparisons: loss, norm, gradients, parameters and the optimizer's state.

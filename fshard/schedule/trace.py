@@ -12,7 +12,7 @@ from fshard.sharding.mesh import Axes
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step does with batches like one that it was shown, found without running it. ``print`` the schedule.
+    """The schedule, memory and choices of a step for batches like a given one, found without running it.
 
     ``step.trace(batch)`` of train steps, of evaluation steps and of gradients returns one, and so does
     ``step.trace(state, batch)`` of a step of parts.

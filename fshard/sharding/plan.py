@@ -68,7 +68,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every leaf of a model lives on a mesh. Made by ``fs.make_plan``; ``print(plan)`` is a table.
+    """The layout of every leaf of a model on a mesh. Made by ``fs.make_plan``; ``print(plan)`` is a table.
 
     Attributes:
         mesh: the mesh.

@@ -20,7 +20,7 @@ def axes_of(entry: Entry) -> Axes:
 
 @dataclass(frozen=True, init=False, repr=False)
 class P:
-    """Where one leaf lives (``jax.sharding.PartitionSpec``, and ``flat``).
+    """The mesh axes that cut each dim of a leaf (``jax.sharding.PartitionSpec``, and ``flat``).
 
     Args:
         *dims: for each tensor dim in order the axis, or the tuple of axes, that divides it, or None. Dims left out are

@@ -130,7 +130,7 @@ class TrainState:
 
     @property
     def made(self) -> Mapping[str, str] | None:
-        """What it was made from, as texts by name; None once ranks have compared it and what they hold copies of."""
+        """The origin of the state as texts by name; None once ranks have compared it and the copies that they hold."""
         return None if self.memory.compared else self.past.made
 
     def replace(self, *, params: Any) -> "TrainState":

@@ -105,7 +105,7 @@ class TrainStep(OneFunction):
 
     @property
     def programs(self) -> Programs:
-        """What runs its programs."""
+        """The programs that the step has met."""
         return self._runner.programs
 
     @property
@@ -166,7 +166,7 @@ class TrainStep(OneFunction):
         return result
 
     def calibrate(self, batch: Any, rounds: int = 5) -> Costs:
-        """What the ops of this step cost on these ranks, measured. Collective; the step itself stays as it is.
+        """Measure the costs of the ops of this step on these ranks. Collective; the step itself stays as it is.
 
         A state of its own, from seed 0, makes some steps in which every transfer is waited for as soon as it has begun,
         so that transfers and compute do not disturb each other. That takes the memory of a second state.

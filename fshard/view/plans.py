@@ -87,7 +87,7 @@ class PlanView:
 
 
 def plan(plan: Plan) -> PlanView:
-    """What every rank holds of the parameters of a model. Local: any mesh will do.
+    """Show what every rank holds of the parameters of a model. Local: any mesh will do.
 
     Args:
         plan: what ``fs.make_plan`` returned.

@@ -126,7 +126,7 @@ class ShardingView:
 
 
 def sharding(of: Any, leaf: Any, *, mesh: Mesh | None = None) -> ShardingView:
-    """Which rank holds which part of a tensor (``jax.debug.visualize_array_sharding``). Local.
+    """Show which rank holds which part of a tensor (``jax.debug.visualize_array_sharding``). Local.
 
     Args:
         of: a plan; or a tensor, inside of a function of ``fs.shard_map`` or ``mesh.run``: this rank's slice.

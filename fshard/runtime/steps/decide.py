@@ -48,7 +48,7 @@ class Decisions:
 
     @property
     def every(self) -> int:
-        """How many steps there are to an update."""
+        """The number of steps to an update."""
         return self.opt.steps or 1
 
     def updates(self, step: int) -> bool:
