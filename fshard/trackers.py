@@ -1,4 +1,4 @@
-"""Destinations of the numbers of a run: files, TensorBoard, Weights & Biases, MLflow, the terminal. See ``fs.track``."""
+"""Destinations of numbers of a run: files, TensorBoard, Weights & Biases, MLflow, the terminal. See ``fs.track``."""
 
 from fshard.tracking.json_lines import JsonLines, read_lines
 from fshard.tracking.live import Live

@@ -16,7 +16,9 @@ WAITING = 4096
 
 
 class Tracker(Protocol):
-    """A destination of the numbers of a run. Only rank 0 calls its methods, and in the order ``begin``, ``log`` ..., ``close``.
+    """A destination of the numbers of a run.
+
+    Only rank 0 calls its methods, in the order ``begin``, ``log`` ..., ``close``.
 
     A tracker of one's own has these three methods. ``remote = True`` besides says that they may wait for a server: then
     a thread calls them, and the run goes on meanwhile.
