@@ -30,7 +30,7 @@ BASE = frozenset((*vars(nn.Module()), "_apply", *CACHES)) - {"training", "_is_fu
 """Attributes that torch keeps for itself, and the method that instances replace."""
 
 HOOKS = tuple(sorted(name for name in BASE if "hooks" in name and "state_dict" not in name))
-"""Those attributes that hold the hooks of calls."""
+"""The attributes that hold the hooks of calls."""
 
 BUFFERS = "_buffers"
 """The name under which the buffers that a call added are written."""

@@ -244,7 +244,7 @@ class Assembled:
 
     @functools.cached_property
     def axes(self) -> list[Axes]:
-        """Those over which the step communicates itself."""
+        """The axes over which the step communicates itself."""
         return sorted({axes for each in self.recorded.passes for axes in each.found.axes} | {*self.recorded.axes})
 
     @property

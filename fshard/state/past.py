@@ -42,7 +42,7 @@ class Past:
         return self if self.made is None else replace(self, made=None)
 
     def elsewhere(self) -> "Past":
-        """That of a state made from the leaves of this one, which ranks have not compared."""
+        """The past of a state made from the leaves of this one, which ranks have not compared."""
         return Past({}, exact=False, run=self.run)
 
 

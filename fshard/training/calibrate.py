@@ -28,7 +28,7 @@ class Measured(Protocol):
 
     @property
     def schedule(self) -> Schedule:
-        """That of the latest run."""
+        """The schedule of the latest run."""
 
 
 def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, control: Any) -> Costs:

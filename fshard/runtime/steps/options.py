@@ -75,7 +75,7 @@ class Options:
     norms: tuple[str, ...] | None = None
 
     def told(self) -> dict[str, Any]:
-        """Those that must be equal on all ranks. What a rank does with its own memory is its own affair."""
+        """The options that must be equal on all ranks. Those about a rank's own memory need not be."""
         skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
         kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale", "norms")}
         return self.running.told() | {"clip_norm": self.clip.rules, "skip": skip} | kept
