@@ -72,7 +72,7 @@ def test_ls(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith("step-00000004.tmp-0123abcd: of a save that")
     (run_folder / "step-00000003" / "manifest.json").write_text("{}")
     status, out, _ = fshard(capsys, "ls", run_folder)
-    assert status == 1 and "no checkpoint of fshard" in out.splitlines()[2]
+    assert status == 1 and "not a checkpoint of fshard" in out.splitlines()[2]
 
 
 def test_show(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

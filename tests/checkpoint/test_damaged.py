@@ -188,14 +188,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (lambda folder: os.truncate(folder / NAME, 0), "a plain file of 0 bytes"),
     "longer": (lambda folder: os.truncate(folder / NAME, 1 << 20), "a plain file of 1048576 bytes"),
     "a file gone": (lambda folder: (folder / NAME).unlink(), f"{NAME} is damaged.*\n.*it is missing"),
-    "a folder for a file": (lambda folder: ((folder / NAME).unlink(), (folder / NAME).mkdir())[1], "no plain file"),
-    "a pipe for a file": (lambda folder: ((folder / NAME).unlink(), os.mkfifo(folder / NAME))[1], "no plain file"),
+    "a folder for a file": (lambda folder: ((folder / NAME).unlink(), (folder / NAME).mkdir())[1], "not a plain file"),
+    "a pipe for a file": (lambda folder: ((folder / NAME).unlink(), os.mkfifo(folder / NAME))[1], "not a plain file"),
     "a link for a file": (lambda folder: linked(folder / NAME), "symbolic link"),
     "a link for the manifest": (lambda folder: linked(folder / "manifest.json"), "symbolic link"),
     "a link for the step": (lambda folder: linked(folder), "symbolic link"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is damaged.*\n.*missing"),
     "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 500), "it is not JSON"),
-    "a bit of the manifest": (lambda folder: flip(folder / "manifest.json", 60), "no JSON|SHA-256|unknown|format"),
+    "a bit of the manifest": (lambda folder: flip(folder / "manifest.json", 60), "not JSON|SHA-256|unknown|format"),
     "a huge manifest": (lambda folder: os.truncate(folder / "manifest.json", 1 << 40), "a manifest has at most"),
     "a key twice": (
         lambda folder: (
@@ -209,7 +209,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "manifest.json").write_bytes(b'{"a": 1e999}') and None,
         "1e999 is not a number",
     ),
-    "digits": (lambda folder: (folder / "manifest.json").write_bytes(b"1" * 10_000) and None, "no JSON"),
+    "digits": (lambda folder: (folder / "manifest.json").write_bytes(b"1" * 10_000) and None, "not JSON"),
     "edited": (lambda folder: by_hand(folder), "it was changed after writing"),
 }
 
@@ -285,7 +285,7 @@ def test_no_file_can_run_code(tmp_path: Path, form: str) -> None:
     root = tmp_path / "run"
     folder = save(root, 5, 7)
     (folder / "manifest.json").write_bytes(buffer.getvalue())
-    refused(root, "it is no (JSON|text)", DamagedError)
+    refused(root, "it is not (JSON|text)", DamagedError)
     root = tmp_path / "other"
     folder = save(root, 9)
     crafted(folder, buffer.getvalue())  # bytes are bytes: they are read as numbers, and as nothing else

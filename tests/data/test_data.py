@@ -245,7 +245,7 @@ def test_a_position_of_another_order_is_refused(change: dict[str, Any]) -> None:
     saved = Loader(torch.arange(9), plan_of(), **{"batch": 2, **change}).state_dict()
     with pytest.raises(CheckpointError, match=f"{next(iter(change))}: saved"):
         Loader(torch.arange(9), plan_of(), batch=2).load_state_dict(saved)
-    with pytest.raises(CheckpointError, match="no position of an fs.data.Loader"):
+    with pytest.raises(CheckpointError, match="not a position of an fs.data.Loader"):
         Loader(torch.arange(9), plan_of(), batch=2).load_state_dict({"batches": 3})
 
 

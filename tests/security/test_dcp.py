@@ -102,7 +102,7 @@ OPCODES: dict[str, tuple[bytes, str]] = {
     "a long number": (b"\x8a\xff" + b"\xff" * 255 + b".", "a number of 255 bytes"),
     "a longer number": (b"\x8b\xff\xff\xff\x7f", "is the opcode"),
     "a frame": (b"\x95" + struct.pack("<Q", 2**62), "longer than the rest of the text"),
-    "a key that can collide": (b"}K\x01K\x02s.", "no string, or there twice"),
+    "a key that can collide": (b"}K\x01K\x02s.", "not a string, or there twice"),
     "a call of a string": (b"X\x01\x00\x00\x00x)R.", "is of no name"),
     "more behind it": (b"N.N.", "ends at byte"),
     "an empty stack": (b"0.", "is the opcode"),
@@ -157,7 +157,7 @@ def test_a_number_of_updates_that_is_none_is_refused(folders: Folders) -> None:
     at = data.index(struct.pack("<f", 3.0), place.offset)
     for bad in (math.nan, math.inf, -1.0, 0.5, 1e30):
         path.write_bytes(data[:at] + struct.pack("<f", bad) + data[at + 4 :])
-        with pytest.raises(DamagedError, match="no number of updates"):
+        with pytest.raises(DamagedError, match="not a number of updates"):
             load("dcp", folders["dcp"])
 
 
