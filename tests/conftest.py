@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 # Ranks inherit it: several threads a rank would fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles a kernel or two in a test: processes of its own would take longer to start.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -70,7 +70,7 @@ def parsed(path: str, data: bytes) -> Any:
         return read_header(File(path, file.fileno(), len(data), damaged))
 
 
-FUZZ = int(os.environ.get("FSHARD_FUZZ", "100"))
+FUZZ = int(os.environ.get("FSHARD_FUZZ", "60"))
 """Cases of each fuzzer; set it higher to search longer."""
 SMALL = st.integers(-2, 70) | st.integers(-(2**70), 2**70)
 JSON = st.recursive(

@@ -171,6 +171,7 @@ def parent() -> None:
     pool.run(sleep_on, 0)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     child = Child(parent, out=tmp_path / "pids", environment={})
     await_files([str(child.out)], 30)

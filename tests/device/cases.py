@@ -25,6 +25,11 @@ HOSTED = (
     *("host, parts", "kept on the host, parts", "host, snapshots", "host, exports", "snapshots", "late snapshots"),
 )
 """Cases of the model of streams in which memory of the host takes part."""
+LIKE_OTHERS = (
+    *("order: host, far ahead", "order: kept on the host, default", "order: snapshots", "order: host, exports"),
+    *("remat, dots", "remat outside of steps, dots", "collectives by name, ranks", "one read: remat"),
+)
+"""Cases that the slow tests run: others of the default tests take the same ways."""
 
 
 @fs.unit

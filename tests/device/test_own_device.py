@@ -27,7 +27,9 @@ def device(pytestconfig: pytest.Config) -> Iterator[tuple[Pool, str]]:
 
 
 @pytest.mark.timeout(900)  # the first one compiles the device
-@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name in cases.LIKE_OTHERS)) for name in cases.CASES]
+)
 def test_on_a_device_of_our_own(device: tuple[Pool, str], case: str) -> None:
     pool, library = device
     assert pool.run(cases.run, library, case, timeout=120) == [[]]

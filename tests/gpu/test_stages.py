@@ -17,6 +17,8 @@ from tests.gpu.stages import STAGES, TOTAL, UNTESTED
 CPU = Place(torch.device("cpu"), short=True)
 ALONE = ("marked", "bench")
 """Stages that start processes: the test of the command runs them."""
+SHORT = ("parity", "lane", "syncs", "saving")
+"""Stages that the default tests run; the slow ones run the others, whose parts are tests of their own."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +27,14 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "found", lambda: None)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [stage.name for stage in STAGES if stage.name not in ALONE])
+NAMES = [
+    pytest.param(stage.name, marks=pytest.mark.long if stage.name in SHORT else pytest.mark.slow)
+    for stage in STAGES
+    if stage.name not in ALONE
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stage_runs_on_the_cpu_and_says_what_it_left_out(name: str, tmp_path: Path) -> None:
     found = Found(tmp_path / "found.json")
     importlib.import_module(f"tests.gpu.{name}").run(CPU, found)

@@ -173,8 +173,7 @@ def streamed(to: int | None, way: str) -> dict[str, Any]:
         return {"above": peak.above, "seen": seen, "total": total, "bytes": 4 * total}
 
 
-@pytest.mark.parametrize("way", ["iterator", "callback"])
-@pytest.mark.parametrize("to", [None, 0])
+@pytest.mark.parametrize(("to", "way"), [(None, "iterator"), (0, "callback")])
 def test_a_stream_takes_the_memory_of_its_largest_leaf(pool: Pools, to: int | None, way: str) -> None:
     for rank, seen in enumerate(pool(2).run(streamed, to, way)):
         receives = to is None or rank == to

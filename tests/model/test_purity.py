@@ -318,8 +318,7 @@ LEVELS = (0.0, 0.5, 0.25, 0.0, 0.75, 0.0, 0.0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compiled", [None, "fx"])
-@pytest.mark.parametrize("undo", [True, False])
+@pytest.mark.parametrize(("undo", "compiled"), [(True, "fx"), (False, "fx"), (False, None)])
 @pytest.mark.parametrize("write", OUTSIDE)
 def test_a_unit_sees_what_code_outside_writes_to_its_modules_in_any_call(write: str, undo: bool, compiled: Any) -> None:
     root = _Outer(write, undo).double()

@@ -88,8 +88,14 @@ def check(kind: type[nn.Module], way: str, units: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "units"), [(Recurrent, "*.*"), (Listening, "layers.*")])
+@pytest.mark.parametrize(
+    ("kind", "units", "way"),
+    [
+        pytest.param(kind, units, way, marks=[pytest.mark.slow] * ((kind, way) == (Recurrent, "fx")))
+        for kind, units in ((Recurrent, "*.*"), (Listening, "layers.*"))
+        for way in WAYS
+    ],
+)
 def test_steps_are_those_of_the_plain_module(kind: type[nn.Module], units: str, way: str) -> None:
     fs.virtual_mesh((2,), ("shard",)).run(check, kind, way, units)
 

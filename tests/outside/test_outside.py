@@ -10,7 +10,7 @@ from tests.outside.own import OWN
 from tests.outside.runs import CASES, MODES, Refusal, attempt
 from tests.shared.workers import Pools
 
-QUICK = ("VQ-VAE", "RealNVP")
+QUICK = ("VQ-VAE",)
 """Models that take a second each, and no ``transformers``."""
 
 

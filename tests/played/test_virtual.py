@@ -25,7 +25,7 @@ FOUR = fs.virtual_mesh((4,), ("shard",))
     ("name", "sizes", "exact"),
     [
         ("gpt", (2,), True),
-        ("conv", (2, 2), True),
+        pytest.param("conv", (2, 2), True, marks=pytest.mark.slow),
         pytest.param("gpt", (3,), False, marks=pytest.mark.slow),
         ("branching", (2,), True),
     ],

@@ -132,8 +132,8 @@ TRIED = {
     "parts": 6,
 }
 """Cases of which every event is dropped in turn, and how many they have at least."""
-ALIKE = ("flat, default", "bfloat16", "parts")
-"""Those whose events the others have too."""
+ALIKE = ("flat, default", "bfloat16", "parts", "opt axes, whole gradients", "exports")
+"""Those that the slow tests try: the others have most of their events too."""
 
 
 @pytest.mark.parametrize("name", quartered(NAMES, 2))

@@ -134,7 +134,7 @@ def stack(compile: str | None, remat: Any) -> tuple[list[float], list[Tensor], i
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compile", [None, "fx"])
+@pytest.mark.parametrize("compile", [None, pytest.param("fx", marks=pytest.mark.slow)])
 def test_memory_falls_and_dropout_stays(compile: str | None) -> None:
     wide = 512 * 128 * 4
     none, dots, every = (stack(compile, remat) for remat in (None, fs.checkpoint_policies.dots, "all"))

@@ -2,11 +2,13 @@
 
 import json
 import struct
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -68,6 +70,21 @@ def test_mlflow_whose_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len([one for one in caught if "training goes on" in str(one.message)]) == 1
 
 
+def test_wandb_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the slow test reads back, as the calls that it comes from."""
+    fake = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("fshard.tracking.tracker.find_spec", lambda name: object())
+    told = recorded(fs.trackers.Wandb("project", name="a run"), config={"width": 4}, patience=20)
+    fake.init.assert_called_once_with(project="project", config={"width": 4}, name="a run")
+    logged = fake.init.return_value.log.call_args_list
+    assert [call.kwargs["step"] for call in logged] == [1, 1, 2, 2, 3, 3, 4, 4]
+    for call, mine in zip(logged[::2], told, strict=True):
+        assert {name: call.args[0][name] for name in mine} == mine
+    fake.init.return_value.finish.assert_called_once_with()
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(300)
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from fshard import P
 from tests.shared import modules, parity
 from tests.shared.parity import Run
 
-STEPS, ROWS, LENGTH, VOCAB = 10, 8, 16, 64
+STEPS, ROWS, LENGTH, VOCAB = 6, 8, 16, 64
 LR, MOMENTUM = 0.1, 0.9
 SHARDED = (r".*", fs.fsdp("shard"))
 

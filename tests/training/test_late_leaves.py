@@ -89,7 +89,9 @@ def run(name: str, folder: str) -> tuple[list[float], dict[str, Tensor], dict[st
         return losses, dict(tree.paths(fs.unshard(state.params, plan))), counts, same
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("around", "nadam"))) for name in OPTIMIZERS]
+)
 def test_unfrozen_leaves_train_as_parameters_that_were_added(pool: Pools, tmp_path: Path, name: str) -> None:
     losses, params, found = plain(OPTIMIZERS[name][1])
     counted = {group_path: row["step"].item() for group_path, row in _rows(found).items() if "step" in row}

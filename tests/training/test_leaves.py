@@ -28,7 +28,7 @@ def test_training_equals_one_process(pool: Pools, world: int, name: str) -> None
     losses, params = leaf_rows.plain(row, world)
     # In bfloat16 a product may sum in another order where its operands lie elsewhere.
     tolerance, near = (1e-5, 1e-5) if row.precision.compute is None else (5e-4, 2e-3)
-    assert losses[0] - losses[8] > 0.005  # the same rows
+    assert losses[0] - losses[4] > 0.002  # the same rows
     frozen = (row.later[1] if row.later else row.frozen), row.frozen
     ranks = pool(world) if world == 4 else Virtual(world)
     for runs in ranks.run(leaf_rows.run, row):

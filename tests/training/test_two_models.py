@@ -15,7 +15,7 @@ from tests.shared.bad import Raised, attempt
 from tests.shared.virtual import Job
 from tests.shared.workers import Pools
 
-STEPS = 6
+STEPS = 4
 Losses = dict[str, list[float]]
 
 
