@@ -370,13 +370,7 @@ def on_whole_alone(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -
 
 
 @pytest.mark.parametrize(
-    ("real", "sizes", "names"),
-    [
-        (False, (2, 2), ("a", "b")),
-        (True, (2,), ("a",)),
-        pytest.param(False, (2,), ("a",), marks=pytest.mark.slow),
-        pytest.param(True, (2, 2), ("a", "b"), marks=pytest.mark.slow),
-    ],
+    ("real", "sizes", "names"), [(False, (2, 2), ("a", "b")), (True, (2,), ("a",))], ids=["played", "real"]
 )
 def test_ranks_take_global_tensors_and_give_them(pool: Pools, real: bool, sizes: Any, names: Any) -> None:
     count = 2
