@@ -351,7 +351,8 @@ def _run(function: Callable[..., None], *args: Any, world: int, folder: Path) ->
 @pytest.mark.parametrize(
     ("what", "how"),
     [
-        *((what, "killed") for what in ("all-gather", "reduce-scatter", "all-reduce")),
+        *((what, "killed") for what in ("all-gather", "all-reduce")),
+        pytest.param("reduce-scatter", "killed", marks=pytest.mark.slow),
         *(pytest.param(what, "sleeps", marks=pytest.mark.slow) for what in ("reduce-scatter", "all-reduce")),
     ],
 )

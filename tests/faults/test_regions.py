@@ -79,7 +79,7 @@ REGIONS = ("shard_map", "use_mesh", "sharded_loss", "grad", "evaluate")
     ("gloo", "names"),
     [
         pytest.param(False, REGIONS, id="shared memory"),
-        pytest.param(True, ("use_mesh", "grad"), id="gloo"),
+        pytest.param(True, ("use_mesh",), id="gloo"),
         pytest.param(True, REGIONS, id="gloo, all", marks=pytest.mark.slow),
     ],
 )

@@ -114,7 +114,7 @@ def timed(axes: str) -> tuple[list[Op], dict[str, list[tuple[float, float]]]]:
     return list(step.record), spans
 
 
-@pytest.mark.parametrize("axes", ["far", "near"])
+@pytest.mark.parametrize("axes", [pytest.param("far", marks=pytest.mark.slow), "near"])
 def test_a_slow_gather_delays_only_what_shares_its_communicator(pool: Pools, axes: str) -> None:
     for ops, spans in pool(4).run(timed, axes):
         names = [op.target for op in ops if op.kind == "all_gather"]

@@ -16,7 +16,7 @@ from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import all_entries
 from fshard.checkpoint.write import owned
 from tests.runtime.test_lanes import CASES as LANES
-from tests.runtime.test_lanes import ROWS, WIDTH, Case, made, params, quartered
+from tests.runtime.test_lanes import ROWS, WIDTH, Case, made, params, shared_out
 from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark
 from tests.shared.model_streams import Group, ModelTransport, modelled
 
@@ -136,7 +136,7 @@ ALIKE = ("flat, default", "bfloat16", "parts", "opt axes, whole gradients", "exp
 """Those that the slow tests try: the others have most of their events too."""
 
 
-@pytest.mark.parametrize("name", quartered(NAMES, 2))
+@pytest.mark.parametrize("name", shared_out(NAMES, 3))
 def test_nothing_races(name: str) -> None:
     races, sites = raced(CASES[name])
     assert not races, "\n".join(races)
