@@ -71,7 +71,8 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         """The same with another learning rate; None unless exactly one rule has an optimizer, and that one rate."""
         parts = [opt for _, opt in self.rules if opt is not None]
         made = with_rate(parts[0], lr) if len(parts) == 1 else None
-        return None if made is None else partition([(pattern, None if opt is None else made) for pattern, opt in self.rules])
+        rules = [(pattern, None if opt is None else made) for pattern, opt in self.rules]
+        return None if made is None else partition(rules)
 
     def init(self, param: Tensor, hyper: Choice) -> State:
         """The buffers of the leaf's own optimizer."""
