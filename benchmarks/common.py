@@ -98,11 +98,17 @@ class Report:
         content = {**asdict(self), "quick": args.quick}
         for row, written in zip(self.rows, content["rows"], strict=True):
             written["verdict"] = row.verdict
-        path = (args.results or (QUICK if args.quick else RESULTS)) / f"{self.name}.json"
+        path = results_path(args, self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(rounded(content), indent=1) + "\n")
         part.rename(path)
+
+
+def results_path(args: argparse.Namespace, name: str) -> Path:
+    """Where the JSON of a benchmark lies."""
+    folder: Path = args.results or (QUICK if args.quick else RESULTS)
+    return folder / f"{name}.json"
 
 
 def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda cli: None) -> argparse.Namespace:

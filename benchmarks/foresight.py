@@ -2,23 +2,29 @@
 
 The claim: with costs of 2 ranks, calibrated over loopback and at 1 Gbit/s, steps on 2 and 4 ranks, over other links,
 with other policies and microbatches, are predicted within 5 % (median) and 10 % (worst); and the policy that ``auto``
-chooses takes at most 1.02 (median) and 1.05 (worst) of the best one's time. Calibration makes steps of its own: nothing
-in the table was used for it. Links of a rate need root, as ``lab.py`` does.
+chooses, with and without a limit on memory, takes at most 1.02 (median) and 1.05 (worst) of the time of the best one
+that fits. Calibration makes steps of its own: nothing in the table was used for it. Links of a rate need root, as
+``lab.py`` does.
+
+All of it takes most of an hour. ``--resume --minutes 4`` measures a part of it: pieces that the results lack, as long
+as there is time. A piece is one model in one setting, and is kept as soon as it is measured.
 """
 
 import argparse
+import datetime
 import itertools
 import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lab
-from common import Report, Row, arguments, run_workers
+from common import Report, Row, arguments, results_path, run_workers
 from foresight_models import MODELS
 
 from fshard.schedule import parse
@@ -27,6 +33,9 @@ from fshard.schedule.simulate import simulate
 
 MEDIAN, WORST = 0.05, 0.10
 REGRET_MEDIAN, REGRET_WORST = 1.02, 1.05
+
+FEW = ("default", "prefetch 0", "prefetch 3", "keep 2", "keep all")
+"""The policies on 4 ranks; on 2 there are all eight."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,11 @@ class Setting:
     def __str__(self) -> str:
         return f"{self.ranks} ranks, {self.rate or 'loopback'}{', HSDP 2 x 2' if self.hsdp else ''}"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What its ranks are told."""
+        return {"hsdp": int(self.hsdp), **({"policies": [*FEW]} if self.ranks > 2 else {})}
+
 
 SETTINGS = (
     Setting(2, None, "loopback"),
@@ -55,70 +69,85 @@ SETTINGS = (
 )
 QUICK = (SETTINGS[0], SETTINGS[3])
 CALIBRATIONS = {"loopback": SETTINGS[0], "1gbit": SETTINGS[3]}
+SCRIPT = "foresight_rank.py"
 
 
 def measure(args: argparse.Namespace) -> int:
     """Run the ranks of each setting, predict, report."""
-    notes: list[str] = []
-    settings = [SETTINGS[number] for number in args.settings] if args.settings else QUICK if args.quick else SETTINGS
-    why = lab.obstacle()
-    if why:
-        notes.append(f"Links of a rate were left out: {why}.")
-        settings = [setting for setting in settings if setting.rate is None]
+    settings, why = [SETTINGS[number] for number in args.settings or range(len(SETTINGS))], lab.obstacle()
+    settings = [*QUICK] if args.quick and not args.settings else settings
+    links = [setting for setting in settings if setting.rate is None or why is None]
     models = args.models or (MODELS[:1] if args.quick else MODELS)
-    accumulate = [1] if args.quick else args.accumulate
-    rounds = args.rounds or 4
-    configuration = {"models": models, "settings": [*map(str, settings)], "accumulate": accumulate, "rounds": rounds}
-    report = Report("foresight", __doc__.splitlines()[0], configuration, notes=notes)
-    costs: dict[tuple[str, str], Costs] = {}
-    errors, regrets, details = [], [], []
-    for setting, name in itertools.product(settings, models):
-        options = {"models": [name], "accumulate": accumulate, "rounds": rounds}
-        if (setting.like, name) not in costs:
-            costs[setting.like, name] = calibrated(CALIBRATIONS[setting.like], name, options)
-        found = run_workers(setting.ranks, setting.rate, {**options, "hsdp": int(setting.hsdp), **OTHER}, SCRIPT)
-        table = [*predicted(setting, found["cases"], costs[setting.like, name])]
-        errors += [abs(error) for _, _, error in table]
-        regrets += [*regret(found["cases"])]
-        details += [*rows(setting, table, found["cases"])]
-        report.rows = [*details, *totals(errors, regrets)]
+    accumulate, rounds = args.accumulate or ([1] if args.quick else [1, 4]), args.rounds
+    configuration = {"models": models, "settings": [*map(str, SETTINGS)], "accumulate": accumulate, "rounds": rounds}
+    report = Report("foresight", __doc__.splitlines()[0], configuration, medians=before(args))
+    machine = Machine({"accumulate": accumulate, "rounds": rounds})
+    begun = time.monotonic()
+    for setting, name in itertools.product(links, models):
+        key = f"{setting}: {name}"
+        if key in report.medians or (time.monotonic() - begun) / 60 > args.minutes:
+            continue
+        report.medians[key] = machine.piece(setting, name)
+        told(report, models)
         report.write(args)  # what was measured so far is kept, whatever comes
+    told(report, models)
+    if why:
+        report.notes.append(f"Links of a rate were left out: {why}.")
     return report.finish(args)
 
 
-def totals(errors: list[float], regrets: list[float]) -> Iterator[Row]:
-    """The rows of all settings together."""
-    yield Row(
-        "all: how far predictions are from what was measured, median", "share", statistics.median(errors), target=MEDIAN
-    )
-    yield Row("all: how far predictions are from what was measured, worst", "share", max(errors), target=WORST)
-    yield Row("all: auto / best policy, median", "wall", statistics.median(regrets), target=REGRET_MEDIAN)
-    yield Row("all: auto / best policy, worst", "wall", max(regrets), target=REGRET_WORST)
+def before(args: argparse.Namespace) -> dict[str, Any]:
+    """The pieces that the results hold, where they are to be kept."""
+    path = results_path(args, "foresight")
+    found: dict[str, Any] = json.loads(path.read_text())["medians"] if args.resume and path.exists() else {}
+    return found
 
 
-SCRIPT = "foresight_rank.py"
-OTHER = {"auto": 1, "calibrate": 0}
+class Machine:
+    """Measures pieces. ``best`` is the fastest that the machine did the fixed work of ``calm.py``, in seconds."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options, self.best = options, 0.0
+        self.costs: dict[tuple[str, str], Costs] = {}
+
+    def piece(self, setting: Setting, name: str) -> dict[str, Any]:
+        """One model in one setting: predicted and measured seconds of each case, and how calm it was."""
+        if (setting.like, name) not in self.costs:
+            few = {"policies": [], "accumulate": [], "calibrate": 1}
+            found = self._run(CALIBRATIONS[setting.like], name, few)
+            self.costs[setting.like, name] = read(found["costs"][name])
+        begun = time.monotonic()
+        found = self._run(setting, name, {"auto": 1, "calibrate": 0, **setting.options})
+        costs = placed(setting, self.costs[setting.like, name])
+        return {
+            "cases": {key: predicted(case, costs) for key, case in found["cases"].items()},
+            "disturbed": found["disturbed"],
+            "turns": found["turns"],
+            "minutes": (time.monotonic() - begun) / 60,
+            "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        }
+
+    def _run(self, setting: Setting, name: str, options: Mapping[str, Any]) -> Any:
+        every = {**self.options, "models": [name], "best": self.best, **options}
+        found = run_workers(setting.ranks, setting.rate, every, SCRIPT)
+        self.best = min(self.best or found["best"], found["best"])
+        return found
 
 
-def calibrated(setting: Setting, name: str, options: Mapping[str, Any]) -> Costs:
-    """The costs of a model, of 2 ranks."""
-    few = {**options, "policies": ["default"], "accumulate": [], "calibrate": 1}
-    found = run_workers(setting.ranks, setting.rate, few, SCRIPT)
+def read(values: Any) -> Costs:
+    """Costs from what a rank has written."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
-        path.write_text(json.dumps(found["costs"][name]))
+        path.write_text(json.dumps(values))
         return read_costs(path)
 
 
-def predicted(setting: Setting, cases: Mapping[str, Any], costs: Costs) -> Iterator[tuple[str, float, float]]:
-    """Each case with its predicted seconds, and how far these are from the measured ones."""
-    for key, case in cases.items():
-        if key.endswith("|auto"):
-            continue
-        schedule = parse(case["schedule"])
-        cost = placed(setting, costs)
-        seconds = simulate(schedule, cost.only({op.kind for op in schedule})).seconds
-        yield key, seconds, seconds / statistics.median(case["times"]) - 1
+def predicted(case: Mapping[str, Any], costs: Costs) -> dict[str, Any]:
+    """A case with its predicted seconds and the median of the measured ones."""
+    schedule = parse(case["schedule"])
+    seconds = simulate(schedule, costs.only({op.kind for op in schedule})).seconds
+    known = {key: case[key] for key in ("policy", "peak", "limit")}
+    return {"predicted": seconds, "measured": statistics.median(case["times"]), **known}
 
 
 def placed(setting: Setting, costs: Costs) -> Costs:
@@ -130,33 +159,77 @@ def placed(setting: Setting, costs: Costs) -> Costs:
     return replace(costs, links=links, processors=costs.processors * 2 / setting.ranks)
 
 
-def regret(cases: Mapping[str, Any]) -> Iterator[float]:
-    """The measured time of ``auto`` over that of the best policy, for each model and number of microbatches."""
+def told(report: Report, models: Sequence[str]) -> None:
+    """The rows of all pieces, and what is missing."""
+    pieces = {key: report.medians[key] for key in wanted(models) if key in report.medians}
+    report.rows = [row for key, piece in pieces.items() for row in rows(key, piece["cases"])]
+    found = [error for piece in pieces.values() for error in errors(piece["cases"]).values()]
+    choices = [value for piece in pieces.values() for value in regrets(piece["cases"]).values()]
+    if found:
+        title = "all: how far predictions are from what was measured"
+        median, worst = statistics.median(map(abs, found)), max(map(abs, found))
+        report.rows += [Row(f"{title}, median", "share", median, target=MEDIAN)]
+        report.rows += [Row(f"{title}, worst", "share", worst, target=WORST)]
+        title = "all: auto / best policy that fits"
+        report.rows += [Row(f"{title}, median", "wall", statistics.median(choices), target=REGRET_MEDIAN)]
+        report.rows += [Row(f"{title}, worst", "wall", max(choices), target=REGRET_WORST)]
+    disturbed, turns = (sum(piece[name] for piece in pieces.values()) for name in ("disturbed", "turns"))
+    dates = sorted(piece["date"] for piece in pieces.values())
+    report.notes = [
+        f"{len(pieces)} of {len(wanted(models))} pieces are measured, from {dates[0]} to {dates[-1]}; {disturbed} of "
+        f"{turns} turns were disturbed, and those do not count where enough others are calm."
+    ] * bool(pieces)
+
+
+def wanted(models: Sequence[str]) -> list[str]:
+    """All pieces, in their order."""
+    return [f"{setting}: {name}" for setting, name in itertools.product(SETTINGS, models)]
+
+
+def kinds(cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The cases of each number of microbatches, by label."""
+    found: dict[str, dict[str, Any]] = {}
     for key, case in cases.items():
-        name, times, label = key.split("|")
-        if label == "auto":
-            others = [each["times"] for other, each in cases.items() if other.startswith(f"{name}|{times}|")]
-            best = min(statistics.median(each) for each in others)
-            yield statistics.median(case["times"]) / best
+        _, times, label = key.split("|")
+        found.setdefault(times, {})[label] = case
+    return found
 
 
-def rows(setting: Setting, table: list[tuple[str, float, float]], cases: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of a setting."""
-    for kind in dict.fromkeys(key.rpartition("|")[0] for key, _, _ in table):
-        off = [error for key, _, error in table if key.rpartition("|")[0] == kind]
-        title = f"{setting}: {kind.replace('|', ', accumulate=')}"
+def errors(cases: Mapping[str, Any]) -> dict[str, float]:
+    """How far each prediction is from what was measured, but those of ``auto``, which is one of the policies."""
+    given = {key: case for key, case in cases.items() if not key.rpartition("|")[2].startswith("auto")}
+    return {key: case["predicted"] / case["measured"] - 1 for key, case in given.items()}
+
+
+def regrets(cases: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """The measured time of ``auto`` over that of the best policy that fits, by microbatches and label."""
+    found = {}
+    for times, own in kinds(cases).items():
+        for label in [label for label in own if label.startswith("auto")]:
+            limit = own[label]["limit"] or float("inf")
+            fits = [case["measured"] for case in own.values() if case["peak"] <= limit]
+            found[times, label] = own[label]["measured"] / min(fits)
+    return found
+
+
+def rows(piece: str, cases: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of a piece."""
+    for times, own in kinds(cases).items():
+        off = [*errors({f"||{label}": case for label, case in own.items()}).values()]
+        title = f"{piece}, accumulate={times}"
         yield Row(f"{title}: predicted / measured - 1, median", "share", statistics.median(off), min(off), max(off))
-        own = {key: case for key, case in cases.items() if key.rpartition("|")[0] == kind}
-        for value in regret(own):
-            yield Row(f"{title}: auto / best policy", "wall", value)
+    for (times, label), value in regrets(cases).items():
+        yield Row(f"{piece}, accumulate={times}: {label} / best policy that fits", "wall", value)
 
 
 def options(cli: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     cli.add_argument("--models", nargs="+", choices=MODELS, help="instead of all")
-    cli.add_argument("--accumulate", type=int, nargs="+", default=[1, 4], help="microbatches")
-    cli.add_argument("--rounds", type=int, help="steps of each case")
+    cli.add_argument("--accumulate", type=int, nargs="+", help="microbatches; by default 1 and 4")
+    cli.add_argument("--rounds", type=int, default=3, help="turns of each case")
     cli.add_argument("--settings", type=int, nargs="+", help=f"numbers of settings, 0 to {len(SETTINGS) - 1}")
+    cli.add_argument("--resume", action="store_true", help="keep the pieces that the results hold, and add others")
+    cli.add_argument("--minutes", type=float, default=1e9, help="begin no piece later than this")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from foresight_models import build
 
 import fshard as fs
 
-TRIES = 4
+TRIES = 3
 """Turns that are taken at most, for each that is to count."""
 
 CALIBRATED = 6
@@ -24,6 +26,12 @@ CALIBRATED = 6
 
 SPAN = 0.2
 """Seconds that a turn takes, if a step is not longer."""
+
+AUTO = 7
+"""Steps of ``schedule="auto"`` before it has chosen."""
+
+LONG = 0.5
+"""A step of so many seconds is timed without one before it: what it finds in caches is little of it."""
 
 
 def policies() -> dict[str, fs.Policy]:
@@ -51,27 +59,33 @@ def meshed(args: argparse.Namespace) -> tuple[fs.Mesh, Any, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Costs of each model, and the schedules and times of all cases."""
     mesh, tactic, spec = meshed(args)
-    found: dict[str, Any] = {"costs": {}, "cases": {}, "disturbed": []}
+    found: dict[str, Any] = {"costs": {}, "cases": {}, "disturbed": 0, "turns": 0}
     opt = fs.optim.adamw(1e-3)
     with mesh:
-        calm = Calm()
+        calm = Calm(args.best)
         for name in args.models:
             for times in args.accumulate:
                 model, loss, batch = build(name, times)
                 plan = fs.make_plan(model, mesh, [(".*", tactic)], batch=spec)
-                auto = {"auto": fs.Auto()} if args.auto else {}
-                steps = {
-                    label: fs.make_train_step(loss, opt, plan, schedule=policy, accumulate=times)
-                    for label, policy in {**policies(), **auto}.items()
-                    if label in args.policies or label == "auto"
-                }
+                make = partial(fs.make_train_step, loss, opt, plan, accumulate=times)
+                given = batch(0, mesh.rank)
+                steps = {label: make(schedule=policies()[label]) for label in args.policies}
+                peaks = {label: step.trace(given).footprint.peak_bytes for label, step in steps.items()}
+                limits = limited(peaks) if args.auto else {}
+                steps |= {label: make(schedule=fs.Auto(memory=limit)) for label, limit in limits.items()}
                 states = {label: fs.init_state(plan, opt, seed=0) for label in steps}
-                turns = Turns(steps, states, batch(0, mesh.rank), calm)
+                turns = Turns(steps, states, given, calm)
                 rows = turns.take(args.rounds)
                 for label, step in steps.items():
-                    case = {"times": rows[label], "schedule": str(step.schedule), "policy": str(step.schedule.policy)}
-                    found["cases"][f"{name}|{times}|{label}"] = case
-                found["disturbed"].append(turns.disturbed)
+                    found["cases"][f"{name}|{times}|{label}"] = {
+                        "times": rows[label],
+                        "schedule": str(step.schedule),
+                        "policy": str(step.schedule.policy),
+                        "peak": step.trace(given).footprint.peak_bytes,
+                        "limit": limits.get(label),
+                    }
+                found["disturbed"] += turns.disturbed
+                found["turns"] += turns.taken
             if args.calibrate:
                 model, loss, batch = build(name)
                 plan = fs.make_plan(model, mesh, [(".*", tactic)], batch=spec)
@@ -80,7 +94,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         dist.all_gather_object(parts, {key: case["times"] for key, case in found["cases"].items()})
     for key, case in found["cases"].items():
         case["times"] = [max(column) for column in zip(*(part[key] for part in parts), strict=True)]
-    return found
+    return {**found, "best": calm.best}
+
+
+def limited(peaks: Mapping[str, int]) -> dict[str, int | None]:
+    """The limits on memory under which a policy is chosen: none, and one that half of the policies exceed."""
+    return {"auto": None, "auto within a limit": (min(peaks.values()) + max(peaks.values())) // 2}
 
 
 def costs(step: Any, batch: Any, calm: Calm) -> Any:
@@ -98,32 +117,36 @@ class Turns:
 
     def __init__(self, steps: Any, states: Any, batch: Any, calm: Calm) -> None:
         self.steps, self.states, self.batch, self.calm = steps, states, batch, calm
-        self.disturbed = 0
+        self.disturbed = self.taken = 0
         self.times: dict[str, list[float]] = {label: [] for label in steps}
-        first = max(self._turn(label, 8 if label == "auto" else 2) for label in steps)  # ``auto`` measures in its own
+        # ``auto`` measures in its first steps.
+        first = max(self._turn(label, 1, AUTO if label.startswith("auto") else 1) for label in steps)
         slowest = torch.tensor([first], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         self.count = min(max(int(SPAN / slowest.item()), 1), 4)
+        self.before = int(slowest.item() < LONG)
 
     def take(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of a step in the turns that nothing disturbed, or in all if there are too few of these."""
         every: dict[str, list[float]] = {label: [] for label in self.steps}
-        before = False
-        for _ in range(rounds * TRIES):
+        calm = False
+        for number in range(rounds * TRIES):
+            if number >= rounds and not self.calm.patience:
+                break  # there is no calm to be had
             for label in self.steps:
                 if len(self.times[label]) < rounds:
-                    if not before:
+                    if not calm:
                         self.calm.wait()
-                    every[label].append(self._turn(label, self.count))
-                    after = self.calm()
-                    self.times[label] += [every[label][-1]] if after else []
-                    self.disturbed += not after
-                    before = after
+                    every[label].append(self._turn(label, self.count, self.before))
+                    calm = self.calm()
+                    self.times[label] += [every[label][-1]] if calm else []
+                    self.disturbed += not calm
+                    self.taken += 1
         return {label: times if len(times) == rounds else every[label] for label, times in self.times.items()}
 
-    def _turn(self, label: str, count: int) -> float:
-        for number in range(1 + count):
-            if number == 1:
+    def _turn(self, label: str, count: int, before: int) -> float:
+        for number in range(before + count):
+            if number == before:
                 dist.barrier()
                 begun = time.perf_counter()
             self.states[label], _ = self.steps[label](self.states[label], self.batch)
@@ -140,6 +163,7 @@ def main() -> int:
     cli.add_argument("--hsdp", type=int, default=0)
     cli.add_argument("--auto", type=int, default=0)
     cli.add_argument("--shared", type=int, default=1)
+    cli.add_argument("--best", type=float, default=0.0)
     cli.add_argument("--calibrate", type=int, default=1)
     cli.add_argument("--out", type=Path, required=True)
     args = cli.parse_args()

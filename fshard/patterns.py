@@ -155,6 +155,15 @@ def glob_matches(glob: str, path: str) -> bool:
     return re.fullmatch(_regex(glob), path) is not None
 
 
+def escaped(name: str) -> str:
+    """The glob that matches this name alone.
+
+    >>> glob_matches(escaped("a[0].*"), "a[0].*"), glob_matches(escaped("a.*"), "a.b")
+    (True, False)
+    """
+    return re.sub(r"[*?\[]", r"[\g<0>]", name)
+
+
 @functools.cache
 def _regex(glob: str) -> str:
     """The regular expression of a glob for whole paths."""

@@ -12,14 +12,15 @@ from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.optim.contract import contract
 from fshard.runtime.memory.optimizer_layout import beside_bytes
-from fshard.schedule.auto import Candidate, Task, candidates, tried
+from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.build import build
+from fshard.schedule.candidates import Task, candidates
 from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint
-from fshard.schedule.infos import communicators, group_infos
+from fshard.schedule.infos import communicators, fast_axes, group_infos
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
 from fshard.schedule.ops import LOCAL
-from fshard.schedule.policy import Policy, secondary
+from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
@@ -215,11 +216,11 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
     plan = step.plan
     task = task_of(step, found, plan)
     costs = hardware.of(task, plan.mesh)
-    every = [*tries(task, plan)]
+    every = [*candidates(task, "deferred")]
     made: list[tuple[Candidate, Schedule]] = []
-    for number, (variant, policy) in enumerate(every):
+    for number, policy in enumerate(every):
         progress("policies", number / len(every))
-        made.append(tried(variant, policy, costs))
+        made.append(tried(task, policy, costs))
     state = state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
     fits = [pair for pair in made if hardware.held(plan, pair[0]) <= limit] or made
@@ -249,18 +250,16 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
     if not found.needs:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
-    groups = *group_infos(plan), *found.schedule.groups[len(plan.groups) :]  # those behind travel between steps
-    return Task(found.schedule.program, groups, found.needs, step.options.accumulate, full, True)
+    bare = Task(found.schedule.program, found.schedule.groups, found.needs, step.options.accumulate, full, True)
+    return on_plan(bare, plan)
 
 
-def tries(task: Task, plan: Plan) -> Iterator[tuple[Task, Policy]]:
-    """The policies of ``schedule="auto"``; and secondary shards over the last axis, where several axes shard leaves."""
-    yield from ((task, policy) for policy in candidates(task, "deferred"))
-    last = plan.mesh.axis_names[-1]
-    infos = group_infos(plan, None, (last,))
-    if any(info.second_bytes for info in infos):
-        for prefetch in (1, 2, 3):
-            yield replace(task, groups=(*infos, *task.groups[len(infos) :])), Policy(prefetch, 2, secondary(last))
+def on_plan(task: Task, plan: Plan) -> Task:
+    """The task on the groups of another plan of the same leaves."""
+    beside = tuple(task.groups[len(plan.groups) :])  # these travel between steps
+    axes = fast_axes(plan)
+    second = {axes: (*group_infos(plan, None, axes), *beside)} if axes else {}
+    return replace(task, groups=(*group_infos(plan), *beside), second=second)
 
 
 def state_bytes(step: TrainStep, plan: Plan) -> int:
@@ -318,11 +317,9 @@ def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Itera
     sizes = sorted({max(first >> shift, 1) for shift in range(first.bit_length())})
     for size in sizes[-8:]:
         mesh = abstract_mesh((size, *rest), plan.mesh.axis_names)
-        smaller = replace(
-            task, groups=group_infos(plan.source.plan(mesh, plan.batch, plan.precision), None, policy.secondary)
-        )
-        schedule = build(smaller.program, smaller.groups, policy, smaller.accumulate)
-        costs = hardware.of(smaller, mesh).only({op.kind for op in schedule})
+        groups = group_infos(plan.source.plan(mesh, plan.batch, plan.precision), None, policy.secondary)
+        schedule = build(task.program, groups, policy, task.accumulate)
+        costs = hardware.of(task, mesh).only({op.kind for op in schedule})
         yield mesh.size, simulate(schedule, costs).seconds
 
 

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fshard.arguments import size_text
-from fshard.foresight.foresee import Foresight, state_bytes, task_of
-from fshard.schedule.auto import Candidate, Task, tried
+from fshard.foresight.foresee import Foresight, on_plan, state_bytes, task_of
+from fshard.schedule.auto import Candidate, tried
+from fshard.schedule.candidates import Task
 from fshard.schedule.footprint import Need
-from fshard.schedule.infos import group_infos
-from fshard.schedule.policy import Policy
 from fshard.schedule.transfers import item_words
 from fshard.sharding.mesh import abstract_mesh
-from fshard.sharding.plan import Plan
 from fshard.training.step import TrainStep
 
 Remade = Callable[..., tuple[TrainStep, Any]]
@@ -44,7 +42,7 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     """
     limit = seen.hardware.memory or 0
     policy = seen.least.policy
-    task = _with_infos(task_of(step, seen.trace, seen.plan), seen.plan, policy)
+    task = task_of(step, seen.trace, seen.plan)
     costs = seen.hardware.of(task, seen.plan.mesh)
 
     def remedy(change: str, other: Task, state: int = seen.state_bytes) -> Remedy:
@@ -56,17 +54,12 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
         again, batch = remade(remat="all")
         yield remedy(
             'remat="all": units are computed again in their backward',
-            _with_infos(task_of(again, again.trace(batch), seen.plan), seen.plan, policy),
+            task_of(again, again.trace(batch), seen.plan),
         )
     if seen.rows > 1:
         less = [Need(need.peak // 2, need.after // 2, need.flops // 2, need.moved // 2) for need in task.needs]
         yield remedy("half the rows in a microbatch, with accumulate= doubled (about)", replace(task, needs=less))
     yield from _more_ranks(seen, step, task, limit)
-
-
-def _with_infos(task: Task, plan: Plan, policy: Policy) -> Task:
-    """The task on a plan's groups, which keep the secondary shards of a policy."""
-    return replace(task, groups=group_infos(plan, None, policy.secondary))
 
 
 def _more_ranks(seen: Foresight, step: TrainStep, task: Task, limit: int) -> Iterator[Remedy]:
@@ -78,7 +71,7 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: Task, limit: int) -> Ite
     while times <= MOST_RANKS:
         mesh = abstract_mesh((first * times, *rest), seen.plan.mesh.axis_names)
         plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
-        wider = _with_infos(task, plan, seen.least.policy)
+        wider = on_plan(task, plan)
         one, _ = tried(wider, seen.least.policy, seen.hardware.of(wider, mesh))
         peak = state_bytes(step, plan) + seen.hardware.held(plan, one)
         if peak <= limit:

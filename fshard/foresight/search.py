@@ -6,16 +6,16 @@ solves for layouts: a table of all that was tried can be read and argued with.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fshard import markup
 from fshard.arguments import Want, expect, size_text
 from fshard.errors import PlanError, lines
-from fshard.foresight.foresee import Hardware, Progress, model_flops, sizes, state_bytes, task_of, tries
+from fshard.foresight.foresee import Hardware, Progress, model_flops, on_plan, sizes, state_bytes, task_of
 from fshard.foresight.jobs import Job, job_of
-from fshard.schedule.auto import Candidate, Task, tried
-from fshard.schedule.infos import group_infos
+from fshard.schedule.auto import Candidate, tried
+from fshard.schedule.candidates import Task, candidates
 from fshard.schedule.policy import Policy
 from fshard.schedule.simulate import time_text
 from fshard.sharding.mesh import Mesh, abstract_mesh
@@ -227,14 +227,14 @@ class Programs:
             key = repr(remat)  # it may be a list
             if key not in self.tasks:
                 self.tasks[key] = task_of(step, step.trace(batch), step.plan)
-            yield remat, step, batch, replace(self.tasks[key], groups=group_infos(step.plan))
+            yield remat, step, batch, on_plan(self.tasks[key], step.plan)
 
 
 def _best(mesh: Mesh, remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware) -> Option:
     """The fastest policy that fits."""
     costs, state = hardware.of(task, mesh), state_bytes(step, step.plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
-    found = [tried(variant, policy, costs)[0] for variant, policy in tries(task, step.plan)]
+    found = [tried(task, policy, costs)[0] for policy in candidates(task, "deferred")]
     fits = [each for each in found if hardware.held(step.plan, each) <= limit]
     chosen: Candidate = (
         min(fits, key=lambda each: (each.seconds, hardware.held(step.plan, each)))

@@ -13,8 +13,8 @@ from fshard.runtime.execution.actions import Actions, Run
 from fshard.runtime.execution.executor import Route, make_route
 from fshard.runtime.steps import Programs
 from fshard.runtime.steps.programs import Prepared
-from fshard.schedule.auto import Task
 from fshard.schedule.build import build
+from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
 from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import GroupInfo, Op, Program

@@ -36,7 +36,7 @@ from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.options import Running
-from fshard.runtime.steps.rates import agreed, foreseen
+from fshard.runtime.steps.rates import decided, foreseen
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.infos import communicators
 from fshard.schedule.policy import Policy

@@ -5,21 +5,20 @@ Automatic choice by a cost model over a small set of plans, as Alpa (Zheng et al
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
 from fshard.schedule import refusals
 from fshard.schedule.build import build
+from fshard.schedule.candidates import Task, candidates
 from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Footprint, Need, footprint
 from fshard.schedule.machines import Speed, unit_seconds
-from fshard.schedule.ops import GroupInfo, Program
-from fshard.schedule.policy import UPDATES, Keep, Policy
+from fshard.schedule.policy import UPDATES, Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import simulate, time_text
-from fshard.schedule.stages import Stages, as_stages
 from fshard.schedule.transfers import item_words
 
 TIE = 1.01
@@ -87,12 +86,21 @@ class Rates:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One policy with what it would hold and take."""
+    """One policy with what it would hold and take. ``again`` are the units that are computed again."""
 
     policy: Policy
     memory: Footprint
     seconds: float
     exposed: float
+    again: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The policy, and what is computed again."""
+        if not self.again:
+            return str(self.policy)
+        units = self.again[0] if len(self.again) == 1 else f"{self.again[0]} to {self.again[-1]}"
+        return f"{self.policy} remat={len(self.again)} units, {units}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Choice:
         candidates: all that were tried, the fastest first.
         rates: what simulated times stand on: rates, or measured costs.
         budget: the limit on memory, in bytes.
+        task: what the policy was chosen for. ``task.again`` are the units that are computed again: none, unless no
+            policy fits without.
 
     Example::
 
@@ -116,106 +126,104 @@ class Choice:
     candidates: tuple[Candidate, ...] = field(repr=False)
     rates: Rates | Costs
     budget: int | None
+    task: Task = field(repr=False)
 
     @property
     def policy(self) -> Policy:
         """The one chosen."""
         return self.schedule.policy
 
+    @property
+    def chosen(self) -> Candidate:
+        """The same, with what it would hold and take."""
+        mine = self.policy, self.task.again
+        return next(each for each in self.candidates if (each.policy, each.again) == mine)
+
     def __str__(self) -> str:
         limit = f"at most {size_text(self.budget)}" if self.budget is not None else "no limit on memory"
         rows = [
-            f"chose {self.policy}",
+            f"chose {self.chosen.words}",
             f"the least memory among the fastest (within {TIE - 1:.0%}), {limit}; {self.rates}",
             f"{'step':>12} {'exposed':>12} {'memory':>10}  policy",
         ]
+        chosen = self.chosen
         for each in self.candidates:
             over = self.budget is not None and each.memory.peak_bytes > self.budget
-            mark = " <- chosen" if each.policy == self.policy else " (over the limit)" if over else ""
+            mark = " <- chosen" if each is chosen else " (over the limit)" if over else ""
             rows.append(
                 f"{time_text(each.seconds):>12} {time_text(each.exposed):>12} "
-                f"{size_text(each.memory.peak_bytes):>10}  {each.policy}{mark}"
+                f"{size_text(each.memory.peak_bytes):>10}  {each.words}{mark}"
             )
         return "\n".join(rows)
 
     def _repr_html_(self) -> str:
         slowest = max(each.seconds for each in self.candidates)
         largest = max(each.memory.peak_bytes for each in self.candidates)
-        rows = []
+        rows, chosen = [], self.chosen
         for each in self.candidates:
             over = self.budget is not None and each.memory.peak_bytes > self.budget
-            mark = "chosen" if each.policy == self.policy else "over the limit" if over else ""
+            mark = "chosen" if each is chosen else "over the limit" if over else ""
             step = [("busy", each.seconds - each.exposed), ("exposed", each.exposed)]
             memory = markup.bar([("memory", each.memory.peak_bytes)], largest, 120)
             size = size_text(each.memory.peak_bytes)
-            rows.append([str(each.policy), mark, time_text(each.seconds), markup.bar(step, slowest, 160), size, memory])
+            rows.append([each.words, mark, time_text(each.seconds), markup.bar(step, slowest, 160), size, memory])
         head = ["policy", "", "step", "", "memory", ""]
         return markup.shown(str(self).splitlines()[1], markup.table(head, rows, 2), markup.legend(["busy", "exposed"]))
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a policy is chosen for. ``needs`` are those of a microbatch's compute ops, in order; empty if not known.
-
-    With several passes they are those of ``Stages.computes``. ``full``: whether whole gradients may be added up over
-    microbatches. ``train``: whether a program has a backward.
-    """
-
-    program: Program | Stages
-    groups: Sequence[GroupInfo]
-    needs: Sequence[Need]
-    accumulate: int = 1
-    full: bool = True
-    train: bool = True
-
-    @property
-    def stages(self) -> Stages:
-        """What the step does."""
-        return as_stages(self.program, self.groups, self.accumulate, self.train)
+def nothing_else() -> Sequence[Task]:
+    """No other task."""
+    return ()
 
 
-def choose(task: Task, auto: Auto, rates: Rates | Costs) -> Choice:
+def choose(task: Task, auto: Auto, rates: Rates | Costs, others: Callable[[], Sequence[Task]] = nothing_else) -> Choice:
     """The policy of the fastest simulated step that fits, and the table. A function of its arguments alone.
 
     Without ``task.needs``, activations count as nothing, and so does compute unless costs are given. If no candidate
     fits, the error names the least memory, where it is needed, and what needs it.
+
+    Args:
+        task: what is run.
+        auto: what was asked for.
+        rates: what ops cost, or what that is computed from.
+        others: the same with units computed again. They are asked for where nothing fits.
     """
-    costs = rates.costs(task) if isinstance(rates, Rates) else rates
-    found = [tried(task, policy, costs) for policy in candidates(task, auto.update)]
-    fits = [pair for pair in found if auto.memory is None or pair[0].memory.peak_bytes <= auto.memory]
+    found = _every(task, auto, rates)
+    if not _fitting(found, auto):
+        found += [each for other in others() for each in _every(other, auto, rates)]
+    fits = _fitting(found, auto)
     if not fits:
-        least, schedule = min(found, key=lambda pair: pair[0].memory.peak_bytes)
+        least, schedule, _ = min(found, key=lambda each: each[0].memory.peak_bytes)
         assert auto.memory is not None
-        raise refusals.memory_too_small(
-            auto.memory, str(least.memory), str(least.policy), _largest(schedule, least.memory)
-        )
-    fastest = min(each.seconds for each, _ in fits)
-    close = [pair for pair in fits if pair[0].seconds <= TIE * fastest]
-    _, schedule = min(close, key=lambda pair: (pair[0].memory.peak_bytes, pair[0].seconds))
-    order = sorted((each for each, _ in found), key=lambda each: (each.seconds, each.memory.peak_bytes))
-    return Choice(schedule, tuple(order), rates, auto.memory)
+        raise refusals.memory_too_small(auto.memory, str(least.memory), least.words, _largest(schedule, least.memory))
+    fastest = min(each.seconds for each, _, _ in fits)
+    close = [each for each in fits if each[0].seconds <= TIE * fastest]
+    _, schedule, chosen = min(close, key=lambda each: (each[0].memory.peak_bytes, each[0].seconds))
+    order = sorted((each for each, _, _ in found), key=lambda each: (each.seconds, each.memory.peak_bytes))
+    return Choice(schedule, tuple(order), rates, auto.memory, chosen)
+
+
+Tried = tuple[Candidate, Schedule, Task]
+
+
+def _every(task: Task, auto: Auto, rates: Rates | Costs) -> list[Tried]:
+    """All candidates of a task."""
+    costs = rates.costs(task) if isinstance(rates, Rates) else rates
+    return [(*tried(task, policy, costs), task) for policy in candidates(task, auto.update)]
+
+
+def _fitting(found: Sequence[Tried], auto: Auto) -> list[Tried]:
+    """Those within the limit on memory."""
+    return [each for each in found if auto.memory is None or each[0].memory.peak_bytes <= auto.memory]
 
 
 def tried(task: Task, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule]:
     """What a policy would hold and take, and its schedule."""
-    schedule = build(task.program, task.groups, policy, task.accumulate, task.train)
+    schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     kinds = {op.kind for op in schedule}
     run = simulate(schedule, costs.only(kinds))
     memory = footprint(schedule, task.needs or [Need(0, 0, 0)])
-    return Candidate(policy, memory, run.seconds, run.exposed), schedule
-
-
-def candidates(task: Task, update: str) -> Iterator[Policy]:
-    """The policies that are tried: the simplest first, so that ties go to them."""
-    passes = task.stages.passes
-    units = max([len({call.unit for call in each.program.forward}) for each in passes], default=0)
-    parts = sorted({units * share // 4 for share in (1, 2, 3)} - {0, units})
-    reshards: list[bool | Keep] = [True, *(Keep(last=part) for part in parts), False]
-    for accumulation in ("sharded", "full") if task.full and any([p.accumulate > 1 for p in passes]) else ("sharded",):
-        for reshard in reshards:
-            for prefetch in (0, 1, 2, 3):
-                for reduces in (1, 2) if task.train else (2,):  # nothing is reduced without a backward
-                    yield Policy(prefetch, reduces, reshard, update, accumulation)
+    return Candidate(policy, memory, run.seconds, run.exposed, task.again), schedule
 
 
 def _largest(schedule: Schedule, peak: Footprint) -> list[str]:

@@ -98,7 +98,7 @@ def _device(schedule: Schedule, ranks: Sequence[Row]) -> dict[tuple[str, str], l
             # Ranks wait for each other in these two: whoever comes last waits for nobody.
             found.setdefault(key, []).append(min(walls) if op.kind in STEP_KINDS else fmean(walls))
             last = key if op.kind in COMPUTE_KINDS else last
-        elif op.kind == "free":
+        elif op.kind in ("free", "reshard"):
             found.setdefault((op.kind, ""), []).append(fmean(walls))
         if last is not None:
             found[last][-1] += gap

@@ -49,6 +49,20 @@ def _needs(group: Group, secondary: Axes) -> Iterator[tuple[str, Axes]]:
         yield KINDS["update_gather"].role, group.opt_axes
 
 
+def fast_axes(plan: Plan) -> Axes:
+    """The axes over which groups may stay sharded between their uses: the last, where others shard groups, too.
+
+    Ranks along the last axis of a mesh are neighbours, which share a host where any do.
+    """
+    last, mesh = plan.mesh.axis_names[-1:], plan.mesh
+    fast = [secondary_axes(group, last) for group in plan.groups]
+    wide = any(
+        axes and mesh.axis_size(g.gather_axes) > mesh.axis_size(axes) > 1
+        for g, axes in zip(plan.groups, fast, strict=True)
+    )
+    return last if wide else ()
+
+
 def secondary_axes(group: Group, secondary: Axes) -> Axes:
     """The axes over which a group is gathered again in a step; none if that is done as the first time."""
     fast = tuple(axis for axis in group.gather_axes if axis in secondary)

@@ -1,11 +1,14 @@
 """What a step says of its latest run, and what a trace finds: alike for all that runs on a schedule."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
+from fshard.runtime.engine import Remat
+from fshard.runtime.execution import Found
 from fshard.runtime.steps import Latest, Prepared, Runner
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
@@ -85,7 +88,12 @@ class OneFunction(LatestRun):
                 "the program depends on values of the batch's tensors, which a trace does not have: run it once; it "
                 "gathers on demand and finds the schedule for the next"
             )
-        return runner.programs.trace(found)
+        return runner.programs.trace(found, functools.partial(self._retraced, batch))
+
+    def _retraced(self, batch: Any, remat: Remat) -> Found | None:
+        runner = self._runner
+        with bind(runner.plan.mesh, runner.plan.data_axes):
+            return runner.finder.again(batch, remat)
 
     @contextmanager
     def watched(self, batch: Any, watch: Callable[[int], None]) -> Iterator[Prepared]:

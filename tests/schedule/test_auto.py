@@ -10,7 +10,8 @@ from torch import Tensor
 import fshard as fs
 from fshard.errors import PlanError
 from fshard.schedule import Policy, build, check, simulate
-from fshard.schedule.auto import TIE, Rates, Task, candidates, choose
+from fshard.schedule.auto import TIE, Rates, choose
+from fshard.schedule.candidates import Task, candidates
 from fshard.schedule.footprint import Need, footprint
 from fshard.schedule.policy import Keep
 from tests.schedule.cases import group, program

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from fshard.errors import PlanError, ScheduleError
 from fshard.schedule import Call, Costs, Link, Op, Policy, Program, Schedule, build, check, parse, simulate
-from fshard.schedule.auto import Auto, Rates, Task, choose
+from fshard.schedule.auto import Auto, Rates, choose
+from fshard.schedule.candidates import Task
 from fshard.schedule.footprint import Need, footprint
 from fshard.schedule.policy import keep
 from fshard.schedule.stages import Local, Pass, Stages

@@ -16,7 +16,7 @@ from fshard.errors import PlanError, RematError, lines
 from fshard.model.checkpoint_policies import SavePolicy, everything, nothing
 from fshard.model.checkpointed import checkpointed
 from fshard.model.objects import held, opaque
-from fshard.patterns import glob_matches, glob_meant
+from fshard.patterns import escaped, glob_matches, glob_meant
 from fshard.schedule.ops import ROOT
 
 ANY = "**"
@@ -87,6 +87,11 @@ class Remat:
 
 
 NO_REMAT = Remat()
+
+
+def again(units: Sequence[str]) -> Remat:
+    """Rules under which these units are computed again, and all of each."""
+    return Remat(tuple((escaped(unit), nothing) for unit in units))
 
 
 def _transforming(unit: str) -> RematError:

@@ -51,6 +51,7 @@ class Found:
         idle: the trained leaves that it gives no gradient; None if it was not traced.
         exact: whether its loss takes derivatives that PyTorch gets wrong.
         again: floating-point operations, of those in ``needs``, that compute activations again in the backward.
+        remat: with which units computed again it was traced, and runs.
     """
 
     program: Program
@@ -62,6 +63,7 @@ class Found:
     idle: tuple[str, ...] | None = None
     exact: bool = False
     again: int = 0
+    remat: Remat = NO_REMAT
 
     @property
     def flops(self) -> int | None:
@@ -147,7 +149,8 @@ def trace_in(
     try:
         return _traced_in(mode, fn, plan, batch, train, remat)
     except RematError:  # of a unit that the eager engine cannot compute again; a graph of it may
-        return _traced_in(mode, fn, plan, batch, train, NO_REMAT)
+        found = _traced_in(mode, fn, plan, batch, train, NO_REMAT)
+        return None if found is None else (replace(found[0], remat=remat), found[1])
 
 
 def traceable(plan: Plan) -> Plan:
@@ -198,7 +201,7 @@ def _traced_in(
     inner, needs = frozenset(engine.inner), tuple(activations.needs)
     program = program_of(seen, groups)
     exact, again = engine.exact, activations.again
-    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again), result
+    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat), result
 
 
 def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fshard.runtime.engine.batch import microbatches, shapes, signature
+from fshard.runtime.engine.remat import Remat
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.trace import trace
 from fshard.runtime.steps.programs import Programs
@@ -35,12 +36,20 @@ class Finder:
         key, programs = signature(batch), self.programs
         if key not in self._found:
             self._count()
-            part = microbatches(batch, programs.accumulate)[0]
             self._shapes[key] = shapes(batch)
-            found = self._found[key] = trace(self.fn, programs.plan, part, programs.train, programs.remat)
+            found = self._found[key] = self.again(batch, programs.remat)
             if found is not None:
                 programs.remat.check({*found.program.reads, *(group.unit for group in programs.plan.groups)})
+        found = self._found[key]
+        if found is not None and found.needs and (chosen := programs.remat_of(found)) != found.remat:
+            self._found[key] = self.again(batch, chosen)
         return self._found[key]
+
+    def again(self, batch: Any, remat: Remat) -> Found | None:
+        """The program for batches like this one with other units computed again, traced anew."""
+        programs = self.programs
+        part = microbatches(batch, programs.accumulate)[0]
+        return trace(self.fn, programs.plan, part, programs.train, remat)
 
     def flops(self, batch: Any) -> int | None:
         """Floating-point operations of the model in a run on this batch, on this rank.

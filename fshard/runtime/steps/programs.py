@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fshard.errors import PlanError, RematError
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.comm.packing import PIECE
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
-from fshard.runtime.engine.remat import Remat
+from fshard.runtime.engine.remat import Remat, again
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.actions import Actions, Resident
 from fshard.runtime.execution.executor import Route, Scheduled, make_route
@@ -20,12 +21,14 @@ from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.runtime.steps.options import Running
-from fshard.runtime.steps.rates import agreed, foreseen
+from fshard.runtime.steps.rates import Again, decided, foreseen
 from fshard.runtime.steps.trials import Trial, begun
-from fshard.schedule.auto import Auto, Choice, Task
+from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.build import build
+from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
-from fshard.schedule.infos import communicators, group_infos, stage_numel
+from fshard.schedule.footprint import Need
+from fshard.schedule.infos import communicators, fast_axes, group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 ALIGN = 256
 
 EngineMaker = Callable[[Plan, Sink, Remat, Traits], Engine]
+
+Retraced = Callable[[Remat], Found | None]
+"""Traces a program with other units computed again."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Programs:
         train: whether there is a backward.
         comms: the communicators of the plan.
         infos: what schedules know of the groups.
+        second: the same where groups stay sharded over some axes, by these: what ``fs.Auto`` may choose.
         memory: what programs share.
         remat: which units are computed again in their backward.
         cache: compiled graphs of units; None without a backend.
@@ -98,6 +105,7 @@ class Programs:
     train: bool
     comms: Communicators
     infos: tuple[GroupInfo, ...]
+    second: Mapping[Axes, tuple[GroupInfo, ...]]
     memory: StepMemory
     remat: Remat
     cache: "Cache | None"
@@ -116,17 +124,25 @@ class Programs:
         memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison)
         return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), trials={}, made={})
 
-    def trace(self, found: Found) -> Trace:
-        """What is known of a program before it runs. Its schedule is checked."""
-        choice = None
+    def trace(self, found: Found, retraced: Retraced | None = None) -> Trace:
+        """What is known of a program before it runs. Its schedule is checked.
+
+        Args:
+            found: the program.
+            retraced: traces it anew with other units computed again.
+        """
+        choice, needs = None, found.needs
         if isinstance(self.policy, Auto):
-            choice = self.choice(found, self.policy)
+            choice = self.choices.get(found.program.text)
+            if choice is None:  # what this rank alone would choose
+                choice = foreseen(self._task(found), self.policy, self._again(retraced))
+                needs = tuple(choice.task.needs)
             schedule = choice.schedule
         else:
             schedule = build(found.program, self.infos, self.policy, self.accumulate, self.train)
         check(schedule)
         needed = communicators(self.plan, self.comms.secondary)
-        return Trace(schedule, choice, found.needs, found.idle, tuple(needed))
+        return Trace(schedule, choice, needs, found.idle, tuple(needed))
 
     def undecided(self, found: Found) -> Auto | None:
         """What chooses the policy of a program, where all ranks still have to do that together; else None."""
@@ -136,30 +152,40 @@ class Programs:
         trial = self.trials.get(text)
         return auto if text not in self.choices or (trial is not None and trial.over) else None
 
-    def decide(self, found: Found, auto: Auto) -> None:
+    def decide(self, found: Found, auto: Auto, retraced: Retraced) -> None:
         """Choose the policy of a program: by rates, and again by what timed steps cost. Collective."""
         text = found.program.text
         trial = self.trials.pop(text, None)
         if trial is not None:
             self.choices[text] = trial.conclude(self.comms, auto) or self.choices[text]
             return
-        self.choices[text], task = agreed(self.plan, self.comms, self._task(found), auto)
-        trial = begun(task, auto, self.plan.mesh.size)
+        chosen = self.choices[text] = decided(self.plan, self.comms, self._task(found), auto, self._again(retraced))
+        trial = begun(chosen.task, auto, self.plan.mesh.size)
         if trial is not None:
             self.trials[text] = trial
 
-    def choice(self, found: Found, auto: Auto) -> Choice:
-        """What was chosen for a program; before any step, what this rank alone would choose.
+    def remat_of(self, found: Found) -> Remat:
+        """Which units of a program are computed again in their backward."""
+        choice = self.choices.get(found.program.text)
+        return again(choice.task.again) if choice is not None and choice.task.again else self.remat
 
-        Raises:
-            PlanError: nothing was chosen yet, and it is not known what this machine does in a second.
-        """
-        known = self.choices.get(found.program.text)
-        return known if known is not None else foreseen(self._task(found), auto)
+    def _again(self, retraced: Retraced | None) -> Again | None:
+        """The needs of a program with units computed again, where the user has not said which are."""
+        if retraced is None or self.remat.rules or not self.train:
+            return None
+
+        def needs(units: tuple[str, ...]) -> tuple[Need, ...]:
+            try:
+                found = retraced(again(units))
+            except (RematError, PlanError):
+                return ()
+            return found.needs if found is not None else ()
+
+        return needs
 
     def _task(self, found: Found) -> Task:
         full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
-        return Task(found.program, self.infos, found.needs, self.accumulate, full, self.train)
+        return Task(found.program, self.infos, found.needs, self.accumulate, full, self.train, self.second)
 
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""
@@ -189,7 +215,7 @@ class Programs:
             beside: the actions of another program that reads the same shards in the same step.
         """
         traits = Traits(found.program.reads[ROOT], found.foreign, found.exact)
-        prepared = Prepared(*self._prepared(arena, offsets, traits, beside), found.weighted)
+        prepared = Prepared(*self._prepared(arena, offsets, traits, found.remat, beside), found.weighted)
         self._compiled(prepared, found)
         return prepared
 
@@ -199,7 +225,7 @@ class Programs:
         for info in self.infos:
             if info.gathered:
                 offsets[f"param:{info.name}"], end = end, -(-(end + info.full_bytes) // ALIGN) * ALIGN
-        return Prepared(*self._prepared(self.memory.new_arena(end), offsets, UNKNOWN))
+        return Prepared(*self._prepared(self.memory.new_arena(end), offsets, UNKNOWN, self.remat))
 
     def closing(self, microbatch: int) -> list[Op]:
         """The reductions after a backward that ran on demand."""
@@ -215,12 +241,17 @@ class Programs:
         ]
 
     def _prepared(
-        self, arena: Tensor, offsets: Mapping[str, int], traits: Traits, beside: Actions | None = None
+        self,
+        arena: Tensor,
+        offsets: Mapping[str, int],
+        traits: Traits,
+        remat: Remat,
+        beside: Actions | None = None,
     ) -> tuple[Engine, Actions]:
         """An engine on an arena, and what ops do to both."""
         memory, buffers = self.memory, dict[int, GradientBuffers]()
         gradients = FlatGradients(self.plan, buffers, memory.offload)
-        engine = self.engine(self.plan, gradients.sink, self.remat, traits)
+        engine = self.engine(self.plan, gradients.sink, remat, traits)
         staging = {group: stage_numel(self.plan, self.plan.groups[group]) for group in memory.reduced}
         engine.slots.place(arena, offsets, staging)
         memory.allocate()
@@ -252,7 +283,7 @@ class Programs:
         if any(slots.grad is not None and slots.grad.dtype != slots.group.compute_dtype for slots in trained):
             claim = _refuse  # a graph writes in the dtype in which it computes; the sink casts
         engine.graphs = Graphs(
-            self.cache, self.plan, engine, claim, grads, readers, found.inner, found.foreign, self.remat
+            self.cache, self.plan, engine, claim, grads, readers, found.inner, found.foreign, found.remat
         )
 
     def _arena(self, size: int) -> Tensor:
@@ -281,10 +312,12 @@ def make_programs(
         train: whether there is a backward.
         visiting: bytes of optimizer state that visit the side on which they are updated, by group id.
     """
-    secondary = running.policy.secondary if isinstance(running.policy, Policy) else ()
-    infos, comms = group_infos(plan, visiting or {}, secondary), Communicators(plan, secondary)
+    auto, visiting = isinstance(running.policy, Auto), visiting or {}
+    secondary = running.policy.secondary if isinstance(running.policy, Policy) else fast_axes(plan) if train else ()
+    infos, comms = group_infos(plan, visiting, () if auto else secondary), Communicators(plan, secondary)
+    second = {secondary: group_infos(plan, visiting, secondary)} if auto and secondary else {}
     memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
-    made = Programs(plan, running.policy, accumulate, train, comms, infos, memory, running.remat, cache)
+    made = Programs(plan, running.policy, accumulate, train, comms, infos, second, memory, running.remat, cache)
     return replace(made, executor=executor_of(plan.mesh))
 
 

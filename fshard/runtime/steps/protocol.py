@@ -131,7 +131,7 @@ class Runner:
         except BaseException as error:
             decline(programs.comms.control, self.call, batch, error)
         if found is not None and (auto := programs.undecided(found)) is not None:
-            self._choose_policy(found, auto, batch, facts)
+            found = self._choose_policy(found, auto, batch, facts)
         return self._ready(given, found, parts, facts)
 
     def _ready(self, given: Request, found: Found | None, parts: Sequence[Any], facts: Facts) -> Ready:
@@ -162,13 +162,18 @@ class Runner:
         self.latest = Latest(record=on_demand.record)
         return on_demand
 
-    def _choose_policy(self, found: Found, auto: Auto, batch: Any, facts: Facts) -> None:
-        """Choose the policy of a new program. All ranks are here, with the same program, or none goes on."""
+    def _choose_policy(self, found: Found, auto: Auto, batch: Any, facts: Facts) -> Found:
+        """Choose the policy of a new program. All ranks are here, with the same program, or none goes on.
+
+        Returns:
+            The program, with the units that are computed again then.
+        """
         comms = self.programs.comms
         intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
         agree(comms.control, self.call, intent, batch, False, None, facts)
         comms.open()
-        self.programs.decide(found, auto)
+        self.programs.decide(found, auto, partial(self.finder.again, batch))
+        return self.finder.look(batch) or found
 
     def _prepare_again(self, ready: Ready, outcome: Outcome) -> Ready:
         """What all ranks run after a program has left its schedule: the same, on demand."""
@@ -307,7 +312,7 @@ class Runner:
         """Write down the program that a run on demand has found, for a schedule."""
         engine = agreed.ready.prepared.engine
         program = program_of(executor, {name: list(read.groups) for name, read in engine.units.reads.items()})
-        found = Found(program, weighted, True, frozenset(engine.inner), exact=engine.exact)
+        found = Found(program, weighted, True, frozenset(engine.inner), exact=engine.exact, remat=self.programs.remat)
         if self.programs.train or self._common(found):
             self.finder.learn(agreed.ready.request.batch, found)
 

@@ -5,7 +5,7 @@ That is rough, and alike on all ranks.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,8 @@ from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.comm.communicator import SingleRank
 from fshard.runtime.comm.communicators import Communicators
 from fshard.schedule import refusals
-from fshard.schedule.auto import Auto, Choice, Rates, Task, choose
+from fshard.schedule.auto import Auto, Choice, Rates, choose
+from fshard.schedule.candidates import Task, units_again
 from fshard.schedule.footprint import Need
 from fshard.sharding.plan import Plan
 
@@ -24,14 +25,36 @@ SHARD = 1 << 20
 TRIES = 4
 
 
-def agreed(plan: Plan, comms: Communicators, task: Task, auto: Auto) -> tuple[Choice, Task]:
-    """The choice of all ranks together, by rates, and the task with the needs of the neediest. Collective."""
+Again = Callable[[tuple[str, ...]], Sequence[Need]]
+"""The needs of a program with some units computed again; none if that cannot be."""
+
+
+def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto, again: Again | None = None) -> Choice:
+    """The choice of all ranks together, by rates, with the needs of the neediest. Collective.
+
+    Args:
+        plan: the plan.
+        comms: its communicators, which are open.
+        task: what is run.
+        auto: what was asked for.
+        again: what units that are computed again change; None if nothing may be.
+    """
     rates, needs = common(comms, measured(plan, comms, auto), tuple(task.needs))
-    task = replace(task, needs=needs)
-    return choose(task, auto, rates), task
+
+    def others() -> Iterator[Task]:
+        if again is None or not needs:
+            return
+        for units in units_again(task.program):
+            own = tuple(again(units))
+            able = len(own) == len(needs)
+            most = common(comms, replace(rates, compute=float(able)), own if able else needs)
+            if most[0].compute:  # on all ranks
+                yield replace(task, needs=most[1], again=units)
+
+    return choose(replace(task, needs=needs), auto, rates, lambda: [*others()])
 
 
-def foreseen(task: Task, auto: Auto) -> Choice:
+def foreseen(task: Task, auto: Auto, again: Again | None = None) -> Choice:
     """What this rank alone would choose before any step.
 
     Raises:
@@ -40,7 +63,10 @@ def foreseen(task: Task, auto: Auto) -> Choice:
     missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
     if missing:
         raise refusals.unknown_rates(missing)
-    return choose(task, auto, Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency))
+    units = units_again(task.program) if again is not None else []
+    found = ((each, again(each)) for each in units if again is not None)
+    others = (replace(task, needs=needs, again=each) for each, needs in found if needs)
+    return choose(task, auto, Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency), lambda: [*others])
 
 
 def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:

@@ -7,11 +7,13 @@ from fshard.errors import PlanError
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps.calibrate import fitted_by_all, op_times
-from fshard.schedule.auto import Auto, Choice, Task, choose
+from fshard.schedule.auto import Auto, Choice, choose
 from fshard.schedule.build import build
+from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
 from fshard.schedule.fit import APART, OpTime
 from fshard.schedule.footprint import footprint
+from fshard.schedule.policy import secondary
 from fshard.schedule.schedule import Schedule
 
 WARM, TIMED = 2, 4
@@ -61,8 +63,9 @@ def begun(task: Task, auto: Auto, size: int) -> Trial | None:
     """
     if size == 1 or auto.compute is not None or auto.wire is not None or not task.needs:
         return None
-    policy = replace(APART, update=auto.update)
-    schedule = build(task.program, task.groups, policy, task.accumulate, task.train)
+    kept = [secondary(*axes) for axes in task.second]
+    policy = replace(APART, update=auto.update, reshard=kept[0] if kept else True)  # it times gathers of both kinds
+    schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     check(schedule)
     if auto.memory is not None and footprint(schedule, task.needs).peak_bytes > auto.memory:
         return None

@@ -1,0 +1,82 @@
+"""What a step may be: the policies that are tried, secondary shards among them, and the units computed again.
+
+One list for all who choose: ``schedule="auto"``, ``fshard plan`` and ``fs.sim.search``. None of it changes a bit of a
+result: policies and secondary shards move results in time, and a unit that is computed again keeps its gradients.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fshard.schedule.footprint import Need
+from fshard.schedule.ops import ROOT, GroupInfo, Program
+from fshard.schedule.policy import Keep, Policy, secondary
+from fshard.schedule.stages import Stages, as_stages
+from fshard.sharding.mesh import Axes
+
+SHARES = 4
+"""Units computed again are tried in so many steps, from a quarter of them to all."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a policy is chosen for.
+
+    Attributes:
+        program: what is run.
+        groups: its groups, as they are without secondary shards.
+        needs: those of a microbatch's compute ops, in order; empty if not known. With several passes they are those of
+            ``Stages.computes``.
+        accumulate: microbatches.
+        full: whether whole gradients may be added up over microbatches.
+        train: whether a program has a backward.
+        second: by axes over which groups may stay sharded between their uses, the groups as they then are.
+        again: the units that are computed again in their backward. ``needs`` are those with it.
+    """
+
+    program: Program | Stages
+    groups: Sequence[GroupInfo]
+    needs: Sequence[Need]
+    accumulate: int = 1
+    full: bool = True
+    train: bool = True
+    second: Mapping[Axes, Sequence[GroupInfo]] = field(default_factory=dict)
+    again: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> Stages:
+        """What the step does."""
+        return as_stages(self.program, self.groups, self.accumulate, self.train)
+
+    def under(self, policy: Policy) -> "Task":
+        """The task on the groups that a policy has."""
+        return replace(self, groups=self.second[policy.secondary]) if policy.secondary else self
+
+
+def candidates(task: Task, update: str) -> Iterator[Policy]:
+    """The policies that are tried: the simplest first, so that ties go to them."""
+    passes = task.stages.passes
+    units = max([len({call.unit for call in each.program.forward}) for each in passes], default=0)
+    parts = sorted({units * share // 4 for share in (1, 2, 3)} - {0, units})
+    reshards: list[bool | Keep] = [True, *(Keep(last=part) for part in parts), False]
+    for accumulation in ("sharded", "full") if task.full and any([p.accumulate > 1 for p in passes]) else ("sharded",):
+        for reshard in reshards:
+            for prefetch in (0, 1, 2, 3):
+                for reduces in (1, 2) if task.train else (2,):  # nothing is reduced without a backward
+                    yield Policy(prefetch, reduces, reshard, update, accumulation)
+        for axes in task.second if task.train else ():
+            for prefetch in (1, 2, 3):
+                yield Policy(prefetch, 2, secondary(*axes), update, accumulation)
+
+
+def units_again(program: Program | Stages) -> list[tuple[str, ...]]:
+    """The units that may be computed again, fewest first: those called first, whose activations are held longest.
+
+    >>> from fshard.schedule import Call
+    >>> units_again(Program((Call("a"), Call("b")), (Call("b"), Call("a")), {"a": (), "b": ()}))
+    [('a',), ('a', 'b')]
+    """
+    if isinstance(program, Stages):
+        return []
+    units = [unit for unit in dict.fromkeys(call.unit for call in program.forward) if unit != ROOT]
+    counts = sorted({-(-len(units) * share // SHARES) for share in range(1, SHARES + 1)} - {0})
+    return [tuple(units[:count]) for count in counts]
