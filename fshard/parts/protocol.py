@@ -188,7 +188,7 @@ class StepRunner:
         text = repr(task.program)
         agree(comms.control, CALL, Intent(digest(text), lambda: text), given.batch, False, None, facts)
         comms.open()
-        self.choices[recorded], _ = agreed(self.plan, comms, task, auto)
+        self.choices[recorded] = decided(self.plan, comms, task, auto)
 
     def _equal(self, plan: Plan) -> Equal:
         """What must be equal on all ranks of states with a plan."""

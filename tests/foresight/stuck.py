@@ -13,7 +13,21 @@ BEFORE = 2
 
 def main() -> None:
     """Train until something ends it."""
-    with fs.make_mesh((-1,), ("shard",), timeout=30.0) as mesh:
+    train(30.0, 120.0)
+
+
+def named() -> str:
+    """Train until the other rank's wait has timed out, and return what this one is told."""
+    try:
+        train(2.0, 5.0)
+    except fs.errors.CommError as error:
+        return str(error)
+    return ""
+
+
+def train(timeout: float, seconds: float) -> None:
+    """Train, with a rank that sleeps for some seconds in the third step."""
+    with fs.make_mesh((-1,), ("shard",), timeout=timeout) as mesh:
         calls = [0]
 
         @fs.unit
@@ -22,7 +36,7 @@ def main() -> None:
                 calls[0] += 1
                 if calls[0] > 2 * BEFORE:
                     print("stuck", flush=True)
-                    time.sleep(120)
+                    time.sleep(seconds)
             return torch.tanh(x @ params["w"])
 
         def loss(params: Any, x: torch.Tensor) -> torch.Tensor:

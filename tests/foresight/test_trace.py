@@ -20,7 +20,7 @@ from fshard.view.chrome import TRACKS
 from tests.foresight import stuck
 from tests.schedule.test_costs import SECONDS, over
 from tests.shared.children import Child
-from tests.shared.workers import await_files
+from tests.shared.workers import Pool, await_files
 
 FIELDS = {
     "X": {"dur", "cat"},
@@ -228,6 +228,19 @@ def test_ranks_that_were_killed_leave_who_was_stuck_where(tmp_path: Path) -> Non
     assert main(["trace", str(tmp_path)]) == 0
     last = [event["name"] for event in events(tmp_path / "trace.json") if event["ph"] == "B" and event["tid"] == 0]
     assert "forward layer(a.w)" in last
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_an_error_names_the_rank_and_the_op_that_others_wait_for() -> None:
+    own = Pool(2)
+    try:
+        waited, _ = own.run(stuck.named)
+    finally:
+        own.kill()
+    rows = {line.split(":")[0].strip(): line for line in waited.splitlines()}
+    assert "timed out" in waited.splitlines()[0] and "at op 17 of 20, 'wait " in rows["rank 0"]
+    assert "'forward layer(a.w)'" in rows["rank 1"] and "stuck.py:" in rows["rank 1"]
 
 
 def free_port() -> int:

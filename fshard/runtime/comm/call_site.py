@@ -34,6 +34,11 @@ CALLS = {
 """Names in errors by qualified name. Other functions keep their own name."""
 
 
+PLACES = {"Scheduled._perform": ("self", False), "Passes.run": ("sink", True)}
+"""Functions whose frames know the op of a schedule that a step has come to: the variable of its executor, and whether
+what runs is the program, not communication."""
+
+
 class HelperThread(threading.Thread):
     """A daemon thread that works for a waiting thread. Its call site is that of the waiting thread."""
 
@@ -59,6 +64,33 @@ def call_site(thread: int | None = None) -> str:
     return ", in ".join(calls) or f"the thread {found.name if found else ident}"
 
 
+def place(thread: int | None = None) -> str:
+    """The call site of a thread, and the op that its step has come to: ``train step, train.py:38, at op 30 of 45,
+    'forward blocks.0'``.
+
+    Args:
+        thread: its identity; None for the current thread.
+    """
+    op = op_of(thread)
+    return call_site(thread) + (f", at {op}" if op else "")
+
+
+def op_of(thread: int | None = None) -> str:
+    """The op that a thread's step has come to; empty if it makes none, or has no schedule."""
+    ident = threading.get_ident() if thread is None else thread
+    found = next((one for one in threading.enumerate() if one.ident == ident), None)
+    if isinstance(found, HelperThread):
+        return op_of(found.caller)
+    frame = sys._current_frames().get(ident)
+    while frame is not None:
+        name, computing = PLACES.get(frame.f_code.co_qualname, ("", False))
+        executor = frame.f_locals.get(name) if name else None
+        if hasattr(executor, "place"):
+            return str(executor.place(computing))
+        frame = frame.f_back
+    return ""
+
+
 def _calls(frame: FrameType | None) -> Iterator[str]:
     """Each call from a line of the user into the library, innermost first."""
     inside: list[str] = []  # qualified names of adjacent frames of the library
@@ -71,8 +103,8 @@ def _calls(frame: FrameType | None) -> Iterator[str]:
         if module == "fshard" or module.startswith("fshard."):
             inside.append(frame.f_code.co_qualname)
         elif not module.startswith(OURS) and (inside or innermost):
-            place = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
-            yield f"{_name(inside)}, {place}" if inside else place
+            line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+            yield f"{_name(inside)}, {line}" if inside else line
             inside, innermost = [], False
         frame = frame.f_back
 

@@ -2,8 +2,9 @@
 
 A wait for another rank registers itself in a table, which costs a tuple. For a wait that lasts some seconds, the thread
 leaves a note in the store with this rank's call and line; after ten seconds it prints one line that says which rank
-waits for which. Errors quote the notes of all ranks. If a wait lasts well beyond its timeout, the thread prints the
-error and ends the process.
+waits for which. A rank whose program has been at one op of its schedule for as long leaves a note, too: others may wait
+for it. Errors quote the notes of all ranks. If a wait lasts well beyond its timeout, the thread prints the error and
+ends the process.
 """
 
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from fshard.errors import CommError, lines
-from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.call_site import op_of, place
 from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
 
 LONG = 10.0
@@ -46,6 +47,14 @@ class Seen:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Computing:
+    """An op of the program in the main thread, and for how long it has been seen there."""
+
+    op: str = ""
+    seconds: float = 0.0
+
+
 class Watchdog:
     """Watches the waits of one rank.
 
@@ -69,6 +78,7 @@ class Watchdog:
         self.looks: list[Callable[[], None]] = []
         self.seen: dict[int, Seen] = {}
         self.told, self.failed = "", False
+        self.idle = Computing()
         self.closed = threading.Event()
         self.early = min(LONG, timeout / 2)
         self.tick = min(1.0, self.early / 4)
@@ -116,7 +126,7 @@ class Watchdog:
             raise
 
     def _explain(self, error: CommError, ranks: Sequence[int], fatal: bool) -> None:
-        own, stuck = call_site(), any(word in str(error) for word in STUCK)
+        own, stuck = place(), any(word in str(error) for word in STUCK)
         self.failed = True
         if fatal and stuck:
             self.abort_all(f"{type(error).__name__}: {error} (at {own})")
@@ -143,20 +153,27 @@ class Watchdog:
                 else:
                     self._look(thread, last)
             self.seen = {thread: seen for thread, seen in self.seen.items() if thread in now}
-            if self.told and not self.seen and not self.failed:
-                self._tell("")
+            self.idle = self._computing() if not self.seen else Computing()
+            if not self.seen and not self.failed:
+                main = threading.main_thread().ident
+                self._tell(place(main) if self.idle.seconds >= self.early else "")
+
+    def _computing(self) -> "Computing":
+        """For how long the program has been at one op."""
+        op = op_of(threading.main_thread().ident)
+        return Computing(op, self.idle.seconds + self.tick) if op and op == self.idle.op else Computing(op)
 
     def _look(self, thread: int, seen: Seen) -> None:
         """Act on a wait that has lasted one tick more."""
         before, seen.seconds = seen.seconds, seen.seconds + self.tick
         if before < self.early <= seen.seconds:
-            self._tell(call_site(thread))
+            self._tell(place(thread))
         if before < LONG <= seen.seconds:
-            self._say(f"rank {self.rank} has waited {LONG:g} s {self._for(seen.wait)}; it is at {call_site(thread)}")
+            self._say(f"rank {self.rank} has waited {LONG:g} s {self._for(seen.wait)}; it is at {place(thread)}")
         if seen.seconds > self.timeout + LAST:
             self._say(
                 f"CommError: rank {self.rank} has waited {seen.seconds:.0f} s {self._for(seen.wait)}, longer than its "
-                f"timeout of {self.timeout:g} s, at {call_site(thread)}; the wait cannot be ended otherwise, so the "
+                f"timeout of {self.timeout:g} s, at {place(thread)}; the wait cannot be ended otherwise, so the "
                 f"process ends with status {STATUS}"
             )
             os._exit(STATUS)

@@ -104,6 +104,17 @@ class Scheduled:
         self.times.append(perf_counter())
         self.cursor = position + 1
 
+    def place(self, computing: bool) -> str:
+        """The op that the step has come to, in words.
+
+        Args:
+            computing: whether the program runs, after the latest compute op has begun.
+        """
+        at = min(self.cursor, len(self.ops) - 1)
+        while computing and at and (at == self.cursor or self.ops[at].kind not in COMPUTE_KINDS):
+            at -= 1
+        return f"op {at} of {len(self.ops)}, '{self.ops[at]}'"
+
     def begin_microbatch(self, index: int) -> None:
         """A microbatch begins."""
         self.microbatch = index
