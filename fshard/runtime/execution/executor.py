@@ -2,8 +2,7 @@
 
 Neither has a policy of its own. A program that leaves the schedule by skipping calls costs nothing but time: their
 communication runs all the same, so that every rank issues the schedule's collectives in the schedule's order whatever
-its own program does. A call that the schedule does not hold ahead cannot be served so: it raises ``Mispredicted``, the
-step is given up on all ranks together, and runs again on demand.
+its own program does. A call that the schedule does not hold ahead raises ``Mispredicted``: all ranks run the step again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,8 +87,7 @@ class Scheduled:
         self.end = len(self.ops) - (self.ops[-1].kind == "consensus")
         self.shield = shield or Shield()
         self.lost = self.draining = False
-        self.cursor = 0
-        self.microbatch = 0
+        self.cursor = self.microbatch = 0
         self.record: list[Op] = []
         self.times: list[float] = []
 
@@ -105,14 +103,9 @@ class Scheduled:
         self.cursor = position + 1
 
     def place(self, computing: bool) -> str:
-        """The op that the step has come to, in words.
-
-        Args:
-            computing: whether the program runs, after the latest compute op has begun.
-        """
-        at = min(self.cursor, len(self.ops) - 1)
-        while computing and at and (at == self.cursor or self.ops[at].kind not in COMPUTE_KINDS):
-            at -= 1
+        """The op that the step has come to, in words; with ``computing`` the latest compute op, of which code runs."""
+        done = [at for at in range(self.cursor) if computing and self.ops[at].kind in COMPUTE_KINDS]
+        at = done[-1] if done else min(self.cursor, len(self.ops) - 1)
         return f"op {at} of {len(self.ops)}, '{self.ops[at]}'"
 
     def begin_microbatch(self, index: int) -> None:
