@@ -6,11 +6,12 @@ result: policies and secondary shards move results in time, and a unit that is c
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import ROOT, GroupInfo, Program
-from fshard.schedule.policy import Keep, Policy, secondary
-from fshard.schedule.stages import Stages, as_stages
+from fshard.schedule.policy import Keep, Policy, Secondary, secondary
+from fshard.schedule.stages import Pass, Stages, as_stages
 from fshard.sharding.mesh import Axes
 
 SHARES = 4
@@ -55,17 +56,21 @@ class Task:
 def candidates(task: Task, update: str) -> Iterator[Policy]:
     """The policies that are tried: the simplest first, so that ties go to them."""
     passes = task.stages.passes
+    several = task.full and any(each.accumulate > 1 for each in passes)
+    reduces = (1, 2) if task.train else (2,)  # nothing is reduced without a backward
+    kept = product(_kept(passes), (0, 1, 2, 3), reduces)
+    second = product(task.second if task.train else (), (1, 2, 3))
+    ways = [(prefetch, reduce, reshard) for reshard, prefetch, reduce in kept]
+    ways += [(prefetch, 2, secondary(*axes)) for axes, prefetch in second]
+    for accumulation in ("sharded", "full") if several else ("sharded",):
+        yield from (Policy(*way, update, accumulation) for way in ways)
+
+
+def _kept(passes: Sequence[Pass]) -> list[bool | Keep | Secondary]:
+    """What may be kept between forward and backward: nothing, the last units, everything."""
     units = max([len({call.unit for call in each.program.forward}) for each in passes], default=0)
     parts = sorted({units * share // 4 for share in (1, 2, 3)} - {0, units})
-    reshards: list[bool | Keep] = [True, *(Keep(last=part) for part in parts), False]
-    for accumulation in ("sharded", "full") if task.full and any([p.accumulate > 1 for p in passes]) else ("sharded",):
-        for reshard in reshards:
-            for prefetch in (0, 1, 2, 3):
-                for reduces in (1, 2) if task.train else (2,):  # nothing is reduced without a backward
-                    yield Policy(prefetch, reduces, reshard, update, accumulation)
-        for axes in task.second if task.train else ():
-            for prefetch in (1, 2, 3):
-                yield Policy(prefetch, 2, secondary(*axes), update, accumulation)
+    return [True, *(Keep(last=part) for part in parts), False]
 
 
 def units_again(program: Program | Stages) -> list[tuple[str, ...]]:

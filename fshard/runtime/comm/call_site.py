@@ -85,7 +85,7 @@ def op_of(thread: int | None = None) -> str:
     while frame is not None:
         name, computing = PLACES.get(frame.f_code.co_qualname, ("", False))
         executor = frame.f_locals.get(name) if name else None
-        if hasattr(executor, "place"):
+        if executor is not None and hasattr(executor, "place"):
             return str(executor.place(computing))
         frame = frame.f_back
     return ""

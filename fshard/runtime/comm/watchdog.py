@@ -47,12 +47,19 @@ class Seen:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Computing:
-    """An op of the program in the main thread, and for how long it has been seen there."""
+@dataclass
+class Told:
+    """The note that was left; and the op that the program of the main thread is at, and for how long it has been."""
 
+    text: str = ""
     op: str = ""
     seconds: float = 0.0
+
+    def at(self, op: str, tick: float) -> float:
+        """The program is at an op; returns for how long it has been. None, ``""``, counts as no time."""
+        self.seconds = self.seconds + tick if op and op == self.op else 0.0
+        self.op = op
+        return self.seconds
 
 
 class Watchdog:
@@ -77,8 +84,7 @@ class Watchdog:
         self.waits: dict[int, Wait] = {}
         self.looks: list[Callable[[], None]] = []
         self.seen: dict[int, Seen] = {}
-        self.told, self.failed = "", False
-        self.idle = Computing()
+        self.told, self.failed = Told(), False
         self.closed = threading.Event()
         self.early = min(LONG, timeout / 2)
         self.tick = min(1.0, self.early / 4)
@@ -153,15 +159,9 @@ class Watchdog:
                 else:
                     self._look(thread, last)
             self.seen = {thread: seen for thread, seen in self.seen.items() if thread in now}
-            self.idle = self._computing() if not self.seen else Computing()
             if not self.seen and not self.failed:
                 main = threading.main_thread().ident
-                self._tell(place(main) if self.idle.seconds >= self.early else "")
-
-    def _computing(self) -> "Computing":
-        """For how long the program has been at one op."""
-        op = op_of(threading.main_thread().ident)
-        return Computing(op, self.idle.seconds + self.tick) if op and op == self.idle.op else Computing(op)
+                self._tell(place(main) if self.told.at(op_of(main), self.tick) >= self.early else "")
 
     def _look(self, thread: int, seen: Seen) -> None:
         """Act on a wait that has lasted one tick more."""
@@ -186,8 +186,8 @@ class Watchdog:
         return f"for rank {rank} in {what}" + (f" (rank {rank} is at {note})" if note else "")
 
     def _tell(self, text: str) -> None:
-        if text != self.told:
-            self.told = text
+        if text != self.told.text:
+            self.told.text = text
             self.notes.leave(self._key(self.rank), text)
 
     def _say(self, text: str) -> None:

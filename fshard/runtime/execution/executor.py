@@ -2,7 +2,7 @@
 
 Neither has a policy of its own. A program that leaves the schedule by skipping calls costs nothing but time: their
 communication runs all the same, so that every rank issues the schedule's collectives in the schedule's order whatever
-its own program does. A call that the schedule does not hold ahead raises ``Mispredicted``: all ranks run the step again.
+its own program does. A call that the schedule does not hold ahead raises ``Mispredicted``: all ranks run it again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
