@@ -3,7 +3,7 @@
 The processors of a shared machine are taken away for milliseconds at a time, for a minute on end, whenever their
 neighbours compute. That is seen in fixed work: each rank times some before and after what it measures, and turns in
 which any of them was slower than usual do not count. What counts is decided by this work alone, never by what was
-measured.
+measured. It also tells how fast the machine was, where times of one minute are compared with those of another.
 """
 
 import os
@@ -28,13 +28,16 @@ class Calm:
     Args:
         best: the fastest time that other processes had on this machine, in seconds; 0 if there were none. A process
             that runs in a slow minute from its begin to its end would otherwise take that for calm.
+
+    Attributes:
+        seconds: how long the work took at the last call, on average over ranks.
     """
 
     def __init__(self, best: float = 0.0) -> None:
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         self.waves = -(-self.ranks // len(os.sched_getaffinity(0)))
         self.tensors = torch.ones(256, 160), torch.ones(160, 160), torch.ones(2**20)
-        self.best, self.patience = best or float("inf"), PATIENCE
+        self.best, self.patience, self.seconds = best or float("inf"), PATIENCE, 0.0
         for _ in range(ROUNDS):
             self()
 
@@ -48,9 +51,11 @@ class Calm:
                 work(*self.tensors)
                 mine = time.perf_counter() - begun
         self.best = min(self.best, mine)
-        slowest = torch.tensor([mine / self.best], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item() <= LIMIT
+        every = torch.zeros(2, self.ranks, dtype=torch.float64)
+        every[:, self.rank] = torch.tensor([mine, mine / self.best])
+        dist.all_reduce(every)
+        self.seconds = every[0].mean().item()
+        return every[1].max().item() <= LIMIT
 
     def wait(self) -> None:
         """Wait for a calm moment, as long as there is patience."""

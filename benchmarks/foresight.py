@@ -28,7 +28,7 @@ from common import Report, Row, arguments, results_path, run_workers
 from foresight_models import MODELS
 
 from fshard.schedule import parse
-from fshard.schedule.costs import Costs, read_costs
+from fshard.schedule.costs import Costs, Link, read_costs
 from fshard.schedule.simulate import simulate
 
 MEDIAN, WORST = 0.05, 0.10
@@ -108,19 +108,21 @@ class Machine:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options, self.best = options, 0.0
-        self.costs: dict[tuple[str, str], Costs] = {}
+        self.costs: dict[tuple[str, str], tuple[Costs, float]] = {}
 
     def piece(self, setting: Setting, name: str) -> dict[str, Any]:
         """One model in one setting: predicted and measured seconds of each case, and how calm it was."""
         if (setting.like, name) not in self.costs:
             few = {"policies": [], "accumulate": [], "calibrate": 1}
             found = self._run(CALIBRATIONS[setting.like], name, few)
-            self.costs[setting.like, name] = read(found["costs"][name])
+            made = found["costs"][name]
+            self.costs[setting.like, name] = read(made["costs"]), made["work"]
         begun = time.monotonic()
         found = self._run(setting, name, {"auto": 1, "calibrate": 0, **setting.options})
-        costs = placed(setting, self.costs[setting.like, name])
+        costs, work = self.costs[setting.like, name]
+        costs = placed(setting, costs)
         return {
-            "cases": {key: predicted(case, costs) for key, case in found["cases"].items()},
+            "cases": {key: predicted(case, costs, case["work"] / work) for key, case in found["cases"].items()},
             "disturbed": found["disturbed"],
             "turns": found["turns"],
             "minutes": (time.monotonic() - begun) / 60,
@@ -142,12 +144,34 @@ def read(values: Any) -> Costs:
         return read_costs(path)
 
 
-def predicted(case: Mapping[str, Any], costs: Costs) -> dict[str, Any]:
-    """A case with its predicted seconds and the median of the measured ones."""
+def predicted(case: Mapping[str, Any], costs: Costs, slow: float) -> dict[str, Any]:
+    """A case with its predicted seconds, the median of the measured ones, and what was predicted for another speed.
+
+    The minute of the calibration and that of the case differ in how much of the processors this machine gets. The fixed
+    work tells, so the times of processors are those of the case's minute: ``slow`` is the fixed work beside the case to
+    that beside the calibration.
+    """
     schedule = parse(case["schedule"])
-    seconds = simulate(schedule, costs.only({op.kind for op in schedule})).seconds
+    costs = costs.only({op.kind for op in schedule})
     known = {key: case[key] for key in ("policy", "peak", "limit")}
-    return {"predicted": seconds, "measured": statistics.median(case["times"]), **known}
+    return {
+        "predicted": simulate(schedule, at_speed(costs, slow)).seconds,
+        "unscaled": simulate(schedule, costs).seconds,
+        "measured": statistics.median(case["times"]),
+        "slow": slow,
+        **known,
+    }
+
+
+def at_speed(costs: Costs, slow: float) -> Costs:
+    """The costs where processors take so many times as long. Wires do not."""
+
+    def link(each: Link) -> Link:
+        return replace(each, sending=each.sending * slow, beside=each.beside * slow, taking=each.taking * slow)
+
+    seconds = {op: value * slow for op, value in costs.seconds.items()}
+    links = {axes: link(each) for axes, each in costs.links.items()}
+    return replace(costs, seconds=seconds, host=costs.host * slow, links=links)
 
 
 def placed(setting: Setting, costs: Costs) -> Costs:
@@ -164,12 +188,16 @@ def told(report: Report, models: Sequence[str]) -> None:
     pieces = {key: report.medians[key] for key in wanted(models) if key in report.medians}
     report.rows = [row for key, piece in pieces.items() for row in rows(key, piece["cases"])]
     found = [error for piece in pieces.values() for error in errors(piece["cases"]).values()]
+    bare = [abs(error) for piece in pieces.values() for error in errors(piece["cases"], "unscaled").values()]
     choices = [value for piece in pieces.values() for value in regrets(piece["cases"]).values()]
     if found:
         title = "all: how far predictions are from what was measured"
         median, worst = statistics.median(map(abs, found)), max(map(abs, found))
         report.rows += [Row(f"{title}, median", "share", median, target=MEDIAN)]
         report.rows += [Row(f"{title}, worst", "share", worst, target=WORST)]
+        title = "all: the same, if the machine's speed had not changed"
+        report.rows += [Row(f"{title}, median", "share", statistics.median(bare))]
+        report.rows += [Row(f"{title}, worst", "share", max(bare))]
         title = "all: auto / best policy that fits"
         report.rows += [Row(f"{title}, median", "wall", statistics.median(choices), target=REGRET_MEDIAN)]
         report.rows += [Row(f"{title}, worst", "wall", max(choices), target=REGRET_WORST)]
@@ -195,10 +223,10 @@ def kinds(cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def errors(cases: Mapping[str, Any]) -> dict[str, float]:
+def errors(cases: Mapping[str, Any], how: str = "predicted") -> dict[str, float]:
     """How far each prediction is from what was measured, but those of ``auto``, which is one of the policies."""
     given = {key: case for key, case in cases.items() if not key.rpartition("|")[2].startswith("auto")}
-    return {key: case["predicted"] / case["measured"] - 1 for key, case in given.items()}
+    return {key: case[how] / case["measured"] - 1 for key, case in given.items()}
 
 
 def regrets(cases: Mapping[str, Any]) -> dict[tuple[str, str], float]:

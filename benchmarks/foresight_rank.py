@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ SPAN = 0.2
 
 AUTO = 7
 """Steps of ``schedule="auto"`` before it has chosen."""
+
+Timed = tuple[float, float]
+"""Seconds of a step, and of the fixed work before and after."""
 
 LONG = 0.5
 """A step of so many seconds is timed without one before it: what it finds in caches is little of it."""
@@ -78,7 +82,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 rows = turns.take(args.rounds)
                 for label, step in steps.items():
                     found["cases"][f"{name}|{times}|{label}"] = {
-                        "times": rows[label],
+                        "times": [seconds for seconds, _ in rows[label]],
+                        "work": median(work for _, work in rows[label]),
                         "schedule": str(step.schedule),
                         "policy": str(step.schedule.policy),
                         "peak": step.trace(given).footprint.peak_bytes,
@@ -89,7 +94,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if args.calibrate:
                 model, loss, batch = build(name)
                 plan = fs.make_plan(model, mesh, [(".*", tactic)], batch=spec)
-                found["costs"][name] = costs(fs.make_train_step(loss, opt, plan), batch(0, mesh.rank), calm).as_json()
+                made, work = costs(fs.make_train_step(loss, opt, plan), batch(0, mesh.rank), calm)
+                found["costs"][name] = {"costs": made.as_json(), "work": work}
         parts: list[Any] = [None] * mesh.size
         dist.all_gather_object(parts, {key: case["times"] for key, case in found["cases"].items()})
     for key, case in found["cases"].items():
@@ -102,14 +108,19 @@ def limited(peaks: Mapping[str, int]) -> dict[str, int | None]:
     return {"auto": None, "auto within a limit": (min(peaks.values()) + max(peaks.values())) // 2}
 
 
-def costs(step: Any, batch: Any, calm: Calm) -> Any:
-    """Costs that were measured in calm."""
+def costs(step: Any, batch: Any, calm: Calm) -> tuple[Any, float]:
+    """Costs that were measured in calm, and the seconds of the fixed work beside them."""
+    found: list[tuple[float, Any]] = []
     for _ in range(TRIES):
         calm.wait()
-        found = step.calibrate(batch, rounds=CALIBRATED)
-        if calm():
+        before = calm.seconds
+        made = step.calibrate(batch, rounds=CALIBRATED)
+        steady = calm()
+        found.append(((before + calm.seconds) / 2, made))
+        if steady:
             break
-    return found
+    work, made = found[-1] if steady else min(found, key=lambda each: each[0])
+    return made, work
 
 
 class Turns:
@@ -118,7 +129,7 @@ class Turns:
     def __init__(self, steps: Any, states: Any, batch: Any, calm: Calm) -> None:
         self.steps, self.states, self.batch, self.calm = steps, states, batch, calm
         self.disturbed = self.taken = 0
-        self.times: dict[str, list[float]] = {label: [] for label in steps}
+        self.times: dict[str, list[Timed]] = {label: [] for label in steps}
         # ``auto`` measures in its first steps.
         first = max(self._turn(label, 1, AUTO if label.startswith("auto") else 1) for label in steps)
         slowest = torch.tensor([first], dtype=torch.float64)
@@ -126,9 +137,9 @@ class Turns:
         self.count = min(max(int(SPAN / slowest.item()), 1), 4)
         self.before = int(slowest.item() < LONG)
 
-    def take(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds of a step in the turns that nothing disturbed, or in all if there are too few of these."""
-        every: dict[str, list[float]] = {label: [] for label in self.steps}
+    def take(self, rounds: int) -> dict[str, list[Timed]]:
+        """Steps in the turns that nothing disturbed, or in all if there are too few of these."""
+        every: dict[str, list[Timed]] = {label: [] for label in self.steps}
         calm = False
         for number in range(rounds * TRIES):
             if number >= rounds and not self.calm.patience:
@@ -137,8 +148,9 @@ class Turns:
                 if len(self.times[label]) < rounds:
                     if not calm:
                         self.calm.wait()
-                    every[label].append(self._turn(label, self.count, self.before))
+                    before, seconds = self.calm.seconds, self._turn(label, self.count, self.before)
                     calm = self.calm()
+                    every[label].append((seconds, (before + self.calm.seconds) / 2))
                     self.times[label] += [every[label][-1]] if calm else []
                     self.disturbed += not calm
                     self.taken += 1
