@@ -16,7 +16,20 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("lab", "model", "common", "report", "turns", "peers", "jax_fsdp", "balance", "hsdp", "gpu", "pictures")
+NAMES = (
+    "lab",
+    "model",
+    "common",
+    "report",
+    "turns",
+    "peers",
+    "jax_fsdp",
+    "balance",
+    "hsdp",
+    "gpu",
+    "pictures",
+    "foresight",
+)
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +235,24 @@ def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
     summed = type("Ops", (tuple,), {"groups": groups})([SimpleNamespace(kind="replica_reduce", target="a")])
     assert bench.hsdp.link_seconds(SimpleNamespace(schedule=summed), "200mbit") == pytest.approx(0.8)
     assert bench.hsdp.overlap(SimpleNamespace(schedule=(), issued=(), starts=(), ends=(), seconds=1)) == {}
+
+
+def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench: Any, tmp_path: Path) -> None:
+    def case(predicted: float, measured: float, peak: int = 1, limit: int | None = None) -> dict[str, Any]:
+        return {"predicted": predicted, "unscaled": 2 * measured, "measured": measured, "peak": peak, "limit": limit}
+
+    cases = {"gpt|1|a": case(0.9, 1.0, 9), "gpt|1|b": case(2.2, 2.0), "gpt|1|auto": case(5.0, 1.02, 9)}
+    cases["gpt|1|auto within a limit"] = case(5.0, 2.1, 1, 5)
+    assert bench.foresight.errors(cases) == pytest.approx({"gpt|1|a": -0.1, "gpt|1|b": 0.1})
+    assert bench.foresight.regrets(cases) == pytest.approx({("1", "auto"): 1.02, ("1", "auto within a limit"): 1.05})
+    report = bench.common.Report("foresight", "A claim.", {})
+    key = f"{bench.foresight.SETTINGS[0]}: gpt"
+    report.medians = {key: {"cases": cases, "disturbed": 1, "turns": 7, "date": "today"}}
+    bench.foresight.told(report, ["gpt"])
+    values = {row.case: row.value for row in report.rows}
+    assert values["all: how far predictions are from what was measured, worst"] == pytest.approx(0.1)
+    assert values["all: auto / best policy that fits, worst"] == pytest.approx(1.05)
+    assert "1 of 8 pieces are measured" in report.notes[0]
+    given = SimpleNamespace(quick=False, strict=False, results=tmp_path, resume=True)
+    report.write(given)
+    assert bench.foresight.before(given).keys() == {key}
