@@ -242,7 +242,7 @@ class DamagedError(CheckpointError):
 
 
 class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was skipped.
+    """A damaged checkpoint was skipped, or a part of a state was left out of another library's format.
 
     Example::
 

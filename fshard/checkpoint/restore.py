@@ -150,14 +150,21 @@ def _by_name(entries: Sequence[Entry], have: Container[str]) -> dict[str, str]:
 
 def _remedy(other: Sequence[str]) -> str:
     """What to do about a checkpoint that does not fit, given the rows of names that are on one side alone."""
-    packed = any("  params." in row and ":" in row for row in other)
-    return (
+    remedies = [
         "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or select "
         "what to read with rules=."
-    ) + (
-        " Packed leaves are saved as codes and scales: restore with the packed= that they were saved with, and change "
-        "it with fs.reshard_state(state, plan, opt)."
-    ) * packed
+    ]
+    if any("  params." in row and ":" in row for row in other):
+        remedies.append(
+            "Packed leaves are saved as codes and scales: restore with the packed= that they were saved with, and "
+            "change it with fs.reshard_state(state, plan, opt)."
+        )
+    if any(row.startswith("extra  opt.residual.") for row in other):
+        remedies.append(
+            "opt.residual is what rounding has left out of sums: give a plan whose fs.Wire has feedback=; "
+            "rules=[('.*', r'\\g<0>')] leave it out."
+        )
+    return " ".join(remedies)
 
 
 def _misfits(

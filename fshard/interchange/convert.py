@@ -20,7 +20,7 @@ from fshard.interchange.dcp_write import put
 from fshard.interchange.hf import load_hf
 from fshard.interchange.hf_files import INDEX, SINGLE, HfFiles, HfWriter
 from fshard.interchange.metadata import FILE, Contents
-from fshard.interchange.optimizer_state import STEP, split_name
+from fshard.interchange.optimizer_state import STEP, left_out, split_name
 from fshard.interchange.source import PrefixSource
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim import adamw, sgd
@@ -92,6 +92,7 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
     _check_whole(manifest)
     paths = {n.removeprefix("params.") for n in manifest.tensors if n.startswith("params.")}
     contents, keys = Contents(), dict[str, tuple[str, ...]]()
+    without = left_out("--to dcp", [*manifest.tensors], paths)
 
     def add(parts: tuple[str, ...], tensor: Tensor) -> None:
         keys[".".join(parts)] = parts
@@ -100,14 +101,14 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
     with file_errors("write to", out):
         target.mkdir(parents=True, exist_ok=True)
         with new_file(target / file) as handle:
-            for name in manifest.tensors:
+            for name in [name for name in manifest.tensors if name not in without]:
                 add(_keys(name, paths), load_tensor(folder, manifest, name))
             for path in sorted({k[2] for k in keys.values() if k[0] == "optim"}):
                 updates = manifest.step - (manifest.scalars.get(LATE + path) or 0)
                 add(("optim", "state", path, STEP), torch.tensor(float(updates), device="cpu"))
         with new_file(target / FILE) as handle:
             handle.write(dump_metadata(contents, keys))
-    return sum(info.nbytes for info in manifest.tensors.values())
+    return sum(info.nbytes for name, info in manifest.tensors.items() if name not in without)
 
 
 def to_state(path: str, kind: Kind, mesh: Mesh) -> TrainState:

@@ -25,7 +25,7 @@ from fshard.errors import CheckpointError, TreeError, lines
 from fshard.interchange.export import on_one_replica
 from fshard.interchange.export_plan import ROLE, compare_arguments, pieces_of_ranks
 from fshard.interchange.metadata import FILE, Chunk, Contents, FileRange
-from fshard.interchange.optimizer_state import STEP, split_name
+from fshard.interchange.optimizer_state import STEP, left_out, split_name
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
@@ -67,7 +67,8 @@ def save_dcp(
 ) -> None:
     """Write a folder that an FSDP2 job loads with ``dcp.load`` and ``set_state_dict``. Collective.
 
-    Each rank writes its own pieces. Tied leaves are written once and listed under each name.
+    Each rank writes its own pieces. Tied leaves are written once and listed under each name. What sums over replicas
+    keep for the next ones (``fs.Wire(feedback=)``) has no place in such a folder: a ``CheckpointWarning`` says so.
 
     Args:
         state: the state.
@@ -159,12 +160,14 @@ def _items(
     """The state's tensors, with their keys in the job's state dict."""
     plan, out = state.plan, []
     head = (model,) if model else ()
-    for entry in entries(settle(state), plan.leaves):
+    listed = entries(settle(state), plan.leaves)
+    without = left_out("save_dcp", [entry.name for entry in listed], plan.leaves) if opt is not None else ()
+    for entry in listed:
         kind, _, path = entry.name.partition(".")
         if kind == "params":
             every = [(*head, names[name]) for name in (path, *plan.leaves[path].aliases) if name in names]
             out += [Item(entry, every[0], tuple(every[1:]))] if every else []
-        elif opt is not None and not entry.rows:
+        elif opt is not None and entry.name not in without:
             buffer, path = split_name(entry.name, plan.leaves)
             if path in names:
                 out.append(Item(entry, (optimizer, "state", names[path], buffer)))

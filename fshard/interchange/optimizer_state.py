@@ -4,15 +4,17 @@
 dicts are replaced by names; fshard names it by buffer and leaf. The buffers have the same names.
 """
 
+import warnings
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fshard.errors import DamagedError, TreeError, lines
+from fshard.errors import CheckpointWarning, DamagedError, TreeError, lines
 from fshard.interchange.source import Origin, TensorSource, load, misfit, read_piece
 from fshard.optim.base import Optimizer
+from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.sharding.plan import Plan
 from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
@@ -101,6 +103,26 @@ class OptimizerReader:
         missed = {path: state.step - self.counts.get(name or "", state.step) for path, name in self.names.items()}
         missed |= {path: state.step for path, name in self.names.items() if name is None}
         return {path: late for path, late in missed.items() if late > 0}
+
+
+def left_out(call: str, names: Sequence[str], leaves: Container[str]) -> frozenset[str]:
+    """The entries that no optimizer of torch has, which a warning names: what sums over replicas keep for the next.
+
+    Args:
+        call: what leaves them out.
+        names: of the entries that could be written.
+        leaves: the paths of leaves.
+    """
+    found = [name for name in names if name.startswith("opt.") and split_name(name, leaves)[0] in (RESIDUAL, BASIS)]
+    if found:
+        warnings.warn(
+            f"{call} leaves out {found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: what sums over replicas "
+            f"keep for the next ones (fs.Wire(feedback=)), which no optimizer of torch has. A run that goes on from "
+            f"there begins without it; a checkpoint of fs.Checkpointer has it",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+    return frozenset(found)
 
 
 def split_name(name: str, leaves: Container[str]) -> tuple[str, str]:

@@ -9,8 +9,9 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
-from fshard.interchange.export import export
-from fshard.interchange.optimizer_state import STEP, load_with_optimizer, split_name
+from fshard.interchange.export import export, export_entries, stream
+from fshard.interchange.export_plan import plan_export
+from fshard.interchange.optimizer_state import STEP, left_out, load_with_optimizer, split_name
 from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, ema, every, from_torch, rate, sgd
@@ -131,6 +132,8 @@ def to_optim_state_dict(
 ) -> dict[str, Any]:
     """A full optimizer state dict in the form of ``torch.optim``. Collective.
 
+    It lacks what sums over replicas keep for the next ones (``fs.Wire(feedback=)``); a ``CheckpointWarning`` says so.
+
     Args:
         state: the state.
         opt: its optimizer; each of its sets of hyper-parameters becomes one of the ``param_groups``.
@@ -158,7 +161,7 @@ def to_optim_state_dict(
     check_optimizer(state.plan, opt)
     plan = state.plan
     groups = param_groups(plan, opt, state.step)
-    found = dict(export(state, what="opt_state", to=to, axes=axes))
+    found = _buffers(state, to, axes)
     if to is not None and not found and plan.mesh.rank != to:
         return {}
     rows: dict[str, dict[str, Any]] = {path: {} for group in groups for path in group["params"]}
@@ -169,6 +172,14 @@ def to_optim_state_dict(
         if path in rows:
             rows[path][buffer] = tensor
     return {"state": rows, "param_groups": groups} if keys == "name" else _by_number(rows, groups)
+
+
+def _buffers(state: TrainState, to: int | None, axes: Axes | Literal["all"]) -> dict[str, Tensor]:
+    """The whole buffers of an optimizer by name. Collective."""
+    plan, listed, check_alive = export_entries(state, None, "opt_state")
+    without = left_out("to_optim_state_dict", [f"opt.{entry.name}" for entry in listed], plan.leaves)
+    kept = [entry for entry in listed if f"opt.{entry.name}" not in without]
+    return dict(pair for pair in stream(plan_export(plan, kept, to=to, axes=axes), check_alive) if pair is not None)
 
 
 def _by_number(rows: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

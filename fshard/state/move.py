@@ -14,6 +14,7 @@ from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import enter
 from fshard.runtime.comm.packing import packed
+from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -182,6 +183,8 @@ def _check_names(before: Plan, after: Plan, old: dict[str, Entry], new: dict[str
     wrong += [f"{name}: only the optimizer has it" for name in sorted(kept(new) - kept(old)) if not new[name].rows]
     if wrong:
         remedy = "Give the optimizer that the state was made with."
+        if any(name.startswith(f"opt.{RESIDUAL}.") for name in wrong):
+            remedy = "Give the optimizer that the state was made with, and a plan whose fs.Wire has feedback=, too."
         raise TreeError(lines("reshard_state: the optimizer does not keep what the state holds:", wrong, remedy))
 
 
