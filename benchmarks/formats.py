@@ -1,4 +1,4 @@
-"""Wire formats: the GPT of 25 MB over slow links with int8 both ways, HSDP with int4 between hosts, and packing alone.
+"""Wire formats: the GPT of 25 MB over slow links with int8 both ways, HSDP with int4 or PowerSGD, and packing alone.
 
 The claim: a step over a slow link takes the time of its bytes, and int8 has a quarter of float32's. Needs root for all
 but packing: each rank, or each host of HSDP, gets a network namespace (``lab.py``).
@@ -23,7 +23,7 @@ from fshard.runtime.graphs.packing_kernels import PackingKernels
 from fshard.sharding.wire import WireFormat
 
 PEERS = ("fsdp2", "fsdp2 bf16", "fshard", "fshard int8")
-HSDP = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp int4")
+HSDP = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp int4", "fshard hsdp powersgd")
 CLAIMS = (
     ("fshard int8", "fsdp2", {("200mbit", 2): 0.30, ("200mbit", 4): 0.33, ("1gbit", 2): 0.42, ("1gbit", 4): 0.45}),
     ("fshard int8", "fsdp2 bf16", {("200mbit", 2): 0.60, ("200mbit", 4): 0.60}),
@@ -106,11 +106,13 @@ def links(report: Report, rate: str, ranks: int, found: dict[str, Any]) -> None:
 def replicas(report: Report, rate: str, found: dict[str, Any]) -> None:
     """HSDP: only the axis between hosts is compressed."""
     samples, title = medians(report, f"HSDP, {rate} between hosts", found)
-    for name, target in (("fshard hsdp", None), ("fshard hsdp int4", 0.5)):
+    for name, target in (("fshard hsdp", None), ("fshard hsdp int4", 0.5), ("fshard hsdp powersgd", None)):
         pair = samples[name]["wall"], samples["fsdp2 hsdp"]["wall"]
         report.rows.append(ratio(f"{title}: {name} / fsdp2 hsdp", "wall", *pair, target))
-    sent = [statistics.median(samples[name]["sent"]) for name in ("fshard hsdp int4", "fshard hsdp")]
-    report.rows.append(Row(f"{title}: fshard hsdp int4 / fshard hsdp", "bytes", sent[0] / sent[1]))
+    exact = statistics.median(samples["fshard hsdp"]["sent"])
+    for name in HSDP[2:]:
+        sent = statistics.median(samples[name]["sent"])
+        report.rows.append(Row(f"{title}: {name} / fshard hsdp", "bytes", sent / exact))
 
 
 def medians(report: Report, title: str, found: dict[str, Any]) -> tuple[dict[str, Any], str]:

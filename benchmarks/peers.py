@@ -250,6 +250,7 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fshard hosts": lambda m: Fshard(m, mesh=hosts(), over=("host", "local")),
     "fshard hosts secondary": lambda m: Fshard(m, mesh=hosts(), over=("host", "local"), reshard=fs.secondary("local")),
     "fshard hsdp int4": lambda m: Fshard(m, mesh=replicated(), wire=fs.Wire(reduce={"replica": "int4"})),
+    "fshard hsdp powersgd": lambda m: Fshard(m, mesh=replicated(), wire=fs.Wire(reduce={"replica": "powersgd"})),
     "fshard": Fshard,
     "fshard tracked": Tracked,
     "fshard recorded": Recorded,
@@ -284,10 +285,8 @@ def obstacle(name: str) -> str | None:
     """Why there is no such peer here, or None."""
     if name not in PEERS:
         return f"there is no such peer; known: {', '.join(PEERS)}"
-    if any(word in name for word in ("compiled", "inductor")):
-        why = compiler_works()
-        return f"torch.compile does not work here ({why})" if why else None
-    return None
+    why = compiler_works() if any(word in name for word in ("compiled", "inductor")) else None
+    return f"torch.compile does not work here ({why})" if why else None
 
 
 def select(names: Sequence[str], notes: list[str]) -> list[str]:
@@ -324,7 +323,7 @@ def check_agreement(peers: Mapping[str, Peer], size: Size, steps: int = 3, toler
         alike = {name: losses for name, losses in together.items() if name.endswith("clip") is kind}
         for name, losses in alike.items():
             first = next(iter(alike.values()))
-            rough = any(word in name for word in ("bf16", "int8", "int4"))  # bfloat16 has 3 digits
+            rough = any(word in name for word in ("bf16", "int8", "int4", "powersgd"))  # bfloat16 has 3 digits
             bound = tolerance * (100 if rough else 1)
             if any(abs(a - b) > bound * abs(b) for a, b in zip(losses, first, strict=True)):
                 raise SystemExit(f"the peers do not train alike: {name} {losses}, {next(iter(alike))} {first}")

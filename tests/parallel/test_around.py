@@ -9,7 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fshard as fs
 from fshard import tree
+from fshard.sharding.wire import WireFormat
 from tests.parallel.cases import Case, batch, program, whole
+from tests.training.wire_cases import through
 
 TENSOR = Case("sequence", (2, 2), ("tp", "shard"))
 EXPERT = Case("dropless", (2, 2), ("ep", "shard"))
@@ -65,6 +67,31 @@ def test_transforms_give_the_derivatives_of_one_process(case: Case) -> None:
     with sdpa_kernel(SDPBackend.MATH):  # PyTorch's fused attention has no forward mode
         ranks = fs.virtual_mesh(case.sizes, case.names).run(transformed, case, second)
     assert ranks == [[]] * 4
+
+
+def rounded_step(case: Case) -> tuple[float, dict[str, Tensor]]:
+    """On a rank: the loss and the gradient of a step whose transfers are compressed."""
+    with fs.make_mesh(case.sizes, case.names) as mesh:
+        plan, start, loss = planned(case, mesh)
+        plan, opt = plan.replace(wire=fs.Wire("int8", "int8", block=16)), fs.optim.sgd(1.0)
+        state = fs.init_state(plan, opt, params=start)
+        state, metrics = fs.make_train_step(loss, opt, plan, debug=True)(state, case.cut(batch(0), mesh))
+        after = dict(tree.paths(fs.unshard(state.params, plan)))
+        return float(metrics.loss), {path: leaf - after[path] for path, leaf in tree.paths(start)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [EXPERT, CONTEXT], ids=kind)
+def test_compressed_transfers_give_the_gradient_at_rounded_weights(case: Case) -> None:
+    """The loss of one process there, and its gradient but for the digits that eight bits do not have."""
+    form = WireFormat("int8", 16)
+    at = {path: through(leaf, form) for path, leaf in whole(case.moe).items()}
+    wanted, value = torch.func.grad_and_value(program(case.plain()))(tree.nest(at), batch(0))
+    for loss, grads in fs.virtual_mesh(case.sizes, case.names).run(rounded_step, case):
+        assert loss == pytest.approx(float(value), rel=1e-6)
+        for path, want in tree.paths(wanted):
+            far, size = (grads[path] - want).abs().max().item(), want.abs().max().item()
+            assert 1e-6 * size < far < 0.03 * size, path
 
 
 def initial(case: Case) -> list[Tensor]:

@@ -13,6 +13,7 @@ from fshard import P
 from fshard.errors import PlanError
 from fshard.runtime.execution.low_rank import orthonormal
 from fshard.sharding.low_rank import gaps_of, matrices, most_travels, travels
+from tests.shared.workers import Pools
 from tests.training.test_feedback import flat, kept, same
 from tests.training.wire_cases import LR, Tree, batch, loss_fn, start
 
@@ -117,6 +118,23 @@ def test_training_equals_one_process(spec: str, sizes: tuple[int, int]) -> None:
             assert torch.equal(params[path], found[0][path])
     far = max(float((found[0][path] - others[path]).abs().max()) for path in others)
     assert far > 1e-3 if sizes[0] > 1 else far < 1e-5
+
+
+def ended(mesh: fs.Mesh) -> dict[str, Tensor]:
+    """All that a rank holds after some steps."""
+    return kept(fs.settle(trained(mesh, "flat")[0]))
+
+
+def real() -> dict[str, Tensor]:
+    """On a real rank."""
+    with fs.make_mesh((2, -1), ("replica", "shard"), shared_memory=False) as mesh:
+        return ended(mesh)
+
+
+def test_real_ranks_equal_played_ranks(pool: Pools) -> None:
+    """Two messages a group, over gloo."""
+    mesh = mesh_of(2, 1)
+    assert all(same(*pair) for pair in zip(mesh.run(lambda: ended(mesh)), pool(2).run(real), strict=True))
 
 
 def test_columns_are_orthonormal() -> None:

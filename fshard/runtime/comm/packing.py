@@ -8,9 +8,11 @@ A block with an element that is not finite has a scale that is not finite, and n
 unpacking: infinities and nan in a gradient reach its norm.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +35,9 @@ NF4 = (
 )
 """The values of NormalFloat codes: quantiles of a normal distribution, scaled to [-1, 1] (QLoRA, Dettmers et al., 2023,
 appendix E)."""
+
+CELLS = 256
+"""Equal parts of [-1, 1], in each of which lies at most one middle between two NormalFloat values."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor], object]
 """Packs, or unpacks, the blocks of a piece: its rows, its payload, its scales."""
@@ -149,11 +154,8 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
     if form.name == "fp8_e4m3":
         payload.view(torch.float8_e4m3fn).copy_(codes.view(-1))
         return
-    if form.name == "nf4":  # the number of the nearest value: how many of the middles between values are less
-        numbers, more = torch.full_like(codes, -NIBBLE, dtype=torch.int8), torch.empty_like(codes, dtype=torch.bool)
-        for below, above in itertools.pairwise(NF4):
-            numbers.add_(torch.gt(codes, (below + above) / 2, out=more).view(torch.int8))
-        codes.copy_(numbers)
+    if form.name == "nf4":
+        _round_to_nf4(codes)
     codes.round_()
     if form.name == "int8":
         payload.view(torch.int8).copy_(codes.view(-1))
@@ -163,12 +165,49 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
         payload.view(low.shape).copy_(low)
 
 
+def _round_to_nf4(codes: Tensor) -> None:
+    """Write the number of the nearest value, less ``NIBBLE``: how many of the middles between values are less.
+
+    A cell says how many middles lie in those below it, and which one lies in it. It need not be the right one for
+    elements near its ends: what it is grows with the element, and does so for middles and elements alike.
+    """
+    tables = _nf4_tables(codes.device)
+    for part in codes.view(-1).split(1 << 15):
+        cells = _cells(part)
+        above = torch.gt(part, tables.middles.index_select(0, cells))
+        part.copy_(tables.below.index_select(0, cells).add_(above.view(torch.int8)))
+
+
+def _cells(values: Tensor) -> Tensor:
+    """The numbers of the cells of values in [-1, 1]; of any cell for nan."""
+    return values.mul(CELLS / 2 - 0.5).add_(CELLS / 2 - 0.5).int().bitwise_and_(CELLS - 1)
+
+
+class _Nf4(NamedTuple):
+    """Tables of nf4: for a cell the middles below it, less ``NIBBLE``, and the middle in it; for a byte its values."""
+
+    below: Tensor
+    middles: Tensor
+    values: tuple[Tensor, Tensor]
+
+
+@functools.cache
+def _nf4_tables(device: torch.device) -> _Nf4:
+    values = torch.tensor(NF4, device=device)
+    between = torch.tensor([(below + above) / 2 for below, above in itertools.pairwise(NF4)], device=device)
+    cells = _cells(between)
+    below = (torch.arange(CELLS, device=device).unsqueeze(1) > cells).sum(1).sub_(NIBBLE)
+    middles = torch.full((CELLS,), math.inf, device=device).index_copy_(0, cells.long(), between)
+    byte = torch.arange(256, device=device)
+    return _Nf4(below.to(torch.int8), middles, (values[byte & (2 * NIBBLE - 1)], values[byte >> 4]))
+
+
 def _unpack_blocks(payload: Tensor, scales: Tensor, form: WireFormat, rows: Tensor) -> None:
     pairs, halves = payload.view(-1, form.block // 2), rows.view(-1, 2, form.block // 2)
     if form.name == "nf4":
-        values = torch.tensor(NF4, device=rows.device)
-        for number, nibbles in enumerate((pairs & (2 * NIBBLE - 1), pairs >> 4)):
-            halves[:, number].copy_(values.index_select(0, nibbles.int().view(-1)).view(nibbles.shape))
+        numbers = payload.int()
+        for half, values in zip(halves.unbind(1), _nf4_tables(rows.device).values, strict=True):
+            half.copy_(values.index_select(0, numbers).view(half.shape))
     elif form.name == "int4":
         halves[:, 0].copy_(pairs & (2 * NIBBLE - 1))
         halves[:, 1].copy_(pairs >> 4)
