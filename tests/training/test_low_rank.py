@@ -11,7 +11,8 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.errors import PlanError
-from fshard.runtime.execution.low_rank import orthonormal
+from fshard.runtime.execution.low_rank import Product, orthonormal
+from fshard.runtime.execution.replicas import Replicas
 from fshard.sharding.low_rank import gaps_of, matrices, most_travels, travels
 from tests.shared.workers import Pools
 from tests.training.test_feedback import flat, kept, same
@@ -135,6 +136,30 @@ def test_real_ranks_equal_played_ranks(pool: Pools) -> None:
     """Two messages a group, over gloo."""
     mesh = mesh_of(2, 1)
     assert all(same(*pair) for pair in zip(mesh.run(lambda: ended(mesh)), pool(2).run(real), strict=True))
+
+
+def test_second_factors_leave_as_the_next_sum_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel while others compute, and not while their own sum is waited for."""
+    mesh, seen = mesh_of(2, 1), list[tuple[int, str]]()
+    exact, wait = Replicas._exact, Product.wait
+
+    def sends(self: Replicas, group: Any, own: Tensor, dtype: torch.dtype) -> Any:
+        seen.append((self.comms.plan.mesh.rank, f"send {group.name}"))
+        return exact(self, group, own, dtype)
+
+    def waits(self: Product) -> None:
+        seen.append((mesh.rank, "wait"))
+        wait(self)
+
+    monkeypatch.setattr(Replicas, "_exact", sends)
+    monkeypatch.setattr(Product, "wait", waits)
+    mesh.run(lambda: fs.settle(trained(mesh, "flat", 1)[0]).step)
+    for rank in (0, 1):
+        order = [what for where, what in seen if where == rank]
+        sent = [what for what in order if what != "wait"]
+        names = [*dict.fromkeys(sent)]
+        assert len(names) == 3 and sent == [name for name in names for _ in (1, 2)]
+        assert order.index("wait") > order.index(names[1])
 
 
 def test_columns_are_orthonormal() -> None:

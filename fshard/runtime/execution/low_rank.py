@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Handle
+from fshard.runtime.comm import Done, Handle
 from fshard.runtime.execution.wires import Residual
 from fshard.sharding.low_rank import Matrix, gaps_of
 
@@ -59,9 +59,20 @@ def orthonormal(columns: Tensor) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Product:
-    """The handle of a sum, of which the first factors, and all that is exact, are under way in ``first``."""
+    """The handle of a sum, of which the first factors, and all that is exact, are under way in ``first``.
+
+    Attributes:
+        work: the handle of the first message.
+        first: what it holds.
+        own: this rank's part of the gradient, which becomes the sum.
+        residual: what is left of its matrices.
+        basis: the second factors.
+        add: starts an exact sum of a tensor over replicas, in place.
+        second: the handle of the second message and what it holds; None until ``advance``.
+        firsts: the first factors of the sum, from then on.
+    """
 
     work: Handle
     first: Tensor
@@ -69,9 +80,16 @@ class Product:
     residual: Residual
     basis: Basis
     add: Callable[[Tensor], Handle]
+    second: tuple[Handle, Tensor] | None = None
+    firsts: Sequence[Tensor] = ()
 
-    def wait(self) -> None:
-        """Wait for the first factors, exchange the second ones, and multiply them."""
+    def advance(self) -> None:
+        """Wait for the first factors, and start to exchange the second ones. Does nothing if it was called before.
+
+        What is left is known then: what this rank's own product lacks.
+        """
+        if self.second is not None:
+            return
         self.work.wait()
         basis, left = self.basis, self.residual.after
         basis.after.copy_(basis.before)
@@ -87,15 +105,16 @@ class Product:
             seconds.append(whole.T @ firsts[-1])
             whole.sub_(firsts[-1] @ seconds[-1].T)
             at += one.rows * basis.rank
-        if basis.found:
-            self._multiply(firsts, torch.cat([second.reshape(-1) for second in seconds]))
+        self.firsts, factors = firsts, torch.cat([self.first[:0], *(second.reshape(-1) for second in seconds)])
+        self.second = self.add(factors) if basis.found else Done(), factors
 
-    def _multiply(self, firsts: Sequence[Tensor], seconds: Tensor) -> None:
-        """Sum up the second factors, and multiply."""
-        basis = self.basis
-        self.add(seconds).wait()
-        at = 0
-        for one, first in zip(basis.found, firsts, strict=True):
+    def wait(self) -> None:
+        """Wait for the second factors, and multiply."""
+        self.advance()
+        assert self.second is not None
+        (work, seconds), basis, at = self.second, self.basis, 0
+        work.wait()
+        for one, first in zip(basis.found, self.firsts, strict=True):
             second = seconds[at : at + one.cols * basis.rank].view(one.cols, basis.rank)
             self.own[one.begin : one.end].view(one.rows, one.cols).copy_(first @ second.T)
             kept = basis.cut(basis.after, one)  # a column of zeros would never become another
@@ -103,7 +122,7 @@ class Product:
             at += one.cols * basis.rank
 
 
-def low_rank_sum(own: Tensor, residual: Residual, basis: Basis, add: Callable[[Tensor], Handle]) -> Handle:
+def low_rank_sum(own: Tensor, residual: Residual, basis: Basis, add: Callable[[Tensor], Handle]) -> Product:
     """Start a sum over replicas, in place, of which matrices are taken as products of low rank.
 
     Args:

@@ -6,6 +6,7 @@ second of the two stages that HSDP has (Zhao et al., PyTorch FSDP, 2023; MiCS, Z
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from fshard.runtime.comm.communicator import sum_rows
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.comm.streams import events
-from fshard.runtime.execution.low_rank import Basis, low_rank_sum
+from fshard.runtime.execution.low_rank import Basis, Product, low_rank_sum
 from fshard.runtime.execution.wires import Residual, scattered, summed
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
@@ -59,11 +60,13 @@ class Replicas:
         comms: the communicators.
         kernels: compiled ones that pack.
         found: the matrices that travel as products, by group id.
+        under_way: sums of such products for which nobody has waited yet.
     """
 
     comms: Communicators
     kernels: Kernels = no_kernels
     found: dict[int, Sequence[Matrix]] = field(default_factory=dict)
+    under_way: WeakSet[Product] = field(default_factory=WeakSet)
 
     def sum(self, group: Group, shard: Tensor, own: Tensor, kept: Kept | None = None) -> Handle:
         """Begin to complete a gradient. ``own`` holds what this rank updates when the handle was waited for.
@@ -103,7 +106,12 @@ class Replicas:
             return Done()
         if kept is not None and BASIS in kept.after:
             basis = Basis(kept.before[BASIS], kept.after[BASIS], self._matrices(group), rank_of(group))
-            return low_rank_sum(own, kept.residual, basis, lambda part: self._exact(group, part, part.dtype))
+            # Its second factors leave when the next sum begins, and travel while others compute.
+            for earlier in self.under_way:
+                earlier.advance()
+            found = low_rank_sum(own, kept.residual, basis, lambda part: self._exact(group, part, part.dtype))
+            self.under_way.add(found)
+            return found
         form = group.wires.get("replica_reduce")
         if form is not None:
             return summed(comm, own, form, self.kernels, None if kept is None else kept.residual)
