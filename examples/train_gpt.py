@@ -82,9 +82,10 @@ def train(args: Namespace, mesh: fs.Mesh) -> None:
 
     with fs.empty_weights():  # takes no memory: init_state makes each rank's shards, and nothing is ever whole
         model = fs.split(GPT(args.depth, args.width), units=("blocks.*",))
-    wire = fs.Wire(gather=args.wire, reduce=args.wire)  # in how many bits weights and gradients travel
-    if args.wire and args.replicas > 1:  # only between replicas, where links are slow
-        wire = fs.Wire(reduce={"replica": args.wire}, feedback=True)
+    if args.wire and args.replicas > 1:  # in how many bits gradients travel between replicas, where links are slow
+        wire = fs.Wire(reduce={"replica": args.wire}, feedback=args.wire != "fp32")
+    else:  # and all that travels
+        wire = fs.Wire(gather=args.wire, reduce=args.wire)
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P(mesh.axis_names), wire=wire)
     rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=min(100, args.steps // 8), total=args.steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
@@ -148,7 +149,8 @@ if __name__ == "__main__":
     cli.add_argument("--accumulate", type=int, default=1, help="microbatches in a step")
     cli.add_argument("--prefetch", type=int, default=2, help="calls ahead of which weights are gathered")
     cli.add_argument("--no-reshard", action="store_true", help="keep gathered weights for the backward")
-    cli.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), help="the format of what ranks send")
+    formats = ("fp32", "bf16", "int8", "int4", "powersgd")
+    cli.add_argument("--wire", choices=formats, help="the format of what ranks send; powersgd between replicas")
     cli.add_argument("--replicas", type=int, default=1, help="groups of ranks that shard the model each (HSDP)")
     cli.add_argument("--print-plan", action="store_true", help="print where every parameter lives")
     cli.add_argument("--print-schedule", action="store_true", help="print what a step does, in order")
