@@ -25,6 +25,9 @@ PIECE = 1 << 17
 SMALLEST = 2.0**-126
 """Of scales. A smaller one could not be divided by."""
 
+SOME = 1 << 15
+"""Elements that the host rounds to NormalFloat at once: their cells, and what tables say of these, stay in the cache."""
+
 NIBBLE = 8
 """What is added to a code of four bits."""
 
@@ -171,8 +174,10 @@ def _round_to_nf4(codes: Tensor) -> None:
     A cell says how many middles lie in those below it, and which one lies in it. It need not be the right one for
     elements near its ends: what it is grows with the element, and does so for middles and elements alike.
     """
-    tables = _nf4_tables(codes.device)
-    for part in codes.view(-1).split(1 << 15):
+    tables, flat = _nf4_tables(codes.device), codes.view(-1)
+    some = SOME if codes.device.type == "cpu" else flat.numel()
+    for begin in range(0, flat.numel(), some):
+        part = flat[begin : begin + some]
         cells = _cells(part)
         above = torch.gt(part, tables.middles.index_select(0, cells))
         part.copy_(tables.below.index_select(0, cells).add_(above.view(torch.int8)))
