@@ -26,7 +26,7 @@ SMALLEST = 2.0**-126
 """Of scales. A smaller one could not be divided by."""
 
 SOME = 1 << 15
-"""Elements that the host rounds to NormalFloat at once: their cells, and what tables say of these, stay in the cache."""
+"""Elements that the host rounds to NormalFloat at once: what tables say of them stays in the cache."""
 
 NIBBLE = 8
 """What is added to a code of four bits."""
