@@ -32,6 +32,14 @@ class Case:
     opt: P | None = None
     sizes: tuple[int, int] = (2, 2)
     more: tuple[tuple[str, Any], ...] = ()
+    early: tuple[int, int] | None = None
+    """Exchanges of the whole model every so many steps, up to a step."""
+
+    def at(self, number: int) -> "Case":
+        """What goes on in a step, from 1."""
+        if self.early is None or number > self.early[1]:
+            return self
+        return dataclasses.replace(self, every=self.early[0], fragments=1, delay=0, early=None)
 
 
 CASES = {
@@ -47,6 +55,7 @@ CASES = {
     "three replicas": Case(wire="int8", sizes=(3, 1), spec=P()),
     "optimizer state apart": Case(wire="int8", spec=P(), opt=P(flat="data")),
     "clipped": Case(more=(("clip_norm", 0.1),)),
+    "more exchanges at first": Case(every=3, fragments=2, delay=1, wire="int4", early=(1, 5)),
 }
 OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "sgd": (lambda: fs.optim.sgd(0.125), lambda leaves: torch.optim.SGD(leaves, 0.125)),
@@ -97,9 +106,15 @@ def whole(step: OuterStep, state: fs.TrainState) -> tuple[Flat, Flat]:
 
 def trained(case: Case, mesh: fs.Mesh, steps: int = STEPS) -> tuple[list[float], Flat, Flat]:
     """On a rank: losses, the parameters of its replica, and the anchor."""
-    step = step_of(case, mesh)
-    state, losses = steps_of(step, fs.init_state(step.plan, step.opt, params=start()), 0, steps)
-    return losses, *whole(step, state)
+    step, begin, losses = step_of(case.at(1), mesh), 0, []
+    state = fs.init_state(step.plan, step.opt, params=start())
+    if case.early is not None:
+        begin = case.early[1]
+        state, losses = steps_of(step, state, 0, begin)
+        step = step_of(case, mesh)
+        state = fs.reshard_state(state, step.plan, step.opt)
+    state, more = steps_of(step, state, begin, steps)
+    return losses + more, *whole(step, state)
 
 
 def played(case: Case, steps: int = STEPS) -> list[tuple[list[float], Flat, Flat]]:
@@ -156,21 +171,22 @@ class Replica:
 def plain(case: Case, steps: int = STEPS) -> tuple[list[list[float]], list[Flat], Flat]:
     """Losses and parameters of each replica, and the anchor."""
     form = None if case.wire is None else WireFormat(case.wire, BLOCK if case.wire in LARGEST else 1)
-    masks = masks_of(case, form.block if form is not None else 1)
     replicas = [Replica(case, number) for number in range(case.sizes[0])]
     anchor = {path: leaf.clone() for path, leaf in flat_of(start()).items()}
     momentum: Flat = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()}
-    mix = (0.5 if case.delay else 0.0) if case.mix is None else case.mix
     rule, losses = dict(case.outer), [[] for _ in replicas]  # type: ignore[var-annotated]
     for number in range(1, steps + 1):
         for replica, seen in zip(replicas, losses, strict=True):
             seen.append(replica.step(number - 1))
+        now = case.at(number)
+        mix = (0.5 if now.delay else 0.0) if now.mix is None else now.mix
+        masks = masks_of(now, form.block if form is not None else 1)
         for fragment, mask in enumerate(masks):
-            offset = fragment * case.every // len(masks)
-            if (number - offset) % case.every == 0 and number > 0:
+            offset = fragment * now.every // len(masks)
+            if (number - offset) % now.every == 0 and number > 0:
                 for replica in replicas:
                     replica.sent[fragment] = leave(replica, anchor, mask, form)
-            if (number - case.delay - offset) % case.every == 0 and number > case.delay:
+            if (number - now.delay - offset) % now.every == 0 and number > now.delay:
                 arrive(replicas, fragment, mask, anchor, momentum, rule, mix)
     params = [{path: leaf.detach() for path, leaf in replica.params.items()} for replica in replicas]
     return losses, params, anchor

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.cli.main import main as command
-from fshard.errors import CheckpointWarning, LossError, NonFiniteError, PlanError, TreeError
+from fshard.errors import LossError, NonFiniteError, PlanError, TreeError
 from fshard.runtime.comm.communicator import SingleRank
 from fshard.runtime.execution.wires import Residual, summed
 from fshard.schedule.schedule import parse
@@ -296,43 +295,6 @@ def test_other_wires_and_other_axes_of_replicas(tmp_path: Path) -> None:
     total = before[0] + before[2]
     assert torch.equal(sum(spread, torch.zeros_like(total)), total) and total.any()
     assert torch.equal(after[0] + after[2], total)
-
-
-LOW = fs.Wire(reduce={"replica": "powersgd"}, rank=2)
-
-
-@pytest.mark.parametrize(("wire", "count"), [(WIRE, 6), (LOW, 9)], ids=["int4", "powersgd"])
-def test_formats_of_other_libraries_say_what_they_leave_out(
-    wire: fs.Wire, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A warning names it; the rest comes back, and begins with nothing left."""
-    mesh, opt, folder = mesh_of(2, 1), fs.optim.adamw(1e-2), str(tmp_path / "dcp")
-    says = rf"leaves out opt\.residual\.one\.w and {count - 1} more: .*fs\.Checkpointer has it"
-
-    def main() -> bool:
-        plan = plan_of(mesh, wire)
-        step, state = fs.make_train_step(loss_fn, opt, plan), fs.init_state(plan, opt, params=start())
-        state, _ = step(state, batch(0, mesh.rank))
-        fs.Checkpointer(tmp_path / "own").save(state)
-        fs.io.save_dcp(state, folder, opt)
-        optim = fs.io.to_optim_state_dict(state, opt)
-        one = fs.io.from_state_dict(fs.io.to_state_dict(state), plan, opt, optim)
-        other = fs.io.load_dcp(folder, plan, opt)
-        assert same(kept(one), kept(other))
-        want, lost = kept(state), [name for name, leaf in kept(one).items() if not torch.equal(leaf, kept(state)[name])]
-        assert {name.partition(".")[0] for name in lost} == ({"residual", "basis"} if wire is LOW else {"residual"})
-        assert not any(leaf.any() for name, leaf in kept(one).items() if name.startswith("residual."))
-        return one.step == 1 and any(leaf.any() for name, leaf in want.items() if name.startswith("residual."))
-
-    with pytest.warns(CheckpointWarning, match=says) as told:
-        assert all(mesh.run(main))
-    calls = {str(one.message).partition(" ")[0] for one in told if one.category is CheckpointWarning}
-    assert calls == {"save_dcp", "to_optim_state_dict"}
-    with pytest.warns(CheckpointWarning, match=says):
-        assert command(["ckpt", "convert", str(tmp_path / "own"), str(tmp_path / "other"), "--to", "dcp"]) == 0
-    assert "without param_groups" in capsys.readouterr().out
-    back = mesh.run(lambda: kept(fs.io.load_dcp(tmp_path / "other", plan_of(mesh, wire), opt)))
-    assert same(back[0], mesh.run(lambda: kept(fs.io.load_dcp(folder, plan_of(mesh, wire), opt)))[0])
 
 
 def test_verify_adds_what_is_left() -> None:

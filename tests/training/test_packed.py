@@ -213,22 +213,6 @@ def test_checkpoints_hold_the_packed_bits_on_any_mesh(
     with pytest.raises(TreeError, match=r"missing  params.one.w  F32\[24, 16\](?s:.*)change it with fs.reshard_state"):
         one.run(lambda: restored(None, folder, one))
 
-    def remedied(there: str | None, here: str | None, folder: str) -> Any:
-        state = fs.Checkpointer(folder).restore(plan_of(there, one), OPT)
-        plan = plan_of(here, one)
-        state = fs.reshard_state(state, plan, OPT)
-        return state, fs.unshard(state.params, plan)
-
-    state, whole = one.run(lambda: remedied(text, None, folder))[0]
-    assert same(whole, want)
-    loose = str(tmp_path / "loose")
-    one.run(lambda: fs.Checkpointer(loose).save(state))
-    missing = rf"missing  params\.one\.w:{text}(?s:.*)change it with fs\.reshard_state"
-    with pytest.raises(TreeError, match=missing):
-        one.run(lambda: restored(text, loose, one))
-    twice = {u: {n: reference(x, text) if n == "w" else x for n, x in leaves.items()} for u, leaves in want.items()}
-    assert same(one.run(lambda: remedied(None, text, loose))[0][1], twice)
-
 
 def test_other_users_of_states_read_the_same_values() -> None:
     """``fs.verify``, evaluation, pure losses, steps of parts, state dicts and copies."""
