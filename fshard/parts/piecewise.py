@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fshard import tree
+from fshard.collectives.scope import cutting
 from fshard.errors import CommError, PeerError, ScheduleError
 from fshard.parts.arguments import Arguments, check_origins, returned_states
 from fshard.parts.running import PART, not_of_the_step
@@ -18,6 +19,9 @@ from fshard.sharding.plan import Plan
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
+
+LEARNED = PeerError | ScheduleError | CommError
+"""What a rank raises in a part where another rank has failed. If all ranks are lost, so is the end of the step."""
 
 
 def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool) -> tuple[Any, Any]:
@@ -36,14 +40,14 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
     try:
         lent = [_lent(complete(state, mesh), number) for number, state in enumerate(given.states)]
         state, batch = given.filled(lent.__getitem__)
-        with seeded(lent[0].seed, lent[0].step, mesh.index(plan.data_axes), mesh.device):
+        # A rank that fails between parts ends the waits of others in collectives, as one that fails in a part does.
+        with cutting(mesh), seeded(lent[0].seed, lent[0].step, mesh.index(plan.data_axes), mesh.device):
             returned = fn(state, batch)
-        _check_returned(returned, given.own)
-    except CommError:
-        raise
+            _check_returned(returned, given.own)
     except BaseException as error:
         failure = error
-    _end(mesh_communicator(mesh), failure)
+    with cutting(mesh):  # all ranks continue with new communicators
+        _end(mesh_communicator(mesh), failure)
     assert returned is not None
     following = tree.swap(lambda state: _kept(state, donate), TrainState, returned[0])
     for state in given.states[: given.own] if donate else ():
@@ -77,7 +81,7 @@ def _met(control: Communicator, failure: BaseException | None) -> tuple[bool, Ba
     """
     end = digest("the end of the step")
     # A rank that only learned of a failure raises what the rank says that failed by itself.
-    own = OK if failure is None else CUT if isinstance(failure, PeerError | ScheduleError) else FAILED
+    own = OK if failure is None else CUT if isinstance(failure, LEARNED) else FAILED
     try:
         rows = announce(control, PART, [own, end, digest(()), -1, 0])
     except ScheduleError as error:  # others are at a part that has a name of its own
@@ -91,8 +95,7 @@ def _met(control: Communicator, failure: BaseException | None) -> tuple[bool, Ba
     except BaseException as error:
         if all_here:
             raise
-        learned = isinstance(error, PeerError | ScheduleError)
-        return False, failure or (error if learned else None)
+        return False, failure or (error if isinstance(error, LEARNED) else None)
     return all_here, failure
 
 

@@ -65,7 +65,7 @@ class Found:
     again: int = 0
     remat: Remat = NO_REMAT
 
-    @property
+    @functools.cached_property
     def flops(self) -> int | None:
         """Floating-point operations of the model on the batch that was traced; None if only a run has found it."""
         return sum(need.flops for need in self.needs) - self.again if self.needs else None
