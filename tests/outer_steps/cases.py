@@ -56,6 +56,7 @@ CASES = {
     "optimizer state apart": Case(wire="int8", spec=P(), opt=P(flat="data")),
     "clipped": Case(more=(("clip_norm", 0.1),)),
     "more exchanges at first": Case(every=3, fragments=2, delay=1, wire="int4", early=(1, 5)),
+    "one replica": Case(every=2, wire="int4", fragments=2, sizes=(1, 2)),
     "that keep nothing": Case(every=3, fragments=2, delay=1, early=(1, 5)),
 }
 OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
