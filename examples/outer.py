@@ -41,22 +41,28 @@ def train(args: Namespace, mesh: fs.Mesh, apart: bool) -> tuple[float, int]:
         logits = model.apply(params, rows[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()) / math.log(2)
 
+    early = 3 * args.steps // 20 // args.early * args.early
+    until = early + bool(early) if args.until is None else args.until
     plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("data"))], batch=fs.P(("host", "data")))
     rate = fs.optim.schedules.warmup_cosine(args.lr, warmup=args.steps // 8, total=args.steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
-    step = fs.make_train_step(bits_per_byte, opt, plan, clip_norm=1.0)
+    step = later = fs.make_train_step(bits_per_byte, opt, plan, clip_norm=1.0)
     if apart:
-        nesterov = fs.optim.sgd(args.outer_lr, momentum=0.9, nesterov=True)
-        kinds = {"wire": args.wire, "fragments": args.fragments, "delay": args.delay}
-        step = fs.outer(step, nesterov, every=args.every, over="host", **kinds)
+        outer = fs.optim.sgd(args.outer_lr, momentum=args.momentum, nesterov=args.momentum > 0)
+        kinds = {"fragments": args.fragments, "delay": args.delay}
+        later = fs.outer(step, outer, every=args.every, over="host", wire=args.wire, **kinds)
+        # At first replicas learn fast, and move apart fast: the whole model is exchanged more often.
+        step = fs.outer(step, outer, every=args.early, over="host", wire=args.wire)
     init = [(r".*\.(out|down)\.weight", fs.init.normal(0.04 / math.sqrt(2 * args.depth)))]
     init += [(r"(.*\.)?(embed|qkv|up)\.weight", fs.init.normal(0.04))]
     state = fs.init_state(step.plan, step.opt, seed=args.seed, init=init)
     if apart and mesh.rank == 0:
-        print(step.exchanges)
+        print(f"{step.exchanges}\nand from step {until + 1} on:\n{later.exchanges}")
 
     sent = 0
     for number in tqdm(range(args.steps), desc="apart" if apart else "together", disable=mesh.rank != 0):
+        if number == until and apart:  # no fragment is under way
+            state, step = fs.reshard_state(state, later.plan, later.opt), later
         drawn = random.Random(f"{args.seed} {number}").choices(range(len(windows)), k=args.batch)
         state, metrics = step(state, plan.local_batch(windows[drawn]).long())
         moves = {} if apart else {move: move.sent for g in step.schedule.groups for move in g.transfers}
@@ -89,7 +95,10 @@ if __name__ == "__main__":
     cli.add_argument("--depth", type=int, default=4, help="blocks")
     cli.add_argument("--width", type=int, default=128, help="features, a multiple of 32")
     cli.add_argument("--lr", type=float, default=6e-3, help="peak learning rate of the inner optimizer")
-    cli.add_argument("--outer-lr", type=float, default=0.7, help="learning rate of the outer optimizer")
+    cli.add_argument("--outer-lr", type=float, default=1.0, help="learning rate of the outer optimizer")
+    cli.add_argument("--momentum", type=float, default=0.0, help="of the outer optimizer; DiLoCo: 0.7 and 0.9")
+    cli.add_argument("--early", type=int, default=5, help="steps between two exchanges of the whole model at first")
+    cli.add_argument("--until", type=int, help="steps with that, 0 for none; a seventh of all if it is not given")
     cli.add_argument("--every", type=int, default=30, help="steps between two exchanges of a fragment")
     cli.add_argument("--wire", choices=("fp32", "bf16", "int8", "int4"), default="int4", help="format of differences")
     cli.add_argument("--fragments", type=int, default=4, help="parts of the model that leave one after the other")
