@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fshard import tree
 from fshard.arguments import described, expect
 from fshard.data.order import Order
 from fshard.errors import CheckpointError, PlanError, lines
@@ -36,7 +38,7 @@ class Loader:
         shuffle: whether each epoch has an order of its own.
         epochs: how many epochs an iteration goes through; None for no end.
         partial: ``"drop"``, or ``"keep"`` for a smaller batch at the end of an epoch, of which ranks may get unequal
-            parts, or none: then the loss must be an ``fs.Mean``.
+            parts, or none, as tensors of 0 rows: then the loss must be an ``fs.Mean``.
         collate: makes a batch of a list of samples; PyTorch's ``default_collate`` by default.
         **options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers=``.
 
@@ -114,6 +116,8 @@ class Loader:
         """The batches from the present position on."""
         loader = DataLoader(self.dataset, batch_sampler=_Rows(self, self.position), **self.options)
         for batch in loader:
+            if self.order.partial == "keep" and not self.rows(self.position):
+                batch = tree.map(lambda x: x[:0] if isinstance(x, Tensor) else x, batch)
             self.position += 1
             yield batch if self._rest is None else local_part(batch, self._rest, self.plan.mesh)
 
@@ -150,7 +154,7 @@ class _Rows:
     def __iter__(self) -> Iterator[list[int]]:
         number, end = self.begin, self.loader.end
         while end is None or number < end:
-            yield self.loader.rows(number)
+            yield self.loader.rows(number) or [0]  # a sample that says what a batch is, and is cut off again
             number += 1
 
 

@@ -118,9 +118,11 @@ class Generate:
                 not on ranks. By default every data rank is taken to have as many prompts as this one.
 
         Raises:
-            PlanError: prompts that are no sequences of tokens, or an empty one.
+            PlanError: prompts that are no sequences of tokens, or an empty one; a call outside of ``mesh.run``.
             TreeError: ``forward`` returned a cache of the wrong length; on all ranks alike.
         """
+        if self.plan.mesh.everywhere:
+            raise PlanError("fs.generate outside of mesh.run: each rank has prompts of its own: call it in mesh.run(fn)")
         rows = self._rows(prompts, max_new, sampling, eos)
         sampling = sampling or Sampling()
         first = self.plan.data_rank * len(prompts) if first is None else first

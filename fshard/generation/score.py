@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import BatchError, LossError
 from fshard.runtime.engine import Mean
 from fshard.state.train_state import TrainState
+from fshard.training.buffers import Whole
 from fshard.training.evaluate import make_eval_step
 
 
@@ -65,8 +65,8 @@ def perplexity(
     ]
     expect("perplexity(state, loss_fn, batches)", wants)
 
-    def sums(params: Any, given: tuple[Any, Tensor]) -> dict[str, Mean]:
-        batch, weights = given
+    def sums(params: Any, given: tuple[Any, Whole]) -> dict[str, Mean]:
+        batch, weights = given[0], given[1].value
         mean = loss_fn(params, batch)
         if not isinstance(mean, Mean):
             raise LossError(f"perplexity: the loss is {described(mean)}: return fs.Mean(losses.sum(), losses.numel())")
@@ -91,7 +91,7 @@ def _walked(step: Any, state: TrainState, batches: Any) -> Perplexity:
     while True:
         device = state.plan.mesh.device
         weights = torch.tensor([weight, float(following is not end)], dtype=torch.float64, device=device)
-        found = step(state, (batch, weights))
+        found = step(state, (batch, Whole(weights)))
         total, count, made = total + found["total"].item(), count + found["count"].item(), made + 1
         if not found["more"]:
             break

@@ -87,6 +87,8 @@ class TrainState:
 
     def of_all_ranks(self, states: Sequence["TrainState"]) -> "TrainState":
         """The states of all ranks of a virtual mesh, this one first, as one outside of its ``run``."""
+        if isinstance(self.memory, MemoryOfAllRanks) and all(state is self for state in states):
+            return self  # that of all ranks, which a step has skipped
         plan = replace(self.plan, mesh=host_of([state.plan for state in states], [state.step for state in states]))
         memory: Any = MemoryOfAllRanks(plan, [state.memory for state in states])
         return replace(self, plan=plan, memory=memory)

@@ -108,6 +108,9 @@ def test_epochs_end_and_partial_batches_are_kept_or_dropped() -> None:
     assert sorted(torch.cat(found[:3]).tolist()) == sorted(torch.cat(found[3:]).tolist()) == list(range(10))
     parts = [list(Loader(data, plan_of(3, rank), batch=6, epochs=1, partial="keep")) for rank in range(3)]
     assert [len(batches[1]) for batches in parts] == [1, 1, 2]
+    pairs = [(torch.ones(3), number) for number in range(7)]
+    parts = [list(Loader(pairs, plan_of(3, rank), batch=6, epochs=2, partial="keep")) for rank in range(3)]
+    assert [[tuple(x.shape) for x in batches[1]] for batches in parts] == [[(0, 3), (0,)]] * 2 + [[(1, 3), (1,)]]
 
 
 @pytest.mark.long

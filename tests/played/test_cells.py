@@ -152,6 +152,28 @@ def test_evaluations_checkpoints_and_parts(mesh: Any, tmp_path: Path) -> None:
         gradient(state, BATCH)
 
 
+def test_a_step_that_is_skipped_returns_the_state_of_all_ranks(mesh: Any) -> None:
+    plan = planned(mesh)
+    step, state = fs.make_train_step(loss, OPT, plan, skip_norm=1e-9), fs.init_state(plan, OPT, seed=1)
+    before = fs.tree.map(torch.clone, state.params)
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        assert metrics.skipped and state.step == 0 and same(state.params, before)
+    state = mesh.join(mesh.run(lambda: step(state, plan.local_batch(BATCH))[0]))
+    both, _ = fs.make_step(lambda states, batch: (states, {}), plan)({"a": state, "b": fs.init_state(plan, OPT)}, BATCH)
+    state, metrics = fs.make_train_step(loss, OPT, plan)(both["a"], BATCH)
+    assert metrics.loss.item() == alone(1)[0][0] and state.step == 1
+
+
+def test_perplexity_is_that_of_the_global_batches_and_sequences_belong_to_ranks(mesh: Any) -> None:
+    plan = planned(mesh)
+    state = fs.init_state(plan, seed=1)
+    found = fs.perplexity(state, lambda params, batch: fs.Mean(loss(params, batch) * len(batch), len(batch)), [BATCH])
+    assert found.loss == pytest.approx(fs.make_eval_step(loss, plan)(state, BATCH).item())
+    with pytest.raises(PlanError, match=r"call it in mesh.run\(fn\)"):
+        fs.generate(state, lambda *_: None, [[1]], max_new=1)  # type: ignore[arg-type, return-value]
+
+
 def test_averages_of_all_ranks(mesh: Any) -> None:
     opt, plan = fs.optim.ema(OPT, 0.5), planned(mesh)
     step, state = fs.make_train_step(loss, opt, plan), fs.init_state(plan, opt, seed=1)

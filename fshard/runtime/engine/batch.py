@@ -83,7 +83,10 @@ def _check_rows(batch: Any, count: int) -> None:
             lines(head, rows, "Give all leaves one row a sample; what is not per row goes into a closure.")
         )
     if dims and min(dims) < count:
-        raise BatchError(f"a batch of {min(dims)} rows a rank cannot be cut into accumulate={count} microbatches")
+        raise BatchError(
+            f"a batch of {min(dims)} rows a rank cannot be cut into accumulate={count} microbatches: give more rows, or "
+            f"fs.Microbatches, of which some may have no rows where the loss is an fs.Mean"
+        )
 
 
 def _given(parts: Sequence[Any], count: int) -> list[Any]:
