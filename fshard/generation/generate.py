@@ -122,7 +122,7 @@ class Generate:
             TreeError: ``forward`` returned a cache of the wrong length; on all ranks alike.
         """
         if self.plan.mesh.everywhere:
-            raise PlanError("fs.generate outside of mesh.run: each rank has prompts of its own: call it in mesh.run(fn)")
+            raise PlanError("fs.generate outside of mesh.run: ranks have prompts of their own; call it in mesh.run(fn)")
         rows = self._rows(prompts, max_new, sampling, eos)
         sampling = sampling or Sampling()
         first = self.plan.data_rank * len(prompts) if first is None else first
