@@ -7,17 +7,22 @@ import torch
 
 import fshard as fs
 from fshard.runtime.comm.packing import PIECE, pack, unpack
-from fshard.runtime.graphs.packing_kernels import PackingKernels
+from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.sharding.wire import WireFormat
 
 pytestmark = pytest.mark.slow
 FORMS = [WireFormat("int8", 256), WireFormat("int4", 256)]
 
 
+def _kernels() -> Any:
+    """Kernels of nothing yet; Inductor's modules are imported here, since most who collect tests need none of them."""
+    return packing_kernels(make_cache("inductor"))
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_they_have_the_bits_of_torch(form: WireFormat) -> None:
     """Of small, large and zero blocks, and of what is left after the last whole piece."""
-    kernels = PackingKernels()
+    kernels = _kernels()
     x = torch.randn(2 * PIECE + 512) * torch.logspace(-30, 30, 2 * PIECE + 512)
     x[256:512] = 0
     plain, compiled = (torch.zeros(form.nbytes(x.numel()), dtype=torch.uint8) for _ in range(2))
@@ -35,7 +40,7 @@ def test_they_have_the_bits_of_torch(form: WireFormat) -> None:
 
 
 def test_formats_that_no_kernel_serves() -> None:
-    kernels = PackingKernels()
+    kernels = _kernels()
     for form in (WireFormat("bf16"), WireFormat("fp8_e4m3", 256), WireFormat("int8", 256, rotate=True)):
         assert kernels("pack", form) is None
     assert kernels("pack", WireFormat("int4", 256, stochastic=True)) is None and not kernels.made
@@ -60,7 +65,7 @@ def test_steps_use_them() -> None:
                 rows = torch.randn(4, 1024, generator=torch.Generator().manual_seed(number))
                 state, _ = step(state, rows)
             out.append(fs.unshard(state.params, plan)["w"])
-            made = getattr(step.programs.cache, "packing", None)
-        return torch.equal(*out), sorted(what for what, *_ in made.made) if isinstance(made, PackingKernels) else None
+        kernels: Any = packing_kernels(step.programs.cache)
+        return torch.equal(*out), sorted(what for what, *_ in kernels.made)
 
     assert mesh.run(main) == [(True, ["add", "pack", "unpack"])] * 2

@@ -21,7 +21,7 @@ from tests.shared.parity import Run
 
 ROWS, TIME, VOCAB, WIDTH, HEADS, DEPTH, EXPERTS = 16, 16, 48, 16, 4, 2, 4
 HEAD = WIDTH // HEADS
-STEPS = 10
+STEPS = 6
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 

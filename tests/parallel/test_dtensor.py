@@ -21,7 +21,7 @@ from tests.shared import parity
 from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
-STEPS = 10
+STEPS = 6
 
 
 class Block(nn.Module):

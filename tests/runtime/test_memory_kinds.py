@@ -21,7 +21,7 @@ from tests.shared.virtual import Virtual
 from tests.shared.workers import Pools
 
 HOST = "unpinned_host"
-STEPS = 10
+STEPS = 6
 KINDS: dict[str, dict[str, Any]] = {
     "all on the host": {"memory_kind": HOST},
     "kept on the host": {"memory_kind": HOST, "update_on": "device"},
