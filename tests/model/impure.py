@@ -1,6 +1,7 @@
 """Generated modules whose calls write to the modules: attributes, containers, hooks, in random places."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ class Node(nn.Module):
         self.children_ = nn.ModuleList(Node(rng, depth - 1, shared) for _ in range(rng.randint(0, 2) if depth else 0))
         self.acts = tuple(rng.sample(sorted(ACTS), rng.randint(0, 3)))
         self.total: Any = 0.0
-        self.seen: list[Any] = []
+        self.seen: deque[Any] = deque(maxlen=2)
         self.table: dict[str, Any] = {"n": 0, "by": {}}
         self.shared = shared
         self.calls = 0
@@ -66,7 +67,7 @@ def _nested(node: Node, y: Tensor) -> None:
 ACTS: dict[str, Callable[[Node, Tensor], None]] = {
     "new": lambda node, y: setattr(node, "aux", y.square().mean()),
     "old": lambda node, y: setattr(node, "total", node.total + y.mean()),
-    "list": lambda node, y: node.seen.append(y.mean()),
+    "deque": lambda node, y: node.seen.append(y.mean()),
     "nested": _nested,
     "shared list": lambda node, y: node.shared["losses"].append(y.sum()),
     "shared value": lambda node, y: node.shared.update(last=y.mean()),
@@ -125,7 +126,7 @@ def _tensors(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, dict):
         for key in sorted(value):
             _tensors(value[key], found)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for x in value:
             _tensors(x, found)
 

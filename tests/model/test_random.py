@@ -134,6 +134,9 @@ def test_a_key_used_twice_is_noticed() -> None:
         R.uniform(K, (2, 2), start=(0, 2), of=(4, 4))  # between the rows of the first
         with pytest.raises(KeyReuseError):
             R.uniform(K, (2, 1), start=(1, 1), of=(4, 4))
+        R.uniform(K, (2,), start=8)  # behind the last row of the others, as numbers of another whole
+        with pytest.raises(KeyReuseError):
+            R.uniform(K, (2,), start=7)
     R.normal(K, (2,)), R.normal(K, (2,))  # outside of the scope nobody counts
 
 
