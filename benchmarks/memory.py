@@ -9,7 +9,8 @@ peak is that of a step, above parameter shards and optimizer state; the median o
 between steps, as do gradients that wait for their update: they count in full.
 
 What is predicted: ``step.trace(batch).footprint``, made before anything runs: the arena, gradients and their
-shards op by op, and the activations that fake tensors show.
+shards op by op, and the activations that fake tensors show. ``memory_kinds.py`` has the kinds of steps that are
+held against their prediction alone; the limit of one of them is what ``fs.Auto`` must keep.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import memory_kinds
 import peers
 import torch
 import torch.distributed as dist
@@ -127,6 +129,12 @@ def above_resident(name: str, size: Size, batch: torch.Tensor, steps: int) -> tu
     return peaks(step, 1, steps), 0.0
 
 
+def kind(name: str, size: Size, batch: torch.Tensor, steps: int) -> tuple[list[float], float, float | None]:
+    """The peaks of steps of a kind, what was said of them, and their limit."""
+    run, said, limit = memory_kinds.made(name, size, batch)
+    return peaks(run, memory_kinds.SETTLED, steps), float(said()), limit
+
+
 def work(args: argparse.Namespace) -> int:
     """One rank."""
     torch.set_num_threads(1)
@@ -136,10 +144,13 @@ def work(args: argparse.Namespace) -> int:
         batch = rows(size, 0, dist.get_rank())
         peers.check_agreement(peers.build(NAMES, size), size)
         found = {name: above_resident(name, size, batch, args.steps) for name in NAMES}
+        kinds = {name: kind(name, size, batch, args.steps) for name in memory_kinds.KINDS}
         if dist.get_rank() == 0:
             parameters = sum(p.nbytes for p in make(size).parameters())
             plain = activations(size, batch)
-            args.out.write_text(json.dumps({"peaks": found, "activations": plain, "parameters": parameters}))
+            args.out.write_text(
+                json.dumps({"peaks": found, "kinds": kinds, "activations": plain, "parameters": parameters})
+            )
         dist.barrier()
     return 0
 
@@ -162,6 +173,11 @@ def measure(args: argparse.Namespace) -> int:
         report.rows.append(ratio(f"{ours} / its prediction", "heap", measured, expected, PREDICTED))
         report.rows.append(ratio(f"prediction / {ours}", "heap", expected, measured, PREDICTED))
         report.rows.append(ratio(f"{ours} / {theirs}", "heap", measured, found["peaks"][theirs][0], 0.90))
+    for name, (measured, predicted, limit) in found["kinds"].items():
+        report.rows.append(ratio(f"{name} / its prediction", "heap", measured, [predicted] * steps, PREDICTED))
+        report.rows.append(ratio(f"prediction / {name}", "heap", [predicted] * steps, measured, PREDICTED))
+        if limit is not None:
+            report.rows.append(ratio(f"{name} / the limit", "heap", measured, [limit] * steps, 1.0))
     for name, (measured, _) in found["peaks"].items():
         report.rows.append(middle(name, "MiB", [value / MIB for value in measured]))
     report.rows.append(Row("activations of plain PyTorch", "MiB", plain / MIB))

@@ -1,0 +1,52 @@
+"""The kinds of steps whose memory ``memory.py`` holds against what was said beforehand, beside the peers' own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from model import Size, loss_of, make
+from torch import Tensor
+
+import fshard as fs
+
+ADAPTED = r"blocks\..*\.(qkv|out|up|down)\.weight"
+TIGHT = 0.6
+"""The limit of ``auto within a limit``, to what the default policy holds."""
+
+SETTLED = 9
+"""Steps until ``schedule="auto"`` has chosen, and graphs are proved."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "remat": {"remat": "all"},
+    "fx": {"compile": "fx"},
+    "fx, remat": {"compile": "fx", "remat": "all"},
+    "optimizer state in host memory": {"host": True},
+    "LoRA": {"lora": True},
+    "two microbatches": {"accumulate": 2},
+    "auto within a limit": {"auto": True},
+}
+
+
+def made(name: str, size: Size, batch: Tensor) -> tuple[Callable[[], object], Callable[[], int], int | None]:
+    """A kind's step, what is said of its memory, and its limit."""
+    options = dict(KINDS[name])
+    mesh, model = fs.make_mesh((-1,), ("shard",)), fs.split(make(size), units=("blocks.*",))
+    if options.pop("lora", False):
+        model = fs.lora.wrap(model, [ADAPTED], rank=8, alpha=16)
+    host = {"memory_kind": "unpinned_host", "update_on": "device"} if options.pop("host", False) else {}
+    plan = fs.make_plan(model, mesh, [fs.Rule(".*", fs.fsdp("shard"), **host)], batch=fs.P("shard"))
+    opt = fs.optim.adamw(1e-3)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return loss_of(model.apply(params, x[:, :-1]), x)
+
+    limit = None
+    if options.pop("auto", False):
+        limit = int(TIGHT * fs.make_train_step(loss, opt, plan).trace(batch).footprint.peak_bytes)
+        options["schedule"] = fs.Auto(memory=limit)
+    step = fs.make_train_step(loss, opt, plan, **options)
+    states = [fs.init_state(plan, opt, params=model.params)]
+
+    def run() -> None:
+        states[0], _ = step(states[0], batch)
+
+    return run, lambda: step.trace(batch).footprint.peak_bytes, limit
