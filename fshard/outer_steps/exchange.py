@@ -16,7 +16,8 @@ from fshard.optim.contract import contract
 from fshard.outer_steps.buffers import ANCHOR, DELTA, OUTER, Outer
 from fshard.outer_steps.fragments import HEAD, Fragment, Range
 from fshard.runtime.comm import Communicator, Handle, exchange, mesh_communicator
-from fshard.runtime.comm.packing import pack, unpack
+from fshard.runtime.comm.communicator import sum_rows
+from fshard.runtime.comm.packing import pack, unpack_sum
 from fshard.runtime.comm.streams import events
 from fshard.runtime.execution import Shard, Shards
 from fshard.sharding.part import PartMesh
@@ -105,13 +106,12 @@ class Exchange:
         self._check(flight, heads, shards.overwrite())
         fragment = self.fragments[flight.number]
         mean = torch.empty(fragment.numel, dtype=fragment.dtype, device=self.mesh.device)
-        for number, row in enumerate(rows.unbind()):
-            self._read(row[HEAD:], mean, add=number > 0)
+        self._sum(rows[:, HEAD:], mean)
         mean.div_(len(heads))
         self._update(flight, mean, shards)
         arrived = mean  # whose memory is not needed any more
         if self.opt.keeps_delta:
-            self._read(flight.sent[HEAD:], arrived, add=False)
+            self._sum(flight.sent[None, HEAD:], arrived)
         for cut, own in _views(fragment, arrived):
             if self.opt.keeps_delta:
                 _buffer(shards, DELTA, cut).sub_(own)
@@ -129,7 +129,9 @@ class Exchange:
         finite = bool(value.isfinite().all())
         facts = exchange(mesh_communicator(mesh), torch.tensor([not finite, stop], device="cpu"))
         wrong, stops = (bool(fact) for fact in facts.any(0).tolist())
-        sent[:HEAD].view(torch.int64).copy_(torch.tensor([step, number, wrong, stops], device="cpu"))
+        head = sent[:HEAD].view(torch.int64)
+        for place, said in enumerate((step, number, wrong, stops)):
+            head[place].fill_(int(said))  # a copy from the host would wait for the device
         if self.form is not None:
             pack(value, self.form, sent[HEAD:])
         else:
@@ -146,14 +148,12 @@ class Exchange:
         comm: Communicator = whole.transport.communicator(ROLE, (self.mesh.over,))
         return comm
 
-    def _read(self, row: Tensor, out: Tensor, add: bool) -> None:
-        """Write what a replica has sent to ``out``, or add it."""
+    def _sum(self, rows: Tensor, out: Tensor) -> None:
+        """Write the sum of what replicas have sent to ``out``, in their order."""
         if self.form is not None:
-            unpack(row, self.form, out, add)
-        elif add:
-            out.add_(row.view(out.dtype))
+            unpack_sum(rows, self.form, out, False)
         else:
-            out.copy_(row.view(out.dtype))
+            sum_rows(out, [row.view(out.dtype) for row in rows.unbind()], False)
 
     def _check(self, flight: Flight, heads: list[list[int]], shards: Shards) -> None:
         """Refuse fragments that differ between replicas, and values that are not finite."""

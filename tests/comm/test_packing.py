@@ -1,6 +1,7 @@
 """Packing: what arrives is what a formula says, whatever the length of a range, and what is not finite stays so."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -162,3 +163,22 @@ def test_a_range_is_written_in_place() -> None:
     out = torch.ones(64)
     unpack(room[1], form, out, add=True)
     assert torch.equal(out, arrived(x, form) + 1)
+
+
+@pytest.mark.parametrize("form", [*FORMS, *OPTIONS], **IDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_are_added_one_after_the_other(form: WireFormat, dtype: torch.dtype) -> None:
+    """In bits, in pieces, in any number; also what is no number, and zeros of both signs."""
+    count = 8 * form.block
+    rows = torch.stack([packed(values(count) * (number + 1), form) for number in range(packing.MOST + 1)])
+    odd = values(count)
+    odd[0], odd[form.block], odd[-1], odd[2] = math.inf, math.nan, -math.inf, -0.0
+    rows[1] = packed(odd, form)
+    for many in range(1, len(rows) + 1):
+        for add in (False, True):
+            want, got = (torch.full((count,), -0.0, dtype=dtype) for _ in range(2))
+            for number, row in enumerate(rows[:many]):
+                unpack(row, form, want, add or number > 0)
+            with patch.object(packing, "PIECE", 2 * form.block):
+                unpack_sum(rows[:many], form, got, add)
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

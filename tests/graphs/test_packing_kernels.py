@@ -1,12 +1,13 @@
 """Compiled kernels that pack: the bits of PyTorch's ops, in any length, and in steps."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 import fshard as fs
-from fshard.runtime.comm.packing import PIECE, pack, unpack
+from fshard.runtime.comm.packing import MOST, PIECE, pack, packed, unpack, unpack_sum
 from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.sharding.wire import WireFormat
 
@@ -39,6 +40,24 @@ def test_they_have_the_bits_of_torch(form: WireFormat) -> None:
     assert one[256:PIECE].isfinite().all()
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("many", [*range(2, 9), 11])
+def test_one_kernel_sums_all_rows(form: WireFormat, many: int) -> None:
+    """In bits, as if they were added one after the other by PyTorch's ops."""
+    kernels, count = _kernels(), PIECE + 512
+    x = torch.randn(many, count) * torch.logspace(-30, 30, count)
+    x[0, 0], x[1, 300], x[-1, 600], x[:, 1000:2000] = math.inf, math.nan, -math.inf, -0.0
+    rows = torch.stack([packed(row, form) for row in x])
+    for add in (False, True):
+        one, other = (torch.full((count,), -0.0) for _ in range(2))
+        for number, row in enumerate(rows):
+            unpack(row, form, one, add or number > 0)
+        unpack_sum(rows, form, other, add, kernels)
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    at_once = [ranges for *_, ranges in kernels.made]
+    assert sorted(at_once) == ([many] * 2 if many <= MOST else [many - MOST, MOST, MOST])
+
+
 def test_formats_that_no_kernel_serves() -> None:
     kernels = _kernels()
     for form in (WireFormat("bf16"), WireFormat("fp8_e4m3", 256), WireFormat("int8", 256, rotate=True)):
@@ -68,4 +87,4 @@ def test_steps_use_them() -> None:
         kernels: Any = packing_kernels(step.programs.cache)
         return torch.equal(*out), sorted(what for what, *_ in kernels.made)
 
-    assert mesh.run(main) == [(True, ["add", "pack", "unpack"])] * 2
+    assert mesh.run(main) == [(True, ["add", "pack", "unpack", "unpack"])] * 2

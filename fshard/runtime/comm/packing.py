@@ -11,7 +11,7 @@ unpacking: infinities and nan in a gradient reach its norm.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,14 +42,18 @@ appendix E)."""
 CELLS = 256
 """Equal parts of [-1, 1], in each of which lies at most one middle between two NormalFloat values."""
 
-Kernel = Callable[[Tensor, Tensor, Tensor], object]
-"""Packs, or unpacks, the blocks of a piece: its rows, its payload, its scales."""
+MOST = 8
+"""Packed ranges that one kernel sums."""
 
-Kernels = Callable[[str, WireFormat], Kernel | None]
-"""Compiled kernels for ``"pack"``, ``"unpack"`` and ``"add"``, with the bits of PyTorch's ops; None to use these."""
+Kernel = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], object]
+"""Packs, or unpacks, the blocks of a piece: its rows, and the payloads and the scales of packed ranges."""
+
+Kernels = Callable[[str, WireFormat, int], Kernel | None]
+"""Compiled kernels with the bits of PyTorch's ops; None to use these. ``"pack"`` is for one range, ``"unpack"`` writes
+the sum of so many in their order, and ``"add"`` adds them one after the other."""
 
 
-def no_kernels(what: str, form: WireFormat) -> None:
+def no_kernels(what: str, form: WireFormat, ranges: int) -> None:
     """PyTorch's ops alone."""
 
 
@@ -71,7 +75,7 @@ def pack(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_ke
         if form.largest is None:
             payload[codes].view(torch.bfloat16).copy_(source[cut])
         elif kernel is not None and cut.stop - cut.start == PIECE:
-            kernel(source[cut].view(-1, form.block), payload[codes], scales[blocks])
+            kernel(source[cut].view(-1, form.block), [payload[codes]], [scales[blocks]])
         else:
             rows = source[cut].view(-1, form.block)
             _pack_blocks(rows, form, payload[codes], scales[blocks], room[: rows.numel()].view(rows.shape))
@@ -80,30 +84,39 @@ def pack(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_ke
 
 def unpack(given: Tensor, form: WireFormat, out: Tensor, add: int = 0, kernels: Kernels = no_kernels) -> None:
     """Write the tensor that a packed range holds to ``out``, or, where ``add`` is not 0, add it that many times."""
-    payload, scales = _parts(given, form, out.numel())
-    kernel = _kernel(kernels, "add" if add else "unpack", form, out) if add in (0, 1) else None
-    direct = out.dtype == torch.float32 and not add
-    room = out if direct else _room(out)
-    for cut, codes, blocks in _pieces(out.numel(), form, out.device):
-        whole = out[cut]
-        if kernel is not None and whole.numel() == PIECE:
-            kernel(whole.view(-1, form.block), payload[codes], scales[blocks])
-            continue
-        piece = whole if direct else room[: whole.numel()]
-        if form.largest is None:
-            piece.copy_(payload[codes].view(torch.bfloat16))
-        else:
-            _unpack_blocks(payload[codes], scales[blocks], form, piece.view(-1, form.block))
-        if add:
-            whole.add_(piece, alpha=int(add))
-        elif not direct:
-            whole.copy_(piece)
+    _unpack([given], form, out, add, kernels)
 
 
 def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool, kernels: Kernels = no_kernels) -> None:
     """``out`` = the sum of the rows in their order, plus its own value if ``add``."""
-    for number, row in enumerate(rows.unbind()):
-        unpack(row, form, out, add or number > 0, kernels)
+    for number, some in enumerate(torch.split(rows, MOST)):
+        _unpack(some.unbind(), form, out, add or number > 0, kernels)
+
+
+def _unpack(ranges: Sequence[Tensor], form: WireFormat, out: Tensor, add: int, kernels: Kernels) -> None:
+    """Write the sum of packed ranges in their order to ``out``, or add them that many times, one after the other.
+
+    A piece of ``out`` takes all ranges before the next one, so that it is read and written once.
+    """
+    parts = [_parts(given, form, out.numel()) for given in ranges]
+    kernel = _kernel(kernels, "add" if add else "unpack", form, out, len(ranges)) if add in (0, 1) else None
+    direct = out.dtype == torch.float32 and not add
+    room = out if direct and len(ranges) == 1 else _room(out)
+    for cut, codes, blocks in _pieces(out.numel(), form, out.device):
+        whole = out[cut]
+        if kernel is not None and whole.numel() == PIECE:
+            kernel(whole.view(-1, form.block), [p[codes] for p, _ in parts], [s[blocks] for _, s in parts])
+            continue
+        for number, (payload, scales) in enumerate(parts):
+            piece = whole if direct and not number else room[: whole.numel()]
+            if form.largest is None:
+                piece.copy_(payload[codes].view(torch.bfloat16))
+            else:
+                _unpack_blocks(payload[codes], scales[blocks], form, piece.view(-1, form.block))
+            if add or number:
+                whole.add_(piece, alpha=int(add or 1))
+            elif not direct:
+                whole.copy_(piece)
 
 
 def rounded(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_kernels) -> None:
@@ -111,10 +124,10 @@ def rounded(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no
     unpack(packed(source, form, kernels), form, out, False, kernels)
 
 
-def _kernel(kernels: Kernels, what: str, form: WireFormat, x: Tensor) -> Kernel | None:
+def _kernel(kernels: Kernels, what: str, form: WireFormat, x: Tensor, ranges: int = 1) -> Kernel | None:
     """The kernel for pieces of a tensor; None where it is too short, or not of float32 on the host."""
     fits = form.largest is not None and x.numel() >= PIECE and x.dtype == torch.float32 and x.device.type == "cpu"
-    return kernels(what, form) if fits else None
+    return kernels(what, form, ranges) if fits else None
 
 
 def _parts(given: Tensor, form: WireFormat, numel: int) -> tuple[Tensor, Tensor]:

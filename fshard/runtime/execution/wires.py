@@ -4,7 +4,7 @@ A reduction packs each rank's gradient once. The parts travel all-to-all, or to 
 order of ranks, in the dtype of the sum: nothing is packed again on the way (ZeRO++, Wang et al., 2023).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,26 @@ from torch import Tensor
 
 from fshard.runtime.comm import Handle
 from fshard.runtime.comm.communicator import Communicator
-from fshard.runtime.comm.packing import Kernels, no_kernels, pack, packed, unpack, unpack_sum
+from fshard.runtime.comm.packing import MOST, PIECE, Kernels, no_kernels, pack, packed, unpack, unpack_sum
 from fshard.runtime.comm.streams import events
+from fshard.sharding.layout import Group
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.wire import WireFormat
+
+
+def compile_kernels(groups: Iterable[Group], mesh: Mesh, kernels: Kernels) -> None:
+    """Compile what transfers of these groups use: no rank waits for another's compiler in the middle of a run."""
+    for group in groups:
+        sums = {"reduce_scatter": [group.scatter_axes], "replica_reduce": [group.opt_axes, group.rest_axes]}
+        for kind, form in group.wires.items() if group.numel >= PIECE else ():
+            kernels("pack", form, 1)
+            sizes = [mesh.axis_size(axes) for axes in sums[kind]] if kind in sums else [1]
+            for rows in [rows for rows in sizes if rows > 1 or kind not in sums]:
+                at_once = [min(MOST, rows - begin) for begin in range(0, rows, MOST)]
+                kernels("unpack", form, at_once[0])
+                adds = at_once if kind == "reduce_scatter" else at_once[1:]  # of microbatches; and of more rows
+                for ranges in dict.fromkeys(adds):
+                    kernels("add", form, ranges)
 
 
 @dataclass(frozen=True)

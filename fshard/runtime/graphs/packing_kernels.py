@@ -4,6 +4,7 @@ Inductor compiles a kernel for pieces of one length when a format first needs it
 rotate blocks or round at random, and other dtypes than float32 go through PyTorch's ops, which give the same bits.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,33 +24,34 @@ class PackingKernels:
     """The kernels of a step, by what they do and the format, made when they are first asked for."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[str, str, int], Kernel] = {}
+        self.made: dict[tuple[str, str, int, int], Kernel] = {}
 
-    def __call__(self, what: str, form: WireFormat) -> Kernel | None:
+    def __call__(self, what: str, form: WireFormat, ranges: int = 1) -> Kernel | None:
         """The kernel that does ``"pack"``, ``"unpack"`` or ``"add"`` for a piece; None where there is none."""
         if form.name not in ("int8", "int4") or form.rotate or form.stochastic or PIECE % form.block:
             return None
-        key = what, form.name, form.block
+        key = what, form.name, form.block, ranges
         if key not in self.made:
-            self.made[key] = _compiled(what, form)
+            self.made[key] = _compiled(what, form, ranges)
         return self.made[key]
 
 
-def _compiled(what: str, form: WireFormat) -> Kernel:
-    """A kernel that takes the rows, the codes and the scales of a piece, and writes to some of them."""
+def _compiled(what: str, form: WireFormat, ranges: int) -> Kernel:
+    """A kernel that takes the rows of a piece, and codes and scales of packed ranges, and writes to some of them."""
     blocks, width = PIECE // form.block, form.block if form.name == "int8" else form.block // 2
     codes = torch.int8 if form.name == "int8" else torch.uint8
     mode = FakeTensorMode()
     with torch.no_grad(), mode:
-        shapes = ((blocks, form.block), torch.float32), ((blocks, width), codes), ((blocks,), torch.float32)
-        given = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
+        rows = torch.empty((blocks, form.block), dtype=torch.float32, device="cpu")
+        payloads = [torch.empty((blocks, width), dtype=codes, device="cpu") for _ in range(ranges)]
+        given = [rows, *payloads, *[rows.new_empty(blocks) for _ in range(ranges)]]
         run, written = _functions(what, form)
         graph = make_fx(run, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
     _write(graph, written)
     fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with config.patch({"cpp_wrapper": True}):
         made: Any = compile_fx_inner(graph, fakes, cpp_wrapper=True)
-    return lambda rows, payload, scales: made([rows, payload.view(codes).view(blocks, width), scales])
+    return lambda rows, payloads, scales: made([rows, *[p.view(codes).view(blocks, width) for p in payloads], *scales])
 
 
 def _write(graph: fx.GraphModule, written: Sequence[int]) -> None:
@@ -78,16 +80,16 @@ def _functions(what: str, form: WireFormat) -> tuple[Callable[..., tuple[Tensor,
         low, high = numbers[:, : form.block // 2], numbers[:, form.block // 2 :]
         return (low + high * (2 * NIBBLE) + (NIBBLE + 2 * NIBBLE * NIBBLE)).to(torch.uint8), made
 
-    def unpack(rows: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    def value(codes: Tensor, scales: Tensor) -> Tensor:
         if whole:
             numbers = codes.float()
         else:
             numbers = torch.cat([codes & (2 * NIBBLE - 1), codes >> 4], 1).float() - NIBBLE
-        return (numbers * scales.unsqueeze(1),)
+        return numbers * scales.unsqueeze(1)
 
-    def add(rows: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-        return (rows + unpack(rows, codes, scales)[0],)
+    def unpack(rows: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        ranges = len(given) // 2
+        values = [value(*pair) for pair in zip(given[:ranges], given[ranges:], strict=True)]
+        return (functools.reduce(torch.add, [rows, *values] if what == "add" else values),)
 
-    if what == "pack":
-        return pack, (1, 2)
-    return (unpack if what == "unpack" else add), (0,)
+    return (pack, (1, 2)) if what == "pack" else (unpack, (0,))

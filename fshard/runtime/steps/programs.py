@@ -10,13 +10,13 @@ from torch import Tensor
 from fshard.errors import PlanError, RematError
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
-from fshard.runtime.comm.packing import PIECE
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat, again
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.actions import Actions, Resident
 from fshard.runtime.execution.executor import Route, Scheduled, make_route
 from fshard.runtime.execution.flight import ExecutorMaker, executor_of
+from fshard.runtime.execution.wires import compile_kernels
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
@@ -270,9 +270,7 @@ class Programs:
             return
         from fshard.runtime.graphs.cache import Graphs  # it imports a compiler's worth of modules
 
-        for form in {form for group in self.plan.groups if group.numel >= PIECE for form in group.wires.values()}:
-            for what in ("pack", "unpack", "add"):
-                self.cache.packing(what, form)  # compiled here, and not in the middle of a run
+        compile_kernels(self.plan.groups, self.plan.mesh, self.cache.packing)
         engine, program = prepared.engine, found.program
         readers: Counter[int] = Counter()
         for unit in (*(call.unit for call in program.backward), ROOT, ROOT):
