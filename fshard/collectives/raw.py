@@ -156,12 +156,13 @@ def _bytes(flat: Tensor) -> Tensor:
 
 
 def _by_group(group: Ranks, rows: Tensor) -> Tensor:
-    return rows if group.order is None else rows[group.order]
+    return rows if group.order is None else _taken(rows, group.order)
 
 
 def _by_communicator(group: Ranks, rows: Tensor) -> Tensor:
-    if group.order is None:
-        return rows
-    out = torch.empty_like(rows)
-    out[group.order] = rows
-    return out
+    return rows if group.order is None else _taken(rows, _inverse(group.order))
+
+
+def _taken(rows: Tensor, order: Sequence[int]) -> Tensor:
+    """Rows in another order. An index would be copied to the device, which waits for it."""
+    return torch.stack([rows[number] for number in order])

@@ -20,7 +20,16 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_BLOCK = 1 << 15  # counters at once: the working set of the rounds stays in a core's second-level cache
+
+
+def block(device: torch.device) -> int:
+    """The counters that are drawn at once, which bounds the temporaries: a dozen int64 tensors of as many elements.
+
+    On the host the working set of the rounds stays in a core's second-level cache. A kernel of a device that moves 8 or
+    16 MiB takes some microseconds, as long as its launch: smaller blocks would leave the device idle between kernels,
+    and larger ones would take memory, here 100 MB, for nothing.
+    """
+    return 1 << 15 if device.type == "cpu" else 1 << 20
 
 
 def fold(seed: int, path: str) -> int:
@@ -62,22 +71,52 @@ def philox(key: Key, counter: Tensor, stream: int = 0) -> Words:
 
 
 def blocks(key: Key, counter: Tensor, finish: Callable[[Words], Tensor]) -> Tensor:
-    """``finish`` of the words of 1-D counters, ``(n, 4)``, in blocks whose temporaries fit into the cache."""
-    if counter.numel() <= _BLOCK or torch.compiler.is_compiling():
+    """``finish`` of the words of 1-D counters, ``(n, 4)``, in blocks whose temporaries are bounded."""
+    size = block(counter.device)
+    if counter.numel() <= size or torch.compiler.is_compiling():
         return finish(philox(key, counter))
-    return torch.cat([finish(philox(key, part)) for part in torch.split(counter, _BLOCK)])
+    return torch.cat([finish(philox(key, part)) for part in torch.split(counter, size)])
+
+
+def runs(key: Key, begin: Tensor, length: int, finish: Callable[[Words], Tensor]) -> Tensor:
+    """The elements of a draw at runs of positions: ``(len(begin), length)``.
+
+    The host knows how many counters a run of this length can touch, so it need not wait for the positions.
+
+    Args:
+        key: the key.
+        begin: where each run begins, int64, 1-D.
+        length: of each run.
+        finish: makes elements of words, ``(n, 4)``.
+    """
+    width, most = (length + 6) // 4, block(begin.device)
+    if not torch.compiler.is_compiling():
+        if width > most:
+            cuts = range(0, length, 4 * most - 6)
+            return torch.cat([runs(key, begin + at, min(cuts.step, length - at), finish) for at in cuts], 1)
+        if width * len(begin) > most:
+            return torch.cat([runs(key, part, length, finish) for part in torch.split(begin, most // width)])
+    counters = (begin >> 2).unsqueeze(1) + torch.arange(width, device=begin.device)
+    drawn = finish(philox(key, counters.view(-1))).view(len(begin), 4 * width)
+    return drawn.gather(1, (begin & 3).unsqueeze(1) + torch.arange(length, device=begin.device))
+
+
+def integers(words: Words) -> Tensor:
+    """The words themselves, int64, in a new last dim of 4."""
+    return torch.stack(words, -1)
 
 
 def uniform(key: int, index: Tensor) -> Tensor:
     """Uniform numbers in ``[0, 1)``, multiples of ``2**-32``: float64, of the shape of ``index``.
 
-    ``index`` holds the positions wanted, in any order: int64, 1-D, not negative.
+    ``index`` holds the positions wanted, in any order: int64, 1-D, not negative. The host waits for them: this is for
+    initial values, and a step uses ``runs``.
 
     >>> whole = uniform(7, torch.arange(100))
     >>> bool((uniform(7, torch.arange(13, 57)) == whole[13:57]).all())
     True
     """
-    return _draw(key, index, lambda words: torch.stack(words, -1).double().mul_(2.0**-32))
+    return _draw(key, index, lambda words: integers(words).double().mul_(2.0**-32))
 
 
 def normal(key: int, index: Tensor) -> Tensor:

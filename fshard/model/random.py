@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fshard.arguments import kind
 from fshard.errors import PlanError
-from fshard.model.philox import Words, blocks, philox, to_normal
+from fshard.model.philox import Words, blocks, integers, philox, runs, to_normal
 from fshard.model.reuse import Reuse
 
 __all__ = ["bernoulli", "checked", "dropout", "fold_in", "key", "normal", "split", "uniform"]
@@ -57,7 +57,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
     if isinstance(seed, Tensor):
         low = seed.to(device=device, dtype=torch.int64)
         return torch.stack((low & _MASK, (low >> 32) & _MASK), -1)
-    return torch.tensor((seed & _MASK, (seed >> 32) & _MASK), device=device)
+    return torch.stack([_number(word, device) for word in (seed & _MASK, (seed >> 32) & _MASK)])
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
@@ -105,7 +105,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     if not isinstance(data, int | Tensor):
         raise PlanError(f"fs.random.fold_in(data={data!r}): give an int, or a 0-dim tensor of an integer dtype")
     if not isinstance(data, Tensor):
-        data = torch.tensor((data + (1 << 63)) % (1 << 64) - (1 << 63), device=key.device)
+        data = _number((data + (1 << 63)) % (1 << 64) - (1 << 63), key.device)
     low, high, *_ = philox(pair, data.to(torch.int64), _FOLD)
     return torch.stack((low, high), -1)
 
@@ -138,7 +138,7 @@ def uniform(
     True
     """
     dtype = _floating(dtype)
-    words = _draw(key, Part.of(shape, start, of), _integers)
+    words = _draw(key, Part.of(shape, start, of), integers)
     bits = _BITS[dtype]
     return (words >> (32 - bits)).to(dtype) * 2.0**-bits
 
@@ -200,7 +200,7 @@ def bernoulli(
         )
     if shape is None:
         shape = p.shape if isinstance(p, Tensor) else ()
-    words = _draw(key, Part.of(shape, start, of), _integers)
+    words = _draw(key, Part.of(shape, start, of), integers)
     return words.double() < (p.detach().double() if isinstance(p, Tensor) else p) * 2.0**32
 
 
@@ -311,14 +311,9 @@ def _draw(key: Tensor, part: Part, finish: Callable[[Words], Tensor]) -> Tensor:
         return words.gather(1, (index & 3).unsqueeze(1)).view(part.shape)
     if isinstance(first, Tensor):
         first = first.to(device=device, dtype=torch.int64)
-        words = blocks(pair, torch.arange(n // 4 + 2, device=device) + (first >> 2), finish)
-        return words.reshape(-1).gather(0, torch.arange(n, device=device) + (first & 3)).view(part.shape)
+        return runs(pair, first.view(1), n, finish).view(part.shape)
     words = blocks(pair, torch.arange(first >> 2, (first + n + 3) >> 2, device=device), finish)
     return words.reshape(-1)[first & 3 : (first & 3) + n].view(part.shape)
-
-
-def _integers(words: Words) -> Tensor:
-    return torch.stack(words, -1)
 
 
 def check_key(key: Any) -> tuple[Tensor, Tensor]:
@@ -330,6 +325,11 @@ def check_key(key: Any) -> tuple[Tensor, Tensor]:
             f"several keys with torch.vmap"
         )
     return key[0], key[1]
+
+
+def _number(value: int, device: torch.device | str | None) -> Tensor:
+    """An int on a device, by a kernel: a copy from the host would wait for the device."""
+    return torch.full((), value, dtype=torch.int64, device=device)
 
 
 def _floating(dtype: torch.dtype | None) -> torch.dtype:

@@ -1,11 +1,13 @@
 """AdamW whose moments take a byte an element each."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, States, Tensors, Unfused
@@ -71,7 +73,7 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
         return self.block
 
     def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: float) -> None:
-        (b1, b2), codes, root_codes = self.betas, *(_codes(signed).to(params[0].device) for signed in (True, False))
+        (b1, b2), codes, root_codes = self.betas, *(_table(signed, params[0].device) for signed in (True, False))
         for param, grad, state in zip(params, grads, states, strict=True):
             # Whole blocks, so that every element goes the same way through vector kernels, on whatever rank it lies.
             wide = torch.promote_types(param.dtype, torch.float32)
@@ -82,8 +84,8 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
             divisor = (root / (1 - b2**step) ** 0.5).add_(self.eps)
             p = p.mul_(1 - lr * hyper).sub_((first / divisor).mul_(lr / (1 - b1**step)))
             param.copy_(p.view(-1)[: len(param)])
-            _write(first, state["exp_avg_code"], state["exp_avg_scale"], codes)
-            _write(root, state["exp_root_code"], state["exp_root_scale"], root_codes)
+            _write(first, state["exp_avg_code"], state["exp_avg_scale"], codes, ZERO)
+            _write(root, state["exp_root_code"], state["exp_root_scale"], root_codes, 0)
 
     def _blocks(self, x: Tensor, filler: int = 0) -> Tensor:
         """A vector as rows of one block each, the last one filled up."""
@@ -106,17 +108,23 @@ def _codes(signed: bool) -> Tensor:
     return torch.cat(parts).sort().values.float()
 
 
+@functools.cache
+def _table(signed: bool, device: torch.device) -> Tensor:
+    """The values on a device, copied there once: an update must not wait for the device."""
+    with _disable_current_modes():
+        return _codes(signed).to(device)
+
+
 def _read(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
     """Rows of codes as float32."""
     return table[codes.int()] * scales[:, None]
 
 
-def _write(rows: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> None:
-    """Rows of float32 as codes and scales. Tiny values get the smallest code of their sign, never zero."""
+def _write(rows: Tensor, codes: Tensor, scales: Tensor, table: Tensor, zero: int) -> None:
+    """Rows of float32 as codes and scales. Tiny values get the smallest code of their sign, never that of zero."""
     largest = rows.abs().amax(1)
     scales.copy_(largest)
     relative = rows / torch.where(largest > 0, largest, 1.0)[:, None]
     found = torch.bucketize(relative, (table[1:] + table[:-1]) / 2)
-    zero = int((table == 0).nonzero())
     away = torch.where((found == zero) & (relative != 0), relative.sign().to(found.dtype), 0)
     codes.copy_((found + away).view(-1)[: len(codes)])

@@ -17,7 +17,7 @@ from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shield, Update
-from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling
+from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling, scalar
 from fshard.runtime.steps.options import Running, read_running, refuse_feedback
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
@@ -169,7 +169,7 @@ class ValueAndGrad(OneFunction):
     def _result(self, outcome: Outcome) -> tuple[Any, dict[str, Any]]:
         verdict, aux, total = outcome.verdict, outcome.measured.aux, outcome.measured.losses[0][0]
         dtype = torch.promote_types(total.dtype, torch.float32)
-        value = torch.tensor(verdict.loss, dtype=dtype, device=total.device)
+        value = scalar(verdict.loss, dtype, total.device)
         self.loss.refuse_aux(aux[0] if aux else {})
         homes = self._runner.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one.

@@ -1,9 +1,10 @@
 """A step function on its schedule: parts find the ops that the trace has foreseen, in their order."""
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ from fshard.sharding.plan import Plan
 from fshard.state.flat import Form
 from fshard.state.settle import fetch
 from fshard.training.metrics import combine_aux
+
+
+class Asked(NamedTuple):
+    """Numbers, some of them on a device, and what is made of them once they are read."""
+
+    values: Sequence[Tensor | float]
+    made: Callable[[Sequence[float]], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ class Replay(Composition):
         ran = self.ran[bank.number]
         scale = ran.divisor / ran.parts
         if ran.measured.weighted:
-            (count,) = self._summed(bank.form.plan, [_total(ran)[1]])
+            _, count = self._summed(bank.form.plan, _total(ran))
             scale = self.scale(bank.number, count)
         if scale != 1.0:
             for group in bank.form.groups:
@@ -261,7 +269,7 @@ class Replay(Composition):
         """Copies of shards, updated."""
         rules = updated.part.rule_norms(updated.grads)
         told = told_rate(updated.lr)
-        summed = self._summed(updated.part.plan, [*told, *_squares(rules)])
+        summed = self._summed(updated.part.plan, Asked(told, list), _squares(rules))
         check_rates(updated, summed[: len(told)])
         squares = summed[len(told) :]
         norm = joint_norm(squares)
@@ -298,11 +306,12 @@ class Replay(Composition):
         total, count = self._summed(plan, pair)
         return total / count if count else total * math.inf
 
-    def _summed(self, plan: Plan, values: Sequence[float]) -> list[float]:
+    def _summed(self, plan: Plan, *asked: Asked) -> list[float]:
         """Numbers, summed over all ranks: equal on all of them."""
+        values = answers(asked)
         if plan.mesh.size == 1:
-            return [*values]
-        row = torch.tensor([*values], dtype=torch.float64, device="cpu").to(plan.mesh.device)
+            return values
+        row = torch.tensor(values, dtype=torch.float64, device="cpu").to(plan.mesh.device)
         summed: list[float] = apply(row, Sum(Ranks(plan.mesh, plan.mesh.axis_names))).tolist()
         return summed
 
@@ -311,35 +320,45 @@ class Replay(Composition):
 
         The order is that in which ``Numbers`` reads them.
         """
-        values: list[float] = []
+        asked: list[Asked] = []
         for ran in self.ran:
-            values += _total(ran)
-            values += [part for pair in _mean_totals(ran) for part in pair]
+            asked += [_total(ran), *_mean_totals(ran)]
         for updated in updates:
-            values += [*told_rate(updated.lr), *_squares(updated.part.rule_norms(updated.grads))]
-        return values
+            asked += [Asked(told_rate(updated.lr), list), _squares(updated.part.rule_norms(updated.grads))]
+        return answers(asked)
 
 
-def _total(ran: Ran) -> tuple[float, float]:
+def answers(asked: Sequence[Asked]) -> list[float]:
+    """What is made of some numbers, one after the other, by one read of each device."""
+    numbers = read([value for each in asked for value in each.values])
+    return [found for each in asked for found in each.made([*itertools.islice(numbers, len(each.values))])]
+
+
+def _pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Asked:
+    """The total and the count of some of them."""
+    return Asked([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), sum(numbers[1::2])))
+
+
+def _total(ran: Ran) -> Asked:
     """The total and the count of a pass, over its microbatches; zeros of an evaluation."""
-    numbers = [*read([part for loss in ran.measured.losses for part in loss])]
-    return sum(numbers[::2]), sum(numbers[1::2])
+    return _pair(ran.measured.losses)
 
 
-def _mean_totals(ran: Ran) -> list[tuple[float, float]]:
+def _mean_totals(ran: Ran) -> list[Asked]:
     """The total and the count of each auxiliary mean of a pass, over its microbatches."""
     columns = zip(*[means_of(aux if ran.measured.losses else as_means(aux)) for aux in ran.measured.aux], strict=True)
-    found = []
-    for column in columns:
-        numbers = [*read([part for mean in column for part in (mean.total, mean.count)])]
-        found.append((sum(numbers[::2]), sum(numbers[1::2])))
-    return found
+    return [_pair((mean.total, mean.count) for mean in column) for column in columns]
 
 
-def _squares(rules: Sequence[RuleNorms]) -> list[float]:
+def _squares(rules: Sequence[RuleNorms]) -> Asked:
     """This rank's part of the squared norm of each clipping rule's leaves."""
-    numbers = read([norm for rule in rules for _, norm in rule])
-    return [math.fsum([share * norm * norm for (share, _), norm in zip(rule, numbers, strict=False)]) for rule in rules]
+
+    def made(numbers: Sequence[float]) -> list[float]:
+        norms = iter(numbers)
+        shares = [[share for share, _ in rule] for rule in rules]
+        return [math.fsum([share * norm * norm for share, norm in zip(rule, norms, strict=False)]) for rule in shares]
+
+    return Asked([norm for rule in rules for _, norm in rule], made)
 
 
 def _marked(parts: Sequence[Any]) -> Any:

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fshard as fs
-from fshard import P, tree
+from fshard import P, init, tree
 from fshard.checkpoint import snapshot
 from tests.device.own import DEVICE, load
 
@@ -240,68 +238,19 @@ def ordered(name: str) -> list[str]:
     return raced(CASES[name], device=DEVICE)[0]
 
 
-class Traffic(TorchDispatchMode):
-    """Counts what makes the host wait for the device, or the device for memory of the host that is not page-locked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-        self.writes: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()}
-        made = {x.device.type for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()}
-        if func is torch.ops.aten._local_scalar_dense.default and DEVICE in given:
-            self.reads.append(str(func))
-        elif func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            both = given | made
-            if len(both) > 1:
-                (self.reads if made == {"cpu"} else self.writes).append(str(func))
-        return out
-
-
-def keyed(p: Any, batch: Any) -> Tensor:
-    """A loss with random numbers by key."""
-    x = batch["x"]
-    for number in range(LAYERS):
-        x = fs.random.dropout(fs.random.fold_in(batch["key"], number), layer(p[str(number)], x), 0.1)
-    return (x * p["scale"] - batch["y"]).square().mean()
-
-
-READING: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "microbatches": {"accumulate": 3},
-    "clipping by rule": {"clip_norm": [(r"0\..*", 0.01), (r"1\..*", 0.02), (r".*", 0.1)]},
-    "remat": {"remat": "all", "clip_norm": 0.1},
-    "loss scale": {"loss_scale": fs.LossScale()},
-    "in backward": {"schedule": fs.Policy(update="in_backward")},
-}
-
-
-def one_read(options: dict[str, Any], short: bool = False, random: bool = False) -> list[str]:
-    """Whether a step reads its device once, and copies nothing to it."""
-
-    def run(mesh: fs.Mesh) -> list[str]:
-        precision = fs.Precision(rounding="stochastic") if short else None
-        start = tree.map(torch.Tensor.bfloat16, params()) if short else params()
-        units = [str(number) for number in range(LAYERS)]
-        rules = [(r".*", fs.fsdp("shard"))]
-        plan = fs.make_plan(start, mesh, rules, batch=P("shard"), units=units, precision=precision)
-        opt = fs.optim.adamw(1e-2)
-        state = fs.init_state(plan, opt, params=start)
-        step = fs.make_train_step(keyed if random else loss, opt, plan, **options)
-        given = batch(0, mesh)
-        given = tree.map(torch.Tensor.bfloat16, given) if short else given
-        given |= {"key": fs.random.key(0, device=mesh.device)} if random else {}
-        for _ in range(2):
-            state, _ = step(state, given)
-        with Traffic() as traffic:
-            step(state, given)
-        wrong = [] if len(traffic.reads) == 1 else [f"{len(traffic.reads)} reads: {traffic.reads}"]
-        return wrong + ([f"copies to the device: {traffic.writes}"] if traffic.writes else [])
-
-    return [f"{ranks} ranks: {line}" for ranks in (1, 2) for line in on(DEVICE, ranks, run)]
+def random_numbers() -> list[str]:
+    """Draws of more numbers than one block of the CPU has, which is a part of one of the device: equal bits."""
+    key, shape = fs.random.key(3), (2, 1 << 17)
+    drawn = {
+        device: (
+            fs.random.uniform(key.to(device), shape),
+            fs.random.normal(key.to(device), shape, start=(0, 3), of=(2, 1 << 18)),
+            fs.random.uniform(key.to(device), shape, start=torch.tensor(5)),
+            init.normal()(7, shape, torch.arange(1 << 18, device=device)),
+        )
+        for device in ("cpu", DEVICE)
+    }
+    return [str(n) for n, (a, b) in enumerate(zip(*drawn.values(), strict=True)) if not torch.equal(a, b.cpu())]
 
 
 def saved_beside_steps() -> list[str]:
@@ -346,9 +295,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "failure": lambda: failing(1),
     "failure of a rank": lambda: failing(3),
     **{f"order: {name}": functools.partial(ordered, name) for name in HOSTED},
-    **{f"one read: {name}": functools.partial(one_read, options) for name, options in READING.items()},
-    "one read: stochastic rounding": lambda: one_read({}, short=True),
-    "one read: random numbers by key": lambda: one_read({}, random=True),
+    "random numbers": random_numbers,
     "saves beside steps": saved_beside_steps,
     "products": lambda: products(1),
     "products of ranks": lambda: products(2),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device import cases, messages
+from tests.device import cases, messages, waits
 from tests.device.own import build, compiler
 from tests.shared.workers import Pool
 
@@ -33,6 +33,15 @@ def device(pytestconfig: pytest.Config) -> Iterator[tuple[Pool, str]]:
 def test_on_a_device_of_our_own(device: tuple[Pool, str], case: str) -> None:
     pool, library = device
     assert pool.run(cases.run, library, case, timeout=120) == [[]]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "seldom"])
+def test_a_step_reads_its_device_once_and_nothing_else_waits(device: tuple[Pool, str], seldom: bool) -> None:
+    """No other read, no copy from the host, and no operator whose result has a size that depends on data."""
+    pool, library = device
+    assert {*waits.SELDOM} < {*waits.KINDS}
+    assert pool.run(waits.run, library, seldom, timeout=300) == [{}]
 
 
 @pytest.mark.timeout(900)

@@ -1,5 +1,6 @@
 """A step waits for its device at its consensus alone: anything else that would is an error of PyTorch."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 import fshard as fs
+from fshard.parts import replay
 from fshard.runtime.steps import consensus
+from tests.device.waits import KINDS, going
 from tests.gpu.models import TINY, Size, job, rows
 from tests.gpu.place import Found, Place
 
@@ -25,29 +28,44 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def run(place: Place, found: Found) -> None:
-    """Steps of one played rank and of two."""
+    """Steps of a GPT on one played rank and on two, and small steps of every kind that reads its device once."""
     size = place.of(Size(dropout=0.1), TINY)
     if place.dry:
         found.leave("PyTorch's own look-out for waits, which is for CUDA: reads were counted instead")
     for name in [*OPTIONS][:: place.of(1, 1, 4)]:
         options = OPTIONS[name]
         for ranks in (1, 2):
-            with found.trying(f"{name}, {ranks} ranks"):
-                mesh = fs.virtual_mesh((ranks,), ("data",), device=place.device)
-                warm = mesh.run(_warm, mesh, size, options)
-                with watched(place) as reads:
-                    mesh.run(lambda mesh=mesh, warm=warm: warm[mesh.rank]())
-                each = len(reads) / ranks
-                found.check(each == 1, f"{name}, {ranks} ranks: {each:g} reads of the device in a step")
+            mesh = fs.virtual_mesh((ranks,), ("data",), device=place.device)
+            _third(place, found, f"{name}, {ranks} ranks", mesh, functools.partial(_steps, size=size, options=options))
+    for name in [*KINDS][:: place.of(1, 8, 40)]:
+        if KINDS[name].reads == 1:
+            _third(place, found, name, fs.virtual_mesh(*KINDS[name].axes, device=place.device), KINDS[name].make)
 
 
-def _warm(mesh: fs.Mesh, size: Size, options: dict[str, Any]) -> Callable[[], object]:
-    """Two steps of a rank, and what makes a third."""
+def _third(
+    place: Place, found: Found, name: str, mesh: Any, make: Callable[[fs.Mesh], Callable[[int], object]]
+) -> None:
+    """Watch the third step of all ranks."""
+
+    def warm() -> Callable[[int], object]:
+        step = make(mesh)
+        for number in range(2):
+            step(number)
+        return step
+
+    with found.trying(name):
+        steps = mesh.run(warm)
+        with watched(place) as reads:
+            mesh.run(lambda: steps[mesh.rank](2))
+        each = len(reads) / mesh.size
+        found.check(each == 1, f"{name}: {each:g} reads of the device in a step")
+
+
+def _steps(mesh: fs.Mesh, size: Size, options: dict[str, Any]) -> Callable[[int], object]:
+    """The steps of a rank."""
     made = job(size, mesh.here)
-    state, step, batch = made.start(), made.step(**options), rows(size, 0, mesh)
-    for _ in range(2):
-        state, _ = step(state, batch)
-    return lambda: step(state, batch)
+    batch = rows(size, 0, mesh)
+    return going(made.step(**options), made.start(), lambda number: batch)
 
 
 @contextmanager
@@ -65,7 +83,8 @@ def watched(place: Place) -> Iterator[list[int]]:
             _watch(place, "error")
 
     with pytest.MonkeyPatch.context() as change:
-        change.setattr(consensus, "read", read)
+        for module in (consensus, replay):
+            change.setattr(module, "read", read)
         place.synchronize()
         _watch(place, "error")
         try:

@@ -119,6 +119,7 @@ def test_a_second_read_of_the_device_is_seen(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("fshard.runtime.steps.protocol.tally", twice)
     monkeypatch.setattr(syncs, "OPTIONS", {"plain": {}})
+    monkeypatch.setattr(syncs, "KINDS", {})
     found = Found(tmp_path / "found.json")
     syncs.run(CPU, found)
     assert found.problems == [f"plain, {ranks} ranks: 2 reads of the device in a step" for ranks in (1, 2)]

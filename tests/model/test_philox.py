@@ -1,14 +1,18 @@
 """Philox: the published vectors, and the independence of a value from everything but key and index."""
 
 import math
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard.model.philox import fold, normal, philox, uniform
+from fshard.model import philox as module
+from fshard.model.philox import block, fold, integers, normal, philox, runs, to_normal, uniform
 
 ONES = (1 << 64) - 1
 
@@ -76,6 +80,47 @@ def test_blocks_of_counters_do_not_show() -> None:
     whole = normal(1, torch.arange(300_000))
     assert torch.equal(normal(1, torch.arange(131_065, 131_090)), whole[131_065:131_090])
     assert torch.equal(normal(1, torch.arange(0, 300_000, 7)), whole[::7])
+
+
+@pytest.mark.parametrize("size", [2, 1 << 20])
+@given(data=st.data())
+@settings(deadline=None, max_examples=30)
+def test_runs_are_the_draw_at_their_positions(size: int, data: st.DataObject) -> None:
+    """In blocks of any size, in bits."""
+    length, key = data.draw(st.integers(0, 30)), data.draw(st.integers(0, ONES))
+    begin = torch.tensor(data.draw(st.lists(st.integers(0, 500), max_size=9)), dtype=torch.int64)
+    index = begin.unsqueeze(1) + torch.arange(length)
+    with patch.object(module, "block", lambda device: size):
+        words, drawn = runs(key, begin, length, integers), runs(key, begin, length, to_normal)
+    assert torch.equal(words.double() * 2.0**-32, uniform(key, index.reshape(-1)).view(words.shape))
+    assert torch.equal(drawn, normal(key, index.reshape(-1)).view(drawn.shape))
+
+
+@pytest.mark.parametrize("size", [7, 100, 1 << 20])
+def test_bits_do_not_depend_on_the_size_of_blocks(size: int) -> None:
+    want = normal(1, torch.arange(100_000)), normal(1, torch.arange(0, 100_000, 7))
+    with patch.object(module, "block", lambda device: size * 10):
+        assert torch.equal(normal(1, torch.arange(100_000)), want[0])
+        assert torch.equal(normal(1, torch.arange(0, 100_000, 7)), want[1])
+
+
+def test_blocks_are_larger_on_a_device_and_bounded_everywhere() -> None:
+    cpu, gpu = (block(torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert cpu < gpu and block(torch.device("cuda:1")) == gpu
+    largest = []
+
+    class Sizes(TorchDispatchMode):
+        """Notes the size of every tensor that an operator makes."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            largest.append(out.numel() if isinstance(out, Tensor) and "cat" not in str(func) else 0)
+            return out
+
+    with patch.object(module, "block", lambda device: 50), Sizes():
+        runs(1, torch.arange(0, 900, 3), 2, integers)
+        runs(1, torch.arange(3, 5), 900, integers)
+    assert max(largest) <= 4 * 2 * 50
 
 
 def test_large_indices() -> None:

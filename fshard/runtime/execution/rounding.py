@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fshard.model.philox import fold, uniform
+from fshard.model.philox import fold, integers, runs
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
-from fshard.sharding.layout import global_index
+from fshard.sharding.layout import global_runs
 from fshard.sharding.plan import Plan
 
 Slice = tuple[Tensor, dict[str, Tensor]]
@@ -83,10 +83,10 @@ class Rounding:
         part = mesh.index(held.gather_axes)
         bits = torch.zeros(cut.end - cut.begin, dtype=torch.int32, device=device)
         for number in range(cut.leaves[0], cut.leaves[1] + 1):
-            begin, end = held.shard_range(number, part)
-            leaf = held.leaves[number]
-            if end > begin:
-                index = global_index(leaf.shape, held.piece(number, mesh), device)
-                drawn = uniform(fold(self.seed, f"round:{what}:{step}:{leaf.path}"), index)
-                bits[begin - cut.begin : end - cut.begin] = drawn.mul_(65536.0).to(torch.int32)
+            at, leaf = held.shard_range(number, part)[0] - cut.begin, held.leaves[number]
+            key = fold(self.seed, f"round:{what}:{step}:{leaf.path}")
+            for begin, length in global_runs(leaf.shape, held.piece(number, mesh), device):
+                drawn = runs(key, begin, length, lambda words: (integers(words) >> 16).to(torch.int32)).view(-1)
+                bits[at : at + len(drawn)] = drawn
+                at += len(drawn)
         return bits

@@ -240,13 +240,16 @@ def widened(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def scalar(value: float, dtype: torch.dtype) -> Tensor:
+CPU = torch.device("cpu")
+
+
+def scalar(value: float, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """A number that all ranks know as a tensor. What is too large for its dtype is infinite.
 
     >>> scalar(1e300, torch.float64), scalar(1e300, torch.float32)
     (tensor(1.0000e+300, dtype=torch.float64), tensor(inf))
     """
     try:
-        return torch.scalar_tensor(value, dtype=dtype, device="cpu")
+        return torch.scalar_tensor(value, dtype=dtype, device=device)
     except RuntimeError:  # it is too large
-        return torch.scalar_tensor(value, dtype=torch.float64, device="cpu").to(dtype)
+        return torch.scalar_tensor(value, dtype=torch.float64, device=device).to(dtype)
