@@ -324,6 +324,8 @@ class Replay(Composition):
         for ran in self.ran:
             asked += [_total(ran), *_mean_totals(ran)]
         for updated in updates:
+            if isinstance(updated.grads, Bank):  # what lies in host memory must be there
+                self.step.passes[updated.grads.number].actions.gradients.arrive()
             asked += [Asked(told_rate(updated.lr), list), _squares(updated.part.rule_norms(updated.grads))]
         return answers(asked)
 

@@ -84,13 +84,13 @@ def pack(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_ke
 
 def unpack(given: Tensor, form: WireFormat, out: Tensor, add: int = 0, kernels: Kernels = no_kernels) -> None:
     """Write the tensor that a packed range holds to ``out``, or, where ``add`` is not 0, add it that many times."""
-    _unpack([given], form, out, add, kernels)
+    _unpack([given], form, out, int(add), kernels)
 
 
 def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool, kernels: Kernels = no_kernels) -> None:
     """``out`` = the sum of the rows in their order, plus its own value if ``add``."""
     for number, some in enumerate(torch.split(rows, MOST)):
-        _unpack(some.unbind(), form, out, add or number > 0, kernels)
+        _unpack(some.unbind(), form, out, int(add or number > 0), kernels)
 
 
 def _unpack(ranges: Sequence[Tensor], form: WireFormat, out: Tensor, add: int, kernels: Kernels) -> None:
@@ -100,23 +100,33 @@ def _unpack(ranges: Sequence[Tensor], form: WireFormat, out: Tensor, add: int, k
     """
     parts = [_parts(given, form, out.numel()) for given in ranges]
     kernel = _kernel(kernels, "add" if add else "unpack", form, out, len(ranges)) if add in (0, 1) else None
-    direct = out.dtype == torch.float32 and not add
-    room = out if direct and len(ranges) == 1 else _room(out)
+    room = out if _direct(out, add) and len(ranges) == 1 else _room(out)
     for cut, codes, blocks in _pieces(out.numel(), form, out.device):
         whole = out[cut]
         if kernel is not None and whole.numel() == PIECE:
             kernel(whole.view(-1, form.block), [p[codes] for p, _ in parts], [s[blocks] for _, s in parts])
             continue
         for number, (payload, scales) in enumerate(parts):
-            piece = whole if direct and not number else room[: whole.numel()]
-            if form.largest is None:
-                piece.copy_(payload[codes].view(torch.bfloat16))
-            else:
-                _unpack_blocks(payload[codes], scales[blocks], form, piece.view(-1, form.block))
-            if add or number:
-                whole.add_(piece, alpha=int(add or 1))
-            elif not direct:
-                whole.copy_(piece)
+            _unpack_piece((payload[codes], scales[blocks]), form, whole, add or int(number > 0), room)
+
+
+def _direct(out: Tensor, add: int) -> bool:
+    """Whether what is unpacked needs no memory of its own."""
+    return out.dtype == torch.float32 and not add
+
+
+def _unpack_piece(part: tuple[Tensor, Tensor], form: WireFormat, out: Tensor, add: int, room: Tensor) -> None:
+    """Write a payload and its scales to ``out``, or add them that many times. ``room`` has as many elements or more."""
+    piece = out if _direct(out, add) else room[: out.numel()]
+    payload, scales = part
+    if form.largest is None:
+        piece.copy_(payload.view(torch.bfloat16))
+    else:
+        _unpack_blocks(payload, scales, form, piece.view(-1, form.block))
+    if add:
+        out.add_(piece, alpha=add)
+    elif piece is not out:
+        out.copy_(piece)
 
 
 def rounded(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_kernels) -> None:
