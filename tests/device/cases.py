@@ -99,6 +99,12 @@ def same(ranks: int, **options: Any) -> list[str]:
     return apart(on(DEVICE, ranks, lambda m: trained(m, **options)), on("cpu", ranks, lambda m: trained(m, **options)))
 
 
+def alone() -> list[str]:
+    """The same on a mesh of one rank that is not played: its own steps turn the device's thread off."""
+    mesh = fs.make_mesh((1,), ("shard",), device=DEVICE)
+    return apart(trained(mesh, named, remat="all"), on("cpu", 1, lambda m: trained(m, named, remat="all")))
+
+
 def device_thread() -> list[str]:
     """The device is worth its name: without care, a backward runs on another thread, without context."""
     x = torch.ones(3, device=DEVICE, requires_grad=True)
@@ -289,6 +295,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "collectives by name": lambda: same(1, loss_fn=named),
     "collectives by name, ranks": lambda: same(3, loss_fn=named),
     "collectives by name, remat": lambda: same(2, loss_fn=named, remat="all"),
+    "collectives by name, alone": alone,
     "graphs": lambda: same(2, compile="fx"),
     "remat outside of steps": named_outside,
     "remat outside of steps, dots": lambda: named_outside(fs.checkpoint_policies.dots),
