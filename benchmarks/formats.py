@@ -18,7 +18,7 @@ from common import Report, Row, arguments, middle, ratio, run_workers
 from model import SMALL
 from peers import compiler_works
 
-from fshard.runtime.comm.packing import Kernels, no_kernels, pack, unpack
+from fshard.runtime.comm.packing import Kernels, no_kernels, pack, packed, unpack, unpack_sum
 from fshard.runtime.graphs.packing_kernels import PackingKernels
 from fshard.sharding.wire import WireFormat
 
@@ -44,10 +44,12 @@ def measure(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     for name in ("int8", "int4", "fp8_e4m3", "bf16"):
         packing(report, name, 20)
+        summing(report, name, 20)
     why = compiler_works()
     notes += [f"compiled kernels: skipped: {why}"] if why else []
     for name in () if why else ("int8", "int4"):
         packing(report, f"{name}, compiled", 20, PackingKernels())
+        summing(report, f"{name}, compiled", 20, PackingKernels())
     why = lab.obstacle()
     if why:
         notes.append(f"links: skipped: {why}")
@@ -76,6 +78,24 @@ def packing(report: Report, name: str, rounds: int, kernels: Kernels = no_kernel
     for what in ("packing", "unpacking"):
         target = COPY if name == "int8, compiled" else None
         report.rows.append(ratio(f"{name}: {what} / a copy", "wall", seconds[what], seconds["copy"], target))
+
+
+def summing(report: Report, name: str, rounds: int, kernels: Kernels = no_kernels, numel: int = 6 << 20) -> None:
+    """The sum of rows of several ranks at once, against one row after the other, on one thread."""
+    form = WireFormat(name.partition(",")[0], 1 if name == "bf16" else 256)
+    rows, out = torch.stack([packed(torch.randn(numel), form) for _ in range(4)]), torch.empty(numel)
+
+    def apart() -> None:
+        for number, row in enumerate(rows):
+            unpack(row, form, out, number > 0, kernels)
+
+    ways = {"at once": lambda: unpack_sum(rows, form, out, False, kernels), "apart": apart}
+    seconds: dict[str, list[float]] = {what: [] for what in ways}
+    for _ in range(rounds + 1):  # the first compiles
+        for what, way in ways.items():
+            seconds[what].append(timed(way))
+    title = f"{name}: the sum of {len(rows)} rows at once / one after the other"
+    report.rows.append(ratio(title, "wall", seconds["at once"][1:], seconds["apart"][1:]))
 
 
 def timed(run: Callable[[], object]) -> float:
