@@ -9,7 +9,7 @@ from torch import Tensor
 import fshard as fs
 
 ADAPTED = r"blocks\..*\.(qkv|out|up|down)\.weight"
-TIGHT = 0.6
+TIGHT = 0.75
 """The limit of ``auto within a limit``, to what the default policy holds."""
 
 SETTLED = 9
