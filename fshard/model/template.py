@@ -59,7 +59,7 @@ class _Part:
     children: tuple[tuple[str, int], ...]
     params: tuple[tuple[str, int], ...]
     buffers: tuple[tuple[str, int], ...]
-    referring: tuple[str, ...]  # attributes that refer to modules of the structure
+    referring: tuple[str, ...]  # attributes that refer to modules or parameters of the structure
     holding: tuple[str, ...]  # other attributes that hold containers
     shell: Shell | None
     signature: Any
@@ -81,16 +81,35 @@ class Template:
     ) -> None:
         self.root = root
         self._originals = list(root.modules())
-        self._outside = {id(module): module for module in whole.modules()}
+        self._outside = {id(x): x for x in (*whole.modules(), *whole.parameters())}
+        self._leaves = {
+            id(leaf): params[id(module._parameters), name]
+            for module in self._originals
+            for name, leaf in module._parameters.items()
+            if leaf is not None
+        }
         self._buffers = len(set(buffers.values()))
         self._number = {id(module): i for i, module in enumerate(self._originals)}
         self._parts = [
             _part(module, self._number, params, buffers, shells, self._outside) for module in self._originals
         ]
+        self._check_own(whole)
         self.flag = Flag()
         self._hooks, self._tables, self._children = tables(self.flag)
         self.shared = Shared(root)
         self._lay_out()
+
+    def _check_own(self, whole: nn.Module) -> None:
+        """Refuse attributes of a unit that hold parameters of modules outside of it."""
+        others = {id(leaf): path for path, leaf in whole.named_parameters() if id(leaf) not in self._leaves}
+        for module, part in zip(self._originals, self._parts, strict=True) if others else ():
+            for name in part.referring:
+                if held := [others[i] for i in _known(part.attributes[name], self._outside) if i in others]:
+                    raise UnitError(
+                        f"the attribute {name!r} of a {type(module).__name__} in a unit holds parameters of modules "
+                        f"outside of the unit, such as {held[0]}, which are not given to it: pass them to its call, or "
+                        f"take more, or fewer, modules as units"
+                    )
 
     def _lay_out(self) -> None:
         paths = {id(module): path for path, module in self.root.named_modules()}
@@ -148,7 +167,7 @@ class Template:
             below = UnitModules(tensors, [modules[n] for n in numbers], scene, self.flag, numbers)
             self._hand_over(i, tensors, below, modules[i])
         if any(part.referring for part in self._parts):
-            tensors.more += self._redirect(modules, memo)
+            tensors.more += self._redirect(modules, leaves, memo)
         return Instance(tensors, modules, Surface(self.scene, modules, self.flag, tensors.more))
 
     def _table(self, part: _Part, leaves: Sequence[Any], modules: Sequence[Any], memo: dict[int, Any]) -> Any:
@@ -218,9 +237,10 @@ class Template:
         vars(forward)["__signature__"] = part.signature
         vars(module)["forward"] = forward
 
-    def _redirect(self, modules: Sequence[nn.Module], copies: Mapping[int, Any]) -> list[More]:
-        """Make attributes that refer to modules of the template refer to those of the instance."""
+    def _redirect(self, modules: Sequence[nn.Module], leaves: Sequence[Any], copies: Mapping[int, Any]) -> list[More]:
+        """Make attributes that refer to modules and parameters of the template refer to those of the instance."""
         memo: dict[int, Any] = dict(self._outside) | dict(copies)
+        memo |= {old: leaves[number] for old, number in self._leaves.items()}
         memo |= {id(old): new for old, new in zip(self._originals, modules, strict=True)}
         made: list[More] = []
         for i, (module, part) in enumerate(zip(modules, self._parts, strict=True)):
@@ -274,12 +294,12 @@ def _part(
     params: Numbers,
     buffers: Numbers,
     shells: Mapping[int, Shell],
-    whole: Mapping[int, nn.Module],
+    whole: Mapping[int, Any],
 ) -> _Part:
     shell = shells.get(id(module))
     kind = _quiet(type(module)) if shell else type(module)
     attributes = _attributes(module, shell is not None)
-    referring = tuple(k for k, v in attributes.items() if _refers(v, whole))
+    referring = tuple(k for k, v in attributes.items() if k not in CACHES and _known(v, whole))
     return _Part(
         kind=kind,
         attributes=attributes,
@@ -330,19 +350,20 @@ class _Probe(dict[int, Any]):
     def __init__(self, known: Mapping[int, Any]) -> None:
         super().__init__()
         self.known = known
-        self.found = False
+        self.found: set[int] = set()
 
     def get(self, key: int, default: Any = None) -> Any:
         """The object itself, if it is known."""
         if key in self.known:
-            self.found = True
+            self.found.add(key)
             return self.known[key]
         return super().get(key, default)
 
 
-def _refers(value: Any, modules: Mapping[int, nn.Module]) -> bool:
+def _known(value: Any, known: Mapping[int, Any]) -> set[int]:
+    """The identities of known objects that a value is, or holds."""
     if value is None or isinstance(value, (bool, int, float, str, type, FunctionType, Tensor)):
-        return False
-    probe = _Probe(modules)
+        return {id(value)} & known.keys()
+    probe = _Probe(known)
     copy.deepcopy(value, probe)
     return probe.found

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fshard import tree
-from fshard.errors import PlanError
+from fshard.errors import PlanError, UnitError
 from fshard.model import split
 from tests.model.cases import IDS, Net, Normed, Recorder, close, equal, flat
 
@@ -51,6 +51,40 @@ def test_a_reference_in_a_plain_list_is_the_unit_too() -> None:
     engine = Recorder()
     equal(model.apply(engine.mark(model.params), torch.ones(1, 3)), net(torch.ones(1, 3)))
     assert [unit.name for unit, _ in engine.calls] == ["mods.a", "mods.b", "mods.a"]
+
+
+class Listed(nn.Module):
+    """Parameters in attributes: its own, and one of another module."""
+
+    def __init__(self, other: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.own, self.others = {"weights": [self.a.weight]}, (other,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x) + x @ self.own["weights"][0]
+        return y if self.others[0] is None else y + x @ self.others[0]
+
+
+@pytest.mark.parametrize("units", [(), ("*",), ("0",)])
+def test_parameters_in_attributes_are_those_of_the_call(units: Any) -> None:
+    net, x = nn.Sequential(Listed(), Listed()), torch.ones(2, 3)
+    model = split(net, units=units)
+    assert torch.equal(model.apply(model.params, x), net(x))
+    doubled = tree.map(lambda leaf: 2 * leaf.detach(), model.params)
+    with torch.no_grad():
+        for leaf in net.parameters():
+            leaf.mul_(2)
+    assert torch.equal(model.apply(doubled, x), net(x))
+
+
+def test_a_unit_holds_no_parameters_of_others() -> None:
+    first = Listed()
+    net = nn.Sequential(first, Listed(first.a.weight))
+    model = split(net)
+    equal(model.apply(model.params, torch.ones(2, 3)), net(torch.ones(2, 3)))
+    with pytest.raises(UnitError, match=r"'others' of a Listed in a unit holds parameters .* such as 0.a.weight"):
+        split(net, units=("1",))
 
 
 def test_a_module_without_parameters_and_without_units() -> None:
