@@ -74,8 +74,8 @@ def asking(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, looking at a value first: no trace finds its schedule."""
 
     def asks(state: Any, batch: Any) -> Any:
-        rows = batch[-1] if isinstance(batch, tuple) else batch  # a state may come first
-        if tree.leaves(rows)[-1].isnan().any():
+        rows = tree.leaves(tree.swap(lambda _: None, fs.TrainState, batch))
+        if next(x for x in rows if isinstance(x, Tensor)).isnan().any():
             raise ValueError("nan in the batch")
         return fn(state, batch)
 

@@ -6,13 +6,14 @@ values cannot run so; the first real step then finds the program on demand.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -243,11 +244,25 @@ def _backward(engine: Engine, result: Any) -> tuple[bool, bool]:
     check_differentiable(loss)
     known = {id(leaf) for leaf in engine.slots.by_path.values()}
     below = _leaves_below(loss.total)
-    foreign = any(id(leaf) not in known for leaf in below)
-    if below and not any(id(leaf) in known for leaf in below):
+    foreign = [leaf for leaf in below if id(leaf) not in known]
+    if below and len(foreign) == len(below):
         raise foreign_loss()
+    _tell_untrained([leaf for leaf in foreign if isinstance(leaf, nn.Parameter)])
     engine.differentiate(loss.total, torch.ones_like(loss.total))
-    return loss.count is not None, foreign
+    return loss.count is not None, bool(foreign)
+
+
+def _tell_untrained(leaves: list[Tensor]) -> None:
+    """Say that a loss depends on parameters of a module that the step does not train: most often by mistake."""
+    if leaves:
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
+        warnings.warn(
+            f"the loss depends on {len(leaves)} nn.Parameter that the step neither trains nor updates, of shape {shapes}. "
+            f"A closure or a hook that names a module, such as lambda x: x * self.scale, reads the module that was split: "
+            f"use a method, or the module that a hook is given. Call another model, such as a teacher, under "
+            f"torch.no_grad()",
+            stacklevel=2,
+        )
 
 
 def _leaves_below(total: Tensor) -> list[Tensor]:
