@@ -27,10 +27,12 @@ class Fault:
     Attributes:
         point: where it fails: ``"before 3"``, ``"inside 3"``, ``"backward 3"``, ``"nan 3"``, ``"rule"``, ``"end"``.
         calls: the kinds of the calls of the latest step.
+        updates: whether this rank has anything to update.
     """
 
     point: str = ""
     calls: list[str] = field(default_factory=list)
+    updates: bool = False
 
     def here(self, point: str) -> bool:
         """Whether it is the point, for the first time."""
@@ -65,6 +67,7 @@ class Rule(fs.optim.sgd):
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update, or fail before anything is written."""
+        FAULT.get().updates = True
         FAULT.get().hit("rule")
         super().update(*args, **kwargs)
 

@@ -38,7 +38,7 @@ def run(name: str, how: str, chosen: Callable[..., list[tuple[str, str]]], gloo:
         case = CASES[name](mesh, Rule(0.05, momentum=0.9))
         want = _steps(case, fault, "")[0]
         for point, where in chosen(fault.points(), mesh.size):
-            mine = where in ("all", str(mesh.rank))
+            mine = where in ("all", str(mesh.rank)) and (point != "rule" or fault.updates)
             place = f"{name}, {how}, {point} of {fault.calls} on {where}"
             out += compared(place, functools.partial(_steps, case, fault, point, mine), want, point, mine)
     return out
@@ -65,8 +65,9 @@ def _steps(case: Case, fault: Fault, point: str, mine: bool = False) -> tuple[li
 
 
 def everywhere(points: list[str], ranks: int) -> list[tuple[str, str]]:
-    """Each point on the first rank, on the last, and on all."""
-    return [(point, where) for point in points for where in ("0", *[str(ranks - 1)] * (ranks > 1), "all")]
+    """Each point on the first rank, on the last, and on all. The last may have nothing to update."""
+    last = [str(ranks - 1)] * (ranks > 1)
+    return [(point, where) for point in points for where in ("0", *last * (point != "rule"), "all")]
 
 
 def one_of_each(points: list[str], ranks: int) -> list[tuple[str, str]]:
