@@ -149,6 +149,11 @@ def twice(body: dict[str, Any]) -> None:
     extents(body)[:] = [[*first[:5], 100], [first[0], first[1] + 480, *first[2:4], 60, first[5]]]
 
 
+def half(body: dict[str, Any]) -> None:
+    """The first of two boxes."""
+    extents(body)[0][3:] = [[20, 8], 0, 160]
+
+
 EDITS: dict[str, tuple[Change, str]] = {
     "slip up": (slipped("../../" + NAME), "not a plain file name"),
     "absolute": (slipped("/etc/passwd"), "not a plain file name"),
@@ -165,6 +170,8 @@ EDITS: dict[str, tuple[Change, str]] = {
     "huger shape": (shape_of([1 << 40, 1 << 40]), "shape"),
     "many dims": (shape_of([1] * 70 + [320]), "shape"),
     "boxes": (put([40, 7], "tensors", "params.a.w", "extents", 0, 3), "do not divide"),
+    "between boxes": (put([1, 0], "tensors", "params.a.w", "extents", 0, 2), r"at \[1, 0\] is not one of the boxes"),
+    "half of the boxes": (half, "1 of its 2 boxes are there"),
     "no dtype": (put("object", "tensors", "params.a.w", "dtype"), "dtype 'object', which is none of"),
     "no extents": (put([], "tensors", "params.a.w", "extents"), "no extents for its 320 elements"),
     "huge file": (put(1 << 50, "files", NAME, "size"), "1125899906842624 bytes need 1073741824 SHA-256"),
