@@ -257,10 +257,10 @@ def _tell_untrained(leaves: list[Tensor]) -> None:
     if leaves:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
         warnings.warn(
-            f"the loss depends on {len(leaves)} nn.Parameter that the step neither trains nor updates, of shape {shapes}. "
-            f"A closure or a hook that names a module, such as lambda x: x * self.scale, reads the module that was split: "
-            f"use a method, or the module that a hook is given. Call another model, such as a teacher, under "
-            f"torch.no_grad()",
+            f"the loss depends on {len(leaves)} nn.Parameter that the step neither trains nor updates, of shape "
+            f"{shapes}. A closure or a hook that names a module, such as lambda x: x * self.scale, reads the module "
+            f"that was split: use a method, or the module that a hook is given. Call another model, such as a teacher, "
+            f"under torch.no_grad()",
             stacklevel=2,
         )
 
