@@ -4,8 +4,10 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 OURS = ("fshard.", "torch.", "optree.", "functools", "threading", "contextlib", "concurrent.", "multiprocessing.")
 """Modules whose frames are not the user's."""
@@ -34,9 +36,11 @@ CALLS = {
 """Names in errors by qualified name. Other functions keep their own name."""
 
 
-PLACES = {"Scheduled._perform": ("self", False), "Passes.run": ("sink", True)}
-"""Functions whose frames know the op of a schedule that a step has come to: the variable of its executor, and whether
-what runs is the program, not communication."""
+PLACES = {"Scheduled._perform": False, "Passes.run": True}
+"""Functions in whose frames a step is at an op of its schedule: whether the program runs, not communication."""
+
+EXECUTOR = "_fshard_executor"
+"""The attribute of a thread that refers to the executor of its schedule."""
 
 
 class HelperThread(threading.Thread):
@@ -83,12 +87,19 @@ def op_of(thread: int | None = None) -> str:
         return op_of(found.caller)
     frame = sys._current_frames().get(ident)
     while frame is not None:
-        name, computing = PLACES.get(frame.f_code.co_qualname, ("", False))
-        executor = frame.f_locals.get(name) if name else None
-        if executor is not None and hasattr(executor, "place"):
-            return str(executor.place(computing))
+        if (computing := PLACES.get(frame.f_code.co_qualname)) is not None:
+            executor: Any = getattr(found, EXECUTOR, lambda: None)()
+            return str(executor.place(computing)) if hasattr(executor, "place") else ""
         frame = frame.f_back
     return ""
+
+
+def executing(executor: object) -> None:
+    """Let errors of other threads say at which op this thread is.
+
+    Variables of a frame that runs cannot be read from another thread: that ends the process now and then.
+    """
+    setattr(threading.current_thread(), EXECUTOR, weakref.ref(executor))
 
 
 def _calls(frame: FrameType | None) -> Iterator[str]:

@@ -26,6 +26,7 @@ import torch
 
 from fshard.errors import foreign_params
 from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
+from fshard.runtime.comm.call_site import executing
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
@@ -201,6 +202,7 @@ class Runner:
         prepared, given, comms = ready.prepared, ready.request, self.programs.comms
         intent = Intent(prepared.digest, prepared.text)
         equal_rows = self.programs.train and prepared.weighted is False
+        executing(ready.executor)
         with together(comms):
             uneven = ready.executor.handshake(
                 lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts)
