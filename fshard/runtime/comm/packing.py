@@ -40,7 +40,7 @@ NF4 = (
 appendix E)."""
 
 CELLS = 256
-"""Equal parts of [-1, 1], in each of which lies at most one middle between two NormalFloat values."""
+"""Equal parts of [-1, 1]. Each holds at most one middle between two NormalFloat values."""
 
 MOST = 8
 """Packed ranges that one kernel sums."""

@@ -85,7 +85,7 @@ def _check_rows(batch: Any, count: int) -> None:
     if dims and min(dims) < count:
         raise BatchError(
             f"a batch of {min(dims)} rows a rank cannot be cut into accumulate={count} microbatches: give more, or "
-            f"fs.Microbatches, of which some may have no rows if the loss is an fs.Mean"
+            f"fs.Microbatches; with an fs.Mean some of them may have no rows"
         )
 
 

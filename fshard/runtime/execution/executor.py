@@ -103,7 +103,7 @@ class Scheduled:
         self.cursor = position + 1
 
     def place(self, computing: bool) -> str:
-        """The op that the step has come to, in words; with ``computing`` the latest compute op, of which code runs."""
+        """The op that the step has come to, in words; with ``computing`` the latest compute op, whose code runs."""
         done = [at for at in range(self.cursor) if computing and self.ops[at].kind in COMPUTE_KINDS]
         at = done[-1] if done else min(self.cursor, len(self.ops) - 1)
         return f"op {at} of {len(self.ops)}, '{self.ops[at]}'"

@@ -61,7 +61,7 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Product:
-    """The handle of a sum, of which the first factors, and all that is exact, are under way in ``first``.
+    """The handle of a sum. Its first message, ``first``, holds the first factors and all that is exact.
 
     Attributes:
         work: the handle of the first message.

@@ -60,7 +60,7 @@ class Replicas:
         comms: the communicators.
         kernels: compiled ones that pack.
         found: the matrices that travel as products, by group id.
-        under_way: sums of such products for which nobody has waited yet.
+        under_way: sums of such products that are still held. At most one has not sent its second factors.
     """
 
     comms: Communicators

@@ -26,7 +26,7 @@ TRIES = 4
 
 
 Again = Callable[[tuple[str, ...]], Sequence[Need]]
-"""The needs of a program with some units computed again; none if that cannot be."""
+"""The needs of a program with some units computed again; empty if a unit cannot be computed again."""
 
 
 def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto, again: Again | None = None) -> Choice:
