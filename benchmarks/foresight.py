@@ -7,7 +7,8 @@ that fits. Calibration makes steps of its own: nothing in the table was used for
 ``lab.py`` does.
 
 All of it takes most of an hour. ``--resume --minutes 4`` measures a part of it: pieces that the results lack, as long
-as there is time. A piece is one model in one setting, and is kept as soon as it is measured.
+as there is time. A piece is one model in one setting, and is kept as soon as it is measured. ``--runs FOLDER`` keeps
+what ranks have measured, and takes from there what it holds: predictions of a changed simulator need no new steps.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def measure(args: argparse.Namespace) -> int:
     accumulate, rounds = args.accumulate or ([1] if args.quick else [1, 4]), args.rounds
     configuration = {"models": models, "settings": [*map(str, SETTINGS)], "accumulate": accumulate, "rounds": rounds}
     report = Report("foresight", __doc__.splitlines()[0], configuration, medians=before(args))
-    machine = Machine({"accumulate": accumulate, "rounds": rounds})
+    machine = Machine({"accumulate": accumulate, "rounds": rounds}, args.runs)
     begun = time.monotonic()
     for setting, name in itertools.product(links, models):
         key = f"{setting}: {name}"
@@ -104,10 +105,13 @@ def before(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Machine:
-    """Measures pieces. ``best`` is the fastest that the machine did the fixed work of ``calm.py``, in seconds."""
+    """Measures pieces. ``best`` is the fastest that the machine did the fixed work of ``calm.py``, in seconds.
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options, self.best = options, 0.0
+    What ranks write is kept in the folder ``runs``, if one is given, and is not measured again where it is there.
+    """
+
+    def __init__(self, options: Mapping[str, Any], runs: Path | None = None) -> None:
+        self.options, self.best, self.runs = options, 0.0, runs
         self.costs: dict[tuple[str, str], tuple[Costs, float]] = {}
 
     def piece(self, setting: Setting, name: str) -> dict[str, Any]:
@@ -130,8 +134,15 @@ class Machine:
         }
 
     def _run(self, setting: Setting, name: str, options: Mapping[str, Any]) -> Any:
-        every = {**self.options, "models": [name], "best": self.best, **options}
-        found = run_workers(setting.ranks, setting.rate, every, SCRIPT)
+        every = {**self.options, "models": [name], **options}
+        kept = self.runs and self.runs / f"{setting}, {name}{', costs' * every['calibrate']}.json"
+        if kept and kept.exists():
+            found = json.loads(kept.read_text())
+        else:
+            found = run_workers(setting.ranks, setting.rate, {**every, "best": self.best}, SCRIPT)
+        if kept:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(found))
         self.best = min(self.best or found["best"], found["best"])
         return found
 
@@ -256,6 +267,7 @@ def options(cli: argparse.ArgumentParser) -> None:
     cli.add_argument("--accumulate", type=int, nargs="+", help="microbatches; by default 1 and 4")
     cli.add_argument("--rounds", type=int, default=3, help="turns of each case")
     cli.add_argument("--settings", type=int, nargs="+", help=f"numbers of settings, 0 to {len(SETTINGS) - 1}")
+    cli.add_argument("--runs", type=Path, help="a folder that keeps what was measured, and is read where it has it")
     cli.add_argument("--resume", action="store_true", help="keep the pieces that the results hold, and add others")
     cli.add_argument("--minutes", type=float, default=1e9, help="begin no piece later than this")
 
