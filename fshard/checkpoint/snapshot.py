@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.write import chunked
-from fshard.runtime.comm.streams import Event, events, make_stream
+from fshard.runtime.comm.streams import Event, copy_stream, events
 
 ALIGN = 64
 """Bytes to which slices are aligned in a snapshot."""
@@ -70,11 +70,11 @@ class Staging:
     """A few chunks of page-locked memory, through which bytes of a device reach host memory of any size.
 
     Args:
-        device: the device. Copies from it have a stream of their own.
+        device: the device. Copies from it for checkpoints have a stream of their own.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, pinned = make_stream(device), device.type == "cuda"
+        self.stream, pinned = copy_stream(device, "snapshots"), device.type == "cuda"
         self.chunks = [torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(CHUNKS)]
 
     def copy(self, pairs: Sequence[Pair], after: Sequence[Event]) -> None:

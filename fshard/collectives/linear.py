@@ -44,6 +44,8 @@ class Collective(ABC):
 
     name = "shard_map"
     """The function that users call, for errors."""
+    sends = True
+    """Whether ranks communicate for it."""
     group: Ranks
 
     @abstractmethod
@@ -66,13 +68,19 @@ class Collective(ABC):
         """Start it on data; a fake tensor gives a fake result."""
         check_plain(x, self.name)
         if is_fake(x):
-            self.group.foresee()
+            self._foresee(x)
             return lambda: x.new_empty(self.shape(tuple(x.shape)))
         return self.start(x)
 
     def run(self, x: Tensor) -> Tensor:
         """Its result on data."""
         return self.begin(x)()
+
+    def _foresee(self, x: Tensor) -> None:
+        """Let the trace that made a fake tensor know the communicator that real ones would need."""
+        note = getattr(getattr(x, "fake_mode", None), "foresee", None)
+        if self.sends and note is not None:
+            note(self.group.mesh, self.group.axes)
 
 
 class Linear(torch.autograd.Function):
@@ -125,6 +133,7 @@ class Vary(Collective):
     """The copies of one value as separate values."""
 
     name = "pvary"
+    sends = False
 
     def start(self, x: Tensor) -> raw.Finish:
         return x.clone
@@ -183,6 +192,7 @@ class Cut(Scatter):
     """This rank's slice along a dim."""
 
     name = "cut"
+    sends = False
 
     def start(self, x: Tensor) -> raw.Finish:
         return _rows(x, self.dim, self.group.size)[self.group.index].clone
@@ -266,6 +276,8 @@ class Settle(Collective):
 @dataclass(frozen=True)
 class Once(Collective):
     """The value on the first rank, zeros on all others."""
+
+    sends = False
 
     def start(self, x: Tensor) -> raw.Finish:
         return lambda: x.clone() if self.group.index == 0 else torch.zeros_like(x)

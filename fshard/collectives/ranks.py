@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from fshard.errors import no_processes
 from fshard.runtime.comm import Communicator
-from fshard.runtime.comm.communicator import COLLECTIVES, SingleRankTransport
-from fshard.runtime.comm.processes import ProcessTransport
+from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 
 
@@ -41,12 +41,6 @@ class Ranks:
             raise no_processes()
         comm: Communicator = (transport or SingleRankTransport()).communicator(COLLECTIVES, self._sorted)
         return comm
-
-    def foresee(self) -> None:
-        """Note that a traced program will need the communicator."""
-        transport = self.mesh.transport
-        if isinstance(transport, ProcessTransport) and transport.foreseen is not None:
-            transport.foreseen[self._sorted] = None
 
     @property
     def order(self) -> list[int] | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fshard.collectives.ranks import Ranks
 from fshard.runtime.comm import Handle
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import events
 
 Finish = Callable[[], Tensor]
@@ -133,9 +134,8 @@ def _small(group: Ranks, x: Tensor) -> bool:
 
 
 def _add(rows: Tensor) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+    total = rows.new_empty(rows.shape[1:])
+    sum_rows(total.view(-1), rows.reshape(len(rows), -1), False)
     return total
 
 

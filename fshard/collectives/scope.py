@@ -14,7 +14,8 @@ from fshard.arguments import described, expect, kind
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.refusals import unbound_axis
 from fshard.errors import AxisError, unknown_axis
-from fshard.runtime.comm.communicator import COLLECTIVES, SingleRankTransport
+from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 
 AxisName = str | tuple[str, ...]

@@ -1,5 +1,6 @@
 """What a step would hold, send and take on a mesh that need not exist."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from fshard.schedule.build import build
 from fshard.schedule.candidates import Task, candidates
 from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint
-from fshard.schedule.infos import communicators, fast_axes, group_infos
+from fshard.schedule.infos import between, communicators, fast_axes, group_infos
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
 from fshard.schedule.ops import LOCAL
 from fshard.schedule.policy import Policy
@@ -64,9 +65,10 @@ class Hardware:
             return foreseen_costs(task.stages, task.needs, self.speed, links)
         return self.costs.over(Costs(links=links, processors=self.costs.processors))
 
-    def held(self, plan: Plan, tried: Candidate) -> int:
+    def held(self, plan: Plan, tried: Candidate, task: Task) -> int:
         """Bytes that a policy holds beside the state, communicators included."""
-        return tried.memory.peak_bytes + self.communicator * len(communicators(plan, tried.policy.secondary))
+        needed = len(communicators(plan, tried.policy.secondary, task.axes)) + len(between(task.groups))
+        return tried.memory.peak_bytes + self.communicator * needed
 
 
 def hardware(
@@ -93,8 +95,8 @@ def hardware(
         share: the share of its rate that a link gives to collectives.
         short: whether compute is in bfloat16 or float16.
         costs: measured costs of the units.
-        communicator: bytes of a device that each communicator of transfers takes. The default is what NCCL took on four
-            A100 (NVIDIA/nccl, issue 964); yours may take less.
+        communicator: bytes of a device that each communicator takes. The default is what NCCL took on four A100
+            (NVIDIA/nccl, issue 964); yours may take less.
 
     Raises:
         PlanError: an unknown name, or a share that is none.
@@ -143,6 +145,7 @@ class Foresight:
         tokens: tokens of a rank's batch; 0 if it has none.
         flops: operations of the model for a rank's batch, without those of recomputation.
         scaling: seconds of a step by the number of ranks, with as large a batch a rank.
+        task: what policies were tried for.
     """
 
     plan: Plan
@@ -157,6 +160,7 @@ class Foresight:
     tokens: int
     flops: int
     scaling: Mapping[int, float]
+    task: Task = field(repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -165,12 +169,13 @@ class Foresight:
 
     def held(self, tried: Candidate) -> int:
         """The most that a rank holds in a step with a policy: state, communicators and footprint."""
-        return self.state_bytes + self.hardware.held(self.plan, tried)
+        return self.state_bytes + self.hardware.held(self.plan, tried, self.task)
 
     @property
     def communicators(self) -> list[tuple[str, Axes]]:
-        """What the transfers of the chosen policy travel on, by role and axes."""
-        return communicators(self.plan, self.chosen.policy.secondary)
+        """What a step with the chosen policy communicates on, by role and axes."""
+        needed = communicators(self.plan, self.chosen.policy.secondary, self.task.axes)
+        return [*needed, *between(self.task.groups)]
 
     @property
     def fits(self) -> bool:
@@ -223,9 +228,10 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
         made.append(tried(task, policy, costs))
     state = state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
-    fits = [pair for pair in made if hardware.held(plan, pair[0]) <= limit] or made
-    chosen, schedule = min(fits, key=lambda pair: (pair[0].seconds, hardware.held(plan, pair[0])))
-    order = sorted((each for each, _ in made), key=lambda each: (each.seconds, hardware.held(plan, each)))
+    held = functools.partial(hardware.held, plan, task=task)
+    fits = [pair for pair in made if held(pair[0]) <= limit] or made
+    chosen, schedule = min(fits, key=lambda pair: (pair[0].seconds, held(pair[0])))
+    order = sorted((each for each, _ in made), key=lambda each: (each.seconds, held(each)))
     kinds = {op.kind for op in schedule}
     progress("numbers of ranks", 0.9)
     rows, tokens = sizes(batch)
@@ -242,6 +248,7 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
         tokens,
         model_flops(task),
         dict(scaling(task, plan, hardware, chosen.policy)),
+        task,
     )
 
 
@@ -251,7 +258,7 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
     bare = Task(found.schedule.program, found.schedule.groups, found.needs, step.options.accumulate, full, True)
-    return on_plan(bare, plan)
+    return on_plan(replace(bare, axes=found.program_axes), plan)
 
 
 def on_plan(task: Task, plan: Plan) -> Task:

@@ -46,7 +46,7 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     costs = seen.hardware.of(task, seen.plan.mesh)
 
     def remedy(change: str, other: Task, state: int = seen.state_bytes) -> Remedy:
-        peak = state + seen.hardware.held(seen.plan, tried(other, policy, costs)[0])
+        peak = state + seen.hardware.held(seen.plan, tried(other, policy, costs)[0], other)
         return Remedy(change, peak, peak <= limit)
 
     yield remedy(f"the policy {policy}", task)
@@ -73,7 +73,7 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: Task, limit: int) -> Ite
         plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
         wider = on_plan(task, plan)
         one, _ = tried(wider, seen.least.policy, seen.hardware.of(wider, mesh))
-        peak = state_bytes(step, plan) + seen.hardware.held(plan, one)
+        peak = state_bytes(step, plan) + seen.hardware.held(plan, one, wider)
         if peak <= limit:
             yield Remedy(f"{mesh.size:,} ranks, with as many rows each", peak, True)
             return

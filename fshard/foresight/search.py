@@ -4,6 +4,7 @@ Enumeration over few shapes and a cost model, as in Galvatron (Miao et al., 2023
 solves for layouts: a table of all that was tried can be read and argued with.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -235,14 +236,11 @@ def _best(mesh: Mesh, remat: Any, step: TrainStep, batch: Any, task: Task, hardw
     costs, state = hardware.of(task, mesh), state_bytes(step, step.plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
     found = [tried(task, policy, costs)[0] for policy in candidates(task, "deferred")]
-    fits = [each for each in found if hardware.held(step.plan, each) <= limit]
-    chosen: Candidate = (
-        min(fits, key=lambda each: (each.seconds, hardware.held(step.plan, each)))
-        if fits
-        else min(found, key=lambda each: hardware.held(step.plan, each))
-    )
+    held = functools.partial(hardware.held, step.plan, task=task)
+    fits = [each for each in found if held(each) <= limit]
+    chosen: Candidate = min(fits, key=lambda each: (each.seconds, held(each))) if fits else min(found, key=held)
     rows = sizes(batch)[0] * step.plan.data_size
     seconds = chosen.seconds or math.nan
     mfu = model_flops(task) / (seconds * hardware.speed.peak)
-    peak = state + hardware.held(step.plan, chosen)
+    peak = state + held(chosen)
     return Option(mesh, remat, chosen.policy, peak, chosen.seconds, chosen.exposed, rows / seconds, mfu, bool(fits))

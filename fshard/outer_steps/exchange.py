@@ -16,15 +16,16 @@ from fshard.optim.contract import contract
 from fshard.outer_steps.buffers import ANCHOR, DELTA, OUTER, Outer
 from fshard.outer_steps.fragments import HEAD, Fragment, Range
 from fshard.runtime.comm import Communicator, Handle, exchange, mesh_communicator
-from fshard.runtime.comm.communicator import sum_rows
 from fshard.runtime.comm.packing import pack, unpack_sum
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import events
 from fshard.runtime.execution import Shard, Shards
+from fshard.schedule.transfers import KINDS
 from fshard.sharding.part import PartMesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
 
-ROLE = "outer"
+ROLE = KINDS["exchange"].role
 """The role of the communicator between replicas."""
 
 

@@ -22,7 +22,6 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.stages import Local, Pass, Stages
 from fshard.schedule.transfers import KINDS, Transfer, awaited, started
-from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
 
@@ -242,11 +241,6 @@ class Assembled:
             TOLD + len(update.part.clip.rules) for update in self.recorded.updates
         )
 
-    @functools.cached_property
-    def axes(self) -> list[Axes]:
-        """The axes over which the step communicates itself."""
-        return sorted({axes for each in self.recorded.passes for axes in each.found.axes} | {*self.recorded.axes})
-
     @property
     def schedule(self) -> Schedule:
         """Its schedule."""
@@ -280,7 +274,7 @@ def task_of(recorded: Recorded) -> Task:
     """What a policy is chosen for."""
     table = Table(recorded)
     full = all([g.reduce_dtype == g.dtype for each in recorded.passes for g in each.spec.plan.groups])
-    return Task(table.stages(), table.infos, recorded.needs, full=full)
+    return Task(table.stages(), table.infos, recorded.needs, full=full, axes=recorded.communicates)
 
 
 def assemble(recorded: Recorded, policy: Policy, debug: bool) -> Assembled:

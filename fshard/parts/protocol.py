@@ -177,7 +177,9 @@ class StepRunner:
         if isinstance(policy, Auto):
             choice = self.choices.get(recorded) or foreseen(task_of(recorded), policy)
             policy = choice.policy
-        needed = dict.fromkeys(need for one in recorded.passes for need in communicators(one.spec.plan))
+        needed = dict.fromkeys(
+            need for one in recorded.passes for need in communicators(one.spec.plan, (), recorded.communicates)
+        )
         return Trace(scheduled(recorded, policy)[1], choice, recorded.needs, recorded.idle, tuple(needed))
 
     def _choose_policy(self, recorded: Recorded, given: Arguments, facts: Facts) -> None:
@@ -222,7 +224,7 @@ class StepRunner:
                 executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts))
                 for programs in step.programs:
                     programs.comms.open()
-                for axes in step.axes:
+                for axes in step.recorded.communicates:
                     comms.transport.communicator(COLLECTIVES, axes)
                 result, end = self._run(replay, executor, given, shield)
                 attempt, verdict = executor.consensus(lambda: self._decided(replay, result, end))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.parts.arguments import Arguments, Final, Result
 from fshard.parts.compose import Composition, number_of_means
@@ -19,8 +18,9 @@ from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import needs_values
 from fshard.runtime.engine.loss import as_means, detached, read_loss
+from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.execution import Found, Shard, Shards, partly_updated
-from fshard.runtime.execution.trace import fake_mode, trace_in, without_data
+from fshard.runtime.execution.trace import trace_in, without_data
 from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
 from fshard.sharding.mesh import Axes
@@ -99,6 +99,11 @@ class Recorded:
         """Its passes."""
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)]
 
+    @functools.cached_property
+    def communicates(self) -> list[Axes]:
+        """The axes over which the function, and the programs of its passes, communicate themselves."""
+        return sorted({axes for each in self.passes for axes in each.found.axes} | {*self.axes})
+
     @property
     def idle(self) -> tuple[str, ...]:
         """The leaves that its passes differentiate by, and to which none gives a gradient."""
@@ -120,7 +125,7 @@ class Untraceable(Exception):  # noqa: N818 - not an error: the step runs part b
 class Recording(Composition):
     """A step function on fake tensors."""
 
-    mode: Any = None
+    mode: ProgramMode = field(default_factory=ProgramMode)
     stages: list[RecordedPass | RecordedLocal] = field(default_factory=list)
     needs: list[Need] = field(default_factory=list)
     between: Activations = field(default_factory=lambda: Activations([]))  # of the code between passes
@@ -181,16 +186,16 @@ class Recording(Composition):
     def settle_bank(self, bank: Bank) -> None:
         """Counts are summed where the loss is an ``fs.Mean``."""
         if self._pass(bank.number).found.weighted:
-            foresee(bank.form.plan)
+            self.foresee(bank.form.plan)
 
     def place(self, version: int, source: RunningFlat) -> None:
         """Nothing to place."""
 
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Fake shards."""
-        foresee(updated.part.plan)
+        self.foresee(updated.part.plan)
         for group in partly_updated(updated.part.chosen):
-            Ranks(updated.part.plan.mesh, updated.part.plan.groups[group].opt_axes).foresee()
+            self.mode.foresee(updated.part.plan.mesh, updated.part.plan.groups[group].opt_axes)
         self.numbers["norm", updated, 0] = math.nan
         chunks = self._fake(form_of(updated.part.plan))
         return Shards([Shard(chunks[group.id], {}) for group in updated.part.plan.groups])
@@ -202,13 +207,17 @@ class Recording(Composition):
 
     def exchanged(self, value: Number) -> float:
         """Ranks will exchange it."""
-        foresee(value.of.part.plan if value.kind == "norm" else self._pass(value.of).spec.plan)
+        self.foresee(value.of.part.plan if value.kind == "norm" else self._pass(value.of).spec.plan)
         return math.nan
 
     def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
         """A fake number."""
         with self.mode:
             return torch.empty((), dtype=dtype, device="cpu")
+
+    def foresee(self, plan: Plan) -> None:
+        """Note that ranks will exchange numbers."""
+        self.mode.foresee(plan.mesh, plan.mesh.axis_names)
 
     def _pass(self, number: int) -> RecordedPass:
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)][number]
@@ -237,8 +246,8 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | N
         given: its arguments.
         plan: whose data axes are bound.
     """
-    mode = fake_mode()
-    recording = Recording(given.states, given.own, mode=mode)
+    recording = Recording(given.states, given.own)
+    mode = recording.mode
     axes: dict[Axes, None] = {}
     fake = faked(given.opened(), mode.from_tensor)
     recording.between.know(leaf for leaf in tree.leaves(fake) if isinstance(leaf, Tensor))
@@ -254,12 +263,6 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | N
     finally:
         recording.over = True
     return recording.recorded(result, [*axes])
-
-
-def foresee(plan: Plan) -> None:
-    """Note, in a trace, that ranks will exchange numbers."""
-    if plan.mesh.size > 1:
-        Ranks(plan.mesh, plan.mesh.axis_names).foresee()
 
 
 def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fshard.errors import CommError
 from fshard.played.cooperative import RankThread, playing
 from fshard.runtime.comm import Communicator, Handle
-from fshard.runtime.comm.communicator import Events, SingleRank, Sizes, sum_rows
+from fshard.runtime.comm.communicator import Events, SingleRank, Sizes
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.sharding.mesh import Axes, Mesh
 
 Part = dict[str, Any]

@@ -32,6 +32,7 @@ class Task:
         train: whether a program has a backward.
         second: by axes over which groups may stay sharded between their uses, the groups as they then are.
         again: the units that are computed again in their backward. ``needs`` are those with it.
+        axes: those over which the program communicates itself.
     """
 
     program: Program | Stages
@@ -42,6 +43,7 @@ class Task:
     train: bool = True
     second: Mapping[Axes, Sequence[GroupInfo]] = field(default_factory=dict)
     again: tuple[str, ...] = ()
+    axes: Sequence[Axes] = ()
 
     @property
     def stages(self) -> Stages:

@@ -1,11 +1,11 @@
 """From a plan to what a schedule must know of its groups."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from fshard.schedule import refusals
 from fshard.schedule.ops import GroupInfo
-from fshard.schedule.transfers import HOST, KINDS, SECOND, STATE, Transfer
+from fshard.schedule.transfers import COLLECTIVES, HOST, KINDS, SECOND, STATE, Transfer
 from fshard.sharding.layout import Group
 from fshard.sharding.low_rank import left_numel, most_travels
 from fshard.sharding.mesh import Axes
@@ -32,11 +32,24 @@ def group_infos(plan: Plan, state: Mapping[int, int] | None = None, secondary: A
     return tuple(_with_second(plan, group, info, secondary) for group, info in zip(plan.groups, infos, strict=True))
 
 
-def communicators(plan: Plan, secondary: Axes = ()) -> list[tuple[str, Axes]]:
-    """The communicators that the transfers of a plan's groups need: their roles and axes, in one order on all ranks."""
-    order = [*KINDS]
-    needed = {need for group in plan.groups for need in _needs(group, secondary) if plan.mesh.axis_size(need[1]) > 1}
+def communicators(plan: Plan, secondary: Axes = (), program: Iterable[Axes] = ()) -> list[tuple[str, Axes]]:
+    """The communicators of a step: their roles and axes, in one order on all ranks.
+
+    Args:
+        plan: the plan, whose groups have transfers.
+        secondary: the axes over which groups are gathered again.
+        program: the axes over which the program communicates itself.
+    """
+    order = [*KINDS, COLLECTIVES]
+    needs = {need for group in plan.groups for need in _needs(group, secondary)} | {(COLLECTIVES, a) for a in program}
+    needed = [need for need in needs if plan.mesh.axis_size(need[1]) > 1]
     return sorted(needed, key=lambda need: (order.index(need[0]), need[1]))
+
+
+def between(groups: Iterable[GroupInfo]) -> tuple[tuple[str, Axes], ...]:
+    """The communicators of transfers that leave between steps, over replicas that train apart."""
+    moves = [move for info in groups for move in info.transfers if move.row.stage == "between" and move.sent]
+    return tuple(dict.fromkeys((move.row.role, tuple(move.axes.split("+"))) for move in moves))
 
 
 def _needs(group: Group, secondary: Axes) -> Iterator[tuple[str, Axes]]:

@@ -7,6 +7,7 @@ from fshard.errors import PlanError
 from fshard.schedule.auto import Choice
 from fshard.schedule.footprint import Footprint, Need, footprint
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes
 
 
@@ -22,8 +23,8 @@ class Trace:
         choice: what ``schedule="auto"`` chose, and from what; None where the policy was given.
         needs: what the compute ops of one microbatch of each pass need; nothing where only a run has found the program.
         idle: the trained leaves that get no gradient; None where only a run has found the program.
-        communicators: what its transfers travel on between ranks, by role and axes. NCCL takes memory for each. Those
-            of collectives that the program itself calls are not among them.
+        communicators: what it communicates on between ranks, by role and axes: those of transfers, and as
+            ``"collectives"`` those that the program itself uses. NCCL takes memory for each.
 
     >>> import torch, fshard as fs
     >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
@@ -56,6 +57,11 @@ class Trace:
         if not self.needs:
             raise _found_by_a_run("its memory cannot be foreseen")
         return footprint(self.schedule, self.needs)
+
+    @property
+    def program_axes(self) -> tuple[Axes, ...]:
+        """The axes over which the program itself communicates."""
+        return tuple(axes for role, axes in self.communicators if role == COLLECTIVES)
 
     @property
     def unused(self) -> tuple[str, ...]:

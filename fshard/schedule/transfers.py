@@ -27,6 +27,9 @@ from fshard.schedule import refusals
 STATE, HOST = "state", "host"
 """Sources and targets outside of the memory of a step: the resident state, and host memory."""
 
+COLLECTIVES = "collectives"
+"""The role of the communicators of collectives that programs call themselves, which never queue behind transfers."""
+
 SECOND = "second"
 """What a rank keeps of gathered parameters, so that they are gathered again over fewer axes. It outlives transfers."""
 

@@ -12,9 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
 from fshard import P
+from fshard.collectives import pmean, psum, pvary
+from fshard.foresight.foresee import foresee
 from fshard.runtime.comm import joining, processes
 from fshard.runtime.comm.part import unbound
 from fshard.runtime.comm.processes import ProcessTransport
+from fshard.runtime.comm.streams import Stream, copy_stream
 
 RANKS = 8
 PARAMS = {"a": torch.ones(64, 8), "b": torch.ones(64)}
@@ -53,6 +56,48 @@ def loss(p: Any, x: Tensor) -> Tensor:
     return (x @ p["a"].T * p["b"]).square().mean()
 
 
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stream]]:
+    """The side streams that are made, as if on a GPU: PyTorch has 32 a device, and then hands out used ones."""
+    made: list[Stream] = []
+
+    def make(device: torch.device) -> Stream:
+        made.append(Stream())
+        return made[-1]
+
+    copy_stream.cache_clear()
+    for module in ("streams", "processes"):
+        monkeypatch.setattr(f"fshard.runtime.comm.{module}.make_stream", make)
+    yield made
+    copy_stream.cache_clear()
+
+
+@pytest.mark.usefixtures("eight")
+def test_programs_of_one_mesh_share_their_side_streams(streams: list[Stream]) -> None:
+    mesh, params, opt = fs.make_mesh(*HSDP), {"unit": PARAMS}, fs.optim.sgd(0.1)
+    host = fs.Rule(".*a", fs.fsdp("data"), memory_kind="unpinned_host")
+    plan = fs.make_plan(params, mesh, [host, *FLAT], batch=P(mesh.axis_names), units=["unit"])
+
+    def either(p: Any, x: Any) -> Tensor:
+        twice = isinstance(x, dict)
+        y = unit(p["unit"], x["x"] if twice else x - pmean(x.mean(), "data"))
+        return (y + unit(p["unit"], x["x"]) if twice else y).square().mean()
+
+    step, second = [fs.make_train_step(either, opt, plan) for _ in range(2)]
+    evaluate = fs.make_eval_step(lambda p, x: {"loss": either(p, x)}, plan)
+    state = fs.init_state(plan, opt, params=params)
+    state, _ = step(state, torch.ones(2, 8))
+    before = len(streams)
+    assert before == len(mesh.transport.comms) + 2, "one a communicator, and one a direction of copies"
+    evaluate(state, torch.ones(2, 8))
+    state, _ = step(state, {"x": torch.ones(2, 8)})
+    programs = len(step.programs.made)
+    assert programs == 2
+    state, _ = second(state, torch.ones(2, 8))
+    assert len(streams) == before
+    mesh.close()
+
+
 @pytest.mark.usefixtures("eight")
 @pytest.mark.parametrize("name", CASES)
 def test_communicators_of_a_plan(name: str) -> None:
@@ -69,6 +114,89 @@ def test_communicators_of_a_plan(name: str) -> None:
         one.programs.comms.open()
     assert set(transport.comms) - before == set(found), "steps of one mesh share communicators"
     mesh.close()
+
+
+@fs.unit
+def unit(p: Any, x: Tensor) -> Tensor:
+    """A linear map."""
+    return x @ p["a"].T * p["b"]
+
+
+def spoken(p: Any, x: Tensor) -> Tensor:
+    """The same, with collectives of its own: over one axis, over both, and one that sends nothing."""
+    x = x - pmean(x.mean(), "data") * psum(pvary(x.mean(), "replica"), ("data", "replica"))
+    return loss(p, x)
+
+
+OWN = [("collectives", ("data",)), ("collectives", ("replica", "data"))]
+
+
+def test_a_trace_counts_the_communicators_of_the_program_itself_on_any_mesh() -> None:
+    def own(mesh: fs.Mesh) -> Any:
+        plan = fs.make_plan(PARAMS, mesh, FLAT, batch=P(mesh.axis_names))
+        steps = [fs.make_train_step(fn, fs.optim.sgd(0.1), plan) for fn in (loss, spoken)]
+        steps.append(fs.make_eval_step(lambda p, x: {"loss": spoken(p, x)}, plan))
+        return [
+            [need for need in step.trace(torch.ones(2, 8)).communicators if need[0] == "collectives"] for step in steps
+        ]
+
+    assert own(fs.abstract_mesh(*HSDP)) == [[], OWN, OWN]
+    assert own(fs.abstract_mesh(*HSDP, device="cuda")) == [[], OWN, OWN]
+    virtual = fs.virtual_mesh(*HSDP)
+    assert virtual.run(lambda: own(virtual.here)) == [[[], OWN, OWN]] * RANKS
+    assert own(fs.abstract_mesh((1, 1), HSDP[1])) == [[], [], []]
+
+
+def test_foresight_counts_the_communicators_of_the_program_itself() -> None:
+    mesh = fs.abstract_mesh(*HSDP)
+    plan = fs.make_plan(PARAMS, mesh, FLAT, batch=P(mesh.axis_names))
+    step = fs.make_train_step(spoken, fs.optim.sgd(0.1), plan)
+    none, some = [foresee(step, torch.ones(2, 8), fs.sim.hardware("h100", communicator=each)) for each in (0, 1 << 30)]
+    assert some.communicators == [*fs.make_train_step(loss, step.opt, plan).trace(torch.ones(2, 8)).communicators, *OWN]
+    assert some.peak_bytes - none.peak_bytes == 5 << 30
+
+
+@pytest.mark.usefixtures("eight")
+def test_communicators_of_the_program_are_made_before_it_runs() -> None:
+    mesh = fs.make_mesh(*HSDP)
+    plan = fs.make_plan(PARAMS, mesh, FLAT, batch=P(mesh.axis_names))
+    transport, opt, there = mesh.transport, fs.optim.sgd(0.1), list[set[Any]]()
+
+    def watched(p: Any, x: Tensor) -> Tensor:
+        there.append(set(transport.comms))
+        return spoken(p, x)
+
+    step = fs.make_train_step(watched, opt, plan)
+    state = fs.init_state(plan, opt, params=PARAMS)
+    needed = {*step.trace(torch.ones(2, 8)).communicators}
+    assert needed >= {*OWN} and not needed & set(transport.comms)
+    step(state, torch.ones(2, 8))
+    assert needed <= there[-1] and set(transport.comms) == there[-1], "none is made inside of a step"
+    mesh.close()
+
+
+def test_a_step_of_parts_counts_what_its_passes_and_the_code_between_them_use() -> None:
+    mesh = fs.abstract_mesh(*HSDP)
+    plan, opt = fs.make_plan(PARAMS, mesh, FLAT, batch=P(mesh.axis_names)), fs.optim.sgd(0.1)
+    grad, update = fs.value_and_grad(spoken, plan), fs.make_update(opt, plan)
+
+    def both(state: Any, batch: Any) -> Any:
+        value, grads = grad(state.params, batch)
+        state, norm = update(state, grads)
+        return state, value
+
+    step = fs.make_step(both, plan)
+    found = step.trace(fs.init_state(plan, opt, params=PARAMS), torch.ones(2, 8)).communicators
+    assert {*found} >= {*OWN}
+
+
+def test_an_outer_step_counts_what_travels_between_replicas() -> None:
+    mesh = fs.abstract_mesh(*HSDP)
+    plan = fs.make_plan(PARAMS, mesh, FLAT, batch=P(mesh.axis_names))
+    inner = fs.make_train_step(loss, fs.optim.sgd(0.1), plan)
+    step = fs.outer(inner, fs.optim.sgd(0.7), every=2)
+    found = step.trace(torch.ones(2, 8)).communicators
+    assert ("exchange", ("replica",)) in found and len(found) == 3
 
 
 class Groups:

@@ -203,12 +203,14 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
     def mine() -> Clocks:
         return by_thread[threading.get_ident()]
 
-    count = iter(range(1 << 30))
+    def copies(device: Any, name: str) -> ModelStream:
+        return ModelStream(mine(), f"copies {name}")
+
     with patch.context() as change:
         substitute(change)
         change.setattr("fshard.runtime.steps.programs.stage_numel", staged)
         for room in STREAMS:
-            change.setattr(f"{room}.make_stream", lambda device: ModelStream(mine(), f"copies {next(count)}"))
+            change.setattr(f"{room}.copy_stream", copies)
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
         for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.shards"):

@@ -13,10 +13,11 @@ from fshard.runtime.comm.all_ranks import (
     raise_failures,
 )
 from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter, refuse_nested
-from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, Done, Handle, SingleRankTransport
+from fshard.runtime.comm.communicator import Communicator, Done, Handle, SingleRankTransport
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.comm.processes import ProcessTransport
+from fshard.schedule.transfers import COLLECTIVES
 
 __all__ = [
     "CALL_SITE_BYTES",

@@ -7,8 +7,9 @@ import torch
 
 from fshard.errors import LossError, ScheduleError, lines
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.communicator import COLLECTIVES, Communicator
+from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_text
+from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Mesh
 
 WIDTH = 12

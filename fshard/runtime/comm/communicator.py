@@ -4,18 +4,15 @@ import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fshard.runtime.comm.flight import Flight, flight_of
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import Event
 from fshard.sharding.mesh import Axes
-
-COLLECTIVES = "collectives"
-"""The role of the communicators of user-called collectives, which never queue behind those of a step."""
 
 Events = Iterable[Event | None]
 Sizes = list[int] | None
@@ -142,20 +139,6 @@ class SingleRankTransport:
 
     def close(self, reason: str = "") -> None:
         """Does nothing."""
-
-
-def sum_rows(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
-    """``out`` = the sum of the rows in order, plus its own value if ``add``. ``out`` may be the first or second row."""
-    rest = iter(rows)
-    if not add:
-        first, second = next(rest), next(rest, None)
-        if second is not None and first.dtype == out.dtype:
-            torch.add(first, second, out=out)
-        else:
-            out.copy_(first)
-            rest = chain([second] if second is not None else [], rest)
-    for row in rest:
-        out.add_(row)
 
 
 def chunks(flat: Tensor, parts: int, sizes: Sizes) -> Sequence[Tensor]:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, empty
 
 from fshard.errors import CommError
-from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks, sum_rows
+from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks
 from fshard.runtime.comm.pending import naming_errors
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.watchdog import Watchdog
 
 TURNS, KINDS = 1 << 20, 1 << 11

@@ -13,9 +13,10 @@ from itertools import count
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks, sum_rows
+from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks
 from fshard.runtime.comm.links import Link
 from fshard.runtime.comm.pending import naming_errors
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.shared_memory import SharedMemory
 from fshard.runtime.comm.watchdog import Watchdog
 

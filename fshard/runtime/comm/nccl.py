@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import CommError
-from fshard.runtime.comm.communicator import Events, Handle, Sizes, sum_rows
+from fshard.runtime.comm.communicator import Events, Handle, Sizes
 from fshard.runtime.comm.pending import Pending, all_gather, naming_errors, reduce_scatter
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import Stream
 
 

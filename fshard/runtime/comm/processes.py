@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.calls import announce
-from fshard.runtime.comm.communicator import COLLECTIVES, Communicator, SingleRank
+from fshard.runtime.comm.communicator import Communicator, SingleRank
 from fshard.runtime.comm.cuts import Cuts
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.flight import flight_of
@@ -20,8 +20,10 @@ from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import Link, Rendezvous, close_links, host_key
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.pending import naming_errors
+from fshard.runtime.comm.row_sums import kernel_of
 from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.comm.watchdog import Watchdog
+from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 
 T = TypeVar("T")
@@ -57,7 +59,6 @@ class ProcessTransport:
         self.comms: dict[tuple[str, Axes], Communicator] = {}
         self.base: Communicator | None = None
         self.hosts, self.groups = list[str](), list[Any]()
-        self.foreseen: dict[Axes, None] | None = None
         self.lost = ""
         self.flight = flight_of(mesh.rank, mesh.size) if mesh.whole is mesh else None
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all)
@@ -202,6 +203,7 @@ class ProcessTransport:
         if links is not None:
             return HostCommunicator(name, mine.index(self.mesh.rank), links, told, self.watchdog, fatal)
         if backend != "gloo":
+            kernel_of(self.mesh.device)  # compiled and compared now, not inside of a step
             return NcclCommunicator(name, size, group, make_stream(self.mesh.device), self._name(group))
         return GlooCommunicator(name, size, group, self.watchdog, told, fatal, self._name(group))
 

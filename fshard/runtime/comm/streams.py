@@ -1,5 +1,6 @@
 """Streams and events that order work on a device. On the host work runs in program order, so there are no events."""
 
+import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -61,6 +62,12 @@ class CudaStream(Stream):
 def make_stream(device: torch.device) -> Stream:
     """A side stream on a device."""
     return CudaStream(device) if device.type == "cuda" else Stream()
+
+
+@functools.cache
+def copy_stream(device: torch.device, name: str) -> Stream:
+    """The side stream of one kind of copies, such as those to the host. All steps and meshes of a device share it."""
+    return make_stream(device)
 
 
 def events(device: torch.device) -> tuple[Event, ...]:

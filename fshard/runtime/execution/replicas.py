@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm import Done, Handle
-from fshard.runtime.comm.communicator import sum_rows
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels, no_kernels
+from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import events
 from fshard.runtime.execution.low_rank import Basis, Product, low_rank_sum
 from fshard.runtime.execution.wires import Residual, scattered, summed

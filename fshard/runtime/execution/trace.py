@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.errors import RematError, UnitError
 from fshard.model.objects import held, opaque
 from fshard.model.unit import slot_of
-from fshard.runtime.comm import ProcessTransport
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_kept, faked
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.fake_fallback import FakeFallback, explaining, needs_values, quiet
 from fshard.runtime.engine.loss import check_differentiable, foreign_loss, read_loss
+from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.engine.remat import NO_REMAT, Remat
 from fshard.runtime.execution.executor import OnDemand, Tracing, program_of
 from fshard.schedule.footprint import Need
@@ -130,17 +130,12 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     Raises:
         LossError, UnitError: the function breaks a rule, or whatever it raises itself.
     """
-    found = trace_in(fake_mode(), fn, plan, batch, train, remat)
+    found = trace_in(ProgramMode(), fn, plan, batch, train, remat)
     return None if found is None else found[0]
 
 
-def fake_mode() -> FakeTensorMode:
-    """What makes tensors without data."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def trace_in(
-    mode: FakeTensorMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT
+    mode: ProgramMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT
 ) -> tuple[Found, Any] | None:
     """The program of a function, and what it returned, on a batch whose tensors may be fake ones of this mode already.
 
@@ -167,7 +162,7 @@ def traceable(plan: Plan) -> Plan:
 
 
 def _traced_in(
-    mode: FakeTensorMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat
+    mode: ProgramMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat
 ) -> tuple[Found, Any] | None:
     moved: set[str] = set()
     engine = Engine(plan, functools.partial(_note_moved, plan, moved), remat)
@@ -205,31 +200,20 @@ def _traced_in(
     return Found(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat), result
 
 
-def _as_fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
+def _as_fake(mode: ProgramMode, x: Tensor) -> Tensor:
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
 
 
 @contextmanager
 def without_data(
-    batch: Any, mode: FakeTensorMode, activations: Activations, mesh: Mesh, axes: dict[Axes, None]
+    batch: Any, mode: ProgramMode, activations: Activations, mesh: Mesh, axes: dict[Axes, None]
 ) -> Iterator[None]:
-    """Inside, run a program on fake tensors of this mode. What activations take is written down, and ``axes``."""
-    with explaining(batch), quiet(), mode, FakeFallback(mode), activations, _foreseeing(mesh, axes):
-        yield
+    """Inside, run a program on fake tensors of this mode.
 
-
-@contextmanager
-def _foreseeing(mesh: Mesh, axes: dict[Axes, None]) -> Iterator[None]:
-    """Inside, note the axes of collectives that would run, if their tensors were no fake ones."""
-    transport = mesh.transport
-    if not isinstance(transport, ProcessTransport):
+    What activations take is written down, and the axes of the mesh over which the program communicates.
+    """
+    with explaining(batch), quiet(), mode, FakeFallback(mode), activations, mode.noting(mesh, axes):
         yield
-        return
-    before, transport.foreseen = transport.foreseen, axes
-    try:
-        yield
-    finally:
-        transport.foreseen = before
 
 
 def _fake_leaves(engine: Engine, plan: Plan) -> None:

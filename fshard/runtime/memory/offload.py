@@ -1,13 +1,12 @@
 """Copies between the memory of the host and of the device, beside the compute stream, while a step runs."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from fshard.runtime.comm import Handle
-from fshard.runtime.comm.streams import Event, Stream, events, make_stream
+from fshard.runtime.comm.streams import Event, Stream, copy_stream, events
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
@@ -26,15 +25,15 @@ class Offload:
         self.fetched: dict[int, Event | None] = {}
         self.sent: dict[int, Event | None] = {}
 
-    @functools.cached_property
+    @property
     def inward(self) -> Stream:
-        """The stream of copies to the device. All programs of a step have one."""
-        return make_stream(self.mesh.device)
+        """The stream of copies to the device. All steps have one."""
+        return copy_stream(self.mesh.device, "from host memory")
 
-    @functools.cached_property
+    @property
     def outward(self) -> Stream:
         """The stream of copies to the host."""
-        return make_stream(self.mesh.device)
+        return copy_stream(self.mesh.device, "to host memory")
 
     def fetch(self, group: Group, target: Tensor, shard: Tensor, after: Events) -> tuple[Tensor, Events]:
         """Copy a shard to its place in the gathered buffer, so that it needs no further memory on the device.

@@ -28,7 +28,7 @@ from fshard.schedule.build import build
 from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
 from fshard.schedule.footprint import Need
-from fshard.schedule.infos import communicators, fast_axes, group_infos, stage_numel
+from fshard.schedule.infos import between, communicators, fast_axes, group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
@@ -141,8 +141,8 @@ class Programs:
         else:
             schedule = build(found.program, self.infos, self.policy, self.accumulate, self.train)
         check(schedule)
-        needed = communicators(self.plan, self.comms.secondary)
-        return Trace(schedule, choice, needs, found.idle, tuple(needed))
+        needed = communicators(self.plan, self.comms.secondary, found.axes)
+        return Trace(schedule, choice, needs, found.idle, (*needed, *between(schedule.groups)))
 
     def undecided(self, found: Found) -> Auto | None:
         """What chooses the policy of a program, where all ranks still have to do that together; else None."""
@@ -185,7 +185,8 @@ class Programs:
 
     def _task(self, found: Found) -> Task:
         full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
-        return Task(found.program, self.infos, found.needs, self.accumulate, full, self.train, self.second)
+        task = Task(found.program, self.infos, found.needs, self.accumulate, full, self.train, self.second)
+        return replace(task, axes=found.axes)
 
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""

@@ -1,0 +1,38 @@
+"""The fake mode of traces, which notes over which axes a program would communicate."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fshard.sharding.mesh import Axes, Mesh
+
+
+class ProgramMode(FakeTensorMode):
+    """Makes tensors without data.
+
+    A collective of such tensors moves nothing, and tells the mode of its tensor which communicator it would need. So a
+    trace on any mesh, also on an abstract one, knows the communicators of the program that it has run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self._mesh: Mesh | None = None
+        self._axes: dict[Axes, None] = {}
+
+    @contextmanager
+    def noting(self, mesh: Mesh, axes: dict[Axes, None]) -> Iterator[None]:
+        """Inside, write down the axes of this mesh over which ranks would communicate."""
+        before, (self._mesh, self._axes) = (self._mesh, self._axes), (mesh, axes)
+        try:
+            yield
+        finally:
+            self._mesh, self._axes = before
+
+    def foresee(self, mesh: Mesh, axes: Axes) -> None:
+        """Ranks of a mesh would communicate over these axes."""
+        own = self._mesh
+        if own is None or (own.sizes, own.axis_names) != (mesh.sizes, mesh.axis_names):
+            return
+        if own.transport is mesh.transport and mesh.axis_size(axes) > 1:
+            self._axes[tuple(axis for axis in mesh.axis_names if axis in axes)] = None
