@@ -19,7 +19,14 @@ from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, Plan
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
 from fshard.played.transport import VirtualTransport
-from fshard.runtime.comm import Communicator, each_rank_or_raise, enter, first_rank_or_raise, mesh_communicator
+from fshard.runtime.comm import (
+    Communicator,
+    collective_call,
+    each_rank_or_raise,
+    enter,
+    first_rank_or_raise,
+    mesh_communicator,
+)
 from fshard.runtime.comm.devices import carried
 from fshard.runtime.comm.facts import compare
 from fshard.schedule.schedule import Schedule
@@ -109,6 +116,7 @@ class Checkpointer:
         return f"Checkpointer({self.directory!r}, keep={self.keep}, every={self.every}, async_={self.async_})"
 
     @called_on_each_rank
+    @collective_call
     def save(
         self,
         state: States,
@@ -198,6 +206,7 @@ class Checkpointer:
     ) -> dict[str, TrainState]: ...
 
     @called_on_each_rank
+    @collective_call
     def restore(
         self,
         plan: Any,
@@ -260,7 +269,7 @@ class Checkpointer:
                     raise
                 skipped.append(str(error))
                 self._damaged.add(chosen)
-                warnings.warn(f"step {chosen} was skipped: {error}", CheckpointWarning, stacklevel=3)
+                warnings.warn(f"step {chosen} was skipped: {error}", CheckpointWarning, stacklevel=4)
         self._run.ids.add(manifest.run_id)
         folder = step_folder(self.directory, chosen)
         self.restored = Restored(chosen, folder, manifest.data, manifest.metadata, tuple(skipped))

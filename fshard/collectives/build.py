@@ -1,5 +1,6 @@
 """Check the arguments of a collective, and build its linear map."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,16 +11,30 @@ from torch._compile import _disable_dynamo
 from fshard.arguments import kind
 from fshard.collectives.linear import Collect, Exchange, Gather, Permute, Ragged, Scatter
 from fshard.collectives.ranks import Ranks
+from fshard.collectives.scope import SCOPE, cutting
 from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, lines
+from fshard.sharding.mesh import Mesh
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
 def untraced(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Let torch.compile break its graph here, without importing Dynamo, as ``torch.compiler.disable`` does."""
-    return _disable_dynamo(fn)
+    """Let torch.compile break its graph here, without importing Dynamo, as ``torch.compiler.disable`` does.
+
+    Where no scope does it, an exception ends the waits of other ranks in the collective.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        mesh = kwargs.get("mesh")
+        if SCOPE.get() is not None or not isinstance(mesh, Mesh):
+            return fn(*args, **kwargs)
+        with cutting(mesh):
+            return fn(*args, **kwargs)
+
+    return _disable_dynamo(call)
 
 
 def gather(x: Tensor, group: Ranks, dim: int, tiled: bool, invariant: bool) -> Tensor:

@@ -11,6 +11,7 @@ from fshard.arguments import Want, expect
 from fshard.errors import PlanError, lines
 from fshard.generation.places import Forward, Places, padded, read
 from fshard.generation.sampling import Sampling
+from fshard.runtime.comm import collective_call, telling
 from fshard.runtime.engine import Mean
 from fshard.sharding.plan import Plan
 from fshard.state.init import unshard
@@ -95,6 +96,7 @@ class Generate:
     def __repr__(self) -> str:
         return f"<generate from {self.weights} weights>"
 
+    @collective_call
     def __call__(
         self,
         state: TrainState,
@@ -123,9 +125,14 @@ class Generate:
         """
         if self.plan.mesh.everywhere:
             raise PlanError("fs.generate outside of mesh.run: ranks have prompts of their own; call it in mesh.run(fn)")
-        rows = self._rows(prompts, max_new, sampling, eos)
+        with telling(self.plan.mesh):
+            return self._generated(state, self._rows(prompts, max_new, sampling, eos), max_new, sampling, first)
+
+    def _generated(
+        self, state: TrainState, rows: Rows, max_new: int, sampling: Sampling | None, first: int | None
+    ) -> Generated:
         sampling = sampling or Sampling()
-        first = self.plan.data_rank * len(prompts) if first is None else first
+        first = self.plan.data_rank * rows.count if first is None else first
         params = self._whole(state) if self.weights == "whole" else None
         with torch.no_grad():
             for at in range(max_new):
@@ -215,6 +222,7 @@ def make_generate(forward: Forward, plan: Plan, *, weights: str = "sharded") -> 
     return Generate(forward, plan, weights)
 
 
+@collective_call
 def generate(state: TrainState, forward: Forward, prompts: Sequence[Any], **options: Any) -> Generated:
     """Go on with prompts, from sharded weights. Collective.
 

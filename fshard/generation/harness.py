@@ -11,7 +11,8 @@ from fshard.arguments import Want, expect
 from fshard.generation.generate import make_generate
 from fshard.generation.places import Forward, Places, padded, read
 from fshard.generation.sampling import Sampling
-from fshard.runtime.comm import all_ranks_or_raise, enter, mesh_communicator
+from fshard.runtime.comm import all_ranks_or_raise, enter, mesh_communicator, telling
+from fshard.sharding.mesh import Mesh
 from fshard.state.train_state import TrainState
 from fshard.tracking.tracker import need
 from fshard.training.evaluate import make_eval_step
@@ -95,7 +96,14 @@ class Scorer:
 
     def _shared(self, items: Sequence[Any], compute: Callable[[Any], list[Any]], spare: Any) -> list[Any]:
         """The results of all items. Each data rank computes every ``data_size``-th of them. Collective."""
-        mesh, ranks = self.plan.mesh, self.plan.data_size
+        mesh = self.plan.mesh
+        with telling(mesh):
+            return self._all_shared(mesh, items, compute, spare)
+
+    def _all_shared(
+        self, mesh: Mesh, items: Sequence[Any], compute: Callable[[Any], list[Any]], spare: Any
+    ) -> list[Any]:
+        ranks = self.plan.data_size
         enter(mesh, "harness")
         mine = list(items[self.plan.data_rank :: ranks])
         most = -(-len(items) // ranks)

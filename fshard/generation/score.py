@@ -8,6 +8,7 @@ import torch
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import BatchError, LossError
+from fshard.runtime.comm import collective_call, telling
 from fshard.runtime.engine import Mean
 from fshard.state.train_state import TrainState
 from fshard.training.buffers import Whole
@@ -31,6 +32,7 @@ class Perplexity(NamedTuple):
     batches: int
 
 
+@collective_call
 def perplexity(
     state: TrainState, loss_fn: Callable[[Any, Any], Any], batches: Iterable[Any], **options: Any
 ) -> Perplexity:
@@ -77,7 +79,8 @@ def perplexity(
             "more": Mean(weights[1], 1),
         }
 
-    return _walked(make_eval_step(sums, state.plan, **options), state, iter(batches))
+    with telling(state.plan.mesh.here):
+        return _walked(make_eval_step(sums, state.plan, **options), state, iter(batches))
 
 
 def _walked(step: Any, state: TrainState, batches: Any) -> Perplexity:

@@ -19,7 +19,7 @@ from fshard.errors import TreeError
 from fshard.interchange.export import What, deliver_all, export_entries
 from fshard.interchange.export_plan import ROLE, ExportItem, fetch, plan_export, positions, send_rows
 from fshard.interchange.rename import RenameLike
-from fshard.runtime.comm import all_ranks_or_raise, mesh_communicator
+from fshard.runtime.comm import all_ranks_or_raise, collective_call, mesh_communicator
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
@@ -156,6 +156,7 @@ class Exporter:
         callback: Callable[[Change], object],
     ) -> None: ...
 
+    @collective_call
     def __call__(
         self,
         state: TrainState | Mapping[str, Any],

@@ -31,7 +31,13 @@ from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
-from fshard.runtime.comm import all_ranks_or_raise, each_rank_or_raise, first_rank_or_raise, mesh_communicator
+from fshard.runtime.comm import (
+    all_ranks_or_raise,
+    collective_call,
+    each_rank_or_raise,
+    first_rank_or_raise,
+    mesh_communicator,
+)
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -54,6 +60,7 @@ class Item:
 
 
 @called_on_each_rank
+@collective_call
 def save_dcp(
     state: TrainState,
     path: str | os.PathLike[str],

@@ -16,7 +16,7 @@ from fshard.errors import TreeError, lines
 from fshard.interchange.export_plan import exchange_pieces
 from fshard.interchange.state_dicts import dotted
 from fshard.interchange.torch_formats import Placements, joined_mesh, local_part, make_dtensor
-from fshard.runtime.comm import enter
+from fshard.runtime.comm import collective_call, enter
 from fshard.sharding.layout import Piece
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
@@ -24,6 +24,7 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape, axes_of
 
 
+@collective_call
 def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None) -> dict[str, Any]:
     """A tree of local tensors as a tree of DTensors. Collective.
 
@@ -62,6 +63,7 @@ def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None
     return tree.nest({path: out[path] for path in plan.leaves})
 
 
+@collective_call
 def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """A tree of DTensors as a tree of local tensors, such as ``state.params``. Collective.
 

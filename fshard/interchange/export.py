@@ -11,7 +11,7 @@ from fshard.arguments import described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export_plan import ROLE, ExportItem, fetch, plan_export
 from fshard.interchange.rename import RenameLike
-from fshard.runtime.comm import mesh_communicator, raise_failures
+from fshard.runtime.comm import collective_call, mesh_communicator, raise_failures
 from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.sharding.mesh import Axes
 from fshard.sharding.part import PartMesh
@@ -54,6 +54,7 @@ def export(
 ) -> None: ...
 
 
+@collective_call
 def export(
     state: TrainState | Mapping[str, Any],
     plan: Plan | None = None,

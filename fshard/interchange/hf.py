@@ -17,7 +17,7 @@ from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import load
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
-from fshard.runtime.comm import first_rank_or_raise, mesh_communicator
+from fshard.runtime.comm import collective_call, first_rank_or_raise, mesh_communicator
 from fshard.sharding.plan import Plan
 from fshard.state.init import Inits
 from fshard.state.pieces import Entry
@@ -72,6 +72,7 @@ def load_hf(
 
 
 @called_on_each_rank
+@collective_call
 def save_hf(
     state: TrainState | Mapping[str, Any],
     path: str | os.PathLike[str],

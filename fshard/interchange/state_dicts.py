@@ -17,6 +17,7 @@ from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, ema, every, from_torch, rate, sgd
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
+from fshard.runtime.comm import collective_call
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
@@ -25,6 +26,7 @@ from fshard.state.train_state import TrainState
 
 
 @called_on_each_rank
+@collective_call
 def to_state_dict(
     state: TrainState | Mapping[str, Any],
     plan: Plan | None = None,
@@ -122,6 +124,7 @@ def from_state_dict(
 
 
 @called_on_each_rank
+@collective_call
 def to_optim_state_dict(
     state: TrainState,
     opt: Optimizer,

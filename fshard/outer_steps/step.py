@@ -12,7 +12,7 @@ from fshard.outer_steps.buffers import Outer
 from fshard.outer_steps.exchange import Exchange, Flight
 from fshard.outer_steps.fragments import make_fragments, table_of
 from fshard.outer_steps.replica import plan_of_replica
-from fshard.runtime.comm import enter, mesh_communicator
+from fshard.runtime.comm import collective_call, enter, mesh_communicator
 from fshard.runtime.comm.facts import compare
 from fshard.runtime.steps import refuse_transforms
 from fshard.sharding.part import PartMesh
@@ -70,6 +70,7 @@ class OuterStep(TrainStep):
     def __repr__(self) -> str:
         return f"<outer step over {self.opt.over!r}, every {self.opt.every} steps, of {super().__repr__()}>"
 
+    @collective_call
     def __call__(
         self, state: TrainState, batch: Any, *, lr: float | None = None, stop: bool = False
     ) -> tuple[TrainState, Metrics]:
@@ -107,6 +108,7 @@ class OuterStep(TrainStep):
     def _meet(self, state: TrainState) -> None:
         """Compare a state that this step has not returned, and send again what is under way. All replicas."""
         whole = self._exchange.mesh.whole
+        enter(self.plan.mesh, "outer step")  # where a rank of this replica says that it takes no part
         enter(whole, "outer step")
         compare(mesh_communicator(whole), self._together.of(state))
         self._exchange.between()

@@ -15,6 +15,7 @@ from fshard.errors import PlanError, TreeError
 from fshard.optim.scaling import LossScale
 from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
+from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shield, Update
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling, scalar
@@ -74,6 +75,7 @@ class ValueAndGrad(OneFunction):
     def __repr__(self) -> str:
         return f"<value and grad of {getattr(self.loss.loss_fn, '__name__', 'a function')}>"
 
+    @collective_call
     def __call__(self, params: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """The global mean loss and its gradient.
 

@@ -84,7 +84,7 @@ def _met(control: Communicator, failure: BaseException | None) -> tuple[bool, Ba
     own = OK if failure is None else CUT if isinstance(failure, LEARNED) else FAILED
     try:
         rows = announce(control, PART, [own, end, digest(()), -1, 0])
-    except ScheduleError as error:  # others are at a part that has a name of its own
+    except (ScheduleError, PeerError) as error:  # others are at a part that has a name of its own, or refuse it
         return False, failure or error
     status, all_here = [row[0] for row in rows], all([row[1] == end for row in rows])
     try:

@@ -11,6 +11,7 @@ from fshard.parts.arguments import arguments
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
 from fshard.played.everywhere import made_on_each_rank
+from fshard.runtime.comm import collective_call
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import refuse_transforms
 from fshard.runtime.steps.options import Running, read_running
@@ -56,6 +57,7 @@ class Step(LatestRun):
 
     __reduce__ = not_copied
 
+    @collective_call
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Make one step.
 
@@ -99,7 +101,7 @@ class Step(LatestRun):
             warnings.warn(
                 f"the parts of {self!r} run one by one, since {why}. That is right, but slower, with a handshake and a "
                 f"consensus for each: decide by torch.where, or outside of the step",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     @property

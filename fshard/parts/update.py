@@ -19,7 +19,7 @@ from fshard.optim.scaling import LossScale
 from fshard.parts.ages import Ages, ages_of
 from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
-from fshard.runtime.comm import digest, mesh_communicator, refuse_nested
+from fshard.runtime.comm import collective_call, digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.facts import Facts
 from fshard.runtime.execution import Gradients, Pending, Several, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
@@ -100,6 +100,7 @@ class UpdateStep:
 
     __reduce__ = not_copied
 
+    @collective_call
     def __call__(self, state: TrainState, grads: Any, *, lr: float | None = None) -> tuple[TrainState, UpdateMetrics]:
         """Update a state. The update waits for the next forward, which hides it, or for the first read of the state.
 

@@ -124,6 +124,10 @@ class Mapped:
                 f"of a mesh are mapped at once, and none is left for another shard_map. Call the inner function "
                 f"itself: what it is given are slices already, and its collectives find their axes"
             )
+        with cutting(self.mesh):
+            return self._called(args)
+
+    def _called(self, args: tuple[Any, ...]) -> Any:
         check_captured(self.f)
         leaves, structure = tree.flatten(args)
         specs = _specs_of(self.in_specs, args, "in_specs", "args")

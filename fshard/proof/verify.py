@@ -14,13 +14,14 @@ from fshard.proof.compare import Comparison
 from fshard.proof.plain import Task, earliest, run_plainly
 from fshard.proof.report import Tolerance, Verified
 from fshard.proof.watched import Watched
-from fshard.runtime.comm import enter
+from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.steps import refuse_transforms
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
 from fshard.training.step import TrainStep
 
 
+@collective_call
 def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None = None, atol: float = 0.0) -> Verified:
     """Run one step, and the same step by plain PyTorch on whole parameters, and compare the results. Collective.
 

@@ -5,7 +5,7 @@ from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError
 from fshard.played.everywhere import called_on_each_rank
-from fshard.runtime.comm import enter
+from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.execution import Shard, Shards
 from fshard.runtime.memory import same_memory
 from fshard.state.memory import Memory
@@ -13,6 +13,7 @@ from fshard.state.train_state import TrainState
 
 
 @called_on_each_rank
+@collective_call
 def averaged(state: TrainState, name: str = "ema") -> TrainState:
     """The state with averaged parameters, for eval steps. Local: each rank has the average of what it holds.
 

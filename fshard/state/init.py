@@ -17,7 +17,7 @@ from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
 from fshard.played.everywhere import called_on_each_rank
-from fshard.runtime.comm import enter
+from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.execution import Shard, Shards, start_shard
 from fshard.runtime.memory import keep, memory_space
 from fshard.sharding.layout import Group, Piece, global_index
@@ -165,6 +165,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     return tree.nest({path: out[path] for path in plan.leaves})
 
 
+@collective_call
 def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The whole tensors of a sharded tree, on every rank. Collective; the inverse of ``shard``.
 

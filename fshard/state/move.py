@@ -12,7 +12,7 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
-from fshard.runtime.comm import enter
+from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.comm.packing import packed
 from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.sharding.layout import Piece
@@ -31,6 +31,7 @@ Pieces = dict[str, list[Piece]]
 
 
 @called_on_each_rank
+@collective_call
 def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     """Carry a state over to another plan, such as one with fewer frozen leaves. Collective.
 

@@ -7,7 +7,7 @@ from fshard.collectives import raw
 from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
 from fshard.played.everywhere import called_on_each_rank
-from fshard.runtime.comm import each_rank_or_raise, enter, mesh_communicator
+from fshard.runtime.comm import each_rank_or_raise, enter, mesh_communicator, telling
 from fshard.runtime.comm.packing import packed
 from fshard.runtime.execution import Shard
 from fshard.runtime.execution.wires import add_rows
@@ -42,7 +42,9 @@ def settle(state: TrainState) -> TrainState:
     {'w': tensor([1., 1.])}
     """
     expect("settle(state)", [("state", state, TrainState, "what a step returned")])
-    return complete(state, state.plan.mesh)
+    shared = any([group.opt_parts > 1 for group in state.plan.groups])  # else no rank waits for another
+    with telling(state.plan.mesh if shared else None, always=False):
+        return complete(state, state.plan.mesh)
 
 
 def complete(state: TrainState, mesh: Mesh) -> TrainState:

@@ -13,7 +13,7 @@ from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines, no_processes
 from fshard.patterns import bad_regexes, first_matches, meant_by
-from fshard.runtime.comm import enter
+from fshard.runtime.comm import collective_call, enter
 from fshard.sharding.plan import Plan
 
 HOW = ("mean", "local")
@@ -39,6 +39,7 @@ class Whole:
         return f"Whole({self.value!r})"
 
 
+@collective_call
 def sync_buffers(
     buffers: Mapping[str, Any],
     plan: Plan,

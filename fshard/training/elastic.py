@@ -15,7 +15,7 @@ from fshard.arguments import expect, kind
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.data.loader import without_position
 from fshard.errors import PlanError
-from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator
+from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator, telling
 from fshard.state.train_state import TrainState
 from fshard.tracking.track import Track
 from fshard.tracking.track import track as fs_track
@@ -187,10 +187,12 @@ def _loop(
 ) -> Generator[tuple[TrainState, Metrics]]:
     with preemption:
         restored = _restored(step, source, checkpoints, fallback)
-        state = start() if restored is None else restored
-        expect("train_loop", [("what start() returned", state, TrainState, "a state, of fs.init_state(plan, opt)")])
+        with telling(step.plan.mesh):
+            state = start() if restored is None else restored
+            expect("train_loop", [("what start() returned", state, TrainState, "a state, of fs.init_state(plan, opt)")])
         while state.step < steps:
-            batch = source.take(state.step)
+            with telling(step.plan.mesh):  # the others come to the step
+                batch = source.take(state.step)
             if batch is source:
                 return
             state, metrics = step(state, batch, stop=preemption.asked is not None)

@@ -11,6 +11,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.model.precision import Precision
 from fshard.played.everywhere import made_on_each_rank
+from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import PassSpec, Programs, Request, Runner, make_programs, refuse_transforms, uneven_rows
@@ -52,6 +53,7 @@ class EvalStep(OneFunction):
 
     __reduce__ = not_copied
 
+    @collective_call
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """Evaluate on a batch. Neither the state nor a train step that uses it changes.
 

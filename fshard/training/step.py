@@ -14,6 +14,7 @@ from fshard.model.init import normal
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import Contract, contract
 from fshard.optim.scaling import Scale
+from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import (
@@ -129,6 +130,7 @@ class TrainStep(OneFunction):
 
     __reduce__ = not_copied
 
+    @collective_call
     def __call__(
         self, state: TrainState, batch: Any, *, lr: float | None = None, stop: bool = False
     ) -> tuple[TrainState, Metrics]:

@@ -16,7 +16,16 @@ from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind, cutting
 from fshard.errors import CommError, LossError, PeerError, ScheduleError, UnitError, lines
 from fshard.model.remat import exact
-from fshard.runtime.comm import Communicator, Facts, announce, digest, exchange, exchange_text, mesh_communicator
+from fshard.runtime.comm import (
+    Communicator,
+    Facts,
+    announce,
+    collective_call,
+    digest,
+    exchange,
+    exchange_text,
+    mesh_communicator,
+)
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import compare_numbers
 from fshard.runtime.engine import Mean, fingerprint, leading_dims, means_of, read_loss
@@ -50,6 +59,7 @@ class ShardedLoss:
     def _equal(self) -> Equal:
         return Equal(self.plan, {"has_aux": self.has_aux, "reshard": self.reshard, "debug": self.debug})
 
+    @collective_call
     def __call__(self, params: Any, batch: Any) -> Any:
         """The global mean loss.
 

@@ -17,9 +17,11 @@ from torch.func import jvp as forward
 from fshard import tree
 from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
+from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
 from fshard.model.random import fold_in
 from fshard.model.remat import exact
+from fshard.runtime.comm import telling
 from fshard.runtime.engine import read_loss
 from fshard.sharding.plan import Plan
 from fshard.transform import trees
@@ -51,6 +53,7 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
     """
     f, modes = sharded_loss(loss_fn, plan), Modes()
 
+    @telling(plan.mesh, always=False)
     def along(params: Any, v: Any, batch: Any) -> tuple[Tensor, Tensor]:
         trained, rest, direction = _split(plan, params, v)
 
@@ -92,6 +95,7 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
     """
     f, modes = sharded_loss(loss_fn, plan), Modes()
 
+    @telling(plan.mesh, always=False)
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
         trained, rest, direction = _split(plan, params, v)
         gradient = grad(lambda p: f(tree.nest({**rest, **p}), batch))
@@ -130,6 +134,7 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
 
     pushing, bending = Modes(), Modes()
 
+    @cutting(plan.mesh)
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
         trained, rest, direction = _split(plan, params, v)
 
@@ -184,6 +189,7 @@ def hessian_trace_samples(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Cal
         raise PlanError(f"hessian_trace_samples(samples={samples!r}): an int >= 1")
     times = hvp(loss_fn, plan)
 
+    @telling(plan.mesh, always=False)
     def probes(params: Any, batch: Any, key: Tensor) -> Tensor:
         found = []
         for number in range(samples):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect
+from fshard.collectives.scope import cutting
 from fshard.errors import BatchError, PlanError, lines
 from fshard.model.remat import exact
 from fshard.runtime.engine import leading_dims, read_loss
@@ -49,6 +50,7 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
     """
     check_loss(loss_fn, plan)
 
+    @cutting(plan.mesh)
     def each(params: Any, batch: Any) -> dict[str, Any]:
         _rows(batch)
         trained, rest = split_trainable(plan, params)
@@ -92,6 +94,7 @@ def clipped_grad(
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
 
+    @cutting(plan.mesh)
     def clipped(params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
         rows = _rows(batch)
         trained, rest = split_trainable(plan, params)

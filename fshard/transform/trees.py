@@ -10,6 +10,7 @@ from fshard import tree
 from fshard.arguments import expect, kind
 from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
+from fshard.collectives.scope import cutting
 from fshard.errors import TreeError
 from fshard.model import random
 from fshard.sharding.layout import Group
@@ -38,6 +39,11 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     tensor(10.)
     """
     _expect_plan("fs.tree.vdot(a, b, plan)", plan)
+    with cutting(plan.mesh):
+        return _dot(a, b, plan)
+
+
+def _dot(a: Any, b: Any, plan: Plan) -> Tensor:
     if (by_chunk := _of_chunks(a, b, plan)) is not None:
         return _summed(by_chunk, plan)
     left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")

@@ -13,6 +13,7 @@ from fshard.runtime.comm.all_ranks import (
     raise_failures,
 )
 from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter, refuse_nested
+from fshard.runtime.comm.collective_call import collective_call, telling
 from fshard.runtime.comm.communicator import Communicator, Done, Handle, SingleRankTransport
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.facts import Facts, digest
@@ -30,6 +31,7 @@ __all__ = [
     "SingleRankTransport",
     "all_ranks_or_raise",
     "announce",
+    "collective_call",
     "digest",
     "each_rank_or_raise",
     "enter",
@@ -40,4 +42,5 @@ __all__ = [
     "mesh_communicator",
     "raise_failures",
     "refuse_nested",
+    "telling",
 ]

@@ -99,14 +99,19 @@ def raise_failures(
         PeerError: another rank failed, and this one did not or was cut off.
         BaseException: the failure of this rank.
     """
-    mine = "" if failure is None else raised(failure)
-    told = exchange_bytes(comm, mine.encode(errors="backslashreplace")[:TEXT])
-    texts = [text.decode(errors="replace") for text in told]
+    texts = tell_failure(comm, failure)
     if failure is not None and not cut_off:
         raise failure
     ranks = [rank for rank, text in enumerate(texts) if text] if causes is None else causes
     if ranks:
         raise PeerError(lines(head, [f"rank {rank}: {texts[rank]}" for rank in ranks], remedy)) from failure
+
+
+def tell_failure(comm: Communicator, failure: BaseException | None) -> list[str]:
+    """What each rank says of its failure; empty for those without one. Collective."""
+    mine = "" if failure is None else raised(failure)
+    told = exchange_bytes(comm, mine.encode(errors="backslashreplace")[:TEXT])
+    return [text.decode(errors="replace") for text in told]
 
 
 def _attempt(body: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -15,8 +15,11 @@ OURS = ("fshard.", "torch.", "optree.", "functools", "threading", "contextlib", 
 CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]\d+\.py$")
 """The files that ipykernel names for cells."""
 
-WRAPPERS = "fshard.played.everywhere"
-"""The module whose frames lie between a user and the function that was called."""
+WRAPPERS = ("fshard.played.everywhere", "fshard.runtime.comm.collective_call")
+"""The modules whose frames lie between a user and the function that was called."""
+
+WRAPPER = "untraced.<locals>.call"
+"""The one function elsewhere whose frames do."""
 
 CALLS = {
     "TrainStep.__call__": "train step",
@@ -38,6 +41,9 @@ CALLS = {
 
 PLACES = {"Scheduled._perform": False, "Passes.run": True}
 """Functions in whose frames a step is at an op of its schedule: whether the program runs, not communication."""
+
+PROGRAMS = ("Passes.run", "StepRunner._run.<locals>.program")
+"""Functions in whose frames a step runs the user's function."""
 
 EXECUTOR = "_fshard_executor"
 """The attribute of a thread that refers to the executor of its schedule."""
@@ -94,6 +100,16 @@ def op_of(thread: int | None = None) -> str:
     return ""
 
 
+def in_program(*names: str) -> bool:
+    """Whether a step of this thread runs the user's function, in one of ``PROGRAMS`` or of those that are named."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_qualname in (names or PROGRAMS):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def executing(executor: object) -> None:
     """Let errors of other threads say at which op this thread is.
 
@@ -108,7 +124,7 @@ def _calls(frame: FrameType | None) -> Iterator[str]:
     innermost = True
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if module == WRAPPERS:
+        if module in WRAPPERS or frame.f_code.co_qualname == WRAPPER:
             frame = frame.f_back
             continue
         if module == "fshard" or module.startswith("fshard."):

@@ -1,12 +1,14 @@
 """The first exchange of every collective call of the library. It detects ranks that are at different calls."""
 
+import threading
 from collections.abc import Sequence
 from zlib import crc32
 
 import torch
 
 from fshard.errors import LossError, ScheduleError, lines
-from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.all_ranks import raise_failures, tell_failure
+from fshard.runtime.comm.call_site import call_site, in_program
 from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.schedule.transfers import COLLECTIVES
@@ -18,6 +20,12 @@ it, so a row is compared only with rows."""
 
 CALL_SITE_BYTES = 512
 """Bytes of a call site in an exchange."""
+
+REFUSED = -1
+"""The first number of the row of a rank that raises in the place of the call."""
+
+MEETING = "_fshard_meeting"
+"""The attribute of a thread that holds its collective call (``collective_call.Meeting``)."""
 
 
 def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[list[int]]:
@@ -33,15 +41,39 @@ def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[
 
     Raises:
         ScheduleError: ranks are at different calls. All ranks raise it.
+        PeerError: another rank raised before it took part.
     """
     if comm.size == 1:
         return [list(values)]
     row = [crc32(call.encode()), *values, *[0] * (WIDTH - 1 - len(values))]
     with torch._C._DisableFuncTorch():  # an active transform would wrap the tensors
-        rows = exchange(comm, torch.tensor(row, device="cpu")).tolist()
+        rows = _exchanged(comm, row)
+        if refused := [rank for rank, other in enumerate(rows) if other[0] == REFUSED]:
+            _raise_refusals(comm, refused)
         if any(other[0] != row[0] for other in rows):
             raise different_calls(exchange_text(comm, call_site(), CALL_SITE_BYTES))
     return [other[1 : 1 + len(values)] for other in rows]
+
+
+def refuse(comm: Communicator, error: BaseException) -> None:
+    """Tell ranks that announce a call that this one raises an error in the place of it. Collective."""
+    with torch._C._DisableFuncTorch():
+        _exchanged(comm, [REFUSED, *[0] * (WIDTH - 1)])
+        tell_failure(comm, error)
+
+
+def _exchanged(comm: Communicator, row: Sequence[int]) -> list[list[int]]:
+    """The rows of all ranks."""
+    if (meeting := getattr(threading.current_thread(), MEETING, None)) is not None:
+        meeting.met = True
+    rows: list[list[int]] = exchange(comm, torch.tensor(row, device="cpu")).tolist()
+    return rows
+
+
+def _raise_refusals(comm: Communicator, refused: Sequence[int]) -> None:
+    """Raise what these ranks, which raise in the place of the call, say of that. Collective."""
+    head = f"{len(refused)} of {comm.size} ranks raised before they took part in this call, so no rank made it:"
+    raise_failures(comm, None, head, "Nothing was sent or changed: states can be used.", refused)
 
 
 def enter(mesh: Mesh, call: str) -> None:
@@ -61,12 +93,15 @@ def enter(mesh: Mesh, call: str) -> None:
 
 
 def refuse_nested(call: str) -> None:
-    """A function that a step runs is run on tensors without data first, of which a collective call can make nothing.
+    """Refuse a collective call that a function makes which a step runs.
+
+    A step runs such a function on tensors without data first, of which the call can make nothing. Only where no trace
+    tells what it does are its tensors real in the first run.
 
     Raises:
         LossError: such a run is under way.
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or in_program("Passes.run"):
         raise LossError(
             f"{call}: a function that a step runs made this collective call of its own: make the call before the step "
             f"and give its result in the batch, or compose both in fs.make_step, which takes states in the batch"
