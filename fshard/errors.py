@@ -328,6 +328,16 @@ def written_outside(paths: Sequence[str]) -> UnitError:
     return UnitError(lines("the program wrote in place to parameters:", paths, remedy))
 
 
+def written_data(unit: str, paths: Sequence[str]) -> UnitError:
+    """A program wrote to the memory of parameters, or gave them other memory, past their versions."""
+    head = f"unit {unit}" if unit else "the program"
+    remedy = (
+        "What a call reads is a gathered copy, so such a write is lost: only the optimizer changes parameters. Compute "
+        "new values (w = self.weight.clamp(0)), or change them between steps, by state.replace(params=...)."
+    )
+    return UnitError(lines(f"{head} wrote to the .data of parameters:", paths, remedy))
+
+
 def foreign_params() -> UnitError:
     """A program uses parameters that belong to another step."""
     return UnitError(

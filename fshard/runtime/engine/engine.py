@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from fshard import tree
-from fshard.errors import LossError, UnitError
+from fshard.errors import LossError, UnitError, written_data
 from fshard.model.casting import note_dtypes
 from fshard.model.remat import exact
 from fshard.model.unit import Unit
@@ -216,6 +216,8 @@ class Engine:
         self.exact = self.exact or (derivatives is not None and derivatives.used)
         watched.check()
         self.parameters.check_unwritten(versions)
+        if self.traits.exact is None and (moved := self.slots.moved()):  # of a program that is not known yet
+            raise written_data("", moved)
         if not train:
             return tree.map(self._lasting, result)
         if isinstance(result, tuple) and len(result) == 2:

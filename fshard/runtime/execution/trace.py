@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
-from fshard.errors import RematError, UnitError
+from fshard.errors import RematError, UnitError, written_data
 from fshard.model.objects import held, opaque
 from fshard.model.unit import slot_of
 from fshard.runtime.engine.activations import Activations
@@ -29,6 +29,7 @@ from fshard.runtime.engine.loss import check_differentiable, foreign_loss, read_
 from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.engine.remat import NO_REMAT, Remat
 from fshard.runtime.execution.executor import OnDemand, Tracing, program_of
+from fshard.runtime.memory.slots import storage_of
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.mesh import Axes, Mesh
@@ -84,25 +85,44 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.engine, self.executor = engine, executor
         self.places = engine.plan.places()
         self.fault: BaseException | None = None
+        self.written: UnitError | None = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self.fault is not None:
             raise self.fault from error
+        if self.written is not None and not isinstance(error, UnitError):
+            raise self.written from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note slot leaves among the arguments, then run the op."""
         if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # two thirds of all that is dispatched; the modes below add nothing to it
         if not self.engine.differentiating and self.fault is None:
-            for leaf in tree.leaves((args, kwargs or {})):
-                slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
-                if slot is not None and slot.engine is self.engine:
-                    try:
-                        self._note(leaf, slot.path)
-                    except BaseException as fault:
-                        self.fault = fault
+            self._check_reads(args, kwargs or {})
+            if self.written is None and getattr(getattr(func, "_schema", None), "is_mutable", False):
+                self._check_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _check_reads(self, args: Any, kwargs: Any) -> None:
+        for leaf in tree.leaves((args, kwargs)):
+            slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
+            if slot is not None and slot.engine is self.engine:
+                try:
+                    self._note(leaf, slot.path)
+                except BaseException as fault:
+                    self.fault = fault
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note an op that writes to the memory of a parameter: ``.data`` has a version of its own, which hides it."""
+        engine = self.engine
+        if not engine.inside and isinstance(self.executor, OnDemand):
+            return  # gathers write there
+        named = zip(func._schema.arguments, args, strict=False)
+        given = [(a, x) for a, x in named] + [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        for x in tree.leaves([x for a, x in given if a.alias_info is not None and a.alias_info.is_write]):
+            if isinstance(x, Tensor) and storage_of(x) in engine.slots.storages:
+                self.written = written_data(engine.inside, [engine.slots.path_of(x)])
 
     def _note(self, leaf: Tensor, path: str) -> None:
         unit = self.engine.inside

@@ -159,6 +159,25 @@ class Slots:
         slots.leaves[number] = self.by_path[slot.path] = leaf
         slots.storages.add(leaf.untyped_storage()._cdata)
 
+    def path_of(self, x: Tensor) -> str:
+        """The path of the leaf whose memory a tensor begins in."""
+        at = x.data_ptr() if self.arena is not None else None
+        for path, leaf in self.by_path.items():
+            if storage_of(leaf) == storage_of(x) and (
+                at is None or leaf.data_ptr() <= at < leaf.data_ptr() + leaf.nbytes
+            ):
+                return path
+        return "a parameter"
+
+    def moved(self) -> list[str]:
+        """The paths of leaves that somebody else has bound to other memory (``leaf.data = ...``)."""
+        pairs = [
+            (leaf.path, slots, x)
+            for slots in self.groups
+            for leaf, x in zip(slots.group.leaves, slots.leaves, strict=True)
+        ]
+        return [path for path, slots, x in pairs if slots.storages and storage_of(x) not in slots.storages]
+
     def release(self) -> None:
         """Release the arena. The slots cannot be used afterwards."""
         self.arena = None
@@ -172,6 +191,11 @@ class Slots:
 def cut(arena: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
     """A 1-D view of ``numel`` elements at a byte offset of a uint8 arena."""
     return arena[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+def storage_of(x: Tensor) -> int | None:
+    """The identity of the storage of a tensor; None for one without, such as a sparse one."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 
 def leaf_views(group: Group, buffer: Tensor) -> list[Tensor]:
