@@ -223,6 +223,32 @@ def test_closing_never_hangs(group: Group, monkeypatch: pytest.MonkeyPatch) -> N
     assert group.aborts == 1
 
 
+class Waiting(Group):
+    """Ends its kernels at once, and then waits for those of all groups, as CUDA does where an abort frees memory."""
+
+    def __init__(self, ended: threading.Barrier, error: str = "") -> None:
+        super().__init__()
+        self.ended, self.error = ended, error
+
+    def abort(self) -> None:
+        """Wait for the kernels of the others."""
+        self.ended.wait(20)
+        super().abort()
+
+
+@pytest.mark.parametrize("error", ["", "unhandled cuda error"])
+def test_communicators_are_aborted_together(error: str) -> None:
+    """One after the other, the first would wait for a kernel of the second, which nothing ends."""
+    ended = threading.Barrier(3)
+    groups = [Waiting(ended, error), Waiting(ended), Waiting(ended)]
+    transport = joined(groups[0])
+    for axis, group in zip(("one", "other"), groups[1:], strict=True):
+        transport.comms[COLLECTIVES, (axis,)] = NcclCommunicator(axis, 2, group, Stream())
+    began = time.monotonic()
+    transport.abort(COLLECTIVES, "rank 1 failed")
+    assert [group.aborts for group in groups] == [1, 1, 1] and time.monotonic() - began < processes.DROPPING
+
+
 def test_a_good_close_leaves_what_is_in_flight_to_end() -> None:
     group = Group()
     joined(group).close()

@@ -4,7 +4,8 @@ PyTorch's store has no timeout if its host is frozen or cut off: then ``check``,
 every call of a store runs in a daemon thread, which does not keep the process alive when it ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -25,6 +26,29 @@ def bounded(body: Callable[[], T], seconds: float, what: str) -> T:
     Raises:
         TimeoutError: it did not end in time.
     """
+    return bounded_together([body], seconds, what)[0]
+
+
+def bounded_together(bodies: Sequence[Callable[[], T]], seconds: float, what: str) -> list[T]:
+    """Return what functions return that run at once, each in a thread. All of them begin, whatever others do.
+
+    Args:
+        bodies: the functions.
+        seconds: how long to wait for all of them.
+        what: what they do, for the error.
+
+    Raises:
+        TimeoutError: one did not end in time.
+        BaseException: what the first one raised that failed.
+    """
+    begun = [_begun(body, what) for body in bodies]
+    if futures.wait(begun, seconds).not_done:
+        raise TimeoutError(f"timed out after {seconds:g} s: {what} did not end")
+    return [outcome.result() for outcome in begun]
+
+
+def _begun(body: Callable[[], T], what: str) -> Future[T]:
+    """The outcome of a function that another thread runs."""
     outcome: Future[T] = Future()
     body = carried(body)
 
@@ -34,9 +58,5 @@ def bounded(body: Callable[[], T], seconds: float, what: str) -> T:
         except BaseException as error:  # raised by the thread that waits
             outcome.set_exception(error)
 
-    thread = HelperThread(run, what)
-    thread.start()
-    thread.join(seconds)
-    if not outcome.done():
-        raise TimeoutError(f"timed out after {seconds:g} s: {what} did not end")
-    return outcome.result()
+    HelperThread(run, what).start()
+    return outcome

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fshard.errors import CommError, ScheduleError
-from fshard.runtime.comm.bounded import bounded
+from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import Communicator, SingleRank
 from fshard.runtime.comm.cuts import Cuts
@@ -151,11 +151,14 @@ class ProcessTransport:
         self._destroy(gone, DROPPING)
 
     def _cut(self, comms: Sequence[NcclCommunicator], reason: str) -> list[Any]:
-        """Abort NCCL's collectives in flight: kernels that wait for other ranks end then."""
+        """Abort NCCL's collectives in flight: kernels that wait for other ranks end then.
+
+        All at once: an abort frees memory, which waits for the kernels of other communicators (pytorch/pytorch#119797).
+        """
         groups = [group for comm in comms if (group := comm.close(reason)) is not None]
         if groups:
             with suppress(TimeoutError, RuntimeError):
-                bounded(lambda: [group.abort() for group in groups], DROPPING, "aborting collectives")
+                bounded_together([group.abort for group in groups], DROPPING, "aborting collectives")
         return groups
 
     def _destroy(self, groups: list[Any], seconds: float) -> None:
