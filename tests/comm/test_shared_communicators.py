@@ -56,6 +56,14 @@ def loss(p: Any, x: Tensor) -> Tensor:
     return (x @ p["a"].T * p["b"]).square().mean()
 
 
+def ran(step: Any, state: Any, batch: Any) -> Any:
+    """The state after a step; what collectives of ranks that do not exist leave in memory may be anything."""
+    try:
+        return step(state, batch)[0]
+    except fs.NonFiniteError:
+        return state
+
+
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stream]]:
     """The side streams that are made, as if on a GPU: PyTorch has 32 a device, and then hands out used ones."""
@@ -86,14 +94,14 @@ def test_programs_of_one_mesh_share_their_side_streams(streams: list[Stream]) ->
     step, second = [fs.make_train_step(either, opt, plan) for _ in range(2)]
     evaluate = fs.make_eval_step(lambda p, x: {"loss": either(p, x)}, plan)
     state = fs.init_state(plan, opt, params=params)
-    state, _ = step(state, torch.ones(2, 8))
+    state = ran(step, state, torch.ones(2, 8))
     before = len(streams)
     assert before == len(mesh.transport.comms) + 2, "one a communicator, and one a direction of copies"
     evaluate(state, torch.ones(2, 8))
-    state, _ = step(state, {"x": torch.ones(2, 8)})
+    state = ran(step, state, {"x": torch.ones(2, 8)})
     programs = len(step.programs.made)
     assert programs == 2
-    state, _ = second(state, torch.ones(2, 8))
+    ran(second, state, torch.ones(2, 8))
     assert len(streams) == before
     mesh.close()
 
@@ -170,7 +178,7 @@ def test_communicators_of_the_program_are_made_before_it_runs() -> None:
     state = fs.init_state(plan, opt, params=PARAMS)
     needed = {*step.trace(torch.ones(2, 8)).communicators}
     assert needed >= {*OWN} and not needed & set(transport.comms)
-    step(state, torch.ones(2, 8))
+    ran(step, state, torch.ones(2, 8))
     assert needed <= there[-1] and set(transport.comms) == there[-1], "none is made inside of a step"
     mesh.close()
 

@@ -15,6 +15,7 @@ from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import all_entries
 from fshard.checkpoint.write import owned
+from fshard.outer_steps.step import OuterStep
 from tests.runtime.test_lanes import CASES as LANES
 from tests.runtime.test_lanes import ROWS, WIDTH, Case, made, params, shared_out
 from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark
@@ -32,9 +33,11 @@ def raced(case: Case, drop: str = "", device: str = "cpu", steps: int = 3) -> tu
         mesh = fs.make_mesh(*case.axes)
         mine = clocks[threading.get_ident()] = Clocks(mesh.device, drop)
         mesh = dataclasses.replace(mesh, transport=ModelTransport(mesh.transport, mine))
-        plan, opt = made(mesh, case.rules, case.precision), fs.optim.adamw(1e-2)
-        state = fs.init_state(plan, opt, params=params())
+        plan, opt = made(mesh, case.rules, case.precision, case.wire), fs.optim.adamw(1e-2)
         step, look = case.make(case, plan, opt), case.look()
+        if isinstance(step, OuterStep):
+            plan, opt = step.plan, step.opt
+        state = fs.init_state(plan, opt, params=params())
         with mine:
             for number in range(steps):
                 whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
@@ -108,8 +111,15 @@ def of_parts(case: Case, plan: fs.Plan, opt: fs.optim.Optimizer) -> Any:
     return fs.make_step(sharpness_aware, plan)
 
 
+def apart(case: Case, plan: fs.Plan, opt: fs.optim.Optimizer) -> Any:
+    """Replicas that train apart: a part of the model leaves after each step, and arrives after the next one."""
+    inner = fs.make_train_step(case.fn, opt, plan)
+    return fs.outer(inner, fs.optim.sgd(0.7, momentum=0.9), every=2, fragments=2, delay=1, wire="int8")
+
+
 CASES = {
     **LANES,
+    "replicas apart": replace(LANES["hsdp, default"], make=apart),
     "exports": replace(LANES["flat, default"], look=exported),
     "parts": replace(LANES["hsdp, default"], make=of_parts),
     "snapshots": replace(LANES["flat, default"], look=snapshots),
@@ -130,10 +140,24 @@ TRIED = {
     "a collective of the program": 5,
     "exports": 6,
     "parts": 6,
+    "packed": 6,
+    "packed updates": 6,
+    "feedback": 5,
+    "low rank": 5,
+    "secondary": 5,
+    "replicas apart": 6,
 }
 """Cases of which every event is dropped in turn, and how many they have at least."""
-ALIKE = ("flat, default", "bfloat16", "parts", "opt axes, whole gradients", "exports")
-"""Those that the slow tests try: the others have most of their events too."""
+ITS_OWN = {
+    "packed": ("event: scattered", "event: summed", "wait for replica_reduce(replica)"),
+    "packed updates": ("event: updated",),
+    "low rank": ("event: Replicas._exact", "wait for replica_reduce(replica)"),
+    "secondary": ("event: Actions._now < Actions._regather",),
+    "replicas apart": ("event: Exchange._start", "wait for exchange(replica)"),
+}
+"""The events and waits that only these have. The slow tests try the others, too."""
+ALIKE = ("flat, default", "bfloat16", "parts", "opt axes, whole gradients", "exports", "feedback", *ITS_OWN)
+"""Cases that the slow tests try: the others have most of their events too."""
 
 
 @pytest.mark.parametrize("name", shared_out(NAMES, 3))
@@ -162,6 +186,15 @@ def test_every_event_is_needed(name: str) -> None:
     sites = raced(CASES[name])[1]
     assert len(sites) >= TRIED[name], sites
     assert needless(name) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ITS_OWN)
+def test_events_of_formats_and_of_replicas_are_needed(name: str) -> None:
+    sites = raced(CASES[name])[1]
+    for begin in ITS_OWN[name]:
+        site = next(site for site in sorted(sites) if site.startswith(begin))
+        assert any(raced(CASES[name], site, steps=steps)[0] for steps in (1, 3)), site
 
 
 def test_the_model_sees_a_race() -> None:

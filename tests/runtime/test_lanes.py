@@ -57,6 +57,7 @@ class Case:
     options: dict[str, Any]
     precision: fs.Precision | None = None
     fn: Any = loss
+    wire: fs.Wire | None = None
     make: Callable[..., Any] = lambda case, plan, opt: fs.make_train_step(case.fn, opt, plan, **case.options)
     look: Callable[[], Callable[[fs.TrainState], None]] = lambda: lambda state: None
 
@@ -83,10 +84,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(mesh: fs.Mesh, rules: Sequence[Any], precision: fs.Precision | None = None) -> fs.Plan:
+def made(mesh: fs.Mesh, rules: Sequence[Any], precision: fs.Precision | None = None, wire: Any = None) -> fs.Plan:
     """The plan of a rank, with a unit for each layer."""
     units = [str(number) for number in range(LAYERS)]
-    return fs.make_plan(params(), mesh, rules, batch=P(mesh.axis_names), units=units, precision=precision)
+    return fs.make_plan(params(), mesh, rules, batch=P(mesh.axis_names), units=units, precision=precision, wire=wire)
 
 
 def trained(case: Case, lane: str) -> tuple[Any, list[str]]:
@@ -94,7 +95,7 @@ def trained(case: Case, lane: str) -> tuple[Any, list[str]]:
 
     def rank() -> tuple[Any, list[str]]:
         with laned(fs.make_mesh(*case.axes), lane) as (mesh, seen):
-            plan = made(mesh, case.rules, case.precision)
+            plan = made(mesh, case.rules, case.precision, case.wire)
             opt = fs.optim.adamw(1e-2)
             state = fs.init_state(plan, opt, params=params())
             step = case.make(case, plan, opt)
@@ -116,6 +117,15 @@ CASES = {
     "bfloat16": Case(*LAYOUTS["hsdp"], {}, fs.Precision(torch.bfloat16, torch.bfloat16, inputs=True)),
     "a collective of the program": Case(*LAYOUTS["flat"], {"accumulate": 2}, fn=spoken),
     "a collective, computed again": Case(*LAYOUTS["flat"], {"remat": "all"}, fn=spoken),
+    "packed": Case(*LAYOUTS["hsdp"], {}, wire=fs.Wire(gather="int8", reduce="int8", block=16)),
+    "packed updates": Case(*LAYOUTS["opt axes"], {}, wire=fs.Wire(update="int8", block=16)),
+    "feedback": Case(*LAYOUTS["hsdp"], {}, wire=fs.Wire(reduce={"replica": "int4"}, feedback=True, block=16)),
+    "low rank": Case(*LAYOUTS["hsdp"], {}, wire=fs.Wire(reduce={"replica": "powersgd"}, rank=1)),
+    "secondary": Case(
+        HSDP,
+        [fs.Rule(".*", fs.fsdp(("replica", "shard")))],
+        {"schedule": fs.Policy(2, 2, reshard=fs.secondary("shard"))},
+    ),
 }
 
 

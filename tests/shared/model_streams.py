@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 import fshard as fs
+from fshard.outer_steps import replica
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.streams import Stream
 from fshard.schedule.infos import stage_numel
@@ -183,12 +184,22 @@ def substitute(change: Any) -> None:
     change.setattr("fshard.runtime.comm.nccl.dist", Dist)
 
 
+def _part(part: fs.Mesh, mesh: fs.Mesh) -> fs.Mesh:
+    """The ranks of a replica that trains apart: the model's transport, around that of the part."""
+    whole, join = mesh.transport, _JOINED
+    made = join(part, dataclasses.replace(mesh, transport=whole.inner))
+    return dataclasses.replace(made, transport=ModelTransport(made.transport, whole.clocks))
+
+
+_JOINED: Any = replica._joined
+
 EVENTS = (
     "fshard.collectives.raw",
     *(f"fshard.runtime.execution.{module}" for module in ("actions", "replicas", "update", "wires")),
     "fshard.runtime.memory.offload",
     "fshard.checkpoint.snapshot",
     "fshard.interchange.export_plan",
+    "fshard.outer_steps.exchange",
 )
 """The modules that ask for an event after the work of a device."""
 
@@ -211,6 +222,7 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
         change.setattr("fshard.runtime.steps.programs.stage_numel", staged)
         for room in STREAMS:
             change.setattr(f"{room}.copy_stream", copies)
+        change.setattr("fshard.outer_steps.replica._joined", _part)
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
         for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.shards"):

@@ -229,10 +229,11 @@ class Actions:
         if not group.numel:  # no communicator carries nothing
             return Done()
         form, full = group.wires.get("all_gather"), target
-        shard, after = self.resident.read(group), self._now()
+        shard = self.resident.read(group)
         if form is not None:
             rows = group.parts * shard.numel()
             target = shard.new_empty(rows, device=full.device) if group.travels else shard
+        after = self._now()
         if group.kinds.hosted:
             offload = self.resident.offload
             shard, after = offload.fetch(group, target, shard, after)
