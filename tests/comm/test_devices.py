@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.errors import BatchError, PlanError
+from fshard.errors import BatchError, CommError, PeerError, PlanError
 from fshard.runtime.comm import joining
 from fshard.runtime.comm.devices import (
     Place,
@@ -231,6 +231,42 @@ def test_ranks_that_meet_in_a_file_compare_their_devices(
     assert errors[0] == errors[1] and said in errors[0]
 
 
+def test_an_nccl_that_does_not_start_on_a_rank_is_an_error_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one of two ranks; the other waits for it inside of NCCL, at most as long as ranks wait for others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(joining, "place_of", lambda device: Place(str(device), "a", str(device)))
+    monkeypatch.setattr(joining, "GRACE", 0.1)
+    never, errors = threading.Event(), dict[int, str]()
+
+    def start(backend: str, store: Any, rank: int, world: int, device: torch.device) -> None:
+        assert backend == "nccl"
+        if rank:
+            raise RuntimeError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)\nmore")
+        never.wait(60)
+
+    def rank(number: int) -> None:
+        try:
+            joining.join_by_file(str(tmp_path / "store"), number, 2, 1.0)
+        except CommError as error:
+            errors[number] = str(error)
+
+    monkeypatch.setattr(joining, "_init", start)
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    never.set()
+    assert "joining the process group failed: NCCL error: unhandled system error" in errors[1]
+    assert "timed out after 1.1 s" in errors[0] and "Not all of 2 ranks came" in errors[0]
+
+
 def of_two_gpus(device: str) -> None:
     """A rank of a job that sees two GPUs: says what became of its mesh."""
     torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
@@ -290,6 +326,27 @@ def test_batches_on_another_device_are_refused() -> None:
             check_device({"x": wrong}, CUDA0)
     with pytest.raises(BatchError, match="parameters are on cuda:0"):
         check_device({"x": torch.ones(2)}, CUDA0)
+
+
+def test_a_batch_of_one_rank_that_lies_elsewhere_is_an_error_of_all() -> None:
+    def rank() -> list[str]:
+        mesh, said = fs.make_mesh((2,), ("shard",)), list[str]()
+        plan = fs.make_plan({"w": torch.ones(4)}, mesh, [(".*", fs.fsdp("shard"))], batch=fs.P("shard"))
+        opt = fs.optim.sgd(0.1)
+        step = fs.make_train_step(lambda p, x: (p["w"] * x).square().mean(), opt, plan)
+        state = fs.init_state(plan, opt, params={"w": torch.ones(4)})
+        for device in ("meta" if mesh.rank else "cpu", "cpu"):
+            try:
+                state, metrics = step(state, torch.ones(2, 4, device=device))
+                said.append(f"{metrics.loss.item():g}")
+            except (BatchError, PeerError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return said
+
+    first, second = fs.virtual_mesh((2,), ("shard",)).run(rank)
+    assert first[0].startswith("PeerError") and "batch is on meta" in first[0]
+    assert second[0].startswith("BatchError") and "the parameters are on cpu" in second[0]
+    assert first[1] == second[1] == "1"
 
 
 def test_threads_work_on_the_device_of_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:

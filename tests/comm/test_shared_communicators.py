@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fshard as fs
 from fshard import P
 from fshard.collectives import pmean, psum, pvary
+from fshard.errors import NonFiniteError
 from fshard.foresight.foresee import foresee
 from fshard.runtime.comm import joining, processes
 from fshard.runtime.comm.part import unbound
@@ -60,7 +61,7 @@ def ran(step: Any, state: Any, batch: Any) -> Any:
     """The state after a step; what collectives of ranks that do not exist leave in memory may be anything."""
     try:
         return step(state, batch)[0]
-    except fs.NonFiniteError:
+    except NonFiniteError:
         return state
 
 

@@ -255,6 +255,35 @@ def test_a_good_close_leaves_what_is_in_flight_to_end() -> None:
     assert group.aborts == 0
 
 
+class Broken:
+    """A collective that was issued well, and fails when it is waited for."""
+
+    def wait(self) -> None:
+        """Tell of what happened on the device."""
+        raise RuntimeError("NCCL communicator was aborted on rank 1.\nmore")
+
+
+def test_errors_that_come_late_name_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fshard.runtime.comm.nccl.all_gather", lambda out, shard, group: Broken())
+    monkeypatch.setattr("fshard.runtime.comm.nccl.reduce_scatter", lambda out, full, group: Broken())
+    for call in ("all_to_all_single", "all_reduce"):
+        monkeypatch.setattr(f"fshard.runtime.comm.nccl.dist.{call}", lambda *args, **kwargs: Broken())
+    comm, out, full = NcclCommunicator("all_gather", 2, Group(), Stream()), torch.zeros(2), torch.ones(4)
+    handles = {
+        "all-gather": comm.all_gather(full, out),
+        "reduce-scatter": comm.reduce_scatter(out, full, torch.empty(4), True),
+        "all-reduce": comm.all_reduce(out),
+        "all-to-all": comm.all_to_all(full, full, None, None),
+    }
+    handles["reduce-scatter of rows"] = comm.reduce_scatter(out, full.bfloat16(), full.bfloat16(), True)
+    for name, handle in handles.items():
+        with pytest.raises(
+            CommError, match=f"{name.removesuffix(' of rows')} on all_gather failed: NCCL comm.* rank 1.$"
+        ):
+            handle.wait()
+    assert not out.any(), "what has not arrived is not added"
+
+
 def test_errors_of_nccl_name_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("NCCL error in: ncclSystemError\nmore")
