@@ -153,13 +153,14 @@ def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
     info = GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
-        shard_bytes=scattered * item + cast if group.packed is None else group.packed.nbytes(group.chunk),
+        shard_bytes=scattered * item if group.packed is None else group.packed.nbytes(group.chunk),
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
         own_bytes=own if group.trainable and group.second_scatter else 0,
         # What is kept in host memory comes to the device for its update.
         update_bytes=moved[0] * own + moved[1] * state if group.trainable and not group.offloaded else 0,
         left_bytes=left_numel(group) * group.residual_dtype.itemsize,
+        cast_bytes=cast,
     )
     return dataclasses.replace(info, transfers=_path(plan, group, info))
 

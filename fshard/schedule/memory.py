@@ -14,8 +14,11 @@ with deferred updates is in the next step, or for its way to host memory. Until 
 autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are two. That is ``leaf:g``,
 less what the transfer itself begins. ``update:g`` is what comes out of host memory for an update on the device, for
 that op. ``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as the sum does. A
-gradient without transfers is not an item: it is kept between steps. A gradient for which no update waits ends with the
-last code between passes that reads it, or with the step where none does.
+gradient for which no update waits ends with the last code between passes that reads it, or with the step where none
+does.
+
+Two kinds are kept from one step to the next, and so live through all of each: ``cast:g``, the copy of a parameter shard
+in the dtype that is gathered or read, and the gradient of a group without transfers, which is a ``shard:g`` too.
 
 ``exchange:g`` is a fragment between replicas that is under way during the step, or that leaves and arrives at its end:
 those of the step that holds most of them. ``update:g`` of such a group is what its arrival needs.
@@ -146,6 +149,7 @@ class _Lives:
                 yield from self._local(at, op)
         yield from self._rest()
         yield from self._between()
+        yield from self._kept_between()
 
     def _filled(self, each: Pass) -> dict[str, list[GroupInfo]]:
         """The groups whose gradients the backward of each unit fills, and reduces."""
@@ -211,7 +215,8 @@ class _Lives:
                 once = self.rounds[transfer.kind, group.name] == 1
                 # What the gradient's being there twice adds to the peak. A shard is new in the first round alone.
                 new = once and not transfer.late and transfer.target not in (STATE, HOST)
-                size = group.grad_bytes - transfer.staging - (group.size(transfer.target) if new else 0)
+                leaves = min(group.grad_bytes, group.full_bytes or group.grad_bytes)  # in the dtype of compute
+                size = leaves - transfer.staging - (group.size(transfer.target) if new else 0)
                 yield f"leaf:{group.name}", max(size, 0), (at, at)
             self.born.setdefault(f"grad:{group.name}", at)
         if transfer.spent:
@@ -246,6 +251,15 @@ class _Lives:
             if kind not in (self._kept(group), "left"):
                 raise refusals.broken_lifetime(item, at, str(self.ops[at]), "its lifetime never ends")
             yield item, group.size(kind), (at, len(self.ops) - 1)
+
+    def _kept_between(self) -> Ended:
+        """What has its memory from the first step on."""
+        end = len(self.ops) - 1
+        for number, group in enumerate(self.groups):
+            kept = ["cast"] if group.cast_bytes else []
+            if group.trainable and number in self.stages.fillings and not self.paths[group.name]:
+                kept.append("shard")
+            yield from ((f"{item}:{group.name}", group.size(item), (0, end)) for item in kept)
 
     def _between(self) -> Ended:
         """Transfers between steps, in the step that holds most of them."""

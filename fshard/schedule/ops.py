@@ -162,6 +162,7 @@ class GroupInfo:
         update_bytes: further device memory that its update needs, for what comes out of host memory.
         second_bytes: this rank's secondary shard of the gathered parameters; 0 if it keeps none.
         left_bytes: what rounding leaves out of its sum over replicas, which waits for the update; 0 if that is lost.
+        cast_bytes: the copy of this rank's shard in the dtype or format that is gathered or read; 0 if it has none.
 
     Raises:
         PlanError: a size is negative, the name is empty, or the path is out of order.
@@ -180,11 +181,12 @@ class GroupInfo:
     update_bytes: int = 0
     second_bytes: int = 0
     left_bytes: int = 0
+    cast_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transfers", tuple(self.transfers))
         sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.own_bytes, self.update_bytes)
-        if not self.name or min(*sizes, self.second_bytes, self.left_bytes) < 0:
+        if not self.name or min(*sizes, self.second_bytes, self.left_bytes, self.cast_bytes) < 0:
             raise refusals.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
         order = [transfer.kind for transfer in self.transfers]
         if order != [kind for kind in KINDS if kind in order]:
@@ -211,7 +213,7 @@ class GroupInfo:
         return bool(self.at("gradient"))
 
     def size(self, item: str) -> int:
-        """The bytes of an item of memory: ``"param"``, ``"second"``, ``"grad"``, ``"shard"``, ``"own"``, ``"left"``."""
+        """The bytes of an item of memory, such as ``"param"`` or ``"shard"``."""
         return {
             "param": self.full_bytes,
             "second": self.second_bytes,
@@ -219,6 +221,7 @@ class GroupInfo:
             "shard": self.shard_bytes,
             "own": self.own_bytes,
             "left": self.left_bytes,
+            "cast": self.cast_bytes,
         }[item]
 
 

@@ -41,6 +41,7 @@ ITEMS = {
     "own": "summed gradients",
     "left": "what rounding has left out",
     "second": "secondary shards",
+    "cast": "casts of parameter shards",
     "update": "what comes from host memory for its update",
 }
 """What memory holds of a group, in words. What a transfer needs while it is under way is an item of the kind's name."""

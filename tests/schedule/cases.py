@@ -172,7 +172,8 @@ def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, .
         does = {"gathered": gathered, "reduced": reduced, "trainable": trainable}
         axes = draw(st.sampled_from([("", "", "", ""), ("s", "s", "r", "r"), ("a b", "c", "", '"d"')]))
         sent["update_gather"] *= trainable
-        groups.append(group(f"g{i}", full, full // 2, grad, staging=stage, axes=axes, **does, **held, **sent))
+        made = group(f"g{i}", full, full // 2, grad, staging=stage, axes=axes, **does, **held, **sent)
+        groups.append(replace(made, cast_bytes=draw(sizes) * draw(st.booleans())))
     ids = st.lists(st.integers(0, count - 1), unique=True, max_size=3).map(tuple) if count else st.just(())
     units = [f"u{i}" for i in range(draw(st.integers(0, most)))]
     reads = {unit: draw(ids) for unit in ("root", *units)}
@@ -189,8 +190,8 @@ def recipes(draw: st.DrawFn, most: int = 6) -> tuple[Program, tuple[GroupInfo, .
         draw(st.sampled_from(("deferred", "in_backward"))),
         draw(st.sampled_from(("sharded", "full"))),
     )
-    made = Program(forward, tuple(call for call in backward if call not in skipped), reads)
-    return made, tuple(groups), policy, draw(st.integers(1, 3)), draw(st.booleans())
+    once = Program(forward, tuple(call for call in backward if call not in skipped), reads)
+    return once, tuple(groups), policy, draw(st.integers(1, 3)), draw(st.booleans())
 
 
 def sequence(program: Program, accumulate: int) -> list[Op]:

@@ -1,6 +1,7 @@
 """The memory of a schedule: lifetimes and ranges against definitions spelled out op by op."""
 
 import re
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.schedule import Op, Policy, Schedule, build
+from fshard.schedule import Op, Policy, Schedule, build, parse
 from fshard.schedule.pack import pack, stack
 from tests.schedule.cases import CASES, POLICIES, encoder_decoder, gpt, info, program, recipes, sends
 
@@ -19,7 +20,9 @@ Span = tuple[int, int]
 def alive_at(schedule: Schedule) -> list[dict[str, int]]:
     """The items alive at each op, and their bytes, from the definition."""
     rows: list[dict[str, int]] = []
-    now: dict[str, int] = {}
+    now = {f"cast:{g.name}": g.cast_bytes for g in schedule.groups if g.cast_bytes}
+    whole = [g for g in schedule.groups if g.trainable and not g.reduced and schedule.train]
+    now |= {f"shard:{g.name}": g.shard_bytes for g in whole}
     if schedule.policy.update == "deferred":  # the gradients of the step before
         for g in schedule.groups if schedule.train else ():
             part = g.own_bytes > 0 and sends(g, "replica_reduce") > 0
@@ -42,7 +45,7 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
             if f"grad:{op.target}" in now:
                 once = schedule.accumulate == 1 or schedule.policy.accumulation == "full"
                 new = first.staging + group.shard_bytes * (once and not first.late)
-                now[f"leaf:{op.target}"] = max(group.grad_bytes - new, 0)
+                now[f"leaf:{op.target}"] = max(min(group.grad_bytes, group.full_bytes or group.grad_bytes) - new, 0)
                 done = [f"leaf:{op.target}"]
             now[f"grad:{op.target}"] = group.grad_bytes
             if not first.late:
@@ -62,7 +65,7 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
                 "wait replica_reduce": ("replica_reduce",),
             }
             kinds = ends[op.kind] + (("shard",) if op.kind == "wait replica_reduce" and parted == ("own",) else ())
-            done = [f"{part}:{op.target}" for part in kinds]
+            done = [f"{part}:{op.target}" for part in kinds if part != "shard" or group not in whole]
         rows.append({item: -(-size // 256) * 256 for item, size in now.items()})
         for item in done:
             now.pop(item, None)
@@ -161,11 +164,26 @@ def test_a_shard_takes_memory_when_its_flat_gradient_has_gone(sent: int) -> None
     assert schedule.memory.lifetimes["shard:a"] == ((0, at["update a"]), (born, last))
 
 
-def test_resident_and_unreduced_groups_have_no_items() -> None:
-    groups = [info("a", gathered=False, reduced=False), info("b", gathered=False)]
-    schedule = build(program(("a", "b"), {"a": (0,), "b": (1,)}), groups, Policy())
-    assert not schedule.memory.offsets
-    assert set(schedule.memory.sizes) == {"grad:b", "leaf:b", "reduce_scatter:b", "shard:b"}
+def test_gradients_without_transfers_are_kept_from_step_to_step() -> None:
+    groups = [info("a", gathered=False, reduced=False), info("b", gathered=False), info("c", trainable=False)]
+    made = program(("a", "b"), {"a": (0, 2), "b": (1,)})
+    schedule = build(made, groups, Policy())
+    assert set(schedule.memory.offsets) == {"param:c"}
+    assert set(schedule.memory.sizes) == {"param:c", "shard:a", "grad:b", "leaf:b", "reduce_scatter:b", "shard:b"}
+    assert schedule.memory.lifetimes["shard:a"] == ((0, len(schedule) - 1),)
+    assert set(build(made, groups, Policy(), train=False).memory.sizes) == {"param:c"}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_casts_of_shards_are_there_all_the_time(train: bool) -> None:
+    groups = [replace(info("a"), cast_bytes=1024), replace(info("b", trainable=False), cast_bytes=512)]
+    schedule = build(program(("a", "b"), {"a": (0,), "b": (1,)}), groups, Policy(), train=train)
+    plain = build(
+        program(("a", "b"), {"a": (0,), "b": (1,)}), [info("a"), info("b", trainable=False)], Policy(), 1, train
+    )
+    assert schedule.memory.peak_bytes == plain.memory.peak_bytes + 1024 + 512
+    assert schedule.memory.lifetimes["cast:b"] == ((0, len(schedule) - 1),)
+    assert parse(str(schedule)) == schedule
 
 
 def test_memory_prints() -> None:

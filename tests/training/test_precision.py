@@ -217,7 +217,8 @@ def test_half_the_bytes() -> None:
         plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("one", "two"), precision=precision)
         group = group_infos(plan)[0]
         gather, reduce = group.transfers
-        sizes = {"full": group.full_bytes, "shard": group.shard_bytes, "grad": group.grad_bytes}
+        sizes = {"full": group.full_bytes, "grad": group.grad_bytes}
+        sizes |= {"shard": group.shard_bytes, "cast": group.cast_bytes, "late": int(reduce.late)}
         return {**sizes, "gather": gather.sent, "reduce": reduce.sent, "staging": reduce.staging}
 
     kept, both, compute = info(None), info(fs.Precision(BF16, BF16)), info(fs.Precision(compute=BF16))
@@ -225,7 +226,8 @@ def test_half_the_bytes() -> None:
         assert both[name] * 2 == kept[name], name
     assert (compute["full"], compute["gather"]) == (both["full"], both["gather"])
     assert (compute["grad"], compute["reduce"]) == (kept["grad"], kept["reduce"])
-    assert both["shard"] * 2 == kept["shard"] * 3  # the shard, and its cast
+    assert both["shard"] == kept["shard"] == 2 * both["cast"] and kept["cast"] == 0
+    assert (kept["late"], compute["late"], both["late"]) == (1, 1, 0)  # staging of the dtype of the shard holds the sum
 
 
 def test_the_table_says_it() -> None:

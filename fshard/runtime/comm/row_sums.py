@@ -14,6 +14,10 @@ SHORT = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of rows that a kernel adds up in float32."""
 
 
+PIECE = 1 << 14
+"""Elements that are added at once where dtypes differ: the CPU makes a copy of them in the dtype of the sum."""
+
+
 def sum_rows(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
     """``out`` = the sum of the rows in order, plus its own value if ``add``. ``out`` may be the first or second row.
 
@@ -37,7 +41,11 @@ def _sum_one_by_one(out: Tensor, rows: Iterable[Tensor], add: bool) -> None:
             out.copy_(first)
             rest = chain([second] if second is not None else [], rest)
     for row in rest:
-        out.add_(row)
+        if row.dtype == out.dtype or out.device.type != "cpu":
+            out.add_(row)
+            continue
+        for part, other in zip(torch.split(out, PIECE), torch.split(row, PIECE), strict=True):
+            part.add_(other)
 
 
 @functools.cache
