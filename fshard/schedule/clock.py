@@ -57,6 +57,7 @@ class Clock:
         self.owed: Time = 0.0
         self.done: Time = 0.0
         self.lanes: dict[str, Time] = {}
+        self.steady: dict[str, Time] = {}
         self.arrivals: dict[tuple[str, str], tuple[Time, Time]] = {}
         self.ticks = Ticks()
 
@@ -109,10 +110,14 @@ class Clock:
         """Begin and end of a transfer that is started now."""
         wire, link = self.costs.carrier(transfer)
         self._work(op, seconds + transfer.sent * link.sending)
-        comm, carried = f"{transfer.kind}({transfer.axes})", transfer.sent / link.bytes_per_s
+        comm = f"{transfer.kind}({transfer.axes})"
         start = self.larger(self.meet(self.now, transfer.axes), self.lanes.get(comm, 0.0)) + link.latency
         start = self.larger(start, self.lanes.get(f"wire {wire}", 0.0))
-        end = start + carried
+        # When the link would be done at its steady rate, without the burst (the generic cell rate algorithm).
+        steady = self.larger(start, self.steady.get(wire, 0.0)) + transfer.sent / link.bytes_per_s
+        self.steady[wire] = steady
+        end = self.larger(start + transfer.sent / link.peak, steady - link.burst / link.bytes_per_s)
+        carried = self.read(end - start)
         self.lanes[comm] = self.lanes[f"wire {wire}"] = end
         self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
         self.arrivals[op.kind, op.target] = end, self.owed

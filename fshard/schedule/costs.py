@@ -27,14 +27,17 @@ class Link:
     """What carries transfers, and what it takes from the processor that computes.
 
     Args:
-        bytes_per_s: what a rank can send in a second.
+        bytes_per_s: what a rank can send in a second, when it sends all the time.
         latency: seconds from the issue of a transfer to its first byte.
         sending: seconds of the device for each byte that is sent, at the start of a transfer.
         beside: seconds of other threads for each byte, which they take from compute where ranks share processors.
         taking: seconds of the device for each byte, at the wait.
+        burst: bytes that go at once after a pause. Links that are shaped, as those of most virtual machines, let so
+            many pass (a token bucket), and gain them again at their rate while nothing is sent.
+        peak: bytes a second in a burst.
 
     Raises:
-        PlanError: a rate that is not positive, or a negative time.
+        PlanError: a rate that is not positive, or a negative time or size.
 
     >>> Link(125e6, latency=50e-6)  # 1 Gbit/s
     Link(bytes_per_s=125000000.0, latency=5e-05)
@@ -45,20 +48,27 @@ class Link:
     sending: float = 0.0
     beside: float = 0.0
     taking: float = 0.0
+    burst: float = 0.0
+    peak: float = math.inf
 
     def __post_init__(self) -> None:
         expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
         problems = []
-        if not self.bytes_per_s > 0:
-            problems.append(f"bytes_per_s={self.bytes_per_s!r} is not positive")
+        for name in ("bytes_per_s", "peak"):
+            if not getattr(self, name) > 0:
+                problems.append(f"{name}={getattr(self, name)!r} is not positive")
         for name in ("latency", "sending", "beside", "taking"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name}={getattr(self, name)!r} is not a number of seconds")
+        if not 0 <= self.burst < math.inf:
+            problems.append(f"burst={self.burst!r} is not a number of bytes")
         if problems:
             raise refusals.bad_costs(problems)
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value or name == "latency"}
+        if self.peak == math.inf:
+            del shown["peak"]
         return f"Link({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 

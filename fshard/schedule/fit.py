@@ -1,12 +1,15 @@
 """Costs from measured steps: units, updates and the host as they were, transfers as lines through their sizes.
 
 What is fitted were steps of the ``APART`` policy, in which every transfer is waited for as soon as it has begun, so
-that compute and transfers do not disturb each other.
+that compute and transfers do not disturb each other. What a link does without such pauses is measured apart: a series
+of transfers tells its steady rate, and how many bytes go before that at once.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
+from types import MappingProxyType
 
 from fshard.errors import PlanError
 from fshard.schedule.costs import Costs, Link
@@ -17,6 +20,9 @@ from fshard.schedule.transfers import Transfer, awaited, started
 
 DISTURBED = 1.15
 """Steps that take this times the fastest were disturbed."""
+
+TURNS = 3
+"""Steps until bursts are as in all later ones."""
 
 APART = Policy(prefetch=0, reduces=0)
 """The policy of steps that are measured."""
@@ -50,9 +56,46 @@ def typical(rows: Sequence[Row]) -> list[OpTime]:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What one transfer took: the wall from its start to its arrival, and processors."""
+class Stream:
+    """What a link does that is kept busy.
 
+    Attributes:
+        rate: bytes a second that a rank sends, once they are all the same.
+        burst: bytes that have gone at once before.
+    """
+
+    rate: float
+    burst: float
+
+
+NO_STREAMS: Mapping[str, Stream] = MappingProxyType({})
+
+SLOWER = 1.1
+"""A link is shaped if its steady rate is less than that of transfers apart from each other by more than this factor."""
+
+
+def settled(times: Sequence[float], before: int, sent: int) -> Stream:
+    """What a link does, from the last part of a series of equal transfers.
+
+    Args:
+        times: when each transfer had arrived, in seconds from the begin of the series, the first of them being the last
+            of an earlier part.
+        before: transfers up to that one.
+        sent: bytes that a rank sends for each.
+
+    >>> settled([1.0, 1.5, 2.0, 2.5, 3.0], 4, 100)
+    Stream(rate=200.0, burst=200.0)
+    """
+    half = (len(times) - 1) // 2
+    rate = (len(times) - 1 - half) * sent / max(times[-1] - times[half], 1e-9)
+    return Stream(rate, max((before + len(times) - 1) * sent - rate * times[-1], 0.0))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one transfer took: the wall from its start to its arrival, and processors. ``begun`` is when it started."""
+
+    begun: float
     sent: int
     starting: float
     carried: float
@@ -60,7 +103,14 @@ class Sample:
     beside: float
 
 
-def fit(schedule: Schedule, ranks: Sequence[Row], host: float, processors: float, machine: str) -> Costs:
+def fit(
+    schedule: Schedule,
+    ranks: Sequence[Row],
+    host: float,
+    processors: float,
+    machine: str,
+    streams: Mapping[str, Stream] = NO_STREAMS,
+) -> Costs:
     """The costs that a measured schedule had.
 
     Args:
@@ -69,6 +119,7 @@ def fit(schedule: Schedule, ranks: Sequence[Row], host: float, processors: float
         host: seconds of a step before its first op and after its last.
         processors: processors that a rank has.
         machine: what this was measured on.
+        streams: what links do that are kept busy, by axes.
 
     Raises:
         PlanError: a rank's steps had another number of ops.
@@ -77,12 +128,20 @@ def fit(schedule: Schedule, ranks: Sequence[Row], host: float, processors: float
         raise PlanError(f"{[len(row) for row in ranks]} ops were measured of a schedule of {len(schedule)}")
     slow = max(1.0, 1.0 / processors)
     seconds = {op: fmean(times) / slow for op, times in _device(schedule, ranks).items()}
-    links = {}
-    for key, samples in _samples(schedule, ranks).items():
+    links: dict[str, Link] = {}
+    found = _samples(schedule, ranks)
+    period = host + fmean([sum(time.wall + time.gap for time in row) for row in ranks])
+    for key, samples in found.items():
         kind, _, axes = key.partition(" over ")
         links[key], start, wait = _line(samples, slow)
         seconds[kind, ""], seconds[f"wait {kind}", ""] = start, wait
-        links.setdefault(axes, links[key])
+    for axes, stream in streams.items():
+        own = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
+        if own and all([_shaped(link, stream, slow) for link in own.values()]):
+            late = _delayed([sample for key in own for sample in found[key]], stream, period)
+            links |= {key: _burst(link, [s for s in found[key] if s not in late], stream) for key, link in own.items()}
+    for key in found:
+        links.setdefault(key.partition(" over ")[2], links[key])
     return Costs(seconds, links=links, host=host / slow, processors=processors, machine=machine)
 
 
@@ -126,7 +185,8 @@ def _sample(move: Transfer, ranks: Sequence[Row], begun: int, over: int) -> Samp
     collecting = fmean([row[over].thread for row in ranks])
     walls = [row[begun].gap + sum(t.wall + t.gap for t in row[begun + 1 : over]) + row[over].wall for row in ranks]
     beside = [sum(t.process - t.thread for t in row[begun : over + 1]) for row in ranks]
-    return Sample(move.sent, starting, max(min(walls) - collecting, 0.0), collecting, max(fmean(beside), 0.0))
+    first = fmean([sum(t.wall + t.gap for t in row[:begun]) + row[begun].wall for row in ranks])
+    return Sample(first, move.sent, starting, max(min(walls) - collecting, 0.0), collecting, max(fmean(beside), 0.0))
 
 
 def _line(samples: Sequence[Sample], slow: float) -> tuple[Link, float, float]:
@@ -138,6 +198,34 @@ def _line(samples: Sequence[Sample], slow: float) -> tuple[Link, float, float]:
     beside = sum(sample.beside for sample in samples) / sum(sizes) / slow
     rate = 1 / carrying if carrying > 0 else float("inf")
     return Link(rate, latency, sending, beside, taking), start, wait
+
+
+def _shaped(link: Link, stream: Stream, slow: float) -> bool:
+    """Whether a link is slower, when it is kept busy, than all that a transfer takes apart from others."""
+    work = (link.sending + link.beside + link.taking) * slow
+    return 1 / stream.rate > SLOWER * (work + 1 / link.bytes_per_s)
+
+
+def _delayed(samples: Sequence[Sample], stream: Stream, period: float) -> set[Sample]:
+    """The transfers of a step that waited for the steady rate of their link, step after step."""
+    late: set[Sample] = set()
+    steady = 0.0
+    for turn in range(TURNS):
+        for sample in sorted(samples, key=lambda each: each.begun):
+            begun = turn * period + sample.begun
+            steady = max(steady, begun) + sample.sent / stream.rate
+            if turn == TURNS - 1 and steady - stream.burst / stream.rate - begun > sample.carried / 2:
+                late.add(sample)
+    return late
+
+
+def _burst(link: Link, free: Sequence[Sample], stream: Stream) -> Link:
+    """A link that is shaped, given the transfers that went at once."""
+    latency, carrying = 0.0, 0.0
+    if free:
+        latency, carrying = line([sample.sent for sample in free], [sample.carried for sample in free])
+    peak = 1 / carrying if carrying > 0 else math.inf
+    return replace(link, bytes_per_s=stream.rate, latency=latency, burst=stream.burst, peak=peak)
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

@@ -31,7 +31,7 @@ class Measured(Protocol):
         """The schedule of the latest run."""
 
 
-def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, control: Any) -> Costs:
+def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, comms: Any) -> Costs:
     """The costs that the ops of a timed step have on these ranks. Collective.
 
     Args:
@@ -39,7 +39,7 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, contr
         state: its state, which is donated.
         batch: this rank's batch.
         rounds: steps that are measured. Those that nothing disturbed count.
-        control: the communicator of control messages.
+        comms: the communicators of its plan.
 
     Raises:
         PlanError: no rounds, or a program that does not keep to its schedule.
@@ -57,4 +57,4 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, contr
             assert latest.watch is not None
             rows.append(op_times(latest.watch, len(step.schedule)))
             hosts.append(seconds - (latest.times[-1] - latest.times[0]))
-    return fitted(control, step.schedule, rows, max(median(hosts), 0.0))
+    return fitted(comms, step.schedule, rows, max(median(hosts), 0.0))

@@ -188,7 +188,7 @@ class TrainStep(OneFunction):
         options = replace(self.options, running=replace(self.options.running, policy=policy), donate=True)
         apart = TrainStep(self.loss_fn, self.opt, self.plan, options, programs)
         state = init_state(self.plan, self.opt, seed=0, init=[(".*", normal(0.02))])
-        return calibrated(apart, state, batch, rounds, programs.comms.control)
+        return calibrated(apart, state, batch, rounds, programs.comms)
 
     def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()

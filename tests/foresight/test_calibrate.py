@@ -9,7 +9,7 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.schedule import Costs, Link, Policy, Schedule, check, simulate
 from fshard.schedule.auto import Rates
-from fshard.schedule.fit import APART, OpTime, fit, typical
+from fshard.schedule.fit import APART, OpTime, Stream, fit, typical
 from fshard.schedule.footprint import footprint
 from fshard.schedule.transfers import awaited, started
 from tests.schedule.test_costs import over
@@ -59,6 +59,45 @@ def test_known_costs_are_found_again() -> None:
         exact, fitted = simulate(other, truth), simulate(other, found)
         assert fitted.seconds == pytest.approx(exact.seconds, rel=0.02), policy
         assert fitted.beside == pytest.approx(exact.beside, rel=0.02, abs=1e-9)
+
+
+SHAPED = Link(50.0, 0.01, sending=1e-3, beside=1e-4, taking=2e-3, burst=150.0, peak=1000.0)
+QUICK = {("forward", ""): 0.1, ("backward", ""): 0.2}
+
+
+def as_simulated(schedule: Schedule, costs: Costs) -> list[OpTime]:
+    """What ops take on a rank, by the clock of a simulation: waits hold the device until a transfer has arrived."""
+    run = simulate(schedule, costs)
+    moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
+    rows = []
+    for at, op in enumerate(schedule):
+        wall = (*run.issued, run.seconds - costs.host)[at + 1] - run.issued[at]
+        row = awaited(op.kind)
+        thread = wall if row is None else moves[row.name, op.target].sent * SHAPED.taking
+        beside = 0.0 if row is None else moves[row.name, op.target].sent * SHAPED.beside
+        rows.append(OpTime(wall, thread, thread + beside, 0.0))
+    return rows
+
+
+def test_a_link_that_lets_bursts_pass_is_foreseen_at_its_steady_rate() -> None:
+    schedule, truth = over(3, APART), Costs(QUICK, links={"shard": SHAPED}, host=5.0)
+    rows = [as_simulated(schedule, truth)]
+    found = fit(schedule, rows, 5.0, 2.0, "", {"shard": Stream(SHAPED.bytes_per_s, SHAPED.burst)})
+    blind = fit(schedule, rows, 5.0, 2.0, "")
+    for policy in (APART, Policy(), Policy(prefetch=0, reduces=1), Policy(reshard=False)):
+        exact, fitted = simulate(over(3, policy), truth), simulate(over(3, policy), found)
+        assert fitted.seconds == pytest.approx(exact.seconds, rel=0.02), policy
+    ahead = over(3, Policy(prefetch=3))
+    exact, wrong = simulate(ahead, truth), simulate(ahead, blind)
+    assert wrong.seconds - 5.0 < 0.9 * (exact.seconds - 5.0)  # what pauses hide
+    assert found.links["shard"].burst == 150.0 and blind.links["shard"].burst == 0.0
+
+
+def test_a_link_that_is_as_fast_when_it_is_busy_is_a_line() -> None:
+    schedule = over(3, APART)
+    rows = [timed(schedule, Costs(QUICK, links={"shard": LINK}, processors=1))]
+    stream = Stream(1 / (1 / LINK.bytes_per_s + LINK.sending + LINK.taking), 40.0)
+    assert fit(schedule, rows, 0.0, 1.0, "", {"shard": stream}) == fit(schedule, rows, 0.0, 1.0, "")
 
 
 def test_code_between_units_belongs_to_the_unit_before_and_medians_count() -> None:

@@ -57,6 +57,25 @@ def test_starts_and_waits_take_the_device() -> None:
     assert run.seconds == pytest.approx(run.compute + 5.0, rel=1e-6) and run.exposed == pytest.approx(0, abs=1e-6)
 
 
+def test_a_burst_goes_at_once_and_comes_back_in_pauses() -> None:
+    schedule = over(2, Policy(prefetch=3, reshard=False))  # two gathers of 100 bytes together, then two reductions
+    steady, shaped = Link(10.0), Link(10.0, burst=150.0, peak=100.0)
+    slow, fast = (simulate(schedule, Costs(SECONDS, links={"shard": link})) for link in (steady, shaped))
+
+    def spans(run: fs.sim.Simulation, kind: str) -> list[float]:
+        return [run.ends[at] - run.starts[at] for at, op in enumerate(schedule) if op.kind == kind]
+
+    assert spans(slow, "all_gather") == spans(slow, "reduce_scatter") == [10.0, 10.0]
+    assert spans(fast, "all_gather") == pytest.approx([1.0, 4.0])  # 150 of 200 bytes at once
+    refilled = min(
+        150.0,
+        10.0 * (fast.starts[schedule.ops.index(next(op for op in schedule if op.kind == "reduce_scatter"))] - 5.0),
+    )
+    assert spans(fast, "reduce_scatter")[0] == pytest.approx(max(1.0, (100 - refilled) / 10.0))
+    assert fast.seconds < slow.seconds and fast.wire < slow.wire
+    assert simulate(schedule, Costs(SECONDS, links={"shard": Link(10.0, burst=0.0)})) == slow
+
+
 def test_too_few_processors_slow_everything() -> None:
     schedule = over()
     one, half = (simulate(schedule, Costs(SECONDS, Link(1e9), processors=n)) for n in (1, 0.5))
@@ -81,7 +100,8 @@ def priced(draw: st.DrawFn) -> tuple[Schedule, Costs, float]:
     amounts = st.integers(0, 64).map(lambda n: n / 16)
     kinds = sorted({op.kind for op in schedule} - {"local"})
     seconds = {(kind, ""): draw(amounts) for kind in kinds}
-    link = st.builds(Link, st.sampled_from((1.0, 16.0)), amounts, amounts, amounts, amounts)
+    rates = st.sampled_from((1.0, 16.0))
+    link = st.builds(Link, rates, amounts, amounts, amounts, amounts, amounts.map(lambda n: 1000 * n), rates)
     return schedule, Costs(seconds, draw(link), draw(link), processors=draw(st.sampled_from((0.5, 1.0, 1.5, 2.0)))), 0.5
 
 
@@ -92,7 +112,7 @@ def test_nothing_gets_slower_when_work_beside_falls(case: tuple[Schedule, Costs,
     link = costs.link
     cheap = Costs(
         costs.seconds,
-        Link(link.bytes_per_s, link.latency, link.sending, link.beside * factor, link.taking * factor),
+        replace(link, beside=link.beside * factor, taking=link.taking * factor),
         costs.reduces,
         processors=costs.processors,
     )

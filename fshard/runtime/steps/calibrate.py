@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from fshard.errors import PlanError
-from fshard.runtime.comm import Communicator, exchange
+from fshard.runtime.comm import exchange
+from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.timed import Stopwatch
+from fshard.runtime.steps.streams import streams
 from fshard.schedule.costs import Costs
 from fshard.schedule.fit import OpTime, fit, times_of, typical
 from fshard.schedule.schedule import Schedule
@@ -33,8 +35,9 @@ def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
     return found
 
 
-def fitted(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:
+def fitted(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:
     """The costs of some steps, equal on all ranks. Collective."""
+    control, busy = comms.control, streams(comms, schedule)
     own = [(time.wall, time.thread, time.process, time.gap) for time in typical(steps)]
     here = digest(socket.gethostname()) % 2**52
     row = torch.tensor(
@@ -43,13 +46,14 @@ def fitted(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[O
     rows = exchange(control, row) if control.size > 1 else row[None]
     together = max(int((rows[:, 0] == host_).sum()) for host_ in rows[:, 0])
     ranks = [[*times_of(each[2:].reshape(-1, 4).tolist())] for each in rows]
-    return fit(schedule, ranks, float(rows[:, 1].mean()), processors() / together, machine(control.size, together))
+    place = machine(control.size, together)
+    return fit(schedule, ranks, float(rows[:, 1].mean()), processors() / together, place, busy)
 
 
-def fitted_by_all(control: Communicator, schedule: Schedule, steps: Sequence[Sequence[OpTime]]) -> Costs | None:
+def fitted_by_all(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]]) -> Costs | None:
     """The costs of some steps; None on all ranks if one has none to go by. Collective."""
-    has = exchange(control, torch.tensor([float(bool(steps))], dtype=torch.float64, device="cpu"))
-    return fitted(control, schedule, steps, 0.0) if bool(has.all()) else None
+    has = exchange(comms.control, torch.tensor([float(bool(steps))], dtype=torch.float64, device="cpu"))
+    return fitted(comms, schedule, steps, 0.0) if bool(has.all()) else None
 
 
 def processors() -> int:

@@ -49,7 +49,7 @@ class Trial:
     def conclude(self, comms: Communicators, auto: Auto) -> Choice | None:
         """The choice by what the steps cost; None if a rank's left their schedule. Collective."""
         steps = [step for step in self.steps[WARM:] if step]
-        costs = fitted_by_all(comms.control, self.schedule, steps if len(steps) == TIMED else [])
+        costs = fitted_by_all(comms, self.schedule, steps if len(steps) == TIMED else [])
         return None if costs is None else choose(self.task, auto, costs)
 
 

@@ -1,0 +1,63 @@
+"""What links do when they are kept busy: a series of transfers without a pause, after one."""
+
+from collections.abc import Mapping
+from time import perf_counter, sleep
+
+import torch
+
+from fshard.runtime.comm import Communicator, exchange
+from fshard.runtime.comm.communicators import Communicators
+from fshard.schedule.fit import Stream, settled
+from fshard.schedule.schedule import Schedule
+
+SPAN, PAUSE = 0.25, 0.05
+"""Seconds that the longest series takes at least, and those before a series."""
+
+FIRST, MOST = 4, 2048
+"""Transfers of the first series, of which each further one has twice as many, and of the longest."""
+
+AHEAD = 2
+"""Transfers under way at once."""
+
+LARGEST = 4 << 20
+"""Most bytes that a rank sends to each other in one of them."""
+
+
+def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, Stream]:
+    """What each link of a schedule does when it is kept busy, by the axes that it joins. Collective.
+
+    Transfers apart from each other do not tell: a link that is shaped lets some bytes pass at once, and gets slower
+    when it has no pauses.
+    """
+    sizes: dict[str, int] = {}
+    for move in [move for group in schedule.groups for move in group.transfers if move.sent and move.row.link]:
+        sizes[move.axes] = max(sizes.get(move.axes, 0), move.sent)
+    links = {"+".join(axes): comm for (_, axes), comm in reversed([*comms.made.items()])}
+    device = comms.plan.mesh.device
+    found = {axes: _stream(links[axes], comms.control, sent, device) for axes, sent in sizes.items() if axes in links}
+    return {axes: stream for axes, stream in found.items() if stream is not None}
+
+
+def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.device) -> Stream | None:
+    """What one link does; None if that cannot be known."""
+    if comm.size == 1:
+        return None
+    shard = torch.zeros(max(min(sent // (comm.size - 1), LARGEST), 1), dtype=torch.uint8, device=device)
+    full = torch.empty(comm.size * shard.numel(), dtype=torch.uint8, device=device)
+    exchange(control, torch.zeros(1, device="cpu"))
+    sleep(PAUSE)
+    arrivals, count = [0.0], FIRST
+    begun = perf_counter()
+    while True:
+        under_way = [comm.all_gather(full, shard) for _ in range(AHEAD)]
+        for number in range(count):
+            under_way.pop(0).wait()
+            arrivals.append(perf_counter() - begun)
+            if number + AHEAD < count:
+                under_way.append(comm.all_gather(full, shard))
+        # The slowest rank's clock decides for all when to stop, and how fast the link is.
+        row = torch.tensor([*arrivals[-count - 1 :]], dtype=torch.float64, device="cpu")
+        times = exchange(control, row).max(0).values.tolist()
+        if times[-1] - times[0] >= SPAN or count >= MOST:
+            return settled(times, len(arrivals) - 1 - count, (comm.size - 1) * shard.numel())
+        count *= 2
