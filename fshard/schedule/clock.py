@@ -19,6 +19,9 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 from fshard.sharding.mesh import Mesh
 
+BEFORE = 3
+"""Steps before the one that is told: by then, bursts are as in all later ones."""
+
 Time = Any
 """Seconds: a float, or a tensor with one for each rank."""
 
@@ -51,7 +54,7 @@ class Clock:
         self.schedule, self.costs = schedule, costs
         every = ((group.name, transfer) for group in schedule.groups for transfer in group.transfers)
         self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
-        self.slow = max(1.0, 1.0 / costs.processors)
+        self.slow = costs.slow
         self.shared = min(max(2.0 - costs.processors, 0.0), 1.0)  # the part of work beside that compute feels
         self.now: Time = 0.0
         self.owed: Time = 0.0
@@ -62,7 +65,21 @@ class Clock:
         self.ticks = Ticks()
 
     def run(self) -> Ticks:
-        """Tell the times of all ops."""
+        """Tell the times of all ops, in a step that others like it have gone before: bursts may be spent."""
+        wires = {self.costs.carrier(transfer)[1].burst for transfer in self.transfers.values()}
+        for _ in range(BEFORE if any(wires) else 0):
+            self._all()
+            over = self.now + self.costs.host * self.slow
+            self._begin({wire: steady - over for wire, steady in self.steady.items()})
+        return self._all()
+
+    def _begin(self, steady: dict[str, Time]) -> None:
+        """Begin a step, in which links would be done at these times at their steady rates."""
+        self.steady, self.now = steady, 0.0 * self.now
+        self.owed = self.done = 0.0
+        self.lanes, self.arrivals, self.ticks = {}, {}, Ticks()
+
+    def _all(self) -> Ticks:
         ticks = self.ticks
         for at, op in enumerate(self.schedule):
             ticks.issued.append(self.read(self.now))

@@ -16,8 +16,9 @@ from typing import Any
 from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.schedule import refusals
-from fshard.schedule.ops import op_kinds
+from fshard.schedule.ops import STEP_KINDS, op_kinds
 from fshard.schedule.transfers import Transfer, moves
+from fshard.sharding.mesh import Mesh
 
 FORMAT = "fshard costs 1"
 
@@ -35,6 +36,8 @@ class Link:
         burst: bytes that go at once after a pause. Links that are shaped, as those of most virtual machines, let so
             many pass (a token bucket), and gain them again at their rate while nothing is sent.
         peak: bytes a second in a burst.
+        each: seconds of the device for the message to a peer, and that from it, where each peer has one.
+        peers: with how many peers the costs of starts and waits were measured; 0 if that is not known.
 
     Raises:
         PlanError: a rate that is not positive, or a negative time or size.
@@ -50,6 +53,8 @@ class Link:
     taking: float = 0.0
     burst: float = 0.0
     peak: float = math.inf
+    each: float = 0.0
+    peers: int = 0
 
     def __post_init__(self) -> None:
         expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
@@ -57,7 +62,7 @@ class Link:
         for name in ("bytes_per_s", "peak"):
             if not getattr(self, name) > 0:
                 problems.append(f"{name}={getattr(self, name)!r} is not positive")
-        for name in ("latency", "sending", "beside", "taking"):
+        for name in ("latency", "sending", "beside", "taking", "each"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name}={getattr(self, name)!r} is not a number of seconds")
         if not 0 <= self.burst < math.inf:
@@ -89,6 +94,7 @@ class Costs:
         processors: processors that a rank has. With 2 or more, threads that carry transfers take nothing from compute;
             with 1 they share it; with 1/2, as on a machine of 2 with 4 ranks, everything takes twice the time.
         machine: what the costs were measured on, in words.
+        ranks: the ranks that took part in the handshake and the consensus; 0 if that is not known.
 
     Raises:
         PlanError: a negative time, one of an unknown op, or something else than a link.
@@ -104,6 +110,7 @@ class Costs:
     host: float = 0.0
     processors: float = 2.0
     machine: str = ""
+    ranks: int = 0
 
     def __post_init__(self) -> None:
         seconds = "a dict of seconds by op, such as {('forward', 'blocks.0'): 2e-3}"
@@ -130,6 +137,11 @@ class Costs:
             problems.append(f"host={self.host!r}, processors={self.processors!r}: not negative, and more than none")
         if problems:
             raise refusals.bad_costs(problems)
+
+    @property
+    def slow(self) -> float:
+        """How many times longer everything takes where a rank has less than a processor."""
+        return max(1.0, 1.0 / self.processors)
 
     def of(self, kind: str, target: str) -> float:
         """What an op takes on the device, beside what its bytes take."""
@@ -176,7 +188,31 @@ class Costs:
             self.host,
             processors or links.processors,
             words,
+            self.ranks,
         )
+
+    def among(self, mesh: Mesh) -> "Costs":
+        """The costs where other ranks take part: each has a message for each peer, which takes its time.
+
+        Args:
+            mesh: the ranks. What is not known to grow with them stays.
+        """
+        seconds, links = dict(self.seconds), dict(self.links)
+        every = max([link.each for link in self.links.values()], default=0.0)
+        for kind in STEP_KINDS if self.ranks else ():
+            if (kind, "") in seconds:
+                more = every * (mesh.size - self.ranks)
+                seconds[kind, ""] = max(seconds[kind, ""] + more, 0.0)
+        for key, link in self.links.items():
+            kind, over, axes = key.rpartition(" over ")
+            names = tuple(axes.split("+"))
+            if link.peers and set(names) <= set(mesh.axis_names):
+                more = mesh.axis_size(names) - 1 - link.peers
+                links[key] = replace(link, peers=link.peers + more)
+                if over:
+                    wait = f"wait {kind}", ""
+                    seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)
+        return replace(self, seconds=seconds, links=links, ranks=mesh.size if self.ranks else 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write them to a JSON file, complete or not at all."""
@@ -193,6 +229,7 @@ class Costs:
             "machine": self.machine,
             "processors": self.processors,
             "host": self.host,
+            "ranks": self.ranks,
             "seconds": {f"{kind}|{target}": value for (kind, target), value in self.seconds.items()},
             "links": {name: _plain(link) for name, link in every.items() if link is not None},
         }
@@ -221,7 +258,8 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
         seconds = {(kind, target): float(value) for kind, _, target, value in _split(found["seconds"])}
         link, reduces = links.pop("link"), links.pop("reduces", None)
         axes = {name.removeprefix("over "): each for name, each in links.items()}
-        return Costs(seconds, link, reduces, axes, float(found["host"]), float(found["processors"]), found["machine"])
+        numbers = float(found["host"]), float(found["processors"])
+        return Costs(seconds, link, reduces, axes, *numbers, found["machine"], int(found.get("ranks", 0)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, PlanError):
             raise
@@ -236,7 +274,8 @@ def _plain(link: Link) -> dict[str, float | None]:
 
 
 def _link(values: Mapping[str, Any]) -> Link:
-    return Link(**{name: math.inf if value is None else float(value) for name, value in values.items()})
+    found = {name: math.inf if value is None else float(value) for name, value in values.items()}
+    return Link(**{**found, "peers": int(found.get("peers", 0))})  # type: ignore[arg-type]
 
 
 def _split(seconds: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:

@@ -62,10 +62,14 @@ class Stream:
     Attributes:
         rate: bytes a second that a rank sends, once they are all the same.
         burst: bytes that have gone at once before.
+        each: seconds of its thread for the message to a peer, and that from it.
+        peers: how many it has.
     """
 
     rate: float
     burst: float
+    each: float = 0.0
+    peers: int = 0
 
 
 NO_STREAMS: Mapping[str, Stream] = MappingProxyType({})
@@ -84,7 +88,7 @@ def settled(times: Sequence[float], before: int, sent: int) -> Stream:
         sent: bytes that a rank sends for each.
 
     >>> settled([1.0, 1.5, 2.0, 2.5, 3.0], 4, 100)
-    Stream(rate=200.0, burst=200.0)
+    Stream(rate=200.0, burst=200.0, each=0.0, peers=0)
     """
     half = (len(times) - 1) // 2
     rate = (len(times) - 1 - half) * sent / max(times[-1] - times[half], 1e-9)
@@ -128,21 +132,18 @@ def fit(
         raise PlanError(f"{[len(row) for row in ranks]} ops were measured of a schedule of {len(schedule)}")
     slow = max(1.0, 1.0 / processors)
     seconds = {op: fmean(times) / slow for op, times in _device(schedule, ranks).items()}
-    links: dict[str, Link] = {}
     found = _samples(schedule, ranks)
-    period = host + fmean([sum(time.wall + time.gap for time in row) for row in ranks])
+    links: dict[str, Link] = {}
     for key, samples in found.items():
         kind, _, axes = key.partition(" over ")
         links[key], start, wait = _line(samples, slow)
         seconds[kind, ""], seconds[f"wait {kind}", ""] = start, wait
+    period = host + fmean([sum(time.wall + time.gap for time in row) for row in ranks])
     for axes, stream in streams.items():
-        own = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
-        if own and all([_shaped(link, stream, slow) for link in own.values()]):
-            late = _delayed([sample for key in own for sample in found[key]], stream, period)
-            links |= {key: _burst(link, [s for s in found[key] if s not in late], stream) for key, link in own.items()}
+        links |= _busy(axes, stream, links, found, slow, period)
     for key in found:
         links.setdefault(key.partition(" over ")[2], links[key])
-    return Costs(seconds, links=links, host=host / slow, processors=processors, machine=machine)
+    return Costs(seconds, links=links, host=host / slow, processors=processors, machine=machine, ranks=len(ranks))
 
 
 def _device(schedule: Schedule, ranks: Sequence[Row]) -> dict[tuple[str, str], list[float]]:
@@ -198,6 +199,23 @@ def _line(samples: Sequence[Sample], slow: float) -> tuple[Link, float, float]:
     beside = sum(sample.beside for sample in samples) / sum(sizes) / slow
     rate = 1 / carrying if carrying > 0 else float("inf")
     return Link(rate, latency, sending, beside, taking), start, wait
+
+
+def _busy(
+    axes: str,
+    stream: Stream,
+    links: Mapping[str, Link],
+    found: Mapping[str, Sequence[Sample]],
+    slow: float,
+    period: float,
+) -> dict[str, Link]:
+    """The links over some axes, with what they do that are kept busy. Steps take ``period`` seconds."""
+    own = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
+    own = {key: replace(link, each=stream.each / slow, peers=stream.peers) for key, link in own.items()}
+    if not own or not all([_shaped(link, stream, slow) for link in own.values()]):
+        return own
+    late = _delayed([sample for key in own for sample in found[key]], stream, period)
+    return {key: _burst(link, [each for each in found[key] if each not in late], stream) for key, link in own.items()}
 
 
 def _shaped(link: Link, stream: Stream, slow: float) -> bool:

@@ -114,7 +114,8 @@ def named_link(name: str) -> Link:
     if name in LINKS:
         return LINKS[name].link
     try:
-        return Link(*map(float, name.split(",")))
+        rate, latency = map(float, name.split(",") if "," in name else (name, "0"))
+        return Link(rate, latency)
     except (ValueError, TypeError) as error:
         raise PlanError(
             f"no link is named {name!r}: there are {', '.join(LINKS)}, or give bytes a second and a latency in "

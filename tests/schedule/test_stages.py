@@ -149,7 +149,8 @@ def test_gradients_live_while_somebody_reads_them(recipe: Any) -> None:
     for g, each in enumerate(schedule.groups):
         path = each.at("gradient")
         if not path:
-            assert not {f"grad:{each.name}", f"shard:{each.name}", f"own:{each.name}"} & set(memory.sizes)
+            assert not {f"grad:{each.name}", f"own:{each.name}"} & set(memory.sizes)
+            assert memory.lifetimes.get(f"shard:{each.name}") == (((0, last),) if g in stages.fillings else None)
             continue
         kept = f"{path[-1].target}:{each.name}"
         *before, (begin, end) = memory.lifetimes[kept]

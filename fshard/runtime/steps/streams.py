@@ -1,7 +1,9 @@
 """What links do when they are kept busy: a series of transfers without a pause, after one."""
 
 from collections.abc import Mapping
-from time import perf_counter, sleep
+from dataclasses import replace
+from statistics import median
+from time import perf_counter, sleep, thread_time
 
 import torch
 
@@ -18,6 +20,9 @@ FIRST, MOST = 4, 2048
 
 AHEAD = 2
 """Transfers under way at once."""
+
+MESSAGES = 40
+"""Collectives whose median tells what a message takes."""
 
 LARGEST = 4 << 20
 """Most bytes that a rank sends to each other in one of them."""
@@ -59,5 +64,22 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
         row = torch.tensor([*arrivals[-count - 1 :]], dtype=torch.float64, device="cpu")
         times = exchange(control, row).max(0).values.tolist()
         if times[-1] - times[0] >= SPAN or count >= MOST:
-            return settled(times, len(arrivals) - 1 - count, (comm.size - 1) * shard.numel())
+            found = settled(times, len(arrivals) - 1 - count, (comm.size - 1) * shard.numel())
+            return replace(found, each=_message(comm, control, device), peers=comm.size - 1)
         count *= 2
+
+
+def _message(comm: Communicator, control: Communicator, device: torch.device) -> float:
+    """The seconds of this thread for one peer more, in collectives that send each a message of its own. Collective."""
+    seconds = []
+    for size in (0, 1):
+        full, sizes = torch.zeros(comm.size * size, dtype=torch.uint8, device=device), [size] * comm.size
+        out = torch.empty_like(full)
+        tries = []
+        for _ in range(MESSAGES):
+            begun = thread_time()
+            comm.all_to_all(out, full, sizes, sizes).wait()
+            tries.append(thread_time() - begun)
+        seconds.append(median(tries))
+    own = torch.tensor([max(seconds[1] - seconds[0], 0.0) / (comm.size - 1)], dtype=torch.float64, device="cpu")
+    return float(exchange(control, own).mean())
