@@ -28,6 +28,7 @@ import lab
 from common import Report, Row, arguments, results_path, run_workers
 from foresight_models import MODELS
 
+import fshard as fs
 from fshard.schedule import parse
 from fshard.schedule.costs import Costs, Link, read_costs
 from fshard.schedule.simulate import simulate
@@ -156,18 +157,18 @@ def read(values: Any) -> Costs:
 
 
 def predicted(case: Mapping[str, Any], costs: Costs, slow: float) -> dict[str, Any]:
-    """A case with its predicted seconds, the median of the measured ones, and what was predicted for another speed.
+    """A case with its predicted seconds, the median of the measured ones, and what is predicted for another speed.
 
-    The minute of the calibration and that of the case differ in how much of the processors this machine gets. The fixed
-    work tells, so the times of processors are those of the case's minute: ``slow`` is the fixed work beside the case to
-    that beside the calibration.
+    The minute of the calibration and that of the case may differ in how much of the processors this machine gets. The
+    fixed work tells: ``slow`` is the fixed work beside the case to that beside the calibration. ``scaled`` is predicted
+    for the speed of the case's minute.
     """
     schedule = parse(case["schedule"])
     costs = costs.only({op.kind for op in schedule})
     known = {key: case[key] for key in ("policy", "peak", "limit")}
     return {
-        "predicted": simulate(schedule, at_speed(costs, slow)).seconds,
-        "unscaled": simulate(schedule, costs).seconds,
+        "predicted": simulate(schedule, costs).seconds,
+        "scaled": simulate(schedule, at_speed(costs, slow)).seconds,
         "measured": statistics.median(case["times"]),
         "slow": slow,
         **known,
@@ -191,7 +192,9 @@ def placed(setting: Setting, costs: Costs) -> Costs:
     if setting.hsdp:
         links["replica"] = links["shard"]
         links["replica_reduce over replica"] = links["reduce_scatter over shard"]
-    return replace(costs, links=links, processors=costs.processors * 2 / setting.ranks)
+    sizes, names = ((2, 2), ("replica", "shard")) if setting.hsdp else ((setting.ranks,), ("shard",))
+    costs = replace(costs, links=links, processors=costs.processors * 2 / setting.ranks)
+    return costs.among(fs.abstract_mesh(sizes, names))
 
 
 def told(report: Report, models: Sequence[str]) -> None:
@@ -199,16 +202,16 @@ def told(report: Report, models: Sequence[str]) -> None:
     pieces = {key: report.medians[key] for key in wanted(models) if key in report.medians}
     report.rows = [row for key, piece in pieces.items() for row in rows(key, piece["cases"])]
     found = [error for piece in pieces.values() for error in errors(piece["cases"]).values()]
-    bare = [abs(error) for piece in pieces.values() for error in errors(piece["cases"], "unscaled").values()]
+    scaled = [abs(error) for piece in pieces.values() for error in errors(piece["cases"], "scaled").values()]
     choices = [value for piece in pieces.values() for value in regrets(piece["cases"]).values()]
     if found:
         title = "all: how far predictions are from what was measured"
         median, worst = statistics.median(map(abs, found)), max(map(abs, found))
         report.rows += [Row(f"{title}, median", "share", median, target=MEDIAN)]
         report.rows += [Row(f"{title}, worst", "share", worst, target=WORST)]
-        title = "all: the same, if the machine's speed had not changed"
-        report.rows += [Row(f"{title}, median", "share", statistics.median(bare))]
-        report.rows += [Row(f"{title}, worst", "share", max(bare))]
+        title = "all: the same, at the speed of each minute by fixed work"
+        for name, value in (("median", statistics.median(scaled)), ("worst", max(scaled))) if scaled else ():
+            report.rows.append(Row(f"{title}, {name}", "share", value))
         title = "all: auto / best policy that fits"
         report.rows += [Row(f"{title}, median", "wall", statistics.median(choices), target=REGRET_MEDIAN)]
         report.rows += [Row(f"{title}, worst", "wall", max(choices), target=REGRET_WORST)]
@@ -236,7 +239,7 @@ def kinds(cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def errors(cases: Mapping[str, Any], how: str = "predicted") -> dict[str, float]:
     """How far each prediction is from what was measured, but those of ``auto``, which is one of the policies."""
-    given = {key: case for key, case in cases.items() if not key.rpartition("|")[2].startswith("auto")}
+    given = {key: c for key, c in cases.items() if how in c and not key.rpartition("|")[2].startswith("auto")}
     return {key: case[how] / case["measured"] - 1 for key, case in given.items()}
 
 
