@@ -146,7 +146,7 @@ def trained(place: Place, case: Case, late: float | None, slow: float = 0.0) -> 
 
 
 def _steps(mesh: fs.Mesh, case: Case, loss: Any) -> Any:
-    plan, opt = made(mesh, case.rules, case.precision), fs.optim.adamw(1e-2)
+    plan, opt = made(mesh, case.rules, case.precision, case.wire), fs.optim.adamw(1e-2)
     state = fs.init_state(plan, opt, params=params())
     step = fs.make_train_step(loss, opt, plan, **{**case.options, "debug": True})
     numbers = []
