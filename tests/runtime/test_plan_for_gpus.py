@@ -58,3 +58,23 @@ def test_a_state_needs_the_device_itself():
     ):
         with pytest.raises(PlanError, match=r"cuda.*no such device.*abstract_mesh\(device='cpu'\)"):
             make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_addresses_on_gpus_are_those_that_fast_kernels_need(dtype):
+    """Groups begin at multiples of 256 bytes of the arena; leaves and shards at 16 elements: kernels load 16 bytes."""
+    params = {str(i): {"w": torch.ones(7, 5 + i), "b": torch.ones(3 + i), "odd": torch.ones(1)} for i in range(3)}
+    for rules in ([fs.Rule(".*", fs.fsdp("data"))], [fs.Rule(".*w", fs.P(None, None)), fs.Rule(".*", fs.fsdp("data"))]):
+        mesh = fs.abstract_mesh((4,), ("data",), device="cuda")
+        precision = fs.Precision(dtype, dtype)
+        plan = fs.make_plan(params, mesh, rules, batch=fs.P("data"), units=[*params], precision=precision)
+        step = fs.make_train_step(
+            lambda p, x: sum(leaf.sum() for each in p.values() for leaf in each.values()) * x.mean(),
+            fs.optim.sgd(0.1),
+            plan,
+        )
+        memory = step.trace(torch.ones(4)).schedule.memory
+        assert memory.offsets and all(offset % 256 == 0 for offset in memory.offsets.values())
+        for group in plan.groups:
+            places = [*group.starts, group.chunk, group.numel]
+            assert all(place * group.compute_dtype.itemsize % 32 == 0 for place in places), group.name
