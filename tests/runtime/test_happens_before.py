@@ -15,9 +15,10 @@ from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import all_entries
 from fshard.checkpoint.write import owned
+from fshard.collectives import all_to_all, ppermute, psum_scatter, ragged_all_to_all
 from fshard.outer_steps.step import OuterStep
 from tests.runtime.test_lanes import CASES as LANES
-from tests.runtime.test_lanes import ROWS, WIDTH, Case, made, params, shared_out
+from tests.runtime.test_lanes import ROWS, WIDTH, Case, loss, made, params, shared_out
 from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark
 from tests.shared.model_streams import Group, ModelTransport, modelled
 
@@ -111,6 +112,13 @@ def of_parts(case: Case, plan: fs.Plan, opt: fs.optim.Optimizer) -> Any:
     return fs.make_step(sharpness_aware, plan)
 
 
+def talkative(p: Any, batch: Any) -> Any:
+    """A loss with collectives of every kind that sends messages."""
+    x = all_to_all(batch * 2, "shard", 0, 0, tiled=True) + ppermute(batch * 3, "shard", [(0, 1), (1, 0)])
+    x = x + ragged_all_to_all(batch * 4, "shard", (4, 4), (4, 4))
+    return loss(p, x) + psum_scatter(batch * 5, "shard", tiled=True).mean()
+
+
 def apart(case: Case, plan: fs.Plan, opt: fs.optim.Optimizer) -> Any:
     """Replicas that train apart: a part of the model leaves after each step, and arrives after the next one."""
     inner = fs.make_train_step(case.fn, opt, plan)
@@ -120,6 +128,7 @@ def apart(case: Case, plan: fs.Plan, opt: fs.optim.Optimizer) -> Any:
 CASES = {
     **LANES,
     "replicas apart": replace(LANES["hsdp, default"], make=apart),
+    "collectives of every kind": replace(LANES["flat, default"], fn=talkative),
     "exports": replace(LANES["flat, default"], look=exported),
     "parts": replace(LANES["hsdp, default"], make=of_parts),
     "snapshots": replace(LANES["flat, default"], look=snapshots),
@@ -146,6 +155,7 @@ TRIED = {
     "low rank": 5,
     "secondary": 5,
     "replicas apart": 6,
+    "collectives of every kind": 10,
 }
 """Cases of which every event is dropped in turn, and how many they have at least."""
 ITS_OWN = {
@@ -154,6 +164,7 @@ ITS_OWN = {
     "low rank": ("event: Replicas._exact", "wait for replica_reduce(replica)"),
     "secondary": ("event: Actions._now < Actions._regather",),
     "replicas apart": ("event: Exchange._start", "wait for exchange(replica)"),
+    "collectives of every kind": tuple(f"event: {how} <" for how in ("exchange", "permute", "ragged", "scatter_sum")),
 }
 """The events and waits that only these have. The slow tests try the others, too."""
 ALIKE = ("flat, default", "bfloat16", "parts", "opt axes, whole gradients", "exports", "feedback", *ITS_OWN)
