@@ -35,7 +35,7 @@ from fshard.state.settle import fetch
 from fshard.training.metrics import combine_aux
 
 
-class Asked(NamedTuple):
+class Reading(NamedTuple):
     """Numbers, some of them on a device, and what is made of them once they are read."""
 
     values: Sequence[Tensor | float]
@@ -269,7 +269,7 @@ class Replay(Composition):
         """Copies of shards, updated."""
         rules = updated.part.rule_norms(updated.grads)
         told = told_rate(updated.lr)
-        summed = self._summed(updated.part.plan, Asked(told, list), _squares(rules))
+        summed = self._summed(updated.part.plan, Reading(told, list), _squares(rules))
         check_rates(updated, summed[: len(told)])
         squares = summed[len(told) :]
         norm = joint_norm(squares)
@@ -306,9 +306,9 @@ class Replay(Composition):
         total, count = self._summed(plan, pair)
         return total / count if count else total * math.inf
 
-    def _summed(self, plan: Plan, *asked: Asked) -> list[float]:
+    def _summed(self, plan: Plan, *readings: Reading) -> list[float]:
         """Numbers, summed over all ranks: equal on all of them."""
-        values = answers(asked)
+        values = answers(readings)
         if plan.mesh.size == 1:
             return values
         row = torch.tensor(values, dtype=torch.float64, device="cpu").to(plan.mesh.device)
@@ -320,39 +320,39 @@ class Replay(Composition):
 
         The order is that in which ``Numbers`` reads them.
         """
-        asked: list[Asked] = []
+        readings: list[Reading] = []
         for ran in self.ran:
-            asked += [_total(ran), *_mean_totals(ran)]
+            readings += [_total(ran), *_mean_totals(ran)]
         for updated in updates:
             if isinstance(updated.grads, Bank):  # what lies in host memory must be there
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
-            asked += [Asked(told_rate(updated.lr), list), _squares(updated.part.rule_norms(updated.grads))]
-        return answers(asked)
+            readings += [Reading(told_rate(updated.lr), list), _squares(updated.part.rule_norms(updated.grads))]
+        return answers(readings)
 
 
-def answers(asked: Sequence[Asked]) -> list[float]:
+def answers(readings: Sequence[Reading]) -> list[float]:
     """What is made of some numbers, one after the other, by one read of each device."""
-    numbers = read([value for each in asked for value in each.values])
-    return [found for each in asked for found in each.made([*itertools.islice(numbers, len(each.values))])]
+    numbers = read([value for each in readings for value in each.values])
+    return [found for each in readings for found in each.made([*itertools.islice(numbers, len(each.values))])]
 
 
-def _pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Asked:
+def _pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Reading:
     """The total and the count of some of them."""
-    return Asked([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), sum(numbers[1::2])))
+    return Reading([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), sum(numbers[1::2])))
 
 
-def _total(ran: Ran) -> Asked:
+def _total(ran: Ran) -> Reading:
     """The total and the count of a pass, over its microbatches; zeros of an evaluation."""
     return _pair(ran.measured.losses)
 
 
-def _mean_totals(ran: Ran) -> list[Asked]:
+def _mean_totals(ran: Ran) -> list[Reading]:
     """The total and the count of each auxiliary mean of a pass, over its microbatches."""
     columns = zip(*[means_of(aux if ran.measured.losses else as_means(aux)) for aux in ran.measured.aux], strict=True)
     return [_pair((mean.total, mean.count) for mean in column) for column in columns]
 
 
-def _squares(rules: Sequence[RuleNorms]) -> Asked:
+def _squares(rules: Sequence[RuleNorms]) -> Reading:
     """This rank's part of the squared norm of each clipping rule's leaves."""
 
     def made(numbers: Sequence[float]) -> list[float]:
@@ -360,7 +360,7 @@ def _squares(rules: Sequence[RuleNorms]) -> Asked:
         shares = [[share for share, _ in rule] for rule in rules]
         return [math.fsum([share * norm * norm for share, norm in zip(rule, norms, strict=False)]) for rule in shares]
 
-    return Asked([norm for rule in rules for _, norm in rule], made)
+    return Reading([norm for rule in rules for _, norm in rule], made)
 
 
 def _marked(parts: Sequence[Any]) -> Any:
