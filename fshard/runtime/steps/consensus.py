@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -139,14 +139,19 @@ def read(values: Sequence[Tensor | float]) -> Iterator[float]:
     >>> [*read([torch.tensor(1.5), 2, torch.tensor(3)])]
     [1.5, 2.0, 3.0]
     """
+    exact = [value.detach() if isinstance(value, Tensor) and value.requires_grad else value for value in values]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for value in values:
-        if isinstance(value, Tensor):
-            exact = value if value.is_floating_point() else value.double()  # the stack would round large integers
-            exact = exact.detach() if exact.requires_grad else exact
-            by_device.setdefault(value.device, []).append(exact.reshape(()) if exact.ndim else exact)
+    for value in exact:
+        if _far(value):  # what lies in host memory is read faster one by one
+            wide = value if value.is_floating_point() else value.double()  # the stack would round large integers
+            by_device.setdefault(value.device, []).append(wide.reshape(()))
     numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
-    return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
+    return iter([next(numbers[value.device]) if _far(value) else float(value) for value in exact])
+
+
+def _far(value: Tensor | float) -> TypeGuard[Tensor]:
+    """Whether a number lies on a device."""
+    return isinstance(value, Tensor) and not value.is_cpu
 
 
 def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0) -> Verdict:
