@@ -175,7 +175,8 @@ def rate(lr: Rate, step: int) -> float:
     if not isinstance(step, int):
         raise errors.bad_rate(lr, 1, step)
     value = lr(step - 1) if callable(lr) else lr
-    if step < 1 or not isinstance(value, Real) or not 0 <= value < math.inf:
+    real = type(value) is float or isinstance(value, Real)  # the general question takes a microsecond
+    if step < 1 or not real or not 0 <= value < math.inf:
         raise errors.bad_rate(lr, step, value)
     return float(value)
 

@@ -250,9 +250,9 @@ class Replay(Composition):
         plan = self.step.recorded.versions[version][0] if version < len(self.step.recorded.versions) else None
         if plan is None:
             raise Mispredicted("the step function makes more parameters than when it was traced")
-        self._bind(version, [Shard(source.held[group.id].detach(), {}) for group in plan.groups])
+        self._bind(version, Shards([Shard(source.held[group.id].detach(), {}) for group in plan.groups]))
 
-    def _bind(self, version: int, shards: list[Shard]) -> None:
+    def _bind(self, version: int, shards: Shards) -> None:
         for actions in self.step.of_version(version):
             actions.start(shards, None)
         self.placed.add(version)
@@ -263,7 +263,8 @@ class Replay(Composition):
             if origin is None and version not in self.placed:
                 spaces = [memory_space(group.kinds.param, plan.mesh) for group in plan.groups]
                 pairs = zip(spaces, plan.groups, strict=True)
-                self._bind(version, [Shard(space.zeros(group.chunk, group.dtype), {}) for space, group in pairs])
+                made = [Shard(space.zeros(group.chunk, group.dtype), {}) for space, group in pairs]
+                self._bind(version, Shards(made))
 
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""

@@ -13,8 +13,11 @@ The engine knows neither schedule nor communication. It tells an *executor* whic
 exist: one runs a schedule, one gathers on demand, and one, on fake tensors, only writes down what it sees.
 """
 
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -88,6 +91,7 @@ class Engine:
         inner: the units that the program has differentiated itself.
         graphs: what runs units as compiled graphs; None if nothing does.
         exact: whether the loss has taken derivatives that PyTorch gets wrong.
+        collected: whether the backward is over, and no gradient is left on a leaf.
     """
 
     def __init__(self, plan: Plan, sink: Sink, remat: Remat = NO_REMAT, traits: Traits = UNKNOWN) -> None:
@@ -100,7 +104,7 @@ class Engine:
         self.counts: dict[str, int] = {}
         self.inside = ""
         self.passed: Sequence[Tensor] = ()
-        self.differentiating = False
+        self.differentiating = self.collected = False
         self.under_way = ""
         self.inner: set[str] = set()
         self.graphs: Compiled | None = None
@@ -113,7 +117,7 @@ class Engine:
     def start(self, executor: Executor) -> None:
         """Begin a pass of the program: the next calls of units are the first of their name."""
         self.executor = executor
-        self.inside, self.differentiating = "", False
+        self.inside, self.differentiating, self.collected = "", False, False
         self.under_way = ""
         self.counts.clear()
         self.slots.refresh()
@@ -121,14 +125,17 @@ class Engine:
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
         self.executor = None
-        for leaf in self.slots.trained if not bare(self.slots.trained) else ():
-            leaf.grad = None
+        if not self.collected and not bare(self.slots.trained):
+            for leaf in self.slots.trained:
+                leaf.grad = None
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called with slot leaves for parameters. A unit inside a unit is part of the outer one."""
         if self.inside:
             return unit.fn(params, *args, **kwargs)
-        executor = self._running(unit)
+        executor = self.executor
+        if executor is None:
+            raise over(unit)
         called = self.units.called(unit, params)
         if self.differentiating:
             return self._again(called, args, kwargs)
@@ -173,11 +180,12 @@ class Engine:
         return result
 
     def _mark(self, mark: "Mark", reads: Reads, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        storages = self.slots.storages
         for number, out in enumerate(outputs):
-            if out.untyped_storage()._cdata in self.slots.storages:
+            if out.untyped_storage()._cdata in storages:
                 raise reads.aliased(mark.name, number)
-            if out.requires_grad and not any([out is x for x in inputs]):
-                out.register_hook(mark)  # type: ignore[no-untyped-call]
+            if out.requires_grad and not any(map(operator.is_, repeat(out), inputs)):
+                _hook(out, mark)
 
     def differentiate(self, total: Tensor, seed: Tensor) -> None:
         """Run the backward from a loss. The gradients of all leaves go to the sink.
@@ -202,6 +210,7 @@ class Engine:
         for slots in self.slots.groups:
             if slots.group.trainable and not bare(slots.leaves):
                 self._collect_outside(slots.group.id, slots.numbers, slots.leaves)
+        self.collected = True
 
     def run(self, fn: Callable[..., Any], batch: Any, train: bool) -> Any:
         """The result of the program, with copies in the place of parameters: their memory goes on to hold others.
@@ -296,14 +305,6 @@ class Engine:
             raise Mispredicted(f"unit {called.name} is called under a transform of torch.func")
         return called.function(*args, **kwargs)
 
-    def _running(self, unit: Unit) -> Executor:
-        if self.executor is None:
-            raise UnitError(
-                f"{unit!r} was called with parameters of a step that is over: use params only inside the loss "
-                f"function, and state.params or fs.unshard(state.params, plan) outside"
-            )
-        return self.executor
-
 
 class Mark:
     """The hook on a unit's outputs: the first of their gradients to be complete begins the unit's backward."""
@@ -319,6 +320,14 @@ class Mark:
             self.passed = self.engine.enter_backward(self.name, self.index)
 
 
+def over(unit: Unit) -> UnitError:
+    """The error of a unit that is called when no step runs."""
+    return UnitError(
+        f"{unit!r} was called with parameters of a step that is over: use params only inside the loss "
+        f"function, and state.params or fs.unshard(state.params, plan) outside"
+    )
+
+
 def _forbidden(unit: Unit, called: Called, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitError:
     # Autograd refused a write before it happened. A second run, on copies, tells what was to be written.
     given = (called.params, args, kwargs)
@@ -330,10 +339,23 @@ def _forbidden(unit: Unit, called: Called, args: tuple[Any, ...], kwargs: dict[s
     return called.reads.written(called.name, watched, versions)
 
 
+_PLAIN = frozenset((Tensor,))
+
+
+def _hook(out: Tensor, mark: Mark) -> None:
+    """Let the gradient of a tensor call a mark: ``register_hook``, but for the handle, which takes most of its time."""
+    node: Any = out.grad_fn
+    if type(out) is not Tensor or node is None or out._backward_hooks is not None:
+        out.register_hook(mark)  # type: ignore[no-untyped-call]
+        return
+    out._backward_hooks = OrderedDict(((mark, mark),))
+    node._register_hook_dict(out)
+
+
 def _tensors(values: Any) -> Sequence[Tensor]:
     """The tensors in any pytree. Flattening costs more than all else here, and is seldom needed."""
     if type(values) is Tensor:
         return (values,)
-    if type(values) is tuple and all([type(value) is Tensor for value in values]):
+    if type(values) is tuple and _PLAIN.issuperset(map(type, values)):
         return values
     return [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]

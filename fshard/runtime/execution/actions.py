@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels
 from fshard.runtime.comm.streams import Event, events
 from fshard.runtime.execution.replicas import Kept, Replicas
-from fshard.runtime.execution.shards import Shard
+from fshard.runtime.execution.shards import Shard, Shards
 from fshard.runtime.execution.update import Update
 from fshard.runtime.execution.wires import gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
@@ -105,6 +106,9 @@ class Actions:
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
         self.second: dict[int, Tensor] = {}  # secondary shards, by group
+        self.standing = {slots.group.id: slots for slots in slots.groups if not slots.group.gathered}
+        self.converted = bool(resident.casts) or any(slots.group.packed for slots in self.standing.values())
+        self.bound: Callable[[], Shards | None] = lambda: None  # the shards that resident groups are views of
 
     def beside(self, slots: Slots, comms: Communicators, gradients: FlatGradients) -> "Actions":
         """The actions of another program that reads the same shards in the same step: what is readable is shared."""
@@ -114,7 +118,7 @@ class Actions:
 
     def start(
         self,
-        shards: list[Shard],
+        shards: Shards,
         update: Update | None,
         own: bool = False,
         accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING,
@@ -133,13 +137,16 @@ class Actions:
         self._clear()
         self.gradients.start(accumulated)
         self.resident.start(shards)
-        for slots in self.slots.groups:
-            group = slots.group
-            if not group.gathered:
-                waits = update is not None and not own and group.trainable
-                cast = self.resident.casts.get(group.id)
-                slots.bind_resident(cast if waits and cast is not None else self.resident.read(group))
-                self.readable.add(group.id)
+        if self.converted or self.bound() is not shards:
+            self._bind(update is not None and not own)
+            self.bound = ref(shards)
+        self.readable.update(self.standing)
+
+    def _bind(self, waits: bool) -> None:
+        """Make the leaves of resident groups views of the shards, or of their casts if they wait for an update."""
+        for group, slots in self.standing.items():
+            cast = self.resident.casts.get(group) if waits and slots.group.trainable else None
+            slots.bind_resident(self.resident.read(slots.group) if cast is None else cast)
 
     def stop(self) -> None:
         """The step is over: let go of what it was given."""

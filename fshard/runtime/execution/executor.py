@@ -44,17 +44,17 @@ class Route:
     Attributes:
         schedule: the schedule.
         runs: what to call for each op; None for those that the executor performs itself.
-        ids: the groups' ids by name.
         positions: where each compute op stands, by kind, unit, call and microbatch.
         settled: for each op, the first one from it on that may wait.
+        updates: for the first of some updates that follow each other, the op after them, and their groups' ids.
         watch: called with the number of each op before it runs; None for nothing to call.
     """
 
     schedule: Schedule
     runs: list[Run | None]
-    ids: Mapping[str, int]
     positions: Mapping[tuple[str, str, int, int], int]
     settled: Sequence[int]
+    updates: Mapping[int, tuple[int, Sequence[int]]]
     watch: Callable[[int], None] | None = None
 
 
@@ -68,8 +68,20 @@ def make_route(schedule: Schedule, actions: Actions) -> Route:
     positions = {
         (op.kind, op.target, op.index, op.microbatch): at for at, op in enumerate(ops) if op.kind in COMPUTE_KINDS
     }
+    return Route(schedule, actions.bind(ops), positions, settled, _updates(schedule))
+
+
+def _updates(schedule: Schedule) -> dict[int, tuple[int, list[int]]]:
+    """Runs of updates: by the first one, the op after the last one, and the ids of their groups."""
     ids = {group.name: number for number, group in enumerate(schedule.groups)}
-    return Route(schedule, actions.bind(ops), ids, positions, settled)
+    found: dict[int, tuple[int, list[int]]] = {}
+    first = 0
+    for at, op in enumerate(schedule.ops):
+        if op.kind != "update":
+            first = at + 1
+        else:
+            found[first] = at + 1, [ids[each.target] for each in schedule.ops[first : at + 1]]
+    return found
 
 
 class Scheduled:
@@ -84,6 +96,7 @@ class Scheduled:
 
     def __init__(self, route: Route, actions: Actions, shield: Shield | None = None) -> None:
         self.route, self.ops, self.runs, self.actions = route, route.schedule.ops, route.runs, actions
+        self.look = route.watch
         self.end = len(self.ops) - (self.ops[-1].kind == "consensus")
         self.shield = shield or Shield()
         self.lost = self.draining = False
@@ -96,8 +109,10 @@ class Scheduled:
         position = self.route.positions.get((kind, unit, index, self.microbatch), -1)
         if position < self.cursor:
             raise Mispredicted(f"{kind} {unit} #{index} is not ahead in the schedule")
-        self._run_to(position)
-        self._look(position)
+        if position > self.cursor:
+            self._run_to(position)
+        if self.look is not None:
+            self.look(position)
         self.record.append(self.ops[position])
         self.times.append(perf_counter())
         self.cursor = position + 1
@@ -120,7 +135,9 @@ class Scheduled:
 
     def settle(self) -> None:
         """Issue the ops that need not wait."""
-        self._run_to(self.route.settled[self.cursor])
+        end = self.route.settled[self.cursor]
+        if end > self.cursor:
+            self._run_to(end)
 
     def end_microbatch(self) -> None:
         """Nothing to add: the schedule holds it."""
@@ -149,14 +166,12 @@ class Scheduled:
         return found
 
     def _run_to(self, position: int) -> None:
-        if self.cursor >= position:
-            return
         before, self.shield.open = self.shield.open, False
         while self.cursor < position:
             run = self.runs[self.cursor]
             if run is None:
                 if self.ops[self.cursor].kind == "update":
-                    self._update(position)
+                    self._update()
                     continue
             else:
                 self._perform(run)
@@ -164,12 +179,9 @@ class Scheduled:
         if before:
             self.shield.reopen()
 
-    def _look(self, position: int) -> None:
-        if self.route.watch is not None:
-            self.route.watch(position)
-
     def _perform(self, run: Callable[[], T]) -> T:
-        self._look(self.cursor)
+        if self.look is not None:
+            self.look(self.cursor)
         op, begun = self.ops[self.cursor], perf_counter()
         try:
             found = run()
@@ -181,16 +193,15 @@ class Scheduled:
         self.times.append(begun)
         return found
 
-    def _update(self, position: int) -> None:
+    def _update(self) -> None:
         # Updates that follow each other are done together.
-        end = self.cursor
-        while end < position and self.ops[end].kind == "update":
-            end += 1
-        for position in range(self.cursor, end):
-            self._look(position)
+        end, groups = self.route.updates[self.cursor]
+        if self.look is not None:
+            for position in range(self.cursor, end):
+                self.look(position)
         ops, begun = self.ops[self.cursor : end], perf_counter()
         try:
-            self.actions.apply([self.route.ids[op.target] for op in ops])
+            self.actions.apply(groups)
         except Exception:
             if not self.draining:
                 raise

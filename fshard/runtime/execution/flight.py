@@ -42,9 +42,9 @@ class Recorded(Scheduled):
         self.flight.note(self.cursor, self.number)
         return super()._perform(run)
 
-    def _update(self, position: int) -> None:
+    def _update(self) -> None:
         self.flight.note(self.cursor, self.number)
-        super()._update(position)
+        super()._update()
 
 
 class Profiled(Scheduled):
@@ -81,9 +81,9 @@ class Profiled(Scheduled):
         with record_function(f"fshard {self.ops[self.cursor]}"):
             return super()._perform(run)
 
-    def _update(self, position: int) -> None:
+    def _update(self) -> None:
         with record_function(f"fshard {self.ops[self.cursor]}"):
-            super()._update(position)
+            super()._update()
 
 
 class RecordedAndProfiled(Recorded, Profiled):

@@ -78,9 +78,9 @@ class Timed(Scheduled):
         self.watch.end(at)
         return found
 
-    def _update(self, position: int) -> None:
+    def _update(self) -> None:
         first, begun = self.cursor, read()
-        super()._update(position)
+        super()._update()
         over = read()
         count = self.cursor - first
         for number in range(count):  # those that were made together share the time

@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard.errors import half_updated
 from fshard.optim.contract import Contract
 from fshard.runtime.comm.streams import events
+from fshard.runtime.engine.units import VERSION
 from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.execution.shards import Gradients, Shard, Shards
 from fshard.runtime.memory.optimizer_layout import RESIDUAL, UpdateSlice
@@ -60,7 +61,7 @@ class Pending:
         apart = self._apart(due)
         calls = shards.calls(self.grads, tuple([group for group in due if group not in apart] if apart else due))
         written = [*calls.written, *shards.tensors(apart)] if apart else calls.written
-        versions = [tensor._version for tensor in written]
+        versions = list(map(VERSION, written))
         try:
             with torch.no_grad():
                 for cut, params, grads, states in calls.slices:
@@ -69,7 +70,7 @@ class Pending:
                     self._update_apart(group, shards[group])
                 self._keep(due, shards)
         except BaseException as error:
-            if versions != [tensor._version for tensor in written]:
+            if versions != list(map(VERSION, written)):
                 self.broken = f"{type(error).__name__}: {error}"
                 raise half_updated(self.broken) from error
             raise
@@ -77,7 +78,7 @@ class Pending:
 
     def _keep(self, groups: Sequence[int], shards: Shards) -> None:
         """Keep what the sums of gradients of these groups, which this update applies, have left for the next ones."""
-        for group in [group for group in groups if group in self.grads.left]:
+        for group in [group for group in groups if group in self.grads.left] if self.grads.left else ():
             for name, left in self.grads.left[group].items():
                 kept = shards[group].opt[name].copy_(left)
                 if name == RESIDUAL and self.unit != 1.0:
@@ -86,8 +87,8 @@ class Pending:
     def _done(self, groups: Sequence[int]) -> None:
         for group in groups:
             del self.waiting[group]
-            if group in self.grads.passing:
-                self.grads.release(group)
+        for group in self.grads.passing.intersection(groups):
+            self.grads.release(group)
 
     def finish(self, shards: Shards) -> None:
         """Update every group that was not updated yet. Local."""

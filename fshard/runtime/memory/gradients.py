@@ -1,5 +1,6 @@
 """Gradients while a step runs: from the gradients of leaves to flat gradients, and their norms."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -129,8 +130,8 @@ class FlatGradients:
 
     def complete(self) -> None:
         """Make the gradients of resident groups that no unit touched zero, and add what earlier steps accumulated."""
-        for group in self.buffers:
-            self._zero_untouched(group)
+        for group in self.buffers.keys() - self.touched - self.summed:
+            self.buffers[group].home.zero_()
         for group, (accumulated, factor) in self.accumulated.items():
             buffers = self.buffers[group]
             if buffers.offloaded:
@@ -146,7 +147,8 @@ class FlatGradients:
 
     def ready(self, group: int) -> None:
         """Before an update with a gradient of this step: complete the gradient, and take its norm."""
-        self._zero_untouched(group)
+        if group not in self.touched and group not in self.summed:
+            self.buffers[group].home.zero_()
         buffers = self.buffers[group]
         if buffers.offloaded:
             self.offload.synchronize(buffers.slots.group)  # its norm was taken before it left the device
@@ -159,14 +161,15 @@ class FlatGradients:
 
     def all_norms(self) -> dict[int, Tensor]:
         """The norm of this rank's part of the gradient of each group, 0-dim, by group id."""
-        due = [group for group, each in self.buffers.items() if group not in self.norms and each.home.numel()]
+        due = {group: home for group, home in self._homes.items() if group not in self.norms}
         if due:
-            self.norms.update(zip(due, norms_of([self.buffers[group].home for group in due]), strict=True))
+            self.norms.update(zip(due, norms_of([*due.values()]), strict=True))
         return self.norms
 
-    def _zero_untouched(self, group: int) -> None:
-        if group not in self.touched and group not in self.summed:
-            self.buffers[group].home.zero_()
+    @functools.cached_property
+    def _homes(self) -> dict[int, Tensor]:
+        """The gradients that this rank updates any of, by group id."""
+        return {group: each.home for group, each in self.buffers.items() if each.home.numel()}
 
 
 def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:

@@ -1,5 +1,6 @@
 """Norms of gradient shards."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 
 SHORT = frozenset((torch.float16, torch.bfloat16))
+DTYPE = operator.attrgetter("dtype")
 
 
 def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
@@ -16,7 +18,7 @@ def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
 
     In a 16-bit dtype a norm would lose digits, or overflow although no element does.
     """
-    if SHORT.isdisjoint([shard.dtype for shard in shards]):
+    if SHORT.isdisjoint(map(DTYPE, shards)):
         return torch._foreach_norm(shards)
     wide = [torch.float32 if shard.dtype in SHORT else None for shard in shards]
     return [torch.linalg.vector_norm(shard, dtype=dtype) for shard, dtype in zip(shards, wide, strict=True)]

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,19 +139,17 @@ def read(values: Sequence[Tensor | float]) -> Iterator[float]:
     >>> [*read([torch.tensor(1.5), 2, torch.tensor(3)])]
     [1.5, 2.0, 3.0]
     """
-    exact = [value.detach() if isinstance(value, Tensor) and value.requires_grad else value for value in values]
+    # What lies in host memory is read faster one by one.
+    near = [value.item() if isinstance(value, Tensor) and value.is_cpu else value for value in values]
+    far = [value for value in near if isinstance(value, Tensor)]
+    if not far:
+        return map(float, near)
     by_device: dict[torch.device, list[Tensor]] = {}
-    for value in exact:
-        if _far(value):  # what lies in host memory is read faster one by one
-            wide = value if value.is_floating_point() else value.double()  # the stack would round large integers
-            by_device.setdefault(value.device, []).append(wide.reshape(()))
+    for value in far:
+        exact = value if value.is_floating_point() else value.double()  # the stack would round large integers
+        by_device.setdefault(value.device, []).append(exact.detach().reshape(()))
     numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
-    return iter([next(numbers[value.device]) if _far(value) else float(value) for value in exact])
-
-
-def _far(value: Tensor | float) -> TypeGuard[Tensor]:
-    """Whether a number lies on a device."""
-    return isinstance(value, Tensor) and not value.is_cpu
+    return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in near])
 
 
 def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0) -> Verdict:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fshard.runtime.comm.facts import Facts
-from fshard.runtime.execution import Shard, Shield, Update
+from fshard.runtime.execution import Shards, Shield, Update
 from fshard.runtime.execution.actions import NOTHING
 from fshard.runtime.execution.executor import OnDemand, Scheduled
 from fshard.runtime.execution.timed import Stopwatch
@@ -42,7 +42,7 @@ class Request(NamedTuple):
     """
 
     batch: Any
-    shards: list[Shard]
+    shards: Shards
     shield: Shield
     update: Update | None = None
     refuse: Callable[[], object] = bool
