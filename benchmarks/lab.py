@@ -194,8 +194,8 @@ def _address(rank: int) -> str:
 
 
 def _shape(namespace: str, device: str, rate: str) -> None:
-    # A deeper bucket fills while ranks compute, and lets the next message through at once: with 512 kB, 600 kB take 1.7 ms
-    # at 1 Gbit/s in place of 5.
+    # A deeper bucket fills while ranks compute, and lets the next message through at once: with 512 kB, a message of
+    # 600 kB takes 1.7 ms at 1 Gbit/s in place of 5.
     bucket = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 

@@ -17,7 +17,7 @@ from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.execution import Shard, Shield, Update
+from fshard.runtime.execution import Shard, Shards, Shield, Update
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling, scalar
 from fshard.runtime.steps.options import Running, read_running, refuse_feedback
 from fshard.schedule.auto import Auto
@@ -108,7 +108,7 @@ class ValueAndGrad(OneFunction):
             return self._transformed(params, batch)
         with torch.no_grad():
             chunks = flat_of(params, self.params).chunks
-        shards = [Shard(chunks[group.id].detach(), {}) for group in self.plan.groups]
+        shards = Shards([Shard(chunks[group.id].detach(), {}) for group in self.plan.groups])
         return self._made(batch, lambda shield: Request(batch, shards, shield, facts=self.equal.fixed))
 
     def _of_state(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any]]:

@@ -345,10 +345,11 @@ _PLAIN = frozenset((Tensor,))
 def _hook(out: Tensor, mark: Mark) -> None:
     """Let the gradient of a tensor call a mark: ``register_hook``, but for the handle, which takes most of its time."""
     node: Any = out.grad_fn
+    hooks: Any = OrderedDict(((mark, mark),))
     if type(out) is not Tensor or node is None or out._backward_hooks is not None:
         out.register_hook(mark)  # type: ignore[no-untyped-call]
         return
-    out._backward_hooks = OrderedDict(((mark, mark),))
+    out._backward_hooks = hooks
     node._register_hook_dict(out)
 
 
