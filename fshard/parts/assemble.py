@@ -10,7 +10,7 @@ from fshard.parts.rates import TOLD
 from fshard.parts.record import Recorded, RecordedLocal, RecordedPass
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.actions import Actions, Run
-from fshard.runtime.execution.executor import Route, make_route
+from fshard.runtime.execution.route import Route, make_route
 from fshard.runtime.steps import Programs
 from fshard.runtime.steps.programs import Prepared
 from fshard.schedule.build import build

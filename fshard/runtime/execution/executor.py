@@ -6,82 +6,16 @@ its own program does. A call that the schedule does not hold ahead raises ``Misp
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
+from fshard.runtime.execution.route import Actions, Route
 from fshard.runtime.execution.signals import Shield
-from fshard.schedule.ops import COMPUTE_KINDS, GROUP_KINDS, ROOT, Call, Op, Program
-from fshard.schedule.schedule import Schedule
-from fshard.schedule.transfers import started
+from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Call, Op, Program
 
-Run = Callable[[], None]
 T = TypeVar("T")
-
-
-class Actions(Protocol):
-    """What the ops of a schedule do."""
-
-    readable: set[int]
-    """The groups that units can read now."""
-
-    def bind(self, ops: Sequence[Op]) -> list[Run | None]:
-        """What to call for each op; None for computes, updates, the handshake and the consensus."""
-
-    def apply(self, groups: Sequence[int]) -> None:
-        """Update these groups."""
-
-    def where(self, name: str) -> str:
-        """The unit and the leaves of a group, as an error names them."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """A schedule as it runs, with all that can be looked up before: made once a schedule.
-
-    Attributes:
-        schedule: the schedule.
-        runs: what to call for each op; None for those that the executor performs itself.
-        positions: where each compute op stands, by kind, unit, call and microbatch.
-        settled: for each op, the first one from it on that may wait.
-        updates: for the first of some updates that follow each other, the op after them, and their groups' ids.
-        watch: called with the number of each op before it runs; None for nothing to call.
-    """
-
-    schedule: Schedule
-    runs: list[Run | None]
-    positions: Mapping[tuple[str, str, int, int], int]
-    settled: Sequence[int]
-    updates: Mapping[int, tuple[int, Sequence[int]]]
-    watch: Callable[[int], None] | None = None
-
-
-def make_route(schedule: Schedule, actions: Actions) -> Route:
-    """The route of a schedule."""
-    ops = schedule.ops
-    settled = [*range(len(ops) + 1)]
-    for at in range(len(ops) - 1, -1, -1):
-        if started(ops[at].kind) or ops[at].kind in GROUP_KINDS:
-            settled[at] = settled[at + 1]
-    positions = {
-        (op.kind, op.target, op.index, op.microbatch): at for at, op in enumerate(ops) if op.kind in COMPUTE_KINDS
-    }
-    return Route(schedule, actions.bind(ops), positions, settled, _updates(schedule))
-
-
-def _updates(schedule: Schedule) -> dict[int, tuple[int, list[int]]]:
-    """Runs of updates: by the first one, the op after the last one, and the ids of their groups."""
-    ids = {group.name: number for number, group in enumerate(schedule.groups)}
-    found: dict[int, tuple[int, list[int]]] = {}
-    first = 0
-    for at, op in enumerate(schedule.ops):
-        if op.kind != "update":
-            first = at + 1
-        else:
-            found[first] = at + 1, [ids[each.target] for each in schedule.ops[first : at + 1]]
-    return found
 
 
 class Scheduled:

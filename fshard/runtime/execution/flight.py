@@ -10,7 +10,8 @@ from torch.autograd.profiler import record_function
 from fshard.runtime.comm import ProcessTransport
 from fshard.runtime.comm.communicator import SingleRankTransport
 from fshard.runtime.comm.flight import Flight
-from fshard.runtime.execution.executor import Actions, Route, Scheduled
+from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.execution.route import Actions, Route
 from fshard.runtime.execution.signals import Shield
 from fshard.schedule.flight import OVER
 from fshard.sharding.mesh import Mesh

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from time import perf_counter, process_time, thread_time
 from typing import TypeVar
 
-from fshard.runtime.execution.executor import Actions, Route, Scheduled
+from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.execution.route import Actions, Route
 from fshard.runtime.execution.signals import Shield
 
 T = TypeVar("T")

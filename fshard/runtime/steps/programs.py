@@ -14,8 +14,9 @@ from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.remat import Remat, again
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.actions import Actions, Resident
-from fshard.runtime.execution.executor import Route, Scheduled, make_route
+from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.flight import ExecutorMaker, executor_of
+from fshard.runtime.execution.route import Route, make_route
 from fshard.runtime.execution.wires import compile_kernels
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory

@@ -1,0 +1,74 @@
+"""Routes: schedules with all that can be looked up before they run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fshard.schedule.ops import COMPUTE_KINDS, GROUP_KINDS, Op
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import started
+
+Run = Callable[[], None]
+
+
+class Actions(Protocol):
+    """What the ops of a schedule do."""
+
+    readable: set[int]
+    """The groups that units can read now."""
+
+    def bind(self, ops: Sequence[Op]) -> list[Run | None]:
+        """What to call for each op; None for computes, updates, the handshake and the consensus."""
+
+    def apply(self, groups: Sequence[int]) -> None:
+        """Update these groups."""
+
+    def where(self, name: str) -> str:
+        """The unit and the leaves of a group, as an error names them."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A schedule as it runs, with all that can be looked up before: made once a schedule.
+
+    Attributes:
+        schedule: the schedule.
+        runs: what to call for each op; None for those that the executor performs itself.
+        positions: where each compute op stands, by kind, unit, call and microbatch.
+        settled: for each op, the first one from it on that may wait.
+        updates: for the first of some updates that follow each other, the op after them, and their groups' ids.
+        watch: called with the number of each op before it runs; None for nothing to call.
+    """
+
+    schedule: Schedule
+    runs: list[Run | None]
+    positions: Mapping[tuple[str, str, int, int], int]
+    settled: Sequence[int]
+    updates: Mapping[int, tuple[int, Sequence[int]]]
+    watch: Callable[[int], None] | None = None
+
+
+def make_route(schedule: Schedule, actions: Actions) -> Route:
+    """The route of a schedule."""
+    ops = schedule.ops
+    settled = [*range(len(ops) + 1)]
+    for at in range(len(ops) - 1, -1, -1):
+        if started(ops[at].kind) or ops[at].kind in GROUP_KINDS:
+            settled[at] = settled[at + 1]
+    positions = {
+        (op.kind, op.target, op.index, op.microbatch): at for at, op in enumerate(ops) if op.kind in COMPUTE_KINDS
+    }
+    return Route(schedule, actions.bind(ops), positions, settled, _updates(schedule))
+
+
+def _updates(schedule: Schedule) -> dict[int, tuple[int, list[int]]]:
+    """Runs of updates: by the first one, the op after the last one, and the ids of their groups."""
+    ids = {group.name: number for number, group in enumerate(schedule.groups)}
+    found: dict[int, tuple[int, list[int]]] = {}
+    first = 0
+    for at, op in enumerate(schedule.ops):
+        if op.kind != "update":
+            first = at + 1
+        else:
+            found[first] = at + 1, [ids[each.target] for each in schedule.ops[first : at + 1]]
+    return found
