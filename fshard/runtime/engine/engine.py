@@ -91,7 +91,6 @@ class Engine:
         inner: the units that the program has differentiated itself.
         graphs: what runs units as compiled graphs; None if nothing does.
         exact: whether the loss has taken derivatives that PyTorch gets wrong.
-        collected: whether the backward is over, and no gradient is left on a leaf.
     """
 
     def __init__(self, plan: Plan, sink: Sink, remat: Remat = NO_REMAT, traits: Traits = UNKNOWN) -> None:
@@ -104,7 +103,7 @@ class Engine:
         self.counts: dict[str, int] = {}
         self.inside = ""
         self.passed: Sequence[Tensor] = ()
-        self.differentiating = self.collected = False
+        self.differentiating = False
         self.under_way = ""
         self.inner: set[str] = set()
         self.graphs: Compiled | None = None
@@ -117,15 +116,15 @@ class Engine:
     def start(self, executor: Executor) -> None:
         """Begin a pass of the program: the next calls of units are the first of their name."""
         self.executor = executor
-        self.inside, self.differentiating, self.collected = "", False, False
+        self.inside, self.differentiating = "", False
         self.under_way = ""
         self.counts.clear()
         self.slots.refresh()
 
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
-        self.executor = None
-        if not self.collected and not bare(self.slots.trained):
+        over, self.executor = self.executor is None, None
+        if not over and not bare(self.slots.trained):
             for leaf in self.slots.trained:
                 leaf.grad = None
 
@@ -210,7 +209,7 @@ class Engine:
         for slots in self.slots.groups:
             if slots.group.trainable and not bare(slots.leaves):
                 self._collect_outside(slots.group.id, slots.numbers, slots.leaves)
-        self.collected = True
+        self.executor = None  # this pass is over, and no gradient is left on a leaf
 
     def run(self, fn: Callable[..., Any], batch: Any, train: bool) -> Any:
         """The result of the program, with copies in the place of parameters: their memory goes on to hold others.

@@ -80,6 +80,25 @@ def convert(group: Group, shard: Tensor, cast: Tensor, kernels: Kernels) -> None
         (packing.pack if group.gathered else packing.rounded)(shard, form, cast, kernels)
 
 
+class Standing:
+    """The groups that are not gathered: their leaves are views of this rank's shards, or of casts of them."""
+
+    def __init__(self, slots: Slots, resident: Resident) -> None:
+        self.groups = {one.group.id: one for one in slots.groups if not one.group.gathered}
+        self.resident = resident
+        self.converted = bool(resident.casts) or any([one.group.packed for one in self.groups.values()])
+        self.bound: Callable[[], Shards | None] = lambda: None
+
+    def bind(self, shards: Shards, waits: bool) -> None:
+        """Make the leaves views of these shards; with ``waits``, of casts that will be made once these are updated."""
+        if self.bound() is shards and not self.converted:
+            return
+        for group, slots in self.groups.items():
+            cast = self.resident.casts.get(group) if waits and slots.group.trainable else None
+            slots.bind_resident(self.resident.read(slots.group) if cast is None else cast)
+        self.bound = ref(shards)
+
+
 class Actions:
     """Performs ops. Holds what a step has under way, and nothing that outlives it but memory.
 
@@ -106,9 +125,7 @@ class Actions:
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
         self.second: dict[int, Tensor] = {}  # secondary shards, by group
-        self.standing = {slots.group.id: slots for slots in slots.groups if not slots.group.gathered}
-        self.converted = bool(resident.casts) or any(slots.group.packed for slots in self.standing.values())
-        self.bound: Callable[[], Shards | None] = lambda: None  # the shards that resident groups are views of
+        self.standing = Standing(slots, resident)
 
     def beside(self, slots: Slots, comms: Communicators, gradients: FlatGradients) -> "Actions":
         """The actions of another program that reads the same shards in the same step: what is readable is shared."""
@@ -137,16 +154,8 @@ class Actions:
         self._clear()
         self.gradients.start(accumulated)
         self.resident.start(shards)
-        if self.converted or self.bound() is not shards:
-            self._bind(update is not None and not own)
-            self.bound = ref(shards)
-        self.readable.update(self.standing)
-
-    def _bind(self, waits: bool) -> None:
-        """Make the leaves of resident groups views of the shards, or of their casts if they wait for an update."""
-        for group, slots in self.standing.items():
-            cast = self.resident.casts.get(group) if waits and slots.group.trainable else None
-            slots.bind_resident(self.resident.read(slots.group) if cast is None else cast)
+        self.standing.bind(shards, update is not None and not own)
+        self.readable.update(self.standing.groups)
 
     def stop(self) -> None:
         """The step is over: let go of what it was given."""
