@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,17 +140,25 @@ def read(values: Sequence[Tensor | float]) -> Iterator[float]:
     >>> [*read([torch.tensor(1.5), 2, torch.tensor(3)])]
     [1.5, 2.0, 3.0]
     """
-    # What lies in host memory is read faster one by one.
-    near = [value.item() if isinstance(value, Tensor) and value.is_cpu else value for value in values]
-    far = [value for value in near if isinstance(value, Tensor)]
-    if not far:
-        return map(float, near)
     by_device: dict[torch.device, list[Tensor]] = {}
-    for value in far:
-        exact = value if value.is_floating_point() else value.double()  # the stack would round large integers
-        by_device.setdefault(value.device, []).append(exact.detach().reshape(()))
-    numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
-    return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in near])
+    for value in values:
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(value)
+    numbers = {device: iter(_stacked(tensors)) for device, tensors in by_device.items()}
+    return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
+
+
+def _stacked(tensors: Sequence[Tensor]) -> list[float]:
+    """Single numbers on one device, by one read."""
+    if any([not dtype.is_floating_point for dtype in set(map(DTYPE, tensors))]):
+        tensors = [x if x.is_floating_point() else x.double() for x in tensors]  # the stack would round large integers
+    if any(map(NDIM, tensors)):
+        tensors = [x.reshape(()) for x in tensors]
+    found: list[float] = torch.stack([*tensors]).detach().tolist()
+    return found
+
+
+DTYPE, NDIM = operator.attrgetter("dtype"), operator.attrgetter("ndim")
 
 
 def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0) -> Verdict:
