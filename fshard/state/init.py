@@ -11,7 +11,7 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.linear import Collect, Cut, apply
 from fshard.collectives.ranks import Ranks
-from fshard.errors import PlanError, lines, no_processes
+from fshard.errors import PlanError, TreeError, lines, no_processes
 from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
@@ -50,13 +50,14 @@ def init_state(
         opt: the optimizer, whose state starts for each shard; None for parameters alone: a state for eval steps.
         seed: values depend on ``(seed, path, global index)`` alone, so they are the same on any mesh. It also seeds
             the random numbers inside steps.
-        params: whole tensors to start from, instead of fresh values.
+        params: whole tensors to start from, instead of fresh values. A wider dtype of the plan's takes them as they
+            are; a narrower one would round them, and is refused.
         shards: this rank's part of them instead, as ``fs.shard`` and ``fs.io.from_dtensor`` give it.
         init: ``(pattern, initializer)`` rules on paths, the first match wins, before what the model's own modules say.
 
     Raises:
         PlanError: a leaf without an initializer, a rule that matches nothing, or an optimizer that does not fit.
-        TreeError: ``params`` or ``shards`` is not the plan's tree.
+        TreeError: ``params`` or ``shards`` is not the plan's tree, or holds values that the plan's dtypes would round.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -75,11 +76,13 @@ def init_state(
         if params is not None:
             raise PlanError("init_state was given params= and shards=: give whole tensors, or this rank's part of them")
         flat = plan.check_tree(shards, whole=False, what="shards")
+        refuse_rounding(plan, flat, "shards")
 
         def value(path: str, piece: Piece) -> Tensor:
             return flat[path].detach().reshape(-1)
     elif params is not None:
         flat = plan.check_tree(params, whole=True)
+        refuse_rounding(plan, flat, "params")
 
         def value(path: str, piece: Piece) -> Tensor:
             return take(flat[path].detach(), piece)
@@ -142,7 +145,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         plan: the plan.
 
     Raises:
-        TreeError: leaves are missing, unknown or of another shape.
+        TreeError: leaves are missing, unknown or of another shape, or of a dtype that the plan's would round.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -152,6 +155,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """
     expect("fs.shard(full, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     flat = plan.check_tree(full, whole=True, what="full")
+    refuse_rounding(plan, flat, "full")
     plan.mesh.check_device()
     if plan.mesh.everywhere:
         return tree.nest(flat)
@@ -176,7 +180,8 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     what ``fs.func.sharded_loss`` is for.
 
     Args:
-        params: a nested dict of local tensors, such as ``state.params``.
+        params: a nested dict of local tensors, such as ``state.params``. A tree of the leaves that are trained will do,
+            such as ``state.opt_state["exp_avg"]``.
         plan: the plan.
 
     Returns:
@@ -195,20 +200,59 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """
     expect("fs.unshard(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     if plan.mesh.everywhere:
-        given = plan.check_tree(params, whole=True)
+        given = _some_leaves(params, plan, True)
         return tree.nest({path: leaf.detach().clone() for path, leaf in given.items()})
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
-    flat = plan.check_tree(params, whole=False)
+    flat = _some_leaves(params, plan, False)
     enter(plan.mesh, "unshard")
     out: dict[str, Tensor] = {}
-    for group in plan.groups:
+    for group in [group for group in plan.groups if group.leaves[0].path in flat]:
         chunk = join_pieces(group, plan.mesh, [flat[leaf.path] for leaf in group.leaves])
         full = apply(chunk.to(plan.mesh.device), Collect(_ranks(plan, group), -1))
         for leaf, tensor in zip(group.leaves, cut_leaves(group, full), strict=True):
             # Its own memory: the buffer of the group would live as long as any view of it.
             out[leaf.path] = widen(leaf, plan.mesh, tensor).clone(memory_format=torch.contiguous_format)
-    return tree.nest({path: out[path] for path in plan.leaves})
+    return tree.nest({path: out[path] for path in plan.leaves if path in out})
+
+
+def _some_leaves(params: Any, plan: Plan, whole: bool) -> dict[str, Tensor]:
+    """The leaves of a tree of all leaves of a plan, or, as trees of the optimizer's state are, of those that it trains.
+
+    Raises:
+        TreeError: of other leaves, or of other shapes.
+    """
+    idle = {path for path, leaf in plan.leaves.items() if not leaf.trainable}
+    given = dict(tree.paths(params)) if isinstance(params, Mapping) else {}
+    if not idle or len(idle) == len(plan.leaves) or not idle.isdisjoint(given):
+        return plan.check_tree(params, whole=whole)
+    shapes = {path: leaf.shape for path, leaf in plan.leaves.items()}
+    if not whole:
+        shapes = {path: group.local_shape(number, plan.mesh) for path, (group, number) in plan.places().items()}
+    filled = given | {path: torch.zeros(()).expand(shapes[path]) for path in idle}
+    flat = plan.check_tree(tree.nest(filled), whole=whole)
+    return {path: leaf for path, leaf in flat.items() if path not in idle}
+
+
+def refuse_rounding(plan: Plan, flat: Mapping[str, Tensor], what: str) -> None:
+    """Refuse leaves of a dtype whose values the plan's dtype cannot hold.
+
+    Raises:
+        TreeError: naming them.
+    """
+    pairs = [(path, leaf.dtype, plan.leaves[path].dtype) for path, leaf in flat.items()]
+    wrong = [f"{path}: {have}, the plan has {want}" for path, have, want in pairs if not _holds(want, have)]
+    if wrong:
+        remedy = (
+            f"Cast them first ({what} = fs.tree.map(lambda x: x.to(dtype), {what})), or make the plan of such leaves."
+        )
+        raise TreeError(lines(f"{what} has leaves that the plan's dtypes would round:", wrong, remedy))
+
+
+def _holds(want: torch.dtype, have: torch.dtype) -> bool:
+    """Whether a dtype holds all values of another of its kind."""
+    alike = (want.is_floating_point, want.is_complex) == (have.is_floating_point, have.is_complex)
+    return want == have or (alike and torch.promote_types(have, want) == want)
 
 
 def _ranks(plan: Plan, group: Group) -> Ranks:
