@@ -1,5 +1,8 @@
 """A rank's part of a global batch, by the spec of the batch."""
 
+import warnings
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +40,28 @@ def local_part(batch: Any, spec: P, mesh: Mesh) -> Any:
         raise TreeError(lines(f"plan.local_batch(batch) cannot cut the batch by {spec}:", wrong, REMEDY))
     if not any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
         raise TreeError(f"plan.local_batch(batch): batch is {described(batch)} without a tensor that has rows")
+    _tell_unlike(dict(zip(tree.names(batch, "batch"), leaves, strict=True)), spec, mesh)
     return tree.unflatten(structure, [_cut(leaf, spec, mesh) for leaf in leaves])
+
+
+def _tell_unlike(leaves: Mapping[str, Any], spec: P, mesh: Mesh) -> None:
+    """Warn where leaves of different sizes are cut: some of them may be no rows of the batch."""
+    for dim, entry in enumerate(spec.dims):
+        parts = mesh.axis_size(axes_of(entry))
+        sizes = {name: leaf.shape[dim] for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.ndim > dim}
+        if parts == 1 or len(set(sizes.values())) < 2:
+            continue
+        ((common, times), *others) = Counter(sizes.values()).most_common()
+        tied = bool(others) and others[0][1] == times
+        odd = [name for name, size in sizes.items() if tied or size != common]
+        shapes = ", ".join(f"{name} {list(leaves[name].shape)}" for name in odd)
+        warnings.warn(
+            f"plan.local_batch(batch): leaves have different sizes along dim {dim}"
+            + ("" if tied else f", {common} in most of them")
+            + f", and all are cut into {parts} parts by {spec}: {shapes}. A value that is the same for all rows, "
+            f"such as class weights or a mask, is fs.Whole(value): every rank gets all of it",
+            stacklevel=4,
+        )
 
 
 def _problem(leaf: Any, spec: P, mesh: Mesh) -> str:

@@ -131,7 +131,7 @@ class Plan:
         Args:
             batch: a pytree, the same on every rank. Each dim of a tensor is cut into equal parts along the axes that
                 the plan's ``batch=`` names for it; dims that a tensor does not have are not cut. What is no tensor,
-                such as a number or an ``fs.Whole``, stays as it is.
+                such as a number or an ``fs.Whole``, stays as it is. Leaves of unequal sizes there are told of.
 
         Returns:
             The same structure, with views of the tensors.
