@@ -17,6 +17,7 @@ from torch import nn
 from fshard.model.buffers import Tracker
 from fshard.model.leaves import LeafOrder
 from fshard.model.objects import held
+from fshard.model.refusals import reaches_outside
 from fshard.model.template import Instance, Template
 from fshard.model.unit import Slot, slot_of
 from fshard.model.writes import (
@@ -117,8 +118,10 @@ class Body:
         try:
             first = instance.modules[0]
             out = first(*args, **kwargs) if method == FORWARD else getattr(first, method)(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._retire(instance)
+            if isinstance(error, RuntimeError) and "meta" in str(error) and (reached := self._template.reaches()):
+                raise reaches_outside(self.unit, reached) from error
             raise
         finally:
             instance.busy = False

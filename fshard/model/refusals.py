@@ -24,6 +24,16 @@ def buffers_changed(paths: Iterable[str]) -> UnitError:
     )
 
 
+def reaches_outside(unit: str, modules: Iterable[str]) -> UnitError:
+    """A unit calls a module outside of it, whose parameters it was not given."""
+    head = f"unit {unit} reaches modules outside of it, whose parameters it is not given:"
+    remedy = (
+        "Call them outside of the unit, and pass it their results; register them in it as modules, whose parameters "
+        "are tied then; or take more, or fewer, modules as units."
+    )
+    return UnitError(lines(head, modules, remedy))
+
+
 def unmade_buffers(paths: Iterable[str]) -> UnitError:
     """A call would read buffers that have no values."""
     head = "the module has buffers on the meta device, which hold no values:"

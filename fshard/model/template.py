@@ -79,7 +79,7 @@ class Template:
     def __init__(
         self, root: nn.Module, whole: nn.Module, params: Numbers, buffers: Numbers, shells: Mapping[int, Shell]
     ) -> None:
-        self.root = root
+        self.root, self._whole = root, whole
         self._originals = list(root.modules())
         self._outside = {id(x): x for x in (*whole.modules(), *whole.parameters())}
         self._leaves = {
@@ -110,6 +110,17 @@ class Template:
                         f"outside of the unit, such as {held[0]}, which are not given to it: pass them to its call, or "
                         f"take more, or fewer, modules as units"
                     )
+
+    def reaches(self) -> list[str]:
+        """What attributes of its modules hold of modules outside of it: ``"tail, by 'others' of a Block"``."""
+        paths = {id(module): path for path, module in self._whole.named_modules() if id(module) not in self._number}
+        return [
+            f"{paths[i]}, by {name!r} of a {type(module).__name__}"
+            for module, part in zip(self._originals, self._parts, strict=True)
+            for name in part.referring
+            for i in sorted(_known(part.attributes.get(name), self._outside), key=list(self._outside).index)
+            if i in paths
+        ]
 
     def _lay_out(self) -> None:
         paths = {id(module): path for path, module in self.root.named_modules()}
