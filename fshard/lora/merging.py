@@ -13,6 +13,8 @@ from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.lora import modules as adapted
 from fshard.lora.modules import PATHS
+from fshard.played.everywhere import called_on_each_rank
+from fshard.runtime.comm import collective_call, enter
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
@@ -56,6 +58,8 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
     return tree.nest(out)
 
 
+@called_on_each_rank
+@collective_call
 def absorb(state: TrainState, *, alpha: float) -> TrainState:
     """A state with its adapters added to their weights, and ``b`` zero again. Collective.
 
@@ -95,6 +99,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
         raise PlanError(lines("absorb: what is added to these weights would be rounded away:", packed, remedy))
     if not chosen:
         raise TreeError(f"absorb: {_without(by_path)}. Give a state of a plan of what lora.wrap or lora.init made.")
+    enter(plan.mesh, "absorb")
     for path in chosen:
         a, b = (_gathered(plan, path + suffix, by_path[path + suffix]) for suffix in (adapted.A, adapted.B))
         entry = by_path[path]

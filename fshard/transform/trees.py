@@ -1,5 +1,6 @@
 """Trees of shards as vectors: inner products, norms, random directions, stacks."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import cutting
 from fshard.errors import TreeError
 from fshard.model import random
-from fshard.sharding.layout import Group
+from fshard.sharding.layout import Group, Piece
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.flat import known_flat, same_layout
@@ -23,7 +24,8 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     """The inner product of the whole tensors of two trees of shards, equal on all ranks.
 
     Sharded leaves are summed over the ranks that hold their parts; replicated leaves count once. Integer leaves are
-    left out; bfloat16 and float16 leaves are multiplied and summed in float32.
+    left out; bfloat16 and float16 leaves are multiplied and summed in float32. Outside of ``run`` of a virtual mesh
+    trees are of whole tensors.
 
     Args:
         a, b: trees of shards, such as ``state.params`` or gradients.
@@ -46,10 +48,11 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
 def _dot(a: Any, b: Any, plan: Plan) -> Tensor:
     if (by_chunk := _of_chunks(a, b, plan)) is not None:
         return _summed(by_chunk, plan)
-    left, right = plan.check_tree(a, whole=False, what="a"), plan.check_tree(b, whole=False, what="b")
+    here = plan.mesh.everywhere
+    left, right = plan.check_tree(a, whole=here, what="a"), plan.check_tree(b, whole=here, what="b")
     sums: dict[Axes, Tensor] = {}
     for group in plan.groups:
-        axes = _held(group, plan)
+        axes = () if here else _held(group, plan)
         for leaf in group.leaves:
             if leaf.dtype.is_floating_point:
                 pair = (left[leaf.path].to(plan.mesh.device), right[leaf.path].to(plan.mesh.device))
@@ -114,6 +117,8 @@ def norm(a: Any, plan: Plan) -> Tensor:
 
 def normal(key: Tensor, plan: Plan) -> dict[str, Any]:
     """A tree of shards of standard normal numbers, which do not depend on the mesh. Local.
+
+    Outside of ``run`` of a virtual mesh it is a tree of whole tensors.
 
     Args:
         key: of ``fs.random``, the same on every rank.
@@ -195,6 +200,8 @@ def _random(key: Tensor, plan: Plan, draw: Callable[..., Tensor]) -> dict[str, A
         group, at = places[path]
         piece, own = group.piece(at, plan.mesh), random.fold_in(key.to(device), number)
         local = group.local_shape(at, plan.mesh)
+        if plan.mesh.everywhere:  # the caller stands for all ranks, and trees are of whole tensors
+            piece, local = Piece((0,) * len(leaf.shape), leaf.shape, 0, math.prod(leaf.shape)), leaf.shape
         if not leaf.trainable:
             out[path] = torch.zeros(local, dtype=leaf.dtype, device=device)
         elif piece.shape == leaf.shape:
