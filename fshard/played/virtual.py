@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -98,6 +99,9 @@ class VirtualMesh(Mesh):
         One rank runs at a time, up to the next collective that it must wait for, so a run is deterministic. Inside,
         ``fs.make_mesh`` returns the mesh of the rank, so the ``main()`` of a script for torchrun runs unchanged. Every
         rank starts from the current state of the random generators, and this process continues with that of rank 0.
+        Runs of several threads of a process, of one mesh or of several, come one after the other, since PyTorch's
+        forward-mode level and its generators are those of the process. So no other thread may call ``torch.func.jvp``
+        meanwhile.
 
         Args:
             fn: called as ``fn(*args, **kwargs)``. All ranks get, and share, the same objects.
@@ -150,8 +154,27 @@ def play(
     # All threads share PyTorch's forward-mode level: the first jvp opens it, and its end clears all tangents. This jvp
     # lasts as long as the run, so the end of one rank's jvp keeps the tangents of the others.
     one = torch.ones((), device="cpu")
-    torch.func.jvp(all_ranks, (one,), (one,))
+    with _alone():
+        torch.func.jvp(all_ranks, (one,), (one,))
     return results
+
+
+RUNS = "_fshard_runs"
+"""The attribute of the main thread that holds the lock of runs."""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, no other thread of the process plays ranks: it has one forward-mode level, and one set of generators.
+
+    A run that a rank of another one makes is part of that.
+    """
+    if playing() is not None:
+        yield
+        return
+    lock = vars(threading.main_thread()).setdefault(RUNS, threading.RLock())
+    with lock:
+        yield
 
 
 def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, device: str | torch.device = "cpu") -> VirtualMesh:

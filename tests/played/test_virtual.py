@@ -226,3 +226,34 @@ def test_each_rank_has_its_own_attention_kernels() -> None:
     assert torch.backends.cuda.flash_sdp_enabled()
     assert mesh.run(plain) == [[True] * 4, [False, True] * 2, [False, True] * 2]
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def test_runs_of_several_threads_come_one_after_the_other() -> None:
+    """The forward-mode level of torch.func and the random generators are those of the process."""
+    found: dict[int, Any] = {}
+
+    def slope(mesh: fs.Mesh, count: int) -> list[float]:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.002)  # lets the other thread run
+            return c.psum(x * x, "data", mesh=mesh)
+
+        return [torch.func.jvp(f, (torch.tensor(float(n)),), (torch.tensor(1.0),))[1].item() for n in range(count)]
+
+    def play(number: int) -> None:
+        mesh = fs.virtual_mesh((2,), ("data",))
+        try:
+            found[number] = mesh.run(slope, mesh, 5 * number + 5)  # the first one ends first
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=play, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [[4.0 * n for n in range(5 * number + 5)]] * 2 for number in range(3)}
+
+
+def test_a_rank_may_run_another_mesh() -> None:
+    inner, outer = (fs.virtual_mesh((2,), (name,)) for name in ("in", "out"))
+    assert outer.run(lambda: inner.run(lambda: outer.axis_names)) == [[("out",)] * 2] * 2
