@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard.arguments import Want, expect
 from fshard.errors import PlanError, lines
@@ -10,7 +10,7 @@ from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.outer_steps.buffers import Outer
 from fshard.outer_steps.exchange import Exchange, Flight
-from fshard.outer_steps.fragments import make_fragments, table_of
+from fshard.outer_steps.fragments import Timetable, make_fragments, table_of
 from fshard.outer_steps.replica import plan_of_replica
 from fshard.runtime.comm import collective_call, enter, mesh_communicator
 from fshard.runtime.comm.facts import compare
@@ -26,6 +26,23 @@ from fshard.training.step import TrainStep, programs_of
 
 BLOCK = 256
 """Elements of a leaf that share a scale."""
+
+
+class Exchanges(NamedTuple):
+    """What travels when.
+
+    Attributes:
+        table: when fragments leave and arrive.
+        fragments: their number, or patterns.
+        over: the axis of replicas.
+    """
+
+    table: Timetable
+    fragments: int | tuple[str, ...]
+    over: str
+
+    def __str__(self) -> str:
+        return f"every={self.table.every}, fragments={self.fragments!r}, delay={self.table.delay}"
 
 
 class OuterStep(TrainStep):
@@ -87,6 +104,7 @@ class OuterStep(TrainStep):
             The next state, and the metrics of this replica.
 
         Raises:
+            PlanError: the state is of an outer step with other exchanges, and a fragment is under way.
             ScheduleError: replicas are at different steps.
             NonFiniteError: as a train step; or parameters of a replica are not finite when they are exchanged, on all
                 ranks of all replicas. The anchor is as it was.
@@ -102,11 +120,13 @@ class OuterStep(TrainStep):
         self._stops = self._stops or stop
         state, metrics = super().__call__(state, batch, lr=lr)
         stopped = self._exchange_due(state)
+        state = replace(state, past=replace(state.past, exchanges=self._exchanges))
         self._returned = state.memory
         return state, replace(metrics, stop=stopped)
 
     def _meet(self, state: TrainState) -> None:
         """Compare a state that this step has not returned, and send again what is under way. All replicas."""
+        self._check_under_way(state)
         whole = self._exchange.mesh.whole
         enter(self.plan.mesh, "outer step")  # where a rank of this replica says that it takes no part
         enter(whole, "outer step")
@@ -117,6 +137,29 @@ class OuterStep(TrainStep):
         self._flights.clear()
         for number, left in self.opt.table.under_way(state.step).items():
             self._flights[number] = self._exchange.send(number, left, state.applied(), again=True)
+
+    @property
+    def _exchanges(self) -> Exchanges:
+        """What travels when."""
+        return Exchanges(self.opt.table, self.opt.fragments, self.opt.over)
+
+    def _check_under_way(self, state: TrainState) -> None:
+        """Refuse a state of another outer step while a fragment is under way, here or there.
+
+        Raises:
+            PlanError: with a step after which none is.
+        """
+        before, here, step = state.past.exchanges, self._exchanges, state.step
+        tables = [] if before in (None, here) else [before.table, here.table]
+        if not any(table.under_way(step) for table in tables):
+            return
+        calm = range(step, step + 4 * before.table.every * here.table.every)
+        free = next((n for n in calm if not any(table.under_way(n) for table in tables)), None)
+        when = "there is no such step: restore a checkpoint of parameters" if free is None else f"such as step {free}"
+        raise PlanError(
+            f"after step {step} a fragment is under way by {before} or {here}: the state was made by an outer step "
+            f"with the first, and this one has the second. Change over after a step with which none is, {when}"
+        )
 
     def _exchange_due(self, state: TrainState) -> bool:
         """Receive the fragment that arrives after this step, and send the one that leaves: it may be the same."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -31,11 +32,13 @@ class Past:
         made: what it was made from, as texts by name; None once ranks have compared it and what they hold copies of.
         exact: whether copies are equal bit for bit where they were made, or up to rounding.
         run: the run that it belongs to.
+        exchanges: of a state that an outer step has made, when its fragments leave and arrive, and which they are.
     """
 
     made: Mapping[str, str] | None = None
     exact: bool = True
     run: Run = field(default_factory=Run)
+    exchanges: Any = None
 
     def compared(self) -> "Past":
         """The same, once ranks have compared it."""
@@ -43,7 +46,7 @@ class Past:
 
     def elsewhere(self) -> "Past":
         """The past of a state made from the leaves of this one, which ranks have not compared."""
-        return Past({}, exact=False, run=self.run)
+        return Past({}, exact=False, run=self.run, exchanges=self.exchanges)
 
 
 def samples(leaves: Mapping[str, Tensor]) -> Texts:
