@@ -218,9 +218,12 @@ CALLS: dict[str, Any] = {
 """Collective calls of their own."""
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["traced", "on demand"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_collective_call_inside_of_a_loss_is_told(call: str) -> None:
+def test_a_collective_call_inside_of_a_loss_is_told(call: str, reads: bool) -> None:
     def nested(p: Any, batch: Any) -> Tensor:
+        if reads:
+            batch["x"].sum().item()
         CALLS[call](other.plan, teacher, batch["x"])
         return loss(p, batch)
 
