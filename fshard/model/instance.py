@@ -120,8 +120,7 @@ class Body:
             out = first(*args, **kwargs) if method == FORWARD else getattr(first, method)(*args, **kwargs)
         except BaseException as error:
             self._retire(instance)
-            if isinstance(error, RuntimeError) and "meta" in str(error) and (reached := self._template.reaches()):
-                raise reaches_outside(self.unit, reached) from error
+            self._explain(error)
             raise
         finally:
             instance.busy = False
@@ -133,6 +132,11 @@ class Body:
             if self.unit or self._template.shared.clean():
                 return out
         return self._finish(instance, out)
+
+    def _explain(self, error: BaseException) -> None:
+        """Raise an error that names the modules outside of a unit whose parameters, on the meta device, it met."""
+        if isinstance(error, RuntimeError) and "meta" in str(error) and (reached := self._template.reaches()):
+            raise reaches_outside(self.unit, reached) from error
 
     def run(
         self,

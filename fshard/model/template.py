@@ -79,7 +79,7 @@ class Template:
     def __init__(
         self, root: nn.Module, whole: nn.Module, params: Numbers, buffers: Numbers, shells: Mapping[int, Shell]
     ) -> None:
-        self.root, self._whole = root, whole
+        self.root = root
         self._originals = list(root.modules())
         self._outside = {id(x): x for x in (*whole.modules(), *whole.parameters())}
         self._leaves = {
@@ -113,7 +113,8 @@ class Template:
 
     def reaches(self) -> list[str]:
         """What attributes of its modules hold of modules outside of it: ``"tail, by 'others' of a Block"``."""
-        paths = {id(module): path for path, module in self._whole.named_modules() if id(module) not in self._number}
+        whole: nn.Module = next(iter(self._outside.values()))
+        paths = {id(module): path for path, module in whole.named_modules() if id(module) not in self._number}
         return [
             f"{paths[i]}, by {name!r} of a {type(module).__name__}"
             for module, part in zip(self._originals, self._parts, strict=True)
