@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from model import Size, loss_of, make
 from torch import Tensor
 
@@ -21,6 +22,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "fx, remat": {"compile": "fx", "remat": "all"},
     "optimizer state in host memory": {"host": True},
     "LoRA": {"lora": True},
+    "bfloat16": {"short": True},
+    "bfloat16, LoRA": {"short": True, "lora": True},
     "two microbatches": {"accumulate": 2},
     "auto within a limit": {"auto": True},
 }
@@ -33,7 +36,9 @@ def made(name: str, size: Size, batch: Tensor) -> tuple[Callable[[], object], Ca
     if options.pop("lora", False):
         model = fs.lora.wrap(model, [ADAPTED], rank=8, alpha=16)
     host = {"memory_kind": "unpinned_host", "update_on": "device"} if options.pop("host", False) else {}
-    plan = fs.make_plan(model, mesh, [fs.Rule(".*", fs.fsdp("shard"), **host)], batch=fs.P("shard"))
+    short = fs.Precision(torch.bfloat16, torch.bfloat16) if options.pop("short", False) else None
+    rules = [fs.Rule(".*", fs.fsdp("shard"), **host)]
+    plan = fs.make_plan(model, mesh, rules, batch=fs.P("shard"), precision=short)
     opt = fs.optim.adamw(1e-3)
 
     def loss(params: Any, x: Tensor) -> Tensor:

@@ -78,21 +78,32 @@ SLOWER = 1.1
 """A link is shaped if its steady rate is less than that of transfers apart from each other by more than this factor."""
 
 
-def settled(times: Sequence[float], before: int, sent: int) -> Stream:
-    """What a link does, from the last part of a series of equal transfers.
+SETTLED = 1.25
+"""A series has come to the steady rate if its second half was no faster than this, compared with that rate."""
+
+
+def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
+    """What a link does, from series of equal transfers, which come to its steady rate in the last one at least.
 
     Args:
-        times: when each transfer had arrived, in seconds from the begin of the series, the first of them being the last
-            of an earlier part.
-        before: transfers up to that one.
+        series: when each transfer of a series had arrived, in seconds from its begin.
         sent: bytes that a rank sends for each.
 
-    >>> settled([1.0, 1.5, 2.0, 2.5, 3.0], 4, 100)
+    >>> settled([[0.0, 0.0, 0.5, 1.0]], 100)
     Stream(rate=200.0, burst=200.0, each=0.0, peers=0)
     """
-    half = (len(times) - 1) // 2
-    rate = (len(times) - 1 - half) * sent / max(times[-1] - times[half], 1e-9)
-    return Stream(rate, max((before + len(times) - 1) * sent - rate * times[-1], 0.0))
+    rate, burst = _second_half(series[-1], sent), 0.0
+    for times in series:
+        burst += len(times) * sent - rate * times[-1]
+        if _second_half(times, sent) <= SETTLED * rate:
+            break
+    return Stream(rate, max(burst, 0.0))
+
+
+def _second_half(times: Sequence[float], sent: int) -> float:
+    """Bytes a second."""
+    half = len(times) // 2
+    return (len(times) - half) * sent / max(times[-1] - times[half - 1], 1e-9)
 
 
 @dataclass(frozen=True)

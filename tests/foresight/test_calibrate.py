@@ -9,7 +9,7 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.schedule import Costs, Link, Policy, Schedule, check, simulate
 from fshard.schedule.auto import Rates
-from fshard.schedule.fit import APART, OpTime, Stream, fit, typical
+from fshard.schedule.fit import APART, OpTime, Stream, fit, settled, typical
 from fshard.schedule.footprint import footprint
 from fshard.schedule.transfers import awaited, started
 from tests.schedule.test_costs import over
@@ -91,6 +91,16 @@ def test_a_link_that_lets_bursts_pass_is_foreseen_at_its_steady_rate() -> None:
     exact, wrong = simulate(ahead, truth), simulate(ahead, blind)
     assert wrong.seconds - 5.0 < 0.9 * (exact.seconds - 5.0)  # what pauses hide
     assert found.links["shard"].burst == 150.0 and blind.links["shard"].burst == 0.0
+
+
+def test_a_burst_is_what_series_were_ahead_of_the_steady_rate() -> None:
+    def series(count: int, held: float) -> list[float]:  # 100 bytes each, 50 a second, of which the first ones at once
+        return [max(100.0 * (n + 1) - held, 1.0) / 50.0 for n in range(count)]
+
+    # The first series ends within the burst, and a pause brings some of it back.
+    found = settled([series(4, 500.0), series(8, 100.0), series(16, 20.0)], 100)
+    assert found.rate == pytest.approx(50.0) and found.burst == pytest.approx(500.0, rel=0.01)
+    assert settled([series(4, 150.0), series(8, 40.0)], 100).burst == pytest.approx(150.0)
 
 
 def test_a_link_that_is_as_fast_when_it_is_busy_is_a_line() -> None:

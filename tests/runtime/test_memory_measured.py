@@ -1,6 +1,7 @@
 """What a step allocates, seen from outside: the arena once, as large as the schedule says, and then nothing like it."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -144,3 +145,33 @@ def test_prefetch_costs_what_the_schedule_says() -> None:
         step = fs.make_train_step(loss, fs.optim.adamw(1e-3), plan, schedule=fs.Policy(prefetch=prefetch))
         sizes.append(step.trace(torch.ones(2, WIDTH)).schedule.memory.arena_bytes)
     assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [UNIT_BYTES] * 3
+
+
+def _replaced() -> bool:
+    """Whether an arena that became too small is gone at once, without the collector."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = fs.make_plan(_params(), mesh, [(".*", P(flat="shard"))], units=("*",))
+        rule = fs.optim.sgd(1e-3)
+
+        def some(p: Any, b: Any) -> Tensor:
+            x = b["x"]
+            for number in range(b["layers"]):
+                x = layer(p[str(number)], x)
+            return x.square().mean()
+
+        step = fs.make_train_step(some, rule, plan, schedule=fs.Policy(reshard=False))
+        state = fs.init_state(plan, rule, params=_params())
+        gc.collect()
+        gc.disable()
+        sizes, old = [], []
+        for layers in (1, LAYERS, 1):
+            state, _ = step(state, {"x": torch.ones(2, WIDTH), "layers": layers})
+            sizes.append(step._runner.programs.memory.arena.nbytes)
+            old.append(weakref.ref(step._runner.programs.memory.arena.untyped_storage()))
+        gc.enable()
+        assert sizes[0] < sizes[1] == sizes[2]
+        return old[0]() is None
+
+
+def test_an_arena_that_became_too_small_is_gone_at_once(pool: Pools) -> None:
+    assert all(pool(2).run(_replaced))

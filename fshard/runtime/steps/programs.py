@@ -289,7 +289,9 @@ class Programs:
     def _arena(self, size: int) -> Tensor:
         memory = self.memory
         if memory.arena is None or memory.arena.numel() < size:
-            # Programs made before hold views of the old arena: they are made again when they come up.
+            # Programs made before hold views of the old arena, some in cycles: they are made again when they come up.
+            for prepared in self.made.values():
+                prepared.engine.slots.release()
             self.made.clear()
             memory.arena = memory.new_arena(size)
         return memory.arena

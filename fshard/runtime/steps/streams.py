@@ -51,22 +51,30 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     full = torch.empty(comm.size * shard.numel(), dtype=torch.uint8, device=device)
     exchange(control, torch.zeros(1, device="cpu"))
     sleep(PAUSE)
-    arrivals, count = [0.0], FIRST
-    begun = perf_counter()
-    while True:
-        under_way = [comm.all_gather(full, shard) for _ in range(AHEAD)]
-        for number in range(count):
-            under_way.pop(0).wait()
-            arrivals.append(perf_counter() - begun)
-            if number + AHEAD < count:
-                under_way.append(comm.all_gather(full, shard))
-        # The slowest rank's clock decides for all when to stop, and how fast the link is.
-        row = torch.tensor([*arrivals[-count - 1 :]], dtype=torch.float64, device="cpu")
-        times = exchange(control, row).max(0).values.tolist()
-        if times[-1] - times[0] >= SPAN or count >= MOST:
-            found = settled(times, len(arrivals) - 1 - count, (comm.size - 1) * shard.numel())
-            return replace(found, each=_message(comm, control, device), peers=comm.size - 1)
+    series: list[list[float]] = []
+    count = FIRST
+    while not series or (series[-1][-1] < SPAN and count <= MOST):
+        series.append(_series(comm, control, full, shard, count))
         count *= 2
+    found = settled(series, (comm.size - 1) * shard.numel())
+    return replace(found, each=_message(comm, control, device), peers=comm.size - 1)
+
+
+def _series(
+    comm: Communicator, control: Communicator, full: torch.Tensor, shard: torch.Tensor, count: int
+) -> list[float]:
+    """When each of some gathers without a pause had arrived on all ranks, in seconds from the begin. Collective."""
+    arrivals: list[float] = []
+    begun = perf_counter()
+    under_way = [comm.all_gather(full, shard) for _ in range(AHEAD)]
+    for number in range(count):
+        under_way.pop(0).wait()
+        arrivals.append(perf_counter() - begun)
+        if number + AHEAD < count:
+            under_way.append(comm.all_gather(full, shard))
+    row = torch.tensor(arrivals, dtype=torch.float64, device="cpu")
+    times: list[float] = exchange(control, row).max(0).values.tolist()
+    return times
 
 
 def _message(comm: Communicator, control: Communicator, device: torch.device) -> float:
