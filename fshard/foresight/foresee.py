@@ -258,7 +258,7 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
     bare = Task(found.schedule.program, found.schedule.groups, found.needs, step.options.accumulate, full, True)
-    return on_plan(replace(bare, axes=found.program_axes), plan)
+    return on_plan(replace(bare, axes=found.program_axes, graphs=found.graphs), plan)
 
 
 def on_plan(task: Task, plan: Plan) -> Task:

@@ -273,9 +273,14 @@ def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:
 def _beside(before: Need, needs: Sequence[Need]) -> list[Need]:
     """The needs of a pass beside what the code before it has left. The first need has those of that code too."""
     held = before.after
-    first, *rest = [replace(need, peak=need.peak + held, after=need.after + held) for need in needs]
+    first, *rest = [_above(need, held) for need in needs]
     flops, moved = first.flops + before.flops, first.moved + before.moved
-    return [Need(max(first.peak, before.peak), first.after, flops, moved), *rest]
+    most = max(first.peak, before.peak), max(first.bare, before.bare)
+    return [Need(most[0], first.after, flops, moved, most[1]), *rest]
+
+
+def _above(need: Need, held: int) -> Need:
+    return replace(need, peak=need.peak + held, after=need.after + held, bare=need.bare + held)
 
 
 def _stacked(leaf: Any, many: int) -> Any:

@@ -222,7 +222,7 @@ def tried(task: Task, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule
     schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     kinds = {op.kind for op in schedule}
     run = simulate(schedule, costs.only(kinds))
-    memory = footprint(schedule, task.needs or [Need(0, 0, 0)])
+    memory = footprint(schedule, task.needs or [Need(0, 0, 0)], task.graphs)
     return Candidate(policy, memory, run.seconds, run.exposed, task.again), schedule
 
 

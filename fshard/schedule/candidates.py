@@ -33,6 +33,7 @@ class Task:
         second: by axes over which groups may stay sharded between their uses, the groups as they then are.
         again: the units that are computed again in their backward. ``needs`` are those with it.
         axes: those over which the program communicates itself.
+        graphs: whether unit graphs write gradients where they are flat.
     """
 
     program: Program | Stages
@@ -44,6 +45,7 @@ class Task:
     second: Mapping[Axes, Sequence[GroupInfo]] = field(default_factory=dict)
     again: tuple[str, ...] = ()
     axes: Sequence[Axes] = ()
+    graphs: bool = False
 
     @property
     def stages(self) -> Stages:

@@ -1,11 +1,11 @@
 """The footprint of a step: all that it holds beside its state, op by op, activations included."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
-from fshard.schedule.ops import COMPUTE_KINDS
+from fshard.schedule.ops import COMPUTE_KINDS, ROOT
 from fshard.schedule.schedule import Schedule
 
 
@@ -15,12 +15,14 @@ class Need:
 
     ``peak`` includes activations that were there before, and gradients of leaves. ``flops`` are those of matrix
     products and their like; ``moved`` are the bytes that all other operators read and write: that is their time.
+    ``bare`` is the peak without gradients of leaves that end with the op: a graph writes those to the flat gradient.
     """
 
     peak: int
     after: int
     flops: int
     moved: int = 0
+    bare: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,12 @@ class Footprint:
         return markup.shown(title, markup.table(["", "bytes", ""], rows))
 
 
-def footprint(schedule: Schedule, needs: Sequence[Need]) -> Footprint:
+def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -> Footprint:
     """The peak of a step, given the needs of one microbatch's compute ops; every microbatch is taken to need the same.
 
     With several passes they are those of ``schedule.stages.computes``. One need alone is that of every compute op.
-    A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that.
+    A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that. With
+    ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it.
     """
     memory, done = schedule.memory, 0
     order = schedule.stages.spread(range(len(schedule.stages.computes)))
@@ -73,6 +76,8 @@ def footprint(schedule: Schedule, needs: Sequence[Need]) -> Footprint:
         if op.kind in COMPUTE_KINDS:
             need = needs[order[done] % len(needs)]
             held, after, done = need.peak, need.after, done + 1
+            if graphs and op.target != ROOT:
+                held = max(held, need.bare + born[at])
             beside -= born[at]
         best = max(best, (held + beside, -at, beside, held))
     total, at, beside, held = best

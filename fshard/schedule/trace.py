@@ -25,6 +25,7 @@ class Trace:
         idle: the trained leaves that get no gradient; None where only a run has found the program.
         communicators: what it communicates on between ranks, by role and axes: those of transfers, and as
             ``"collectives"`` those that the program itself uses. NCCL takes memory for each.
+        graphs: whether unit graphs write gradients where they are flat.
 
     >>> import torch, fshard as fs
     >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
@@ -43,20 +44,22 @@ class Trace:
     needs: tuple[Need, ...] = field(default=(), repr=False)
     idle: tuple[str, ...] | None = field(default=None, repr=False)
     communicators: tuple[tuple[str, Axes], ...] = field(default=(), repr=False)
+    graphs: bool = field(default=False, repr=False)
 
     @functools.cached_property
     def footprint(self) -> Footprint:
         """What the step holds at its peak beside its state, on batches of these shapes.
 
         Activations are those of the eager engine (``compile=None``), as fake tensors show them: memory that an operator
-        takes for itself alone is not in it.
+        takes for itself alone is not in it. Unit graphs write gradients where they are flat, which is there from the
+        begin of a unit's backward.
 
         Raises:
             PlanError: a run has found the program, which depends on values of tensors.
         """
         if not self.needs:
             raise _found_by_a_run("its memory cannot be foreseen")
-        return footprint(self.schedule, self.needs)
+        return footprint(self.schedule, self.needs, self.graphs)
 
     @property
     def program_axes(self) -> tuple[Axes, ...]:

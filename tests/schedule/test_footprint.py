@@ -133,3 +133,22 @@ def test_gradients_and_casts_that_are_kept_between_steps_are_in_it(
     low = 0.96 if precision == EXACT else 0.98  # gradients of leaves wait in the dtype of compute, which is shorter
     for above, said in pool(world).run(measured, fs.Policy(), 1, ROWS, precision, 4 * WIDTH):
         assert low * said <= above <= 1.02 * said
+
+
+def test_graphs_hold_the_flat_gradient_from_the_begin_of_a_backward() -> None:
+    """A backward makes first its largest activation, then a small gradient of a leaf."""
+    alone = group("a", 1024, 512, 1024, staging=512)
+    schedule = build(program(("a",), {"a": (0,)}), [alone], Policy())
+    needs = [Need(0, 0, 0), Need(10_000, 9_000, 0), Need(11_000, 50, 0, bare=10_900), Need(60, 0, 0)]
+    eager, graphs = footprint(schedule, needs), footprint(schedule, needs, graphs=True)
+    assert eager.where == graphs.where == "backward a"
+    assert graphs.peak_bytes == eager.peak_bytes - 100 + 1024
+
+
+def test_what_a_need_is_without_gradients_of_leaves() -> None:
+    _, step = make(fs.abstract_mesh((2,), ("shard",)), fs.Policy())
+    found = trace(loss, step.plan, torch.ones(8, WIDTH), True)  # activations are an eighth of a gradient
+    assert found is not None
+    assert all(need.bare == need.peak for need in found.needs[: LAYERS + 1])
+    for need in found.needs[LAYERS + 1 : -1]:
+        assert need.after <= need.bare <= need.peak - W // 2

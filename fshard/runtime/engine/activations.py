@@ -34,6 +34,10 @@ class Activations(TorchDispatchMode):
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held: dict[int, Any] = {}
+        self.numbers: dict[int, int] = {}  # of the storages that are held, in the order in which they were made
+        self.changes: list[tuple[int, int]] = []  # since the turn before: the number of a storage, and its bytes
+        self.first = self.made = 0
+        self.graded: set[int] = set()
         self.live = self.peak = self.flops = self.moved = 0
         self.needs: list[Need] = []
         self.known: list[Any] = []
@@ -67,9 +71,25 @@ class Activations(TorchDispatchMode):
 
     def take(self) -> Need:
         """What was needed since the turn before."""
-        need = Need(self.peak, self.live, self.flops, self.moved)
+        need = Need(self.peak, self.live, self.flops, self.moved, self._bare())
         self.peak, self.flops, self.moved = self.live, 0, 0
+        self.first = self.live
+        self.changes.clear()
+        self.graded.clear()
         return need
+
+    def gradients(self, tensors: Iterable[Tensor | None]) -> None:
+        """These are gradients of leaves."""
+        keys = (x.untyped_storage()._cdata for x in tensors if x is not None)
+        self.graded.update(self.numbers[key] for key in keys if key in self.numbers)
+
+    def _bare(self) -> int:
+        """The peak since the turn before without gradients of leaves."""
+        live = most = self.first
+        for number, size in self.changes:
+            live += 0 if number in self.graded else size
+            most = max(most, live)
+        return most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then note what it made."""
@@ -95,11 +115,14 @@ class Activations(TorchDispatchMode):
             return
         size = storage.nbytes()
         self.held[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        self.numbers[key] = self.made = self.made + 1
+        self.changes.append((self.made, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
     def _gone(self, key: int, size: int) -> None:
         del self.held[key]
+        self.changes.append((self.numbers.pop(key), -size))
         self.live -= size
 
 

@@ -7,7 +7,7 @@ values cannot run so; the first real step then finds the program on demand.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,7 +185,8 @@ def _traced_in(
     mode: ProgramMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat
 ) -> tuple[Found, Any] | None:
     moved: set[str] = set()
-    engine = Engine(plan, functools.partial(_note_moved, plan, moved), remat)
+    watching: list[Activations] = []
+    engine = Engine(plan, functools.partial(_note_moved, plan, moved, watching), remat)
     own: dict[Axes, None] = {}
     objects = [held(x) for x in opaque(batch)]
     try:
@@ -195,6 +196,7 @@ def _traced_in(
         activations = Activations(
             [x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)]
         )
+        watching.append(activations)
         seen = Tracing(activations.turn)
         engine.start(seen)
         inside = without_data(batch, mode, activations, plan.mesh, own)
@@ -289,7 +291,16 @@ def _unmoved(plan: Plan, moved: set[str]) -> tuple[str, ...]:
     return tuple(path for path, leaf in plan.leaves.items() if leaf.trainable and path not in moved)
 
 
-def _note_moved(plan: Plan, moved: set[str], group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
+def _note_moved(
+    plan: Plan,
+    moved: set[str],
+    watching: Sequence[Activations],
+    group: int,
+    numbers: list[int],
+    grads: list[Tensor | None],
+) -> None:
     """Fake gradients go nowhere; whose they are is noted."""
+    for activations in watching:
+        activations.gradients(grads)
     leaves = plan.groups[group].leaves
     moved.update(leaves[n].path for n, grad in zip(numbers, grads, strict=True) if grad is not None)

@@ -142,8 +142,15 @@ class Programs:
         else:
             schedule = build(found.program, self.infos, self.policy, self.accumulate, self.train)
         check(schedule)
-        needed = communicators(self.plan, self.comms.secondary, found.axes)
-        return Trace(schedule, choice, needs, found.idle, (*needed, *between(schedule.groups)))
+        needed = tuple(communicators(self.plan, self.comms.secondary, found.axes))
+        needed = (*needed, *between(schedule.groups))
+        return Trace(schedule, choice, needs, found.idle, needed, self._direct)
+
+    @property
+    def _direct(self) -> bool:
+        """Whether unit graphs write gradients where they are flat: a graph writes in the dtype in which it computes."""
+        trained = [group for group in self.plan.groups if group.trainable]
+        return self.cache is not None and all(group.reduce_dtype == group.compute_dtype for group in trained)
 
     def undecided(self, found: Found) -> Auto | None:
         """What chooses the policy of a program, where all ranks still have to do that together; else None."""
@@ -187,7 +194,7 @@ class Programs:
     def _task(self, found: Found) -> Task:
         full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
         task = Task(found.program, self.infos, found.needs, self.accumulate, full, self.train, self.second)
-        return replace(task, axes=found.axes)
+        return replace(task, axes=found.axes, graphs=self._direct)
 
     def scheduled(self, found: Found) -> Prepared:
         """A program with its schedule, made at the first call."""

@@ -6,7 +6,7 @@ That is rough, and alike on all ranks.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 
 import torch
 
@@ -83,11 +83,12 @@ def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:
 
 def common(comms: Communicators, rates: Rates, needs: tuple[Need, ...]) -> tuple[Rates, tuple[Need, ...]]:
     """The rates of the slowest rank, and the needs of the neediest: the same on all ranks. Collective."""
-    flat = [number for need in needs for number in (need.peak, need.after, need.flops, need.moved)]
+    flat = [number for need in needs for number in astuple(need)]
     row = torch.tensor([-rates.compute, -rates.wire, *flat], dtype=torch.float64, device="cpu")
     most = exchange(comms.control, row).max(0).values.tolist()
     numbers = [int(number) for number in most[2:]]
-    agreed = tuple(Need(*numbers[at : at + 4]) for at in range(0, len(numbers), 4))
+    width = len(fields(Need))
+    agreed = tuple(Need(*numbers[at : at + width]) for at in range(0, len(numbers), width))
     return Rates(-most[0], -most[1], rates.latency), agreed
 
 

@@ -67,6 +67,6 @@ def begun(task: Task, auto: Auto, size: int) -> Trial | None:
     policy = replace(APART, update=auto.update, reshard=kept[0] if kept else True)  # it times gathers of both kinds
     schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     check(schedule)
-    if auto.memory is not None and footprint(schedule, task.needs).peak_bytes > auto.memory:
+    if auto.memory is not None and footprint(schedule, task.needs, task.graphs).peak_bytes > auto.memory:
         return None
     return Trial(schedule, task)
