@@ -33,8 +33,7 @@ class Activations(TorchDispatchMode):
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.held: dict[int, Any] = {}
-        self.numbers: dict[int, int] = {}  # of the storages that are held, in the order in which they were made
+        self.held: dict[int, tuple[Any, int]] = {}  # storages that are alive, and their numbers as they were made
         self.changes: list[tuple[int, int]] = []  # since the turn before: the number of a storage, and its bytes
         self.first = self.made = 0
         self.graded: set[int] = set()
@@ -81,7 +80,7 @@ class Activations(TorchDispatchMode):
     def gradients(self, tensors: Iterable[Tensor | None]) -> None:
         """These are gradients of leaves."""
         keys = (x.untyped_storage()._cdata for x in tensors if x is not None)
-        self.graded.update(self.numbers[key] for key in keys if key in self.numbers)
+        self.graded.update(self.held[key][1] for key in keys if key in self.held)
 
     def _bare(self) -> int:
         """The peak since the turn before without gradients of leaves."""
@@ -114,15 +113,15 @@ class Activations(TorchDispatchMode):
         if key in self.held or key in self.seen:
             return
         size = storage.nbytes()
-        self.held[key] = weakref.ref(storage, lambda _: self._gone(key, size))
-        self.numbers[key] = self.made = self.made + 1
+        self.made += 1
+        self.held[key] = weakref.ref(storage, lambda _: self._gone(key, size)), self.made
         self.changes.append((self.made, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
     def _gone(self, key: int, size: int) -> None:
-        del self.held[key]
-        self.changes.append((self.numbers.pop(key), -size))
+        _, number = self.held.pop(key)
+        self.changes.append((number, -size))
         self.live -= size
 
 
