@@ -47,7 +47,7 @@ class Activations(TorchDispatchMode):
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These were there before, like parameters."""
-        found = [x.untyped_storage() for x in tensors]
+        found = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
         self.known += found  # kept, so that no other takes their place
         self.seen.update(storage._cdata for storage in found)
 
@@ -108,6 +108,8 @@ class Activations(TorchDispatchMode):
         return out
 
     def _note(self, x: Tensor) -> None:
+        if x.layout is not torch.strided:
+            return  # a sparse tensor: its parts were noted when they were made
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self.held or key in self.seen:

@@ -36,6 +36,7 @@ from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
 from fshard.runtime.engine.units import GRAD, VERSION, Called, Reads, Units, bare
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory import Slots
+from fshard.runtime.memory.slots import storage_of
 from fshard.sharding.owners import ROOT
 from fshard.sharding.plan import Plan
 
@@ -181,7 +182,7 @@ class Engine:
     def _mark(self, mark: "Mark", reads: Reads, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         storages = self.slots.storages
         for number, out in enumerate(outputs):
-            if out.untyped_storage()._cdata in storages:
+            if storage_of(out) in storages:
                 raise reads.aliased(mark.name, number)
             if out.requires_grad and not any(map(operator.is_, repeat(out), inputs)):
                 _hook(out, mark)
@@ -233,7 +234,7 @@ class Engine:
         return result
 
     def _lasting(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.slots.storages:
+        if isinstance(leaf, Tensor) and storage_of(leaf) in self.slots.storages:
             return leaf.detach().clone()
         return leaf
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
@@ -223,7 +223,10 @@ def _traced_in(
 
 
 def _as_fake(mode: ProgramMode, x: Tensor) -> Tensor:
-    return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
+    try:
+        return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
+    except AssertionError as error:  # of a kind that has no fake form here, such as a jagged one
+        raise UnsupportedFakeTensorException(f"{x.layout}: {error}") from error
 
 
 @contextmanager

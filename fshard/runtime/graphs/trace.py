@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fshard import tree
 from fshard.model.checkpoint_policies import SavePolicy
 from fshard.runtime.engine.fake_fallback import quiet
+from fshard.runtime.memory.slots import storage_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on, and that a unit may return."""
@@ -192,7 +193,7 @@ def inspect(source: Source) -> Result:
         raise Untraceable("it draws from Python's random, whose numbers would be the same in every step")
     found: list[tuple[str, Any]] = []
     outputs: list[Tensor] = []
-    storages = {x.untyped_storage()._cdata for x in watched}
+    storages = {key for x in watched if (key := storage_of(x)) is not None}
     for leaf in flat:
         same = [i for i, x in enumerate(inputs) if leaf is x]
         if not isinstance(leaf, (Tensor, *PLAIN)):
