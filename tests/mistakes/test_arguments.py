@@ -111,7 +111,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: fs.optim.from_torch(torch.optim.SGD(Net().parameters())), "cls is a SGD: give a class of torch.optim"),
     (
         lambda: _step(schedule=fs.Auto(memory=9, compute=1.0, wire=1.0)).trace(BATCH),
-        r"reshard=true update=deferred\.\n",
+        r"reshard=true update=deferred\. Most of it is:\n",
     ),
     (lambda: fs.lora.wrap(Net(), ".*"), r"model is a Net: give what fs\.split\(module\) returned"),
     (
