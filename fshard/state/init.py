@@ -229,7 +229,7 @@ def _some_leaves(params: Any, plan: Plan, whole: bool) -> dict[str, Tensor]:
     shapes = {path: leaf.shape for path, leaf in plan.leaves.items()}
     if not whole:
         shapes = {path: group.local_shape(number, plan.mesh) for path, (group, number) in plan.places().items()}
-    filled = given | {path: torch.zeros(()).expand(shapes[path]) for path in idle}
+    filled = given | {path: torch.zeros((), device="cpu").expand(shapes[path]) for path in idle}
     flat = plan.check_tree(tree.nest(filled), whole=whole)
     return {path: leaf for path, leaf in flat.items() if path not in idle}
 
