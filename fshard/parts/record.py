@@ -101,7 +101,7 @@ class Recorded:
 
     @functools.cached_property
     def communicates(self) -> list[Axes]:
-        """The axes over which the function, and the programs of its passes, communicate themselves."""
+        """The mesh axes of the collectives that the function and the programs of its passes call."""
         return sorted({axes for each in self.passes for axes in each.found.axes} | {*self.axes})
 
     @property

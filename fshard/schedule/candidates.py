@@ -32,7 +32,7 @@ class Task:
         train: whether a program has a backward.
         second: by axes over which groups may stay sharded between their uses, the groups as they then are.
         again: the units that are computed again in their backward. ``needs`` are those with it.
-        axes: those over which the program communicates itself.
+        axes: mesh axes of the collectives that the program itself calls.
         graphs: whether unit graphs write gradients where they are flat.
     """
 

@@ -38,7 +38,7 @@ def communicators(plan: Plan, secondary: Axes = (), program: Iterable[Axes] = ()
     Args:
         plan: the plan, whose groups have transfers.
         secondary: the axes over which groups are gathered again.
-        program: the axes over which the program communicates itself.
+        program: mesh axes of the collectives that the program itself calls.
     """
     order = [*KINDS, COLLECTIVES]
     needs = {need for group in plan.groups for need in _needs(group, secondary)} | {(COLLECTIVES, a) for a in program}

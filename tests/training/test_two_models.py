@@ -214,3 +214,35 @@ def _scale(p: Any, x: torch.Tensor) -> torch.Tensor:
 def test_an_abstract_mesh_is_a_value(how: Any) -> None:
     mesh = fs.abstract_mesh((2, 2), ("replica", "shard"), rank=3)
     assert how(mesh) == mesh
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("spec", [fs.fsdp("shard"), P()])
+def test_states_that_take_turns_in_one_step(spec: Any, donate: bool, compute: torch.dtype | None) -> None:
+    """On one rank leaves are views of the shards of a state: each step reads those of the state that it is given."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["w"]).square().mean()
+
+    plan = fs.make_plan(
+        {"w": torch.zeros(3, 2)},
+        fs.make_mesh((1,), ("shard",)),
+        [(".*", spec)],
+        precision=None if compute is None else fs.Precision(compute),
+    )
+    opt = fs.optim.adamw(0.1)
+    batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(n), dtype=compute) for n in range(3)]
+
+    def run(seeds: list[int]) -> dict[int, list[float]]:
+        step, look = fs.make_train_step(loss, opt, plan, donate=donate), fs.make_eval_step(loss, plan)
+        starts = {seed: {"w": torch.full((3, 2), float(seed))} for seed in seeds}
+        states = {seed: fs.init_state(plan, opt, params=start) for seed, start in starts.items()}
+        found: dict[int, list[float]] = {seed: [] for seed in seeds}
+        for batch in batches:
+            for seed in seeds:
+                states[seed], metrics = step(states[seed], batch)
+                found[seed] += [float(metrics.loss), float(look(states[seed], batch))]
+        return found
+
+    assert run([1, 2]) == run([1]) | run([2])

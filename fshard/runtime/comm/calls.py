@@ -95,8 +95,8 @@ def enter(mesh: Mesh, call: str) -> None:
 def refuse_nested(call: str) -> None:
     """Refuse a collective call that a function makes which a step runs.
 
-    A step runs such a function on tensors without data first, of which the call can make nothing. Only where no trace
-    tells what it does are its tensors real in the first run.
+    A step first runs such a function on tensors without data, which the call cannot use. If no trace can tell what the
+    function does, its first run has real tensors.
 
     Raises:
         LossError: such a run is under way.

@@ -124,8 +124,8 @@ class Engine:
 
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
-        over, self.executor = self.executor is None, None
-        if not over and not bare(self.slots.trained):
+        ended, self.executor = self.executor is None, None
+        if not ended and not bare(self.slots.trained):
             for leaf in self.slots.trained:
                 leaf.grad = None
 
@@ -135,7 +135,7 @@ class Engine:
             return unit.fn(params, *args, **kwargs)
         executor = self.executor
         if executor is None:
-            raise over(unit)
+            raise _no_step(unit)
         called = self.units.called(unit, params)
         if self.differentiating:
             return self._again(called, args, kwargs)
@@ -320,7 +320,7 @@ class Mark:
             self.passed = self.engine.enter_backward(self.name, self.index)
 
 
-def over(unit: Unit) -> UnitError:
+def _no_step(unit: Unit) -> UnitError:
     """The error of a unit that is called when no step runs."""
     return UnitError(
         f"{unit!r} was called with parameters of a step that is over: use params only inside the loss "
@@ -345,10 +345,10 @@ _PLAIN = frozenset((Tensor,))
 def _hook(out: Tensor, mark: Mark) -> None:
     """Let the gradient of a tensor call a mark: ``register_hook``, but for the handle, which takes most of its time."""
     node: Any = out.grad_fn
-    hooks: Any = OrderedDict(((mark, mark),))
     if type(out) is not Tensor or node is None or out._backward_hooks is not None:
         out.register_hook(mark)  # type: ignore[no-untyped-call]
         return
+    hooks: Any = OrderedDict(((mark, mark),))
     out._backward_hooks = hooks
     node._register_hook_dict(out)
 

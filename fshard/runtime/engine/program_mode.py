@@ -1,4 +1,4 @@
-"""The fake mode of traces, which notes over which axes a program would communicate."""
+"""The fake mode of traces. It notes the mesh axes of the collectives that a program calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class ProgramMode(FakeTensorMode):
 
     @contextmanager
     def noting(self, mesh: Mesh, axes: dict[Axes, None]) -> Iterator[None]:
-        """Inside, write down the axes of this mesh over which ranks would communicate."""
+        """Inside, write down the axes of the collectives over this mesh."""
         before, (self._mesh, self._axes) = (self._mesh, self._axes), (mesh, axes)
         try:
             yield

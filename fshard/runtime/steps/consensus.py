@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.engine.loss import Mean, fingerprint, means_of, no_aux
+from fshard.runtime.memory.norms import DTYPE
 from fshard.runtime.steps.refusals import unlike_losses
 
 OK, FAILED, RETRY, CUT = 0, 1, 2, 3
@@ -158,7 +159,7 @@ def _stacked(tensors: Sequence[Tensor]) -> list[float]:
     return found
 
 
-DTYPE, NDIM = operator.attrgetter("dtype"), operator.attrgetter("ndim")
+NDIM = operator.attrgetter("ndim")
 
 
 def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0) -> Verdict:
