@@ -1,8 +1,9 @@
 """Host overhead: a tiny GPT in one process, where the host's work for each unit is most of a step.
 
 The claim: sharding costs the host little. Relative to the same model in plain eager PyTorch with fused AdamW. Besides,
-on the GPT of 25 MB: metrics, norms of groups and trackers take less than a hundredth of a step, and so do the
-flight recorder and the live view, which a terminal shows anew once a second.
+the flight recorder, which is always on, takes less than a hundredth of such a step; and so do, on the GPT of 25 MB,
+metrics, norms of groups and trackers, the recorder's mapped file, and the live view, which a terminal shows anew once
+a second.
 """
 
 import argparse
@@ -11,13 +12,16 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 
 import peers
 import torch
-from common import Report, arguments, middle, peers_option, ratio
+from common import Report, Row, arguments, middle, peers_option, ratio
 from model import SMALL, TINY
 from rich.console import Console
 
+from fshard.runtime.comm.flight import Flight
+from fshard.schedule import Op, Schedule
 from fshard.tracking.history import History
 from fshard.tracking.screen import screen
 
@@ -42,6 +46,8 @@ def measure(args: argparse.Namespace) -> int:
         built = peers.build(names, TINY)
         peers.check_agreement(built, TINY)
         samples = peers.interleave(built, TINY, rounds, warm=1)
+    if "fshard" in names:
+        report.rows.append(flight_row("fshard", built["fshard"].train.schedule, samples["fshard"]["wall"]))
     for name in names:
         report.medians[name] = {kind: statistics.median(samples[name][kind]) for kind in ("wall", "cpu")}
         base = "eager clip" if name.endswith(" clip") and "eager clip" in names else BASE
@@ -67,9 +73,32 @@ def track(report: Report, rounds: int) -> None:
     step = statistics.median(samples[TRACKED[1]]["wall"])
     records = [seconds / step for seconds in built[TRACKED[1]].records[-2 * rounds :]]
     report.rows.append(middle("25 MB: a record / a step", "wall", records, 0.01))
+    report.rows.append(flight_row("25 MB", built[plain].train.schedule, samples[plain]["wall"]))
     report.rows.append(middle("a drawing of the live view / the second between two", "wall", drawings(), 0.01))
     for name in TRACKED:
         report.medians[f"25 MB: {name}"] = {kind: statistics.median(samples[name][kind]) for kind in ("wall", "cpu")}
+
+
+def flight_row(name: str, schedule: Schedule, steps: Sequence[float]) -> Row:
+    """What the flight recorder takes of a step: all stamps of its ops, and the note of the run."""
+    step = statistics.median(steps)
+    return middle(f"{name}: flight recorder / step", "wall", [seconds / step for seconds in stampings(schedule)], 0.01)
+
+
+def stampings(schedule: Schedule, count: int = 400) -> list[float]:
+    """The seconds in which all ops of a run are stamped as an executor does it, the loop around that included."""
+    flight, found = Flight(0, 1), []
+    for _ in range(count):
+        begun = time.perf_counter()
+        times: list[float] = []
+        ran: list[Op] = []
+        flight.begin(schedule, ran, times)
+        for op in schedule.ops:
+            times.append(time.perf_counter())
+            ran.append(op)
+        times.append(time.perf_counter())
+        found.append(time.perf_counter() - begun)
+    return found
 
 
 def drawings(count: int = 40, width: int = 200) -> list[float]:

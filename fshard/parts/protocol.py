@@ -22,14 +22,13 @@ from fshard.parts.record import Recorded, record
 from fshard.parts.replay import Replay
 from fshard.parts.running import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
-from fshard.runtime.comm.call_site import executing
 from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import signature
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Pending, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
-from fshard.runtime.execution.flight import executor_of
+from fshard.runtime.execution.flight import begin, executor_of
 from fshard.runtime.execution.update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.consensus import FAILED, OK, exchange_sums
@@ -218,7 +217,7 @@ class StepRunner:
         step, control = replay.step, mesh_communicator(self.plan.mesh)
         comms, intent = step.programs[0].comms, Intent(step.digest, lambda: str(step.schedule))
         plain = any([each.spec.train and not each.found.weighted for each in step.recorded.passes])
-        executing(executor)
+        begin(self.plan.mesh, executor)
         try:
             with together(comms):
                 executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts))

@@ -74,11 +74,12 @@ class VirtualTransport:
         if (thread := self._playing()) is not None:
             thread.scheduler.lives.end(role, self.mesh.rank, reason)
 
-    def abort_all(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> str:
         """Let every rank fail at its next collective of this run."""
         thread = self._playing()
         if thread is not None and thread.scheduler.failure is None:
             thread.scheduler.fail(f"rank {self.mesh.rank} gave up: {reason}")
+        return ""
 
     def _playing(self) -> RankThread | None:
         """The thread of a rank in a run of this mesh."""

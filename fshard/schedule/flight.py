@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fshard.errors import PlanError, ShardError
-from fshard.schedule.ops import STEP_KINDS
+from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.transfers import awaited
 
 FORMAT = "fshard flight 1"
 RECORD = struct.Struct("<dIiQ")
 HEADER, SLOTS = 4096, 8192
+TRACE = "fshard trace"
+"""The command that reads records."""
+
 OVER = -1
 """The number of the op that comes after a step's last."""
 
@@ -31,6 +34,24 @@ def file_name(rank: int) -> str:
 def schedule_name(rank: int, schedule: int) -> str:
     """The file of a schedule's text."""
     return f"rank{rank}.{schedule:015x}.schedule"
+
+
+def stamped(ops: Sequence[Op], ran: Sequence[Op], times: Sequence[float]) -> list[tuple[float, int]]:
+    """When a run came to each of its ops, by their numbers, and last to the op that is under way, or to its end.
+
+    Args:
+        ops: those of the schedule.
+        ran: the ops that were come to, in order. Only compute ops are left out by a program that skips calls.
+        times: when each of them began; one more where an op that communicates is under way, or the run is over.
+    """
+    at, found = -1, []
+    for op, seconds in zip(ran, times, strict=False):
+        at = ops.index(op, at + 1)
+        found.append((seconds, at))
+    if len(times) > len(ran):
+        due = (place for place in range(at + 1, len(ops)) if ops[place].kind not in COMPUTE_KINDS)
+        found.append((times[len(ran)], next(due, OVER)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -52,12 +73,16 @@ class Record:
         ranks: how many there were.
         entries: from the oldest to the newest.
         schedules: those that could be read, by number.
+        reason: why it was written: what the rank raised, or where it had been for long; empty if nobody said.
+        written: when, in seconds since the epoch; 0 for a ring that is written as the rank goes on.
     """
 
     rank: int
     ranks: int
     entries: Sequence[Entry]
     schedules: Mapping[int, Schedule] = field(repr=False)
+    reason: str = ""
+    written: float = 0.0
 
     @property
     def place(self) -> tuple[int, float]:
@@ -91,7 +116,10 @@ def read_records(folder: Path) -> list[Record]:
     """
     found = [record for path in sorted(folder.glob("rank*.flight")) for record in _record(path)]
     if not found:
-        raise PlanError(f"{folder} has no records of ranks: set FSHARD_RECORD={folder} where the ranks start")
+        raise PlanError(
+            f"{folder} has no records of ranks: give the folder that an error names, or that of fs.view.record, or set "
+            f"FSHARD_RECORD={folder} where the ranks start"
+        )
     return sorted(found, key=lambda record: record.rank)
 
 
@@ -101,6 +129,7 @@ def _record(path: Path) -> Iterator[Record]:
     try:
         head = json.loads(content[:HEADER])
         rank, ranks, clock = int(head["rank"]), int(head["ranks"]), float(head["clock"])
+        reason, written = str(head.get("reason", "")), float(head.get("written", 0.0))
     except (ValueError, KeyError, TypeError):
         return
     body = content[HEADER : len(content) - (len(content) - HEADER) % RECORD.size]
@@ -113,7 +142,7 @@ def _record(path: Path) -> Iterator[Record]:
             schedules[number] = parse(text.read_text())
         except (OSError, ShardError):
             continue
-    yield Record(rank, ranks, entries, schedules)
+    yield Record(rank, ranks, entries, schedules, reason, written and written + clock)
 
 
 def verdict(records: Sequence[Record]) -> str:
@@ -122,14 +151,15 @@ def verdict(records: Sequence[Record]) -> str:
     if not known:
         return "no rank has come to an op"
     absent = [rank for rank in range(records[0].ranks) if rank not in known]
-    newest = max(record.entries[-1].time for record in known.values())
-    lines = [f"{ranks_text(absent)} left no record"] if absent else []
+    newest = max(max(record.entries[-1].time, record.written) for record in known.values())
+    lines = [f"{ranks_text(absent)} left no record here"] if absent else []
     lines += [line for line in [_awaited(known, absent)] if line]
     for rank, record in known.items():
         entry = record.entries[-1]
         age = newest - entry.time
-        since = f", for {age:.1f} s when the last entry of any rank was made" if age > 0.05 else ""
+        since = f", for {age:.1f} s when the last record was made" if age > 0.05 else ""
         lines.append(f"  rank {rank} is at {record.words(entry)}{since}")
+        lines += [f"    {line}" for line in record.reason.splitlines()[:1]]
     return "\n".join(lines)
 
 
@@ -140,9 +170,10 @@ def _awaited(known: Mapping[int, Record], absent: Sequence[int]) -> str:
     others = [rank for rank in waiting if rank not in late]
     if late and others:
         return f"{ranks_text(others)} {'wait' if len(others) > 1 else 'waits'} for {ranks_text(late)}"
+    told = any(record.reason for record in known.values())
     if len(waiting) == len(known):
-        return "all ranks wait at the same op: what they wait for is on its way"
-    return "" if late else f"nobody waits: all ranks have ended run {next(iter(known.values())).place[0]}"
+        return "all ranks wait at the same op" + ("" if told else ": what they wait for is on its way")
+    return "" if late or told else f"nobody waits: all ranks have ended run {next(iter(known.values())).place[0]}"
 
 
 def _behind(known: Mapping[int, Record], waiting: Sequence[int]) -> list[int]:

@@ -6,11 +6,12 @@ Views print, and show themselves in notebooks. Pictures are drawn with matplotli
 
 from fshard.view.chrome import trace
 from fshard.view.plans import plan
+from fshard.view.record import record
 from fshard.view.stepping import step_through
 from fshard.view.tensors import sharding
 from fshard.view.timeline import timeline
 
-__all__ = ["plan", "sharding", "step_through", "timeline", "trace"]
+__all__ = ["plan", "record", "sharding", "step_through", "timeline", "trace"]
 
 
 def __dir__() -> list[str]:

@@ -74,6 +74,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "value_and_grad": lambda: (loss, PLAN),
     "verify": lambda: (step(), st(), BATCH),
     "virtual_mesh": lambda: ((2,), ("shard",)),
+    "view.record": lambda: ("run", MESH),
     "view.trace": lambda: ("step.json", fs.sim.simulate(SCHEDULE, costs())),
     "view.timeline": lambda: (SCHEDULE, fs.sim.simulate(SCHEDULE, costs())),
     "lora.init": lambda: (MODEL.params, r".*weight"),

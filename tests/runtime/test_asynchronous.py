@@ -118,9 +118,9 @@ class AsynchronousTransport:
         for key in [key for key in thread.scheduler.logs if key[0] == role]:
             del thread.scheduler.logs[key]
 
-    def abort_all(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> str:
         """End everything."""
-        self.inner.abort_all(reason)
+        return self.inner.abort_all(reason)
 
 
 def ranks_of(body: Callable[[fs.Mesh, Device], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm.flight import Flight, flight_of
+from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import Event
 from fshard.sharding.mesh import Axes
@@ -71,8 +71,12 @@ class Transport(Protocol):
     def abort(self, role: str, reason: str = ...) -> None:
         """Close the communicators of a role: peers that wait for this rank there get an error at once."""
 
-    def abort_all(self, reason: str) -> None:
-        """Close all communicators for good: this rank cannot continue. Peers that wait for it get the reason."""
+    def abort_all(self, reason: str) -> str:
+        """Close all communicators for good: this rank cannot continue. Peers that wait for it get the reason.
+
+        Returns:
+            A line that says where this rank's record is; empty if there is none.
+        """
 
     def close(self, reason: str = "") -> None:
         """Leave. Collective without a reason; with one, peers that wait for this rank get it."""
@@ -130,12 +134,13 @@ class SingleRankTransport:
         """Does nothing: no peer waits."""
 
     @functools.cached_property
-    def flight(self) -> Flight | None:
-        """The record of its ops, if the environment asks for one."""
-        return flight_of(0, 1)
+    def flight(self) -> Flight:
+        """The record of its ops."""
+        return Flight(0, 1)
 
-    def abort_all(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> str:
         """Does nothing: no peer waits."""
+        return ""
 
     def close(self, reason: str = "") -> None:
         """Does nothing."""

@@ -1,26 +1,180 @@
-"""The flight recorder: a ring of the ops that a rank came to, in a file that is mapped into memory.
+"""The flight recorder: what a rank's last runs did, op by op.
 
-What was written is in the file however the process ends: killed, stopped or stuck. A record is the time, the number of
-the run, the number of the op in its schedule, and which schedule; texts of schedules lie beside it. ``fshard trace``
-reads the files of all ranks.
+Executors stamp each op that they come to. The recorder keeps the stamps of the last runs, which costs a tuple a run. It
+writes them to a file when a rank loses another one, when its watchdog has seen it wait or compute for long, or when
+asked. Where ``FSHARD_RECORD`` names a folder, each op is also noted in a file that is mapped into memory: that is there
+however the process ends. ``fshard trace`` reads the files of all ranks.
 """
 
 import json
 import mmap
 import os
+import stat
+import tempfile
+import threading
 import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from fshard.errors import PlanError
-from fshard.schedule.flight import FORMAT, HEADER, RECORD, SLOTS, file_name, schedule_name
+from fshard.runtime.comm.bounded import bounded
+from fshard.schedule.flight import FORMAT, HEADER, RECORD, SLOTS, TRACE, file_name, schedule_name, stamped
+from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 
 VARIABLE = "FSHARD_RECORD"
 """The environment variable that names the folder of records."""
 
+RUNS = 32
+"""The runs whose stamps are kept."""
+
+PATIENCE = 2.0
+"""Seconds for writing a record: a file system that does not answer must not hold back an error."""
+
+REASON = 300
+"""Characters of the reason that a record has: a header must hold them, at up to twelve bytes each."""
+
+
+Kept = tuple[tuple[int, int], str]
+"""A run and its number of times, and a line."""
+
+
+class Noted(NamedTuple):
+    """A run: its number, its schedule, and the ops and times that its executor adds to."""
+
+    number: int
+    schedule: Schedule
+    ops: Sequence[Op]
+    times: Sequence[float]
+
 
 class Flight:
     """The record of one rank.
+
+    Args:
+        rank: this rank.
+        ranks: how many there are.
+
+    Attributes:
+        name: of the job, equal on its ranks; empty before they have met.
+        runs: the last runs.
+        mapped: the file that has each op at once, if the environment asks for one.
+        kept: where the rank was in its last failure, and what was told of its record.
+        passing: whether a record was left that goes when the rank goes on.
+
+    Raises:
+        PlanError: the folder that the environment names cannot be written to.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.name = rank, ranks, ""
+        self.runs: deque[Noted] = deque(maxlen=RUNS)
+        folder = os.environ.get(VARIABLE)
+        self.mapped = Mapped(Path(folder), rank, ranks) if folder else None
+        self.kept: Kept | None = None
+        self.passing = False
+        self.lock = threading.Lock()
+
+    def begin(self, schedule: Schedule, ops: Sequence[Op], times: Sequence[float]) -> None:
+        """A run begins, whose executor adds ops and times to these lists. Runs count in which all ranks have met."""
+        number = 1
+        if self.runs:
+            last = self.runs[-1]
+            number = last.number + bool(last.ops)
+            if not last.ops:
+                self.runs.pop()
+        self.runs.append(Noted(number, schedule, ops, times))
+        if self.mapped is not None:
+            self.mapped.begin(number, schedule)
+
+    def meet(self, name: str) -> None:
+        """The ranks have met, and call their job so."""
+        self.name = self.name or name
+
+    def leave(self, reason: str, lasting: bool = True) -> str:
+        """Write the record for whoever wants to know what this rank did; once where it has not gone on since.
+
+        Args:
+            reason: why; ``fshard trace`` shows it.
+            lasting: whether the record stays. If not, ``withdraw`` removes it.
+
+        Returns:
+            A line for an error: where the record is, or why there is none. Empty if there is nothing to tell.
+        """
+        if not self.runs or not (self.name or self.mapped):
+            return ""
+        last, where = self.runs[-1], "the temp directory"
+        place = last.number, len(last.times)
+        if self.kept is not None and (self.kept[0] == place or not lasting):
+            return self.kept[1]
+        try:
+            folder = self._folder()
+            where, line = f"{folder}", f"`{TRACE} {folder}` shows what each rank did before."
+            kept = (place, line) if lasting else None
+            bounded(lambda: self._leave(folder, reason, kept), PATIENCE, "writing the record")
+        except Exception as error:  # of the file system; the error that is told matters more
+            line = f"No record of what this rank did before could be written to {where}: {error}"
+            self.kept = (place, line) if lasting else self.kept
+        return line
+
+    def withdraw(self) -> None:
+        """Remove a record that was not left for good: the rank has gone on."""
+        if self.passing and self.kept is None:
+            with suppress(Exception):
+                bounded(self._withdraw, PATIENCE, "removing the record")
+
+    def write(self, folder: Path, reason: str = "") -> None:
+        """Write the record to a folder. The file is complete or not there. Another thread may run ops meanwhile."""
+        if self.mapped is not None and folder.resolve() == self.mapped.folder.resolve():
+            return  # it is there already
+        rows = []
+        for run in self.runs.copy():
+            number = number_of(run.schedule)
+            times, ops = [*run.times], [*run.ops]  # in this order: of an op there is a time before there is the op
+            stamps = stamped(run.schedule.ops, ops[: len(times)], times)
+            rows += [RECORD.pack(seconds, run.number, op, number) for seconds, op in stamps]
+            path = folder / schedule_name(self.rank, number)
+            if not path.exists():
+                replace(path, str(run.schedule).encode())
+        head = header(self.rank, self.ranks, reason, time.perf_counter())
+        replace(folder / file_name(self.rank), head + b"".join(rows[-SLOTS:]))
+
+    def _folder(self) -> Path:
+        """Where records are left."""
+        return self.mapped.folder if self.mapped else Path(tempfile.gettempdir(), f"fshard-{self.name}")
+
+    def _leave(self, folder: Path, reason: str, kept: Kept | None) -> None:
+        with self.lock:
+            if kept is None and self.kept is not None:
+                return
+            self.kept, self.passing = kept, kept is None
+            if self.mapped is not None:
+                self.mapped.tell(reason)
+                return
+            try:
+                self.write(own_folder(folder), reason)
+            except FileNotFoundError:  # another rank withdrew its record meanwhile, and the folder with it
+                self.write(own_folder(folder), reason)
+
+    def _withdraw(self) -> None:
+        with self.lock:
+            if self.kept is not None:
+                return
+            self.passing = False
+            if self.mapped is not None:
+                self.mapped.tell("")
+                return
+            folder = self._folder()
+            for path in folder.glob(f"rank{self.rank}.*"):
+                path.unlink(missing_ok=True)
+            folder.rmdir()  # if it is empty
+
+
+class Mapped:
+    """A ring of the ops that a rank came to, in a file that is mapped into memory.
 
     Args:
         folder: where it is kept; made if it is not there.
@@ -28,7 +182,8 @@ class Flight:
         ranks: how many there are.
 
     Attributes:
-        run: the number of runs so far.
+        run: the number of the run.
+        schedule: the number of its schedule.
         place: where the next entry goes.
 
     Raises:
@@ -36,16 +191,15 @@ class Flight:
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
-        self.folder, self.rank, self.run = folder, rank, 0
+        self.folder, self.rank, self.ranks = folder, rank, ranks
+        self.run = self.schedule = 0
         self.place, self.end = HEADER, HEADER + SLOTS * RECORD.size
         self.known: set[int] = set()
-        clock = time.time() - time.perf_counter()
-        head = json.dumps({"format": FORMAT, "rank": rank, "ranks": ranks, "clock": clock, "pid": os.getpid()})
         path = folder / file_name(rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            unfinished.write_bytes(head.encode().ljust(HEADER) + bytes(SLOTS * RECORD.size))
+            unfinished = unfinished_of(path)
+            unfinished.write_bytes(header(rank, ranks) + bytes(SLOTS * RECORD.size))
             with unfinished.open("r+b") as file:
                 self.memory = mmap.mmap(file.fileno(), 0)
             unfinished.replace(path)
@@ -53,27 +207,60 @@ class Flight:
             raise PlanError(f"{VARIABLE}={folder}: no record can be kept there: {error}") from error
         self.pack, self.clock = RECORD.pack_into, time.perf_counter
 
-    def begin(self, schedule: Schedule) -> int:
-        """A run of a schedule begins; returns the schedule's number."""
-        number = int(schedule.hash[:15], 16)
-        if number not in self.known:
-            self.known.add(number)
-            path = self.folder / schedule_name(self.rank, number)
-            unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            unfinished.write_text(str(schedule))
-            unfinished.replace(path)
-        self.run += 1
-        return number
+    def begin(self, run: int, schedule: Schedule) -> None:
+        """A run of a schedule begins."""
+        self.run, self.schedule = run, number_of(schedule)
+        if self.schedule not in self.known:
+            self.known.add(self.schedule)
+            replace(self.folder / schedule_name(self.rank, self.schedule), str(schedule).encode())
 
-    def note(self, op: int, schedule: int) -> None:
+    def note(self, op: int) -> None:
         """The rank comes to an op."""
         place = self.place
-        self.pack(self.memory, place, self.clock(), self.run, op, schedule)
+        self.pack(self.memory, place, self.clock(), self.run, op, self.schedule)
         place += RECORD.size
         self.place = place if place < self.end else HEADER
 
+    def tell(self, reason: str) -> None:
+        """Say in the file why the rank cannot go on, or where it has been for long; empty for nothing of that."""
+        written = time.perf_counter() if reason else 0.0
+        self.memory[:HEADER] = header(self.rank, self.ranks, reason, written)
 
-def flight_of(rank: int, ranks: int) -> Flight | None:
-    """The record that the environment asks for, if it does."""
-    folder = os.environ.get(VARIABLE)
-    return Flight(Path(folder), rank, ranks) if folder else None
+
+def header(rank: int, ranks: int, reason: str = "", written: float = 0.0) -> bytes:
+    """The begin of a record: a line of JSON."""
+    clock = time.time() - time.perf_counter()
+    told = {"reason": reason.partition("\n")[0][:REASON], "written": written}
+    head = {"format": FORMAT, "rank": rank, "ranks": ranks, "clock": clock, "pid": os.getpid(), **told}
+    return json.dumps(head).encode().ljust(HEADER)
+
+
+def number_of(schedule: Schedule) -> int:
+    """The number of a schedule, from its hash."""
+    return int(schedule.hash[:15], 16)
+
+
+def own_folder(folder: Path) -> Path:
+    """A folder that only this user can read and write; made if it is not there.
+
+    Raises:
+        PlanError: something else has that name, such as a link, or a folder of another user.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PlanError("it is no folder that this user alone can read and write")
+    return folder
+
+
+def unfinished_of(path: Path) -> Path:
+    """The name of a file until all of it is there."""
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file, complete or not at all."""
+    unfinished = unfinished_of(path)
+    unfinished.write_bytes(content)
+    unfinished.replace(path)

@@ -23,14 +23,14 @@ class PartTransport(ProcessTransport):
     """
 
     def __init__(self, mesh: PartMesh, whole: ProcessTransport) -> None:
-        super().__init__(mesh, whole.backend, whole.timeout, False, whole.shared_memory)
-        self.whole, self.flight = whole, whole.flight
+        super().__init__(mesh, whole.backend, whole.timeout, False, whole.shared_memory, whole.flight)
+        self.whole = whole
         self._numbers, self._names = count(), dict[Any, str]()
         self._begin = f"fshard/{whole.store_name()}/part {len(whole.parts)} of {'_'.join(map(str, mesh.members))}"
 
-    def abort_all(self, reason: str) -> None:
+    def abort_all(self, reason: str) -> str:
         """Close all communicators for good, those between replicas too."""
-        self.whole.abort_all(reason)
+        return self.whole.abort_all(reason)
 
     def _group(self, ranks: Sequence[int], backend: str, **options: Any) -> Any:
         """A process group that only the ranks of the replica make.

@@ -1,6 +1,7 @@
 """The transport between processes of a torch.distributed job."""
 
 import datetime
+import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import Communicator, SingleRank
 from fshard.runtime.comm.cuts import Cuts
 from fshard.runtime.comm.exchange import exchange, exchange_text
-from fshard.runtime.comm.flight import flight_of
+from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import Link, Rendezvous, close_links, host_key
@@ -48,10 +49,17 @@ class ProcessTransport:
         timeout: how long a rank waits for others.
         owned: whether ``close`` destroys the default process group.
         shared_memory: whether ranks of one host use shared memory in place of gloo.
+        flight: the record of this rank; a new one by default.
     """
 
     def __init__(
-        self, mesh: Mesh, backend: str, timeout: datetime.timedelta, owned: bool, shared_memory: bool = True
+        self,
+        mesh: Mesh,
+        backend: str,
+        timeout: datetime.timedelta,
+        owned: bool,
+        shared_memory: bool = True,
+        flight: Flight | None = None,
     ) -> None:
         self.mesh, self.backend, self.timeout, self.owned = mesh, backend, timeout, owned
         self.shared_memory = shared_memory
@@ -60,8 +68,8 @@ class ProcessTransport:
         self.base: Communicator | None = None
         self.hosts, self.groups = list[str](), list[Any]()
         self.lost = ""
-        self.flight = flight_of(mesh.rank, mesh.size) if mesh.whole is mesh else None
-        self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all)
+        self.flight = flight or Flight(mesh.rank, mesh.size)
+        self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all, flight=self.flight)
         self.cuts = Cuts(self.watchdog, mesh.members[mesh.rank], self._waiting, self._heard)
 
     @property
@@ -112,18 +120,21 @@ class ProcessTransport:
         else:
             self.abort_all(reason)
 
-    def abort_all(self, reason: str) -> None:
-        """Close all communicators for good, so that no peer waits for this rank."""
+    def abort_all(self, reason: str) -> str:
+        """Close all communicators for good, so that no peer waits for this rank, and leave this rank's record."""
         self.lost = self.lost or reason
         self._drop([*self.comms.values(), self.base], reason)
         for part in self.parts:
             ProcessTransport.abort_all(part, reason)
+        return self.flight.leave(reason)
 
     def close(self, reason: str = "") -> None:
         """Close all communicators and destroy their groups, and the default group if ``make_mesh`` made it."""
         for part in self.parts:
             part.close(reason)
         self.watchdog.close()
+        if not reason:
+            self.flight.withdraw()
         self._drop([*self.comms.values()], reason)
         self.comms.clear()
         self.base = None
@@ -273,5 +284,7 @@ class ProcessTransport:
             group = self._group(range(size), "gloo")
             self.watchdog.name = self._name(group)
             self.base = GlooCommunicator("base", size, group, self.watchdog, self.mesh.members, key=self.watchdog.name)
-            self.hosts = list(exchange_text(self.base, host_key(), 256))
+            told = exchange_text(self.base, f"{secrets.token_hex(4)} {host_key()}", 256)
+            self.hosts = [text.partition(" ")[2] for text in told]
+            self.flight.meet(told[0].partition(" ")[0])
         return self.base

@@ -18,6 +18,7 @@ from typing import TextIO
 from fshard.errors import CommError, lines
 from fshard.runtime.comm.call_site import op_of, place
 from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
+from fshard.runtime.comm.flight import Flight
 
 LONG = 10.0
 """Seconds of a wait after which a line is printed."""
@@ -31,7 +32,10 @@ STATUS = 70
 ASKED = "what each rank was calling:"
 """Ends the first line of an error that has been explained."""
 
-STUCK = ("imed out", "another collective", "different calls")
+LATE = "imed out"
+"""A part of the text of errors of waits that took too long."""
+
+STUCK = (LATE, "another collective", "different calls")
 """Parts of error texts which say that ranks may be at different calls."""
 
 
@@ -70,6 +74,7 @@ class Watchdog:
         timeout: seconds that a wait may take.
         abort_all: tells the other ranks that this one cannot continue.
         out: the file for printed lines; None for standard error.
+        flight: the record of this rank.
 
     Attributes:
         notes: the failure notes of the job.
@@ -78,8 +83,15 @@ class Watchdog:
         looks: what else its thread calls at each tick.
     """
 
-    def __init__(self, rank: int, timeout: float, abort_all: Callable[[str], None], out: TextIO | None = None) -> None:
-        self.rank, self.timeout, self.abort_all, self.out = rank, timeout, abort_all, out
+    def __init__(
+        self,
+        rank: int,
+        timeout: float,
+        abort_all: Callable[[str], object],
+        out: TextIO | None = None,
+        flight: Flight | None = None,
+    ) -> None:
+        self.rank, self.timeout, self.abort_all, self.out, self.flight = rank, timeout, abort_all, out, flight
         self.notes, self.name = FailureNotes(), "start"
         self.waits: dict[int, Wait] = {}
         self.looks: list[Callable[[], None]] = []
@@ -87,8 +99,12 @@ class Watchdog:
         self.told, self.failed = Told(), False
         self.closed = threading.Event()
         self.early = min(LONG, timeout / 2)
-        self.tick = min(1.0, self.early / 4)
         self.thread: threading.Thread | None = None
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two looks."""
+        return min(1.0, self.early / 4)
 
     def start(self) -> None:
         """Start the thread, if it does not run."""
@@ -115,7 +131,7 @@ class Watchdog:
 
     @contextmanager
     def explaining(self, ranks: Sequence[int], fatal: bool) -> Iterator[None]:
-        """Add what each rank was calling to errors inside, if ranks may be at different calls.
+        """Add to errors inside what each rank was calling, if ranks may be at different calls, and where records are.
 
         Args:
             ranks: those that take part.
@@ -127,25 +143,33 @@ class Watchdog:
         try:
             yield
         except CommError as error:
-            if ASKED not in str(error):
-                self._explain(error, ranks, fatal)
+            text = str(error)
+            stuck = any(word in text for word in STUCK)
+            if ASKED not in text:
+                text = self._explained(text, ranks, fatal, stuck)
+            if self.flight is not None and (fatal or LATE in text):  # else all ranks go on, from a mistake
+                left = self.flight.leave(str(error))
+                text = f"{text}\n{left}" if left not in text else text
+            if text != str(error):
+                raise CommError(text) from error
             raise
 
-    def _explain(self, error: CommError, ranks: Sequence[int], fatal: bool) -> None:
-        own, stuck = place(), any(word in str(error) for word in STUCK)
+    def _explained(self, text: str, ranks: Sequence[int], fatal: bool, stuck: bool) -> str:
+        """The text of an error, with the calls of the ranks if they may be at different ones."""
+        own = place()
         self.failed = True
         if fatal and stuck:
-            self.abort_all(f"{type(error).__name__}: {error} (at {own})")
+            self.abort_all(f"CommError: {text} (at {own})")
         self._tell(own)
         others = [rank for rank in ranks if rank != self.rank][: MOST - 1]
         notes = self.notes.collect([self._key(rank) for rank in others], GATHERING if stuck else 0.0)
         if not stuck and not any(notes):
-            return  # a rank has ended, and cannot leave a note: no need to wait for one
+            return text  # a rank has ended, and cannot leave a note: no need to wait for one
         told = {self.rank: own, **dict(zip(others, notes, strict=True))}
         why = "the store does not answer" if self.notes.silent else "it is frozen, gone or elsewhere"
         rows = [f"rank {rank}: {told[rank] or f'no answer: {why}'}" for rank in sorted(told)]
         remedy = "All ranks must make the same calls of the library in one order."
-        raise CommError(lines(f"{error}; {ASKED}", rows, remedy)) from error
+        return lines(f"{text}; {ASKED}", rows, remedy)
 
     def _run(self) -> None:
         while not self.closed.wait(self.tick):
@@ -161,13 +185,13 @@ class Watchdog:
             self.seen = {thread: seen for thread, seen in self.seen.items() if thread in now}
             if not self.seen and not self.failed:
                 main = threading.main_thread().ident
-                self._tell(place(main) if self.told.at(op_of(main), self.tick) >= self.early else "")
+                self._leave(place(main) if self.told.at(op_of(main), self.tick) >= self.early else "")
 
     def _look(self, thread: int, seen: Seen) -> None:
         """Act on a wait that has lasted one tick more."""
         before, seen.seconds = seen.seconds, seen.seconds + self.tick
         if before < self.early <= seen.seconds:
-            self._tell(place(thread))
+            self._leave(place(thread))
         if before < LONG <= seen.seconds:
             self._say(f"rank {self.rank} has waited {LONG:g} s {self._for(seen.wait)}; it is at {place(thread)}")
         if seen.seconds > self.timeout + LAST:
@@ -184,6 +208,15 @@ class Watchdog:
             return f"for other ranks in {what}"
         note = self.notes.reason_of(self._key(rank))
         return f"for rank {rank} in {what}" + (f" (rank {rank} is at {note})" if note else "")
+
+    def _leave(self, text: str) -> None:
+        """Leave a note, and this rank's record as long as the note is there."""
+        before = self.told.text
+        self._tell(text)
+        if self.flight is not None and text and not before:
+            self.flight.leave(text, lasting=False)
+        elif self.flight is not None and before and not text:
+            self.flight.withdraw()
 
     def _tell(self, text: str) -> None:
         if text != self.told.text:

@@ -23,7 +23,7 @@ class Scheduled:
 
     Attributes:
         record: what ran.
-        times: when each op of it began.
+        times: when each op of it began; one more while an op that communicates is under way, and at the end.
         lost: whether a collective of the schedule has failed, so that no other can follow.
         draining: whether the program is over, so that only what other ranks wait for is still to be done.
     """
@@ -47,8 +47,8 @@ class Scheduled:
             self._run_to(position)
         if self.look is not None:
             self.look(position)
-        self.record.append(self.ops[position])
         self.times.append(perf_counter())
+        self.record.append(self.ops[position])
         self.cursor = position + 1
 
     def place(self, computing: bool) -> str:
@@ -116,15 +116,18 @@ class Scheduled:
     def _perform(self, run: Callable[[], T]) -> T:
         if self.look is not None:
             self.look(self.cursor)
-        op, begun = self.ops[self.cursor], perf_counter()
+        op = self.ops[self.cursor]
+        self.times.append(perf_counter())
         try:
             found = run()
         except CommError as error:
             self.lost = True
             where = self.actions.where(op.target)
-            raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}': {error}{where}") from error
+            raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}'{where}: {error}") from error
+        except BaseException:
+            self.times.pop()  # the op is issued once more
+            raise
         self.record.append(op)
-        self.times.append(begun)
         return found
 
     def _update(self) -> None:
@@ -133,15 +136,16 @@ class Scheduled:
         if self.look is not None:
             for position in range(self.cursor, end):
                 self.look(position)
-        ops, begun = self.ops[self.cursor : end], perf_counter()
+        ops, count = self.ops[self.cursor : end], len(self.times)
+        self.times += [perf_counter()] * len(ops)
         try:
             self.actions.apply(groups)
-        except Exception:
-            if not self.draining:
+        except BaseException as error:
+            if not (self.draining and isinstance(error, Exception)):
+                del self.times[count:]
                 raise
             # It waits for whoever reads the state next. This step has failed anyway.
         self.cursor = end
-        self.times += [begun] * len(ops)
         self.record += ops
 
 
@@ -280,7 +284,7 @@ class OnDemand:
             found = run()
         except CommError as error:
             self.lost = True
-            raise CommError(f"on demand, '{op}': {error}{self.actions.where(op.target)}") from error
+            raise CommError(f"on demand, '{op}'{self.actions.where(op.target)}: {error}") from error
         self.record.append(op)
         return found
 

@@ -8,9 +8,10 @@ import torch
 from torch.autograd.profiler import record_function
 
 from fshard.runtime.comm import ProcessTransport
+from fshard.runtime.comm.call_site import executing
 from fshard.runtime.comm.communicator import SingleRankTransport
-from fshard.runtime.comm.flight import Flight
-from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.comm.flight import Flight, Mapped
+from fshard.runtime.execution.executor import OnDemand, Scheduled
 from fshard.runtime.execution.route import Actions, Route
 from fshard.runtime.execution.signals import Shield
 from fshard.schedule.flight import OVER
@@ -22,29 +23,29 @@ ExecutorMaker = Callable[[Route, Actions, Shield], Scheduled]
 
 
 class Recorded(Scheduled):
-    """Runs the ops of a schedule, and notes each before it runs."""
+    """Runs the ops of a schedule, and notes each in a mapped file before it runs."""
 
-    def __init__(self, flight: Flight, route: Route, actions: Actions, shield: Shield | None = None) -> None:
+    def __init__(self, mapped: Mapped, route: Route, actions: Actions, shield: Shield | None = None) -> None:
         super().__init__(route, actions, shield)
-        self.flight, self.number = flight, flight.begin(route.schedule)
+        self.mapped = mapped
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Run everything that stands before this compute op."""
         super().reach(kind, unit, index)
-        self.flight.note(self.cursor - 1, self.number)
+        self.mapped.note(self.cursor - 1)
 
     def consensus(self, run: Callable[[], T]) -> T:
         """Perform the last op."""
         found = super().consensus(run)
-        self.flight.note(OVER, self.number)
+        self.mapped.note(OVER)
         return found
 
     def _perform(self, run: Callable[[], T]) -> T:
-        self.flight.note(self.cursor, self.number)
+        self.mapped.note(self.cursor)
         return super()._perform(run)
 
     def _update(self) -> None:
-        self.flight.note(self.cursor, self.number)
+        self.mapped.note(self.cursor)
         super()._update()
 
 
@@ -91,19 +92,32 @@ class RecordedAndProfiled(Recorded, Profiled):
     """Runs the ops of a schedule: each is noted, and a range of torch.profiler."""
 
 
+def flight_of(mesh: Mesh) -> Flight | None:
+    """The flight recorder of this rank; None on a mesh without processes."""
+    transport = mesh.transport
+    return transport.flight if isinstance(transport, ProcessTransport | SingleRankTransport) else None
+
+
+def begin(mesh: Mesh, executor: Scheduled | OnDemand) -> None:
+    """A run begins: from now on it is recorded, and errors of other threads say at which op it is."""
+    executing(executor)
+    flight = flight_of(mesh)
+    if flight is not None and isinstance(executor, Scheduled):
+        flight.begin(executor.route.schedule, executor.record, executor.times)
+
+
 def executor_of(mesh: Mesh) -> ExecutorMaker:
     """What runs schedules on this rank.
 
-    Ops are recorded where ``FSHARD_RECORD`` asked for that when the mesh was made. While torch.profiler is on, or
-    ``torch.autograd.profiler.emit_nvtx``, each of them is a range.
+    Ops are noted in a mapped file where ``FSHARD_RECORD`` asked for that when the mesh was made. While torch.profiler
+    is on, or ``torch.autograd.profiler.emit_nvtx``, each of them is a range.
     """
-    transport = mesh.transport
-    flight = transport.flight if isinstance(transport, ProcessTransport | SingleRankTransport) else None
-    return partial(_made, flight)
+    flight = flight_of(mesh)
+    return partial(_made, flight.mapped if flight is not None else None)
 
 
-def _made(flight: Flight | None, route: Route, actions: Actions, shield: Shield | None = None) -> Scheduled:
+def _made(mapped: Mapped | None, route: Route, actions: Actions, shield: Shield | None = None) -> Scheduled:
     profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    if flight is None:
+    if mapped is None:
         return (Profiled if profiled else Scheduled)(route, actions, shield)
-    return (RecordedAndProfiled if profiled else Recorded)(flight, route, actions, shield)
+    return (RecordedAndProfiled if profiled else Recorded)(mapped, route, actions, shield)

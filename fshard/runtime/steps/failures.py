@@ -125,7 +125,9 @@ def together(comms: Communicators) -> Iterator[None]:
     except (PeerError, ScheduleError, BatchError, LossError, ReplicationError):
         raise
     except BaseException as error:
-        comms.transport.abort_all(raised(error))
+        left = comms.transport.abort_all(raised(error))
+        if left and left not in str(error):
+            error.add_note(left)
         raise
 
 

@@ -26,12 +26,12 @@ import torch
 
 from fshard.errors import foreign_params
 from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
-from fshard.runtime.comm.call_site import executing
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
+from fshard.runtime.execution.flight import begin
 from fshard.runtime.execution.timed import Timed
 from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
@@ -202,7 +202,7 @@ class Runner:
         prepared, given, comms = ready.prepared, ready.request, self.programs.comms
         intent = Intent(prepared.digest, prepared.text)
         equal_rows = self.programs.train and prepared.weighted is False
-        executing(ready.executor)
+        begin(self.plan.mesh, ready.executor)
         with together(comms):
             uneven = ready.executor.handshake(
                 lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts)
