@@ -13,7 +13,7 @@ from fshard.checkpoint.problems import other_folder
 from fshard.checkpoint.restore import Request, TakeRules, restore_step
 from fshard.checkpoint.save import Save, check_json, head_of, remove_failed, save_facts, write_and_commit
 from fshard.checkpoint.snapshot import Snapshot
-from fshard.checkpoint.states import States, all_entries, beside, by_name, one_mesh, step_of
+from fshard.checkpoint.states import States, all_entries, beside, by_name, one_mesh, seen_here, step_of
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError
 from fshard.optim.base import Optimizer
@@ -26,10 +26,12 @@ from fshard.runtime.comm import (
     enter,
     first_rank_or_raise,
     mesh_communicator,
+    telling,
 )
 from fshard.runtime.comm.devices import carried
 from fshard.runtime.comm.facts import compare
 from fshard.schedule.schedule import Schedule
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.past import Run
@@ -107,6 +109,7 @@ class Checkpointer:
         """The checkpoint of the last restore; None before the first one."""
         self._folder = CheckpointFolder(self.directory)
         self._run = Run()
+        self._mesh: Mesh | None = None  # of the latest save or restore
         self._damaged: set[int] = set()
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
@@ -147,9 +150,10 @@ class Checkpointer:
             DonatedError: the state was donated to a step.
         """
         self.wait()
-        states = by_name(state, TrainState, "save(state)")
-        expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
-        mesh = one_mesh(states)
+        with telling(seen_here(self._mesh), always=False):
+            states = by_name(state, TrainState, "save(state)")
+            expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
+            mesh = self._mesh = one_mesh(states)
         for one in states.values():
             if one.stale:
                 settle(one)
@@ -245,8 +249,9 @@ class Checkpointer:
             PlanError: invalid rules.
         """
         self.wait()
-        requests = _requests(plan, opt, step, cast, rules, into)
-        mesh = one_mesh({name: request.plan for name, request in requests.items()})
+        with telling(seen_here(self._mesh), always=False):
+            requests = _requests(plan, opt, step, cast, rules, into)
+            mesh = self._mesh = one_mesh({name: request.plan for name, request in requests.items()})
         for request in requests.values():
             if request.into is not None and request.into.stale:
                 settle(request.into)

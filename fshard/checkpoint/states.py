@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from fshard.arguments import described
 from fshard.errors import PlanError, TreeError
+from fshard.played.transport import VirtualTransport
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Scalars, entries, scalars
@@ -75,6 +76,17 @@ def one_mesh(states: Mapping[str, TrainState | Plan]) -> Mesh:
 
 def _other_mesh(mesh: Mesh, first: Mesh) -> bool:
     return mesh.whole != first.whole or mesh.whole.transport is not first.whole.transport
+
+
+def seen_here(mesh: Mesh | None) -> Mesh | None:
+    """A mesh as the rank that runs sees it; None outside of the runs of a virtual mesh.
+
+    Args:
+        mesh: as any rank sees it; None for none.
+    """
+    if mesh is not None and isinstance(mesh.transport, VirtualTransport):
+        mesh = mesh.transport.host.here
+    return None if mesh is None or mesh.everywhere else mesh
 
 
 def step_of(states: Mapping[str, TrainState]) -> int:

@@ -64,6 +64,8 @@ def calls_of(mesh: fs.Mesh, folder: str) -> dict[str, tuple[Call, list[Any], lis
         "reshard_state": (fs.reshard_state, [state, whole, opt], [gone, whole, opt]),
         "sync_buffers": (fs.sync_buffers, [{"a": rows}, plan], [{"a": rows}, plan, [("b", "mean")]]),
         "restore": (checkpoints.restore, [plan, opt], [plan, opt, "3"]),
+        "restore, plan": (checkpoints.restore, [plan, opt], [None, opt]),
+        "save, state": (checkpoints.save, [state], [None]),
         "save": (checkpoints.save, [{"a": state}], [{"a": state, "b": None}]),
         "export": (lambda *given: list(fs.io.export(*given)), [params, plan], [{}, plan]),
         "to_state_dict": (fs.io.to_state_dict, [state], [state, ...]),
@@ -104,7 +106,7 @@ def on_rank(folder: str) -> dict[str, tuple[Raised | None, float, Raised | None,
             began = time.monotonic()
             one = attempt(lambda: made(call, wrong if mesh.rank == 1 else right))  # noqa: B023
             took = time.monotonic() - began
-            overwrite = {"overwrite": True} if name in ("save", "save_hf") else {}
+            overwrite = {"overwrite": True} if name.startswith("save") else {}
             alone = attempt(lambda: call(*right, **overwrite))  # noqa: B023
             everyone = attempt(lambda: made(call, wrong))  # noqa: B023
             out[name] = (one, took, alone, everyone)
