@@ -63,7 +63,8 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         prefix: what the paths begin with.
 
     Raises:
-        TreeError: it is not a nested dict; or a key is not a string, is empty, or holds a dot.
+        TreeError: it is not a nested dict; a key is not a string, is empty, or holds a dot; or a dict inside of it is
+            empty, of which no path could tell.
 
     >>> dict(paths({"a": {"w": 1, "b": 2}, "c": 3}))
     {'a.w': 1, 'a.b': 2, 'c': 3}
@@ -75,6 +76,11 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
                 f"the key {key!r} {'under ' + repr(prefix[:-1]) if prefix else 'at the root'} cannot name a leaf: keys "
                 f"are non-empty strings without dots, since a dot separates the levels of a path. A flat dict with "
                 f"dotted names, such as a state dict, becomes a tree by fs.tree.nest(flat)"
+            )
+        if isinstance(value, Mapping) and not value:
+            raise TreeError(
+                f"{prefix}{key} is an empty dict: a parameter tree is known by the paths of its leaves, so it would be "
+                f"lost. Leave it out, and read it as params.get({key!r}, {{}})"
             )
         if isinstance(value, Mapping):
             yield from paths(value, f"{prefix}{key}.")

@@ -1,6 +1,7 @@
 """Plans: what owns which leaf, what a plan checks, and how it prints."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,44 @@ def test_one_axis_is_the_data_axis() -> None:
 
 
 def test_nothing_to_place() -> None:
-    for params in ({}, {"a": {}}):
-        with pytest.raises(PlanError, match="no parameters"):
-            _place((), params)
+    with pytest.raises(PlanError, match="no parameters"):
+        _place((), {})
+
+
+EMPTY: dict[str, tuple[dict[str, Any], str]] = {
+    "a layer without leaves": ({"a": {}, "b": {"w": torch.ones(4)}}, "a is an empty dict"),
+    "nothing else": ({"a": {}}, "a is an empty dict"),
+    "deeper": ({"a": {"w": torch.ones(4), "act": {}}}, r"a\.act is an empty dict.*params\.get\('act', \{\}\)"),
+    "a list": ({"a": [], "b": torch.ones(4)}, "a: list"),
+    "a tuple": ({"a": (), "b": torch.ones(4)}, "a: tuple"),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_part_of_a_tree_is_refused_with_its_path(name: str) -> None:
+    """It would be missing in the trees that losses get, and in those of states."""
+    params, said = EMPTY[name]
+    with pytest.raises((PlanError, TreeError), match=said):
+        _place((), params)
+
+
+WHOLE = {"b": {"w": torch.ones(4)}}
+TAKES: dict[str, Callable[[fs.Plan, dict[str, Any]], Any]] = {
+    "init_state": lambda plan, params: fs.init_state(plan, params=params),
+    "shard": lambda plan, params: fs.shard(params, plan),
+    "unshard": lambda plan, params: fs.unshard(params, plan),
+    "replace": lambda plan, params: fs.init_state(plan, params=WHOLE).replace(params=params),
+    "add": lambda plan, params: fs.tree.add(WHOLE, params),
+    "apply": lambda plan, params: fs.split(nn.Linear(1, 1)).apply(params, torch.ones(1)),
+    "paths": lambda plan, params: dict(fs.tree.paths(params)),
+}
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_so_it_is_wherever_a_tree_is_given(name: str) -> None:
+    plan = fs.make_plan(WHOLE, fs.make_mesh((1,), ("shard",)), [(".*", P(flat="shard"))])
+    with pytest.raises(TreeError, match="a is an empty dict"):
+        TAKES[name](plan, {"a": {}, **WHOLE})
 
 
 @pytest.mark.parametrize("whole", [True, False])
